@@ -1,0 +1,142 @@
+"""Every error this package raises on purpose.
+
+The tree:
+
+    GpumemError
+    ├── ConfigurationError            a flag, an environment variable or a file is wrong (exit code 2)
+    ├── WireError                     a message does not follow the protocol; names the field
+    ├── NvmlError                     the driver's library answered with an error
+    │   ├── NvmlUnavailableError      no driver, no library, or it cannot be initialised
+    │   ├── NvmlDeviceLostError       the device fell off the bus; it stays lost until NVML is initialised again
+    │   ├── NvmlNotSupportedError     this device or this driver does not have the figure
+    │   └── NvmlPermissionError       this user may not read the figure
+    ├── ReportRefusedError            a well-formed report that the exporter does not take
+    │   ├── ReporterSupersededError   a newer reporter speaks for the same process
+    │   ├── TooManyProcessesError     `--report.max-processes` is reached
+    │   └── UnknownDeviceError        the report names a device that the driver does not have
+    ├── ActionRefusedError            a well-formed action that the exporter does not take
+    │   ├── ActionNotAllowedError     `--action.allow` leaves it out
+    │   ├── TargetNotFoundError       nothing that reports matches the target; says what there is
+    │   └── IdempotencyConflictError  the same Idempotency-Key came with another request
+    └── ExporterError                 seen from the client's side of the wire
+        ├── ExporterUnreachableError  nobody answers there
+        └── ExporterAnswerError       it answered with an error; carries the status and the problem's detail
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ActionNotAllowedError",
+    "ActionRefusedError",
+    "ConfigurationError",
+    "ExporterAnswerError",
+    "ExporterError",
+    "ExporterUnreachableError",
+    "GpumemError",
+    "IdempotencyConflictError",
+    "NvmlDeviceLostError",
+    "NvmlError",
+    "NvmlNotSupportedError",
+    "NvmlPermissionError",
+    "NvmlUnavailableError",
+    "ReportRefusedError",
+    "ReporterSupersededError",
+    "TargetNotFoundError",
+    "TooManyProcessesError",
+    "UnknownDeviceError",
+    "WireError",
+]
+
+
+class GpumemError(Exception):
+    """The root: whatever this package raises on purpose."""
+
+
+class ConfigurationError(GpumemError):
+    """A flag, an environment variable or a file is wrong; the message is one line and says what would be right."""
+
+
+class WireError(GpumemError):
+    """A message does not follow the protocol.
+
+    Attributes:
+        field: the dotted path of the offending field, empty when the message as a whole is at fault.
+    """
+
+    def __init__(self, message: str, field: str = "") -> None:
+        super().__init__(f"{field}: {message}" if field else message)
+        self.field = field
+
+
+class NvmlError(GpumemError):
+    """The driver's library answered with an error."""
+
+
+class NvmlUnavailableError(NvmlError):
+    """No driver, no library, or it cannot be initialised: no device can be read."""
+
+
+class NvmlDeviceLostError(NvmlError):
+    """The device fell off the bus; it stays lost until NVML is initialised again."""
+
+
+class NvmlNotSupportedError(NvmlError):
+    """This device or this driver does not have the figure."""
+
+
+class NvmlPermissionError(NvmlError):
+    """This user may not read the figure."""
+
+
+class ReportRefusedError(GpumemError):
+    """A well-formed report that the exporter does not take."""
+
+
+class ReporterSupersededError(ReportRefusedError):
+    """A newer reporter speaks for the same process (the program was replaced, or the pid was used again)."""
+
+
+class TooManyProcessesError(ReportRefusedError):
+    """`--report.max-processes` is reached; the report is counted as dropped."""
+
+
+class UnknownDeviceError(ReportRefusedError):
+    """The report names a device that the driver does not have."""
+
+
+class ActionRefusedError(GpumemError):
+    """A well-formed action that the exporter does not take."""
+
+
+class ActionNotAllowedError(ActionRefusedError):
+    """`--action.allow` leaves the action out."""
+
+
+class TargetNotFoundError(ActionRefusedError):
+    """Nothing that reports matches the target; the message says what there is."""
+
+
+class IdempotencyConflictError(ActionRefusedError):
+    """The same Idempotency-Key came with another request."""
+
+
+class ExporterError(GpumemError):
+    """Something went wrong between a client and its exporter."""
+
+
+class ExporterUnreachableError(ExporterError):
+    """Nobody answers at the exporter's address, or not in time, or not in HTTP."""
+
+
+class ExporterAnswerError(ExporterError):
+    """The exporter answered with an error.
+
+    Attributes:
+        status: the HTTP status.
+        detail: what the problem document says, or the status' own phrase.
+    """
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(f"HTTP {status}: {detail}")
+        self.status = status
+        self.detail = detail

@@ -1,0 +1,251 @@
+"""The wire between a reporter and its exporter, as frozen dataclasses.
+
+One route carries everything. A reporter posts a `Report` to `POST /api/v1/reports`; the `Reply` carries the commands
+that wait for it, and the results of those ride on its next report. The exporter may hold the reply until there is a
+command or until the report interval has passed.
+
+Compatibility: a field that is not known is ignored, a field that is not there takes its default; both sides therefore
+read messages of older and newer minor versions. `PROTOCOL_VERSION` rises only when that no longer suffices.
+
+Bytes are bytes, `*_seconds` are seconds, and None means "cannot be known", never zero. Standard library only: this
+module is imported by training processes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gpumem_exporter.errors import WireError
+
+__all__ = [
+    "MAX_LABEL_LENGTH",
+    "OUTCOMES",
+    "PROTOCOL_VERSION",
+    "REPORTS_PATH",
+    "Command",
+    "CommandResult",
+    "DeviceResult",
+    "DeviceSample",
+    "ProcessIdentity",
+    "Reply",
+    "Report",
+    "reply_from_wire",
+    "to_wire",
+]
+
+PROTOCOL_VERSION = 1
+REPORTS_PATH = "/api/v1/reports"
+
+MAX_LABEL_LENGTH = 256
+"""Longest text that may become a label's value, in characters; reporters cut, the exporter refuses."""
+
+OUTCOMES = ("done", "refused", "failed", "expired", "unsupported", "gone")
+"""What can become of a command in one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """Who reports. The process is (`pid_namespace`, `pid`, `start_time_ticks`); a rank or a workload is a label only."""
+
+    pid: int
+    """As the process sees itself, in its own PID namespace."""
+    start_time_ticks: int
+    """Field 22 of /proc/self/stat: clock ticks after boot, the same from every PID namespace."""
+    pid_namespace: int
+    """Inode of /proc/self/ns/pid; 0 where it cannot be read."""
+    session: str
+    """Random, new for each reporter: tells a restarted or exec'ed one from its predecessor in the same pid."""
+    session_started_seconds: float
+    """CLOCK_MONOTONIC when the reporter started: of two sessions of one process, the later speaks for it."""
+    workload: str = ""
+    rank: str = ""
+    command: str = ""
+    """Program and script, never arguments: those carry secrets."""
+    torch_version: str = ""
+    allocator_settings: str = ""
+    client_version: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """One device's allocator at one moment, in the words of `torch.cuda.memory_stats` (`.all.` pool, `.current`)."""
+
+    uuid: str
+    """As NVML spells it: `GPU-…` or `MIG-…`."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    active_bytes: int | None = None
+    inactive_split_bytes: int | None = None
+    requested_bytes: int | None = None
+    allocated_peak_bytes: int | None = None
+    reserved_peak_bytes: int | None = None
+    private_pools_bytes: int | None = None
+    """Reserved by live private pools (CUDA graphs, `torch.cuda.MemPool`)."""
+    reclaimable_bytes: int | None = None
+    """What `empty_cache()` would give back to the driver now."""
+    alloc_retries: int | None = None
+    ooms: int | None = None
+    segments_allocated: int | None = None
+    """`segment.all.allocated`: segments ever taken from the driver."""
+    segments_freed: int | None = None
+    """`segment.all.freed`: segments ever given back."""
+    cache_flushes: int | None = None
+    """`num_sync_all_streams`: flushes of the cache, wanted or forced."""
+    phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Peak of allocated bytes in each phase the program named."""
+    component_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Allocated bytes by component: parameters, gradients, optimizer_state, other."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceResult:
+    """What a command did to one device of one process. `freed_bytes` is what went back to the driver."""
+
+    uuid: str
+    reserved_before_bytes: int | None = None
+    reserved_after_bytes: int | None = None
+    freed_bytes: int | None = None
+    device_free_before_bytes: int | None = None
+    """`cudaMemGetInfo` right before, device-wide: other processes move it too."""
+    device_free_after_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """A command's end in one process."""
+
+    id: str
+    outcome: str
+    """One of `OUTCOMES`."""
+    reason: str = ""
+    """Why it was not done; empty when it was."""
+    duration_seconds: float | None = None
+    devices: tuple[DeviceResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a reporter sends: the last sample, and the results of the commands it ran since the last report."""
+
+    process: ProcessIdentity
+    sequence: int
+    """Rises by one with each report of a session: a report that overtook another is told by it."""
+    protocol: int = PROTOCOL_VERSION
+    sample_age_seconds: float = 0.0
+    """How long before sending the sample was taken, on the reporter's monotonic clock."""
+    devices: tuple[DeviceSample, ...] = ()
+    pinned_host_bytes: int | None = None
+    """Pinned host memory held by this process' caching host allocator."""
+    step: int | None = None
+    results: tuple[CommandResult, ...] = ()
+    actions: tuple[str, ...] = ()
+    """The actions this reporter can run."""
+    hold_seconds: float = 0.0
+    """How long the sender lets the exporter hold the reply at most; 0 asks for an answer at once."""
+    final: bool = False
+    """The reporter stops: forget this process now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Something a reporter is asked to do. Running it twice is safe: a reporter remembers ids and repeats the result."""
+
+    id: str
+    action: str
+    deadline_seconds: float
+    """Left when the reply was sent; what has not begun by then is not run."""
+    uuids: tuple[str, ...] = ()
+    """The devices meant, empty for all. `empty_cache` acts on every device of the process: torch has no other."""
+    collect_garbage: bool = False
+    """Run Python's garbage collector first, which runs the program's finalizers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the exporter answers."""
+
+    commands: tuple[Command, ...] = ()
+    report_interval_seconds: float = 1.0
+    protocol: int = PROTOCOL_VERSION
+
+
+_FIELD_NAMES: dict[type, tuple[str, ...]] = {
+    cls: tuple(f.name for f in fields(cls))
+    for cls in (ProcessIdentity, DeviceSample, DeviceResult, CommandResult, Report, Command, Reply)
+}
+
+
+def to_wire(message: Report | Reply) -> dict[str, Any]:
+    """Turn a message into what `json.dumps` takes; what is unknown or empty is left out."""
+    return _object(message)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name in _FIELD_NAMES[type(value)]:
+        item = getattr(value, name)
+        if item is None or item == "" or item == () or item == {}:
+            continue
+        if type(item) in _FIELD_NAMES:
+            item = _object(item)
+        elif type(item) is tuple:
+            item = [_object(part) if type(part) in _FIELD_NAMES else part for part in item]
+        out[name] = item
+    return out
+
+
+def reply_from_wire(document: Any) -> Reply:
+    """Read an exporter's reply, of this or any compatible version.
+
+    Raises:
+        WireError: the document is not a reply; nothing of it is used.
+    """
+    reply = _mapping(document, "")
+    commands = reply.get("commands", [])
+    if not isinstance(commands, list):
+        raise WireError("must be an array", "commands")
+    interval = _number(reply, "report_interval_seconds", "", default=1.0)
+    if interval <= 0:
+        raise WireError("must be over 0", "report_interval_seconds")
+    return Reply(
+        commands=tuple(_command(item, f"commands.{i}") for i, item in enumerate(commands)),
+        report_interval_seconds=interval,
+        protocol=int(_number(reply, "protocol", "", default=PROTOCOL_VERSION)),
+    )
+
+
+def _command(item: Any, where: str) -> Command:
+    command = _mapping(item, where)
+    uuids = command.get("uuids", [])
+    if not isinstance(uuids, list) or not all(isinstance(uuid, str) for uuid in uuids):
+        raise WireError("must be an array of strings", f"{where}.uuids")
+    return Command(
+        id=_text(command, "id", where),
+        action=_text(command, "action", where),
+        deadline_seconds=_number(command, "deadline_seconds", where),
+        uuids=tuple(uuids),
+        collect_garbage=command.get("collect_garbage") is True,
+    )
+
+
+def _mapping(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise WireError("must be an object", where)
+    return value
+
+
+def _text(mapping: dict[str, Any], name: str, where: str) -> str:
+    value = mapping.get(name)
+    if not isinstance(value, str) or not value:
+        raise WireError("must be a string that is not empty", f"{where}.{name}".lstrip("."))
+    return value
+
+
+def _number(mapping: dict[str, Any], name: str, where: str, default: float | None = None) -> float:
+    value = mapping.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise WireError("must be a finite number", f"{where}.{name}".lstrip("."))
+    return float(value)
