@@ -48,7 +48,7 @@ OUTCOMES = ("done", "refused", "failed", "expired", "unsupported", "gone")
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Who reports. The process is (`pid_namespace`, `pid`, `start_time_ticks`); a rank or a workload is a label only."""
+    """Who reports. The process is (`pid_namespace`, `pid`, `start_time_ticks`); rank and workload are labels only."""
 
     pid: int
     """As the process sees itself, in its own PID namespace."""
@@ -107,6 +107,8 @@ class DeviceResult:
     uuid: str
     reserved_before_bytes: int | None = None
     reserved_after_bytes: int | None = None
+    allocated_before_bytes: int | None = None
+    allocated_after_bytes: int | None = None
     freed_bytes: int | None = None
     device_free_before_bytes: int | None = None
     """`cudaMemGetInfo` right before, device-wide: other processes move it too."""
@@ -151,7 +153,10 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something a reporter is asked to do. Running it twice is safe: a reporter remembers ids and repeats the result."""
+    """Something a reporter is asked to do.
+
+    Giving it twice is safe: a reporter remembers ids and repeats the result.
+    """
 
     id: str
     action: str

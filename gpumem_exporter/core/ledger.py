@@ -51,7 +51,7 @@ class ProcessShare:
 
 @dataclass(frozen=True, slots=True)
 class DeviceLedger:
-    """One device's ledger. `categories` holds the known ones, in the order of `CATEGORIES`; they add up to the total."""
+    """One device's ledger. `categories` holds the known ones, in `CATEGORIES` order; they add up to the total."""
 
     gpu: str
     uuid: str
@@ -61,7 +61,7 @@ class DeviceLedger:
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
-    """Slack that `empty_cache()` cannot return: reserved − allocated − reclaimable; None when any of them is unknown."""
+    """Slack that `empty_cache()` cannot return: reserved − allocated − reclaimable; None when any is unknown."""
     if sample.reserved_bytes is None or sample.allocated_bytes is None or sample.reclaimable_bytes is None:
         return None
     return sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes
@@ -129,7 +129,8 @@ def _shares(device: DeviceReading, processes: Iterable[ReportingProcess]) -> tup
         )
     shares = []
     for listed in device.processes:
-        process, sample = reporting.get(listed.pid, (None, None))
+        reporter = reporting.get(listed.pid)
+        process, sample = reporter if reporter is not None else (None, None)
         non_torch = None
         if sample is not None and sample.reserved_bytes is not None and listed.used_bytes is not None:
             non_torch = listed.used_bytes - sample.reserved_bytes

@@ -1,0 +1,1 @@
+"""Actions: asked, delivered, answered, measured."""

@@ -1,0 +1,119 @@
+"""What an action is: who is meant, what is asked, what became of it in each process on each device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
+from gpumem_exporter.protocol import DeviceSample
+
+__all__ = ["ACTIONS", "MODES", "Action", "ActionRequest", "ActionResult", "Target"]
+
+ACTIONS = ("empty_cache", "collect_garbage", "reset_peak")
+"""All are harmless to the program's results; the exporter allows them by default."""
+MODES = ("now",)
+"""`now`: the reporter's thread runs it as soon as the command arrives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Which reporting processes are meant, and on which devices. Given keys narrow each other."""
+
+    gpu: str | None = None
+    uuid: str | None = None
+    pid: int | None = None
+    workload: str | None = None
+    rank: str | None = None
+    all: bool = False
+
+    def select(self, snapshot: Snapshot) -> Iterator[tuple[ReportingProcess, tuple[DeviceSample, ...]]]:
+        """The processes meant, each with its samples of the devices meant; a process without such a device is out."""
+        gpus = gpu_labels(snapshot)
+        for process in snapshot.processes:
+            identity = process.report.process
+            if self.pid is not None and str(self.pid) != process.label_pid:
+                continue
+            if self.workload is not None and self.workload != identity.workload:
+                continue
+            if self.rank is not None and self.rank != identity.rank:
+                continue
+            samples = tuple(
+                sample
+                for sample in process.report.devices
+                if (self.uuid is None or self.uuid == sample.uuid)
+                and (self.gpu is None or self.gpu == gpus.get(sample.uuid))
+            )
+            if samples or (self.uuid is None and self.gpu is None):
+                yield process, samples
+
+    def describe(self) -> str:
+        """As a caller would write it: `gpu=0 workload=llm`."""
+        given = ((f.name, getattr(self, f.name)) for f in fields(self))
+        return " ".join(f"{name}={value}" for name, value in given if value not in (None, False)) or "all"
+
+
+def gpu_labels(snapshot: Snapshot) -> dict[str, str]:
+    """The NVML index of each device by uuid, as far as the driver says it."""
+    return {} if snapshot.node is None else {device.uuid: device.gpu for device in snapshot.node.devices}
+
+
+@dataclass(frozen=True, slots=True)
+class ActionRequest:
+    """What somebody asks for, validated."""
+
+    action: str
+    target: Target
+    mode: str = "now"
+    collect_garbage: bool = False
+    deadline_seconds: float = 30.0
+    dry_run: bool = False
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionResult:
+    """What became of it in one process on one device. Bytes; None where it was not measured."""
+
+    pid: int
+    workload: str
+    rank: str
+    gpu: str
+    uuid: str
+    outcome: str
+    reason: str = ""
+    reserved_before_bytes: int | None = None
+    reserved_after_bytes: int | None = None
+    allocated_before_bytes: int | None = None
+    allocated_after_bytes: int | None = None
+    freed_bytes: int | None = None
+    device_free_before_bytes: int | None = None
+    device_free_after_bytes: int | None = None
+    duration_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """An action as it stands: `state` is queued, running, done, failed or expired."""
+
+    id: str
+    action: str
+    state: str
+    requested_by: str
+    created_unix_seconds: float
+    target: Target
+    dry_run: bool = False
+    reason: str = ""
+    results: tuple[ActionResult, ...] = ()
+    duration_seconds: float | None = None
+    """From the request to the last result; None while it runs."""
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes given back to the driver, over all results (what would be, for a dry run)."""
+        return sum(result.freed_bytes or 0 for result in self.results)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will become of it."""
+        return self.state not in ("queued", "running")
