@@ -41,6 +41,7 @@ class Connection:
         self.url = url
         self._timeout_seconds = timeout_seconds
         self._http = _connection_for(url, timeout_seconds)
+        self._interrupted = False
 
     def request(
         self,
@@ -64,7 +65,7 @@ class Connection:
             return self._exchange(method, path, body, headers or {}, timeout_seconds or self._timeout_seconds)
         except (ConnectionError, http.client.BadStatusLine) as error:
             self.close()
-            if not reused:
+            if not reused or self._interrupted:
                 raise self._unreachable(error) from error
         except (OSError, http.client.HTTPException, ValueError) as error:
             self.close()
@@ -76,7 +77,8 @@ class Connection:
             raise self._unreachable(error) from error
 
     def interrupt(self) -> None:
-        """Make a `request` that waits in another thread fail now. Any thread may call this, at any time."""
+        """Make a `request` that waits in another thread fail now, and all later ones. Any thread may call this."""
+        self._interrupted = True
         sock = self._http.sock
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -90,6 +92,8 @@ class Connection:
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_seconds: float
     ) -> Answer:
         connection = self._http
+        if self._interrupted:
+            raise ConnectionAbortedError("interrupted")
         if connection.sock is None:
             connection.connect()
         connection.sock.settimeout(timeout_seconds)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["CATEGORIES", "DeviceLedger", "ProcessShare", "device_ledger", "fragmented_bytes", "node_ledgers"]
@@ -127,12 +127,14 @@ def _shares(device: DeviceReading, processes: Iterable[ReportingProcess]) -> tup
             for pid, (process, sample) in reporting.items()
             if pid is not None
         )
-    shares = []
-    for listed in device.processes:
-        reporter = reporting.get(listed.pid)
-        process, sample = reporter if reporter is not None else (None, None)
-        non_torch = None
-        if sample is not None and sample.reserved_bytes is not None and listed.used_bytes is not None:
-            non_torch = listed.used_bytes - sample.reserved_bytes
-        shares.append(ProcessShare(str(listed.pid), listed.used_bytes, process, sample, non_torch))
-    return tuple(shares)
+    return tuple(_listed_share(listed, reporting.get(listed.pid)) for listed in device.processes)
+
+
+def _listed_share(listed: ProcessMemory, reporter: tuple[ReportingProcess, DeviceSample] | None) -> ProcessShare:
+    pid = str(listed.pid)
+    if reporter is None:
+        return ProcessShare(pid, listed.used_bytes, None, None, None)
+    process, sample = reporter
+    known = sample.reserved_bytes is not None and listed.used_bytes is not None
+    non_torch = listed.used_bytes - sample.reserved_bytes if known else None  # type: ignore[operator]
+    return ProcessShare(pid, listed.used_bytes, process, sample, non_torch)

@@ -1,0 +1,144 @@
+"""When to look at the allocator: at the optimizer's step where there are steps, else on the reporter's thread.
+
+A sample in the training thread at a step boundary never meets that thread's own cache flush; one from another thread
+might, and would stop the interpreter for as long as the flush takes. So the reporter's thread samples only while no
+step runs, and the two never at once.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from gpumem_exporter.client._allocator import Allocator
+from gpumem_exporter.protocol import DeviceSample
+
+__all__ = ["Sample", "Sampler"]
+
+_LEAD = 0.1
+"""A step samples if it comes in the last tenth of the interval before the next report, or later."""
+_QUIET_STEPS = 3.0
+"""Steps are over when none has come for three times the last one's length…"""
+_QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
+"""…and for at least two seconds, or for a minute at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What the allocator held at one moment."""
+
+    taken_seconds: float
+    """On the monotonic clock."""
+    devices: tuple[DeviceSample, ...]
+    pinned_host_bytes: int | None
+    step: int | None
+
+
+class Sampler:
+    """Takes samples of one process' allocator.
+
+    `on_optimizer_step` and `on_step` run in the program's threads; everything else in the reporter's.
+
+    Args:
+        allocator: what to sample.
+        swallow: called with what a sample raised in the program's thread.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        *,
+        swallow: Callable[[Exception], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._allocator = allocator
+        self._swallow = swallow
+        self._clock = clock
+        self._busy = threading.Lock()
+        self._latest: Sample | None = None
+        self._wanted_from_seconds = 0.0
+        self._steps = 0
+        self._last_step_seconds: float | None = None
+        self._step_seconds = 0.0
+        self._stepped_by_hand = False
+        self._counted: weakref.ref[Any] | None = None
+
+    def on_optimizer_step(self, optimizer: Any) -> None:
+        """After an optimizer's step, in the thread that made it. Never raises.
+
+        Where there are several optimizers, those of one step are told apart by counting the first one seen.
+        """
+        if self._stepped_by_hand:
+            return
+        try:
+            counted = self._counted() if self._counted is not None else None
+            if counted is None:
+                self._counted = weakref.ref(optimizer)
+            elif counted is not optimizer:
+                return
+            self._stepped()
+        except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer
+            self._swallow(error)
+
+    def on_step(self) -> None:
+        """The program says that a step has ended; from now on only this counts as one. Never raises."""
+        self._stepped_by_hand = True
+        try:
+            self._stepped()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._swallow(error)
+
+    def current(self, next_report_seconds: float) -> Sample:
+        """The sample to report now, and when the next one will be wanted.
+
+        While steps run that is the last step's; otherwise one is taken here.
+        """
+        latest = self._latest
+        if latest is None or not self._steps_run():
+            latest = self.take()
+        interval = next_report_seconds - self._clock()
+        self._wanted_from_seconds = next_report_seconds - interval * _LEAD
+        return latest
+
+    def take(self) -> Sample:
+        """Look now, in this thread."""
+        with self._busy:
+            return self._look()
+
+    def exclusively(self) -> threading.Lock:
+        """The lock that keeps steps from sampling: held while the cache is being cleared, so that none waits for it."""
+        return self._busy
+
+    def _stepped(self) -> None:
+        now = self._clock()
+        if self._last_step_seconds is not None:
+            self._step_seconds = now - self._last_step_seconds
+        self._last_step_seconds = now
+        self._steps += 1
+        if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):
+            try:
+                self._look()
+                self._wanted_from_seconds = float("inf")
+            finally:
+                self._busy.release()
+
+    def _look(self) -> Sample:
+        sample = Sample(
+            taken_seconds=self._clock(),
+            devices=self._allocator.samples(),
+            pinned_host_bytes=self._allocator.pinned_host_bytes(),
+            step=self._steps or None,
+        )
+        self._latest = sample
+        return sample
+
+    def _steps_run(self) -> bool:
+        if self._last_step_seconds is None:
+            return False
+        patience = min(max(_QUIET_STEPS * self._step_seconds, _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)
+        return self._clock() - self._last_step_seconds < patience

@@ -1,0 +1,208 @@
+"""The reporter's one thread: ships samples, runs commands, and outlives every trouble with the exporter."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from gpumem_exporter.client._actions import Executor
+from gpumem_exporter.client._allocator import Allocator
+from gpumem_exporter.client._identity import current_process
+from gpumem_exporter.client._sampler import Sampler
+from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.client._troubles import Troubles
+from gpumem_exporter.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError, WireError
+from gpumem_exporter.protocol import REPORTS_PATH, CommandResult, Reply, Report, reply_from_wire, to_wire
+
+__all__ = ["Worker"]
+
+_DEFAULT_INTERVAL_SECONDS = 1.0
+_INTERVAL_SECONDS_MAX = 60.0
+_ANSWER_MARGIN_SECONDS = 5.0
+"""How much longer than the agreed hold an answer may take before the exporter counts as gone."""
+_FAREWELL_SECONDS = 0.25
+_REFUSED_INTERVALS = 5
+"""An exporter that refuses our reports is asked again this many intervals later: nothing changes within one."""
+_CUDA_POLL_SECONDS = 0.05
+
+
+class Worker:
+    """Reports one process until it is told to stop. The thread begins with `start`.
+
+    Args:
+        settings: where to, and under which labels.
+        troubles: where errors go.
+        sampler_ready: called once, in the thread, with the sampler to be fed with steps.
+    """
+
+    def __init__(
+        self, settings: ReporterSettings, troubles: Troubles, sampler_ready: Callable[[Sampler], None]
+    ) -> None:
+        self._settings = settings
+        self._troubles = troubles
+        self._sampler_ready = sampler_ready
+        self._stopping = threading.Event()
+        self._connection: Connection | None = None
+        self._allocator: Allocator | None = None
+        self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
+        self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
+        self._sequence = 0
+
+    def start(self) -> None:
+        """Begin reporting."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Say goodbye and end; returns after `timeout_seconds` at the latest, whatever the network does."""
+        self._stopping.set()
+        connection = self._connection
+        if connection is not None:
+            connection.interrupt()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
+
+    def abandon(self) -> None:
+        """In a forked child, where the thread does not exist: take the parent's hooks out of torch.
+
+        A sample there would show the parent's bytes, or wait for ever for a lock that was held when it forked. The
+        connection is a copy: closing it leaves the parent's open, keeping it would hide the parent's end.
+        """
+        if self._allocator is not None:
+            self._allocator.detach()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _run(self) -> None:
+        self._allocator = allocator = self._wait_for_cuda()
+        if allocator is None:
+            return
+        try:
+            self._report_until_stopped(allocator)
+        except Exception as error:  # noqa: BLE001 - a guest's thread ends quietly
+            self._troubles.note("reporter stopped", error)
+        finally:
+            allocator.detach()
+            if self._connection is not None:
+                self._connection.close()
+
+    def _wait_for_cuda(self) -> Allocator | None:
+        """The callback that started this thread runs inside CUDA's initialisation, which is over in a moment."""
+        while not self._stopping.is_set():
+            with self._troubles.swallowed("cannot read the allocator"):
+                allocator = Allocator.attach()
+                if allocator is not None:
+                    return allocator
+            self._stopping.wait(_CUDA_POLL_SECONDS)
+        return None
+
+    def _report_until_stopped(self, allocator: Allocator) -> None:
+        sampler = Sampler(allocator, swallow=lambda error: self._troubles.note("cannot sample at a step", error))
+        executor = Executor(allocator, sampler)
+        identity = current_process(
+            self._settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
+        )
+        self._sampler_ready(sampler)
+        watching_steps = False
+        results: tuple[CommandResult, ...] = ()
+        while not self._stopping.is_set():
+            begun = time.monotonic()
+            reply = None
+            if not watching_steps:
+                watching_steps = allocator.after_each_step(sampler.on_optimizer_step)
+            with self._troubles.swallowed("cannot report"):
+                sample = sampler.current(begun + self._interval_seconds)
+                self._sequence += 1
+                reply = self._deliver(
+                    Report(
+                        process=identity,
+                        sequence=self._sequence,
+                        sample_age_seconds=max(0.0, time.monotonic() - sample.taken_seconds),
+                        devices=sample.devices,
+                        pinned_host_bytes=sample.pinned_host_bytes,
+                        step=sample.step,
+                        results=results,
+                        actions=executor.actions,
+                        hold_seconds=self._interval_seconds,
+                    )
+                )
+            if reply is None:
+                self._stopping.wait(self._interval_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
+                continue
+            self._interval_seconds = min(reply.report_interval_seconds, _INTERVAL_SECONDS_MAX)
+            received = time.monotonic()
+            results = tuple(executor.run(command, received_seconds=received) for command in reply.commands)
+            if results:
+                sampler.take()
+            else:
+                self._stopping.wait(max(0.0, begun + self._interval_seconds - received))
+        with self._troubles.swallowed("cannot say goodbye"):
+            self._farewell(Report(process=identity, sequence=self._sequence + 1, results=results, final=True))
+
+    def _deliver(self, report: Report) -> Reply | None:
+        """Post a report and read the reply; None when there is none, after saying why once."""
+        try:
+            reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds)
+        except ExporterUnreachableError as error:
+            if not self._stopping.is_set():
+                # An exporter that is not there is no news to the program: no line at the default level.
+                self._troubles.note("no exporter", error, level=logging.INFO)
+            return None
+        except ExporterAnswerError as error:
+            self._troubles.note(f"the exporter refused a report ({error.status})", error)
+            self._stopping.wait(self._interval_seconds * (_REFUSED_INTERVALS - 1))
+            return None
+        except (WireError, ValueError) as error:
+            self._troubles.note("the exporter's reply makes no sense", error)
+            return None
+        except (OSError, ConfigurationError) as error:
+            self._troubles.note("cannot report", error)
+            return None
+        self._troubles.clear("no exporter")
+        return reply
+
+    def _post(self, report: Report, timeout_seconds: float) -> Reply:
+        headers = {"Content-Type": "application/json", **self._settings.authorization()}
+        body = json.dumps(to_wire(report), separators=(",", ":")).encode()
+        unreachable = ExporterUnreachableError("the reporter stops")
+        for connection in self._candidates():
+            try:
+                answer = connection.request("POST", REPORTS_PATH, body, headers, timeout_seconds=timeout_seconds)
+            except ExporterUnreachableError as error:
+                unreachable = error
+                if not self._stopping.is_set():
+                    self._connection = None
+                continue
+            if answer.status != 200:
+                raise ExporterAnswerError(answer.status, _detail(answer.body))
+            return reply_from_wire(json.loads(answer.body))
+        raise unreachable
+
+    def _candidates(self) -> Iterator[Connection]:
+        """The connection that works, or one to each address in turn."""
+        if self._connection is not None:
+            yield self._connection
+            return
+        for url in self._settings.urls:
+            if not self._stopping.is_set():
+                self._connection = Connection(url, timeout_seconds=_ANSWER_MARGIN_SECONDS)
+                yield self._connection
+
+    def _farewell(self, report: Report) -> None:
+        """Tell the exporter to forget this process, on a connection of its own: `stop` broke the other."""
+        if self._connection is not None:  # whoever was never reached misses nothing
+            self._connection.close()
+            self._connection = Connection(self._connection.url, timeout_seconds=_FAREWELL_SECONDS)
+            self._post(report, _FAREWELL_SECONDS)
+
+
+def _detail(body: bytes) -> str:
+    """What an RFC 9457 problem says, or the beginning of whatever else came."""
+    try:
+        return str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

@@ -1,0 +1,98 @@
+"""The guest in a PyTorch process: starts when CUDA does, reports, and runs what the exporter asks for."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+
+from gpumem_exporter.client._cuda_start import when_cuda_starts
+from gpumem_exporter.client._sampler import Sampler
+from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.client._troubles import Troubles
+from gpumem_exporter.client._worker import Worker
+
+__all__ = ["Reporter"]
+
+_GOODBYE_SECONDS = 0.3
+"""The longest that `stop`, or an ending interpreter, waits for the goodbye."""
+
+
+class Reporter:
+    """Reports this process' allocator to an exporter.
+
+    Until the program initialises CUDA there is no thread and no connection. Any thread may call any method; after
+    `start` has returned nothing raises into the program, and nothing waits for the network but `stop`, whose wait is
+    bounded. A forked child begins without a thread; if it may use CUDA at all, it reports for itself once it does.
+
+    Args:
+        on_trouble: sees each error before it is swallowed; for tests.
+    """
+
+    def __init__(self, *, on_trouble: Callable[[str, BaseException], None] | None = None) -> None:
+        self._on_trouble = on_trouble
+        self._lock = threading.Lock()
+        self._settings: ReporterSettings | None = None
+        self._worker: Worker | None = None
+        self._sampler: Sampler | None = None
+        self._hooked = False
+        self._waiting_for_cuda = False
+
+    def start(self, settings: ReporterSettings) -> None:
+        """Report from the moment CUDA is initialised on. While it reports, starting again changes nothing.
+
+        Raises:
+            ConfigurationError: an exporter URL is neither `http://host:port` nor `unix:///path`.
+        """
+        for url in settings.urls:
+            Connection(url, timeout_seconds=1.0).close()
+        with self._lock:
+            if self._settings is not None or settings.disabled:
+                return
+            self._settings = settings
+            hook, self._hooked = not self._hooked, True
+            wait, self._waiting_for_cuda = not self._waiting_for_cuda, True
+        if hook:
+            atexit.register(self.stop)
+            os.register_at_fork(after_in_child=self._forget_parent)
+        if wait:
+            when_cuda_starts(self._cuda_started)
+
+    def stop(self, timeout_seconds: float = _GOODBYE_SECONDS) -> None:
+        """Say goodbye to the exporter and end the thread; `start` begins anew.
+
+        Args:
+            timeout_seconds: how long the calling thread waits for that at most.
+        """
+        with self._lock:
+            worker, self._worker = self._worker, None
+            self._settings = self._sampler = None
+        if worker is not None:
+            worker.stop(timeout_seconds)
+
+    def step(self) -> None:
+        """Mark the end of a training step; a microsecond, or the cost of a sample when one is due."""
+        sampler = self._sampler
+        if sampler is not None:
+            sampler.on_step()
+
+    def _cuda_started(self) -> None:
+        with self._lock:
+            self._waiting_for_cuda = False
+            if self._settings is None or self._worker is not None:
+                return
+            worker = Worker(self._settings, Troubles(self._on_trouble), self._take_sampler)
+            worker.start()
+            self._worker = worker
+
+    def _take_sampler(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+
+    def _forget_parent(self) -> None:
+        """In a forked child: the parent's lock, thread, hooks and connection are not ours."""
+        self._lock = threading.Lock()
+        worker, self._worker, self._sampler = self._worker, None, None
+        if worker is not None:
+            worker.abandon()
