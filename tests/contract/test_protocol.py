@@ -1,0 +1,71 @@
+"""The wire: what one version writes, another reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from gpumem_exporter import protocol
+from gpumem_exporter.errors import WireError
+from gpumem_exporter.protocol import Command, DeviceSample, ProcessIdentity, Reply, Report, reply_from_wire, to_wire
+
+REPLY = Reply(
+    commands=(Command("a", "empty_cache", 29.5, ("GPU-1",), True), Command("b", "reset_peak", 1.0)),
+    report_interval_seconds=2.5,
+)
+
+
+def test_a_reply_comes_out_of_the_wire_as_it_went_in() -> None:
+    assert reply_from_wire(json.loads(json.dumps(to_wire(REPLY)))) == REPLY
+
+
+def test_a_reply_of_a_newer_exporter_is_read_without_what_is_new() -> None:
+    document = to_wire(REPLY)
+    document["novelty"] = {"x": 1}
+    document["commands"][0]["mode"] = "step"
+    assert reply_from_wire(document) == REPLY
+
+
+def test_a_reply_of_an_older_exporter_takes_the_defaults() -> None:
+    assert reply_from_wire({}) == Reply()
+    assert reply_from_wire({"commands": [{"id": "a", "action": "empty_cache", "deadline_seconds": 3}]}) == Reply(
+        commands=(Command("a", "empty_cache", 3.0),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("document", "field"),
+    [
+        ([], ""),
+        ("garbage", ""),
+        ({"commands": {}}, "commands"),
+        ({"commands": ["x"]}, "commands.0"),
+        ({"commands": [{"action": "a", "deadline_seconds": 1}]}, "commands.0.id"),
+        ({"commands": [{"id": "a", "action": "", "deadline_seconds": 1}]}, "commands.0.action"),
+        ({"commands": [{"id": "a", "action": "b"}]}, "commands.0.deadline_seconds"),
+        ({"commands": [{"id": "a", "action": "b", "deadline_seconds": True}]}, "commands.0.deadline_seconds"),
+        ({"commands": [{"id": "a", "action": "b", "deadline_seconds": 1, "uuids": "GPU"}]}, "commands.0.uuids"),
+        ({"report_interval_seconds": 0}, "report_interval_seconds"),
+        ({"report_interval_seconds": float("nan")}, "report_interval_seconds"),
+        ({"report_interval_seconds": "1"}, "report_interval_seconds"),
+    ],
+)
+def test_a_reply_that_is_none_names_the_field(document: Any, field: str) -> None:
+    with pytest.raises(WireError) as caught:
+        reply_from_wire(document)
+    assert caught.value.field == field
+
+
+def test_what_is_unknown_or_empty_is_not_sent_and_zero_is() -> None:
+    sent = to_wire(Report(ProcessIdentity(1, 2, 3, "s", 4.0), 1, devices=(DeviceSample("GPU-1", allocated_bytes=0),)))
+    assert sent["devices"] == [{"uuid": "GPU-1", "allocated_bytes": 0}]
+    assert "step" not in sent
+    assert "workload" not in sent["process"]
+
+
+def test_every_message_writes_every_field_it_has() -> None:
+    for cls in (ProcessIdentity, DeviceSample, protocol.DeviceResult, protocol.CommandResult, Report, Command, Reply):
+        assert protocol._FIELD_NAMES[cls] == tuple(field.name for field in dataclasses.fields(cls))

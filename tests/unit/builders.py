@@ -1,0 +1,80 @@
+"""Small builders of the exporter's inner vocabulary, so that a test names only what it is about."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gpumem_exporter.core.samples import (
+    DeviceMemory,
+    DeviceReading,
+    NodeReading,
+    ProcessKey,
+    ProcessMemory,
+    ReportingProcess,
+)
+from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+
+MIB = 1 << 20
+UUIDS = tuple(f"GPU-0000000{i}-0000-0000-0000-000000000000" for i in range(8))
+
+
+def identity(pid: int = 100, **changes: Any) -> ProcessIdentity:
+    base = ProcessIdentity(
+        pid=pid, start_time_ticks=1000, pid_namespace=1, session="first", session_started_seconds=1.0, workload="train"
+    )
+    return dataclasses.replace(base, **changes)
+
+
+def sample(uuid: str = UUIDS[0], allocated: int = 0, reclaimable: int = 0, fragmented: int = 0) -> DeviceSample:
+    return DeviceSample(
+        uuid=uuid,
+        allocated_bytes=allocated,
+        reserved_bytes=allocated + reclaimable + fragmented,
+        active_bytes=allocated,
+        inactive_split_bytes=fragmented,
+        reclaimable_bytes=reclaimable,
+    )
+
+
+def report(pid: int = 100, *, devices: tuple[DeviceSample, ...] = (), sequence: int = 1, **changes: Any) -> Report:
+    names = {field.name for field in dataclasses.fields(Report)}
+    of_report = {name: value for name, value in changes.items() if name in names}
+    of_process = {name: value for name, value in changes.items() if name not in names}
+    return Report(process=identity(pid, **of_process), sequence=sequence, devices=devices, **of_report)
+
+
+def reporting(pid: int = 100, *, host_pid: int | None = -1, **changes: Any) -> ReportingProcess:
+    """A reporting process; its host pid is its own unless another, or None, is given."""
+    sent = report(pid, **changes)
+    return ReportingProcess(
+        key=ProcessKey(sent.process.pid_namespace, pid),
+        host_pid=pid if host_pid == -1 else host_pid,
+        report=sent,
+        received_seconds=0.0,
+        received_unix_seconds=0.0,
+    )
+
+
+def device(
+    uuid: str = UUIDS[0],
+    *,
+    gpu: str = "0",
+    total: int = 80 * 1024 * MIB,
+    used: int = 0,
+    reserved: int | None = 0,
+    processes: dict[int, int | None] | None = None,
+) -> DeviceReading:
+    """A device reading; `processes` maps pid to bytes, None stands for a list that cannot be read."""
+    return DeviceReading(
+        gpu=gpu,
+        uuid=uuid,
+        memory=DeviceMemory(total, used, total - used - (reserved or 0), reserved),
+        processes=None if processes is None else tuple(ProcessMemory(pid, size) for pid, size in processes.items()),
+    )
+
+
+def node(*devices: DeviceReading, taken: float = 0.0, up: bool = True) -> NodeReading:
+    return NodeReading(
+        taken_seconds=taken, taken_unix_seconds=taken, duration_seconds=0.001, up=up, devices=tuple(devices)
+    )

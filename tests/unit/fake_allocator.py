@@ -1,0 +1,57 @@
+"""Stands in for the reporter's view of torch where a test is about timing, not about memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumem_exporter.protocol import DeviceSample
+
+
+class FakeAllocator:
+    """One device; counts what is asked of it."""
+
+    torch_version = "2.0"
+    settings = ""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.capturing = False
+        self.cleared = 0
+        self.resets: list[int] = []
+        self.reserved = 100
+        self.freed = 0
+        self.error: Exception | None = None
+
+    def devices(self) -> list[int]:
+        return [0]
+
+    def uuid(self, index: int) -> str:
+        return f"GPU-{index}"
+
+    def samples(self) -> tuple[DeviceSample, ...]:
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        return (DeviceSample("GPU-0", reserved_bytes=self.reserved),)
+
+    def pinned_host_bytes(self) -> int | None:
+        return None
+
+    def state(self, index: int) -> dict[str, Any]:
+        return {
+            "reserved_bytes": {"all": {"current": self.reserved, "freed": self.freed}},
+            "allocated_bytes": {"all": {"current": 10}},
+        }
+
+    def free_bytes(self, index: int) -> int | None:
+        return 1000 - self.reserved
+
+    def empty_cache(self) -> None:
+        if self.error is not None:
+            raise self.error
+        self.cleared += 1
+        self.freed += self.reserved - 10
+        self.reserved = 10
+
+    def reset_peak(self, index: int) -> None:
+        self.resets.append(index)

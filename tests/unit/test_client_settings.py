@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.client._settings import DEFAULT_URLS, ReporterSettings
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.client.reporter import Reporter
+from gpumem_exporter.errors import ConfigurationError
+
+
+def test_an_argument_beats_the_environment_and_the_environment_the_default() -> None:
+    environ = {"GPUMEM_WORKLOAD": "env", "GPUMEM_RANK": "7", "RANK": "8", "GPUMEM_EXPORTER_URL": "http://env:1"}
+    bare = ReporterSettings.resolve(environ={})
+    assert (bare.workload, bare.rank, bare.urls) == ("", "", DEFAULT_URLS)
+    said = ReporterSettings.resolve(environ=environ)
+    assert (said.workload, said.rank, said.urls) == ("env", "7", ("http://env:1",))
+    given = ReporterSettings.resolve(workload="arg", rank=0, url="unix:///x", environ=environ)
+    assert (given.workload, given.rank, given.urls) == ("arg", "0", ("unix:///x",))
+
+
+def test_the_rank_is_the_launcher_s_where_none_is_given() -> None:
+    assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5"}).rank == "5"
+    assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5", "RANK": "6"}).rank == "6"
+
+
+def test_labels_are_cut_to_what_the_exporter_takes() -> None:
+    assert len(ReporterSettings.resolve(workload="x" * 10_000, environ={}).workload) == 256
+
+
+def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
+    secret = tmp_path / "token"
+    secret.write_text("first\n")
+    settings = ReporterSettings.resolve(environ={"GPUMEM_REPORT_TOKEN_FILE": str(secret)})
+    assert settings.authorization() == {"Authorization": "Bearer first"}
+    secret.write_text("second")
+    assert settings.authorization() == {"Authorization": "Bearer second"}
+    assert ReporterSettings.resolve(environ={}).authorization() == {}
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "127.0.0.1:9844",
+        "https://host",
+        "http://",
+        "unix://relative",
+        "unix:relative",
+        "http://h:port",
+        "http://h/x",
+    ],
+)
+def test_an_address_of_neither_form_is_refused_before_anything_is_tried(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected http://host:port or unix:///path"):
+        Connection(url, timeout_seconds=1.0)
+
+
+def test_a_disabled_reporter_hooks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(callback: object) -> None:
+        raise AssertionError("a disabled reporter waits for CUDA")
+
+    monkeypatch.setattr("gpumem_exporter.client.reporter.when_cuda_starts", refuse)
+    Reporter().start(ReporterSettings.resolve(environ={"GPUMEM_DISABLED": "1"}))

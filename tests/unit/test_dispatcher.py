@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+from gpumem_exporter.actions.dispatcher import ANSWER_GRACE_SECONDS, Dispatcher
+from gpumem_exporter.actions.model import ACTIONS, Action, ActionRequest, Target
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.errors import ActionNotAllowedError, IdempotencyConflictError, TargetNotFoundError
+from gpumem_exporter.protocol import CommandResult, DeviceResult
+
+from .builders import MIB, UUIDS, device, node, report, sample
+
+T = TypeVar("T")
+EVERYBODY = Target(all=True)
+
+
+class Bench:
+    """A dispatcher with two processes: rank 0 on devices 0 and 1, rank 1 on device 1, and a clock set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.finished: list[Action] = []
+        self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=10)
+        self.store.put_reading(node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1"), taken=100.0))
+        self.dispatcher = Dispatcher(
+            self.store,
+            allowed=frozenset(ACTIONS),
+            clock=lambda: self.now,
+            wall_clock=lambda: 1e9 + self.now,
+            on_finished=self.finished.append,
+        )
+        self.sequence = 0
+        self.first = self.put(
+            1, rank="0", devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB), sample(UUIDS[1], 2 * MIB, MIB, MIB))
+        )
+        self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
+
+    def put(self, pid: int, **changes: Any) -> ReportingProcess:
+        self.sequence += 1
+        sent = report(pid, sequence=self.sequence, **changes)
+        return self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
+
+    def ask(self, action: str = "empty_cache", target: Target = EVERYBODY, **changes: Any) -> Action:
+        key = changes.pop("idempotency_key", None)
+        request = ActionRequest(action=action, target=target, **changes)
+        return self.dispatcher.submit(request, requested_by="test", idempotency_key=key)
+
+    def answer(self, process: ReportingProcess, action: Action, outcome: str = "done", freed: int = 0) -> None:
+        devices = tuple(DeviceResult(s.uuid, freed_bytes=freed) for s in process.report.devices)
+        result = CommandResult(action.id, outcome, devices=devices if outcome == "done" else ())
+        self.dispatcher.take_results(
+            dataclasses.replace(process, report=dataclasses.replace(process.report, results=(result,)))
+        )
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 10))
+
+
+def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask()
+        assert action.state == "queued"
+        for process in (bench.first, bench.second):
+            (command,) = await bench.dispatcher.commands(process, 0)
+            assert (command.id, command.action) == (action.id, "empty_cache")
+        running = bench.dispatcher.get(action.id)
+        assert running is not None
+        assert running.state == "running"
+        bench.answer(bench.first, action, freed=3)
+        bench.answer(bench.second, action, freed=4)
+        done = await bench.dispatcher.wait(action.id, 5)
+        assert (done.state, done.freed_bytes) == ("done", 3 + 3 + 4)
+        assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
+        assert bench.finished == [done]
+
+    run(scenario())
+
+
+def test_a_held_request_gets_a_command_as_soon_as_there_is_one(bench: Bench) -> None:
+    async def scenario() -> None:
+        held = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        action = bench.ask()
+        assert [command.id for command in await held] == [action.id]
+        assert bench.dispatcher.held() == 0
+
+    run(scenario())
+
+
+def test_a_held_request_ends_with_nothing_when_its_time_is_over(bench: Bench) -> None:
+    assert run(bench.dispatcher.commands(bench.first, 0.001)) == ()
+    assert bench.dispatcher.held() == 0
+
+
+def test_a_command_is_given_again_until_its_result_has_come(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask(target=Target(pid=1))
+        first = await bench.dispatcher.commands(bench.first, 0)  # say that this reply was lost
+        again = await bench.dispatcher.commands(bench.first, 0)
+        assert [c.id for c in first] == [c.id for c in again] == [action.id]
+        bench.answer(bench.first, action)
+        assert await bench.dispatcher.commands(bench.first, 0) == ()
+
+    run(scenario())
+
+
+def test_a_cancelled_held_request_loses_no_command(bench: Bench) -> None:
+    async def scenario() -> None:
+        held = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        held.cancel()
+        await asyncio.wait([held])
+        assert bench.dispatcher.held() == 0
+        action = bench.ask(target=Target(pid=1))
+        assert [c.id for c in await bench.dispatcher.commands(bench.first, 0)] == [action.id]
+
+    run(scenario())
+
+
+def test_a_second_held_request_of_a_process_ends_the_first(bench: Bench) -> None:
+    async def scenario() -> None:
+        first = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        second = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        assert await first == ()
+        action = bench.ask(target=Target(pid=1))
+        assert [c.id for c in await second] == [action.id]
+
+    run(scenario())
+
+
+def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench) -> None:
+    async def scenario() -> None:
+        bench.ask(target=Target(pid=1))
+        later = bench.put(1, start_time_ticks=2000, session="later", session_started_seconds=9.0)
+        assert await bench.dispatcher.commands(later, 0) == ()
+
+    run(scenario())
+
+
+def test_results_of_another_process_or_of_nobody_s_command_are_ignored(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1))
+    bench.answer(bench.second, action, freed=99)
+    bench.answer(bench.first, dataclasses.replace(action, id="unknown"), freed=99)
+    current = bench.dispatcher.get(action.id)
+    assert current is not None
+    assert (current.state, current.results) == ("queued", ())
+
+
+def test_what_nobody_asked_for_before_the_deadline_expires(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+    bench.now += 29.9
+    bench.dispatcher.expire()
+    assert not bench.finished
+    bench.now += 0.1
+    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+    bench.dispatcher.expire()
+    (expired,) = bench.finished
+    assert (expired.id, expired.state) == (action.id, "expired")
+    assert {row.outcome for row in expired.results} == {"expired"}
+
+
+def test_a_delivered_command_may_answer_a_little_after_its_deadline(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+        (command,) = await bench.dispatcher.commands(bench.first, 0)
+        assert command.deadline_seconds == 30.0
+        bench.now += 30.0 + ANSWER_GRACE_SECONDS - 0.1
+        bench.dispatcher.expire()
+        assert not bench.finished
+        bench.answer(bench.first, action, freed=7)
+        assert bench.finished[0].state == "done"
+
+    run(scenario())
+
+
+def test_a_delivered_command_that_never_answers_expires_and_says_so(bench: Bench) -> None:
+    async def scenario() -> None:
+        bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+        await bench.dispatcher.commands(bench.first, 0)
+        bench.now += 30.0 + ANSWER_GRACE_SECONDS
+        bench.dispatcher.expire()
+        assert "may still be under way" in bench.finished[0].results[0].reason
+
+    run(scenario())
+
+
+def test_a_process_that_has_gone_is_named_and_the_others_still_count(bench: Bench) -> None:
+    action = bench.ask()
+    bench.dispatcher.process_gone(bench.first.key, "it ended")
+    bench.answer(bench.second, action, freed=5)
+    (finished,) = bench.finished
+    assert (finished.state, finished.freed_bytes) == ("failed", 5)
+    assert {(row.pid, row.outcome) for row in finished.results} == {(1, "gone"), (2, "done")}
+
+
+def test_a_dry_run_says_what_would_come_back_and_gives_no_command(bench: Bench) -> None:
+    action = bench.ask(dry_run=True)
+    assert (action.state, action.freed_bytes) == ("done", 4 * MIB + MIB + 16 * MIB)
+    row = action.results[0]
+    assert (row.reserved_before_bytes, row.reserved_after_bytes, row.freed_bytes) == (12 * MIB, 8 * MIB, 4 * MIB)
+    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+
+
+def test_a_dry_run_of_a_garbage_collection_does_not_pretend_to_know(bench: Bench) -> None:
+    action = bench.ask("collect_garbage", dry_run=True)
+    assert {row.freed_bytes for row in action.results} == {None}
+
+
+def test_targets_narrow_each_other(bench: Bench) -> None:
+    def pids(**target: Any) -> set[int]:
+        return {row.pid for row in bench.ask("reset_peak", Target(**target), dry_run=True).results}
+
+    assert pids(gpu="1") == {1, 2}
+    assert pids(gpu="0") == {1}
+    assert pids(gpu="1", rank="1") == {2}
+    assert pids(uuid=UUIDS[1], pid=1) == {1}
+    assert pids(workload="train") == {1, 2}
+
+
+def test_a_clear_of_one_device_tells_of_every_device_it_will_touch(bench: Bench) -> None:
+    action = bench.ask(target=Target(gpu="0"), dry_run=True)
+    assert {row.gpu for row in action.results} == {"0", "1"}
+    reset = bench.ask("reset_peak", Target(gpu="0"), dry_run=True)
+    assert {row.gpu for row in reset.results} == {"0"}
+
+
+def test_a_target_that_matches_nothing_is_told_what_there_is(bench: Bench) -> None:
+    with pytest.raises(TargetNotFoundError, match=r"pid=9.*pid=1 workload=train rank=0; pid=2 workload=train rank=1"):
+        bench.ask(target=Target(pid=9))
+
+
+def test_an_action_that_is_not_allowed_is_refused_and_the_allowed_are_named(bench: Bench) -> None:
+    with pytest.raises(ActionNotAllowedError, match=r"terminate is not allowed here; --action\.allow has collect_garb"):
+        bench.ask("terminate")
+
+
+def test_a_reporter_that_cannot_run_an_action_says_so_at_once(bench: Bench) -> None:
+    old = bench.put(3, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
+    action = bench.ask("reset_peak", Target(pid=old.key.pid))
+    assert [(row.outcome, row.reason) for row in action.results] == [("unsupported", "it runs empty_cache")]
+    assert bench.finished == [action]
+
+
+def test_one_process_that_cannot_does_not_end_the_action_for_the_others(bench: Bench) -> None:
+    bench.put(1, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
+    action = bench.ask("reset_peak")
+    assert action.state == "queued"
+    bench.answer(bench.second, action)
+    assert bench.finished[0].state == "failed"
+
+
+def test_a_repeated_request_with_the_same_key_is_the_first_one_s_action(bench: Bench) -> None:
+    first = bench.ask(idempotency_key="k")
+    assert bench.ask(idempotency_key="k").id == first.id
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", idempotency_key="k")
+    assert bench.ask(idempotency_key="other").id != first.id
+
+
+def test_actions_are_remembered_newest_first_and_boundedly() -> None:
+    bench = Bench()
+    bench.dispatcher = Dispatcher(
+        bench.store,
+        allowed=frozenset(ACTIONS),
+        clock=lambda: bench.now,
+        wall_clock=lambda: bench.now,
+        on_finished=bench.finished.append,
+        kept_actions=3,
+    )
+    ids = []
+    for _ in range(5):
+        bench.now += 0.1
+        ids.append(bench.ask(dry_run=True).id)
+    assert [action.id for action in bench.dispatcher.recent()] == ids[:-4:-1]
+    assert bench.dispatcher.get(ids[0]) is None
+
+
+def test_waiting_for_an_action_that_never_was_is_an_error(bench: Bench) -> None:
+    with pytest.raises(KeyError):
+        run(bench.dispatcher.wait("nobody", 0))

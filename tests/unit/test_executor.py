@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._actions import Executor
+from gpumem_exporter.client._sampler import Sampler
+from gpumem_exporter.protocol import Command, CommandResult
+
+from .fake_allocator import FakeAllocator
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.allocator: Any = FakeAllocator()
+        sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
+        self.executor = Executor(self.allocator, sampler, clock=lambda: self.now)
+
+    def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
+        command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
+        return self.executor.run(command, received_seconds=100.0)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_clear_is_measured_before_and_after(bench: Bench) -> None:
+    result = bench.run()
+    (device,) = result.devices
+    assert (result.outcome, result.reason) == ("done", "")
+    assert (device.reserved_before_bytes, device.reserved_after_bytes, device.freed_bytes) == (100, 10, 90)
+    assert (device.device_free_before_bytes, device.device_free_after_bytes) == (900, 990)
+
+
+def test_freed_is_what_the_allocator_gave_back_even_if_another_thread_reserved_anew(bench: Bench) -> None:
+    clear = bench.allocator.empty_cache
+
+    def clear_while_another_thread_allocates() -> None:
+        clear()
+        bench.allocator.reserved += 500
+
+    bench.allocator.empty_cache = clear_while_another_thread_allocates
+    (device,) = bench.run().devices
+    assert (device.reserved_after_bytes, device.freed_bytes) == (510, 90)
+
+
+def test_a_command_that_comes_twice_runs_once_and_answers_the_same(bench: Bench) -> None:
+    assert bench.run() == bench.run()
+    assert bench.allocator.cleared == 1
+    bench.run(id="another")
+    assert bench.allocator.cleared == 2
+
+
+def test_a_command_that_came_too_late_is_not_run(bench: Bench) -> None:
+    bench.now += 30.0
+    assert bench.run().outcome == "expired"
+    assert bench.allocator.cleared == 0
+
+
+def test_nothing_is_done_while_a_graph_is_being_captured(bench: Bench) -> None:
+    bench.allocator.capturing = True
+    result = bench.run()
+    assert (result.outcome, result.reason) == ("refused", "a CUDA graph is being captured")
+    assert bench.allocator.cleared == 0
+
+
+def test_an_action_of_a_newer_exporter_is_unsupported_and_the_known_are_named(bench: Bench) -> None:
+    result = bench.run("defragment")
+    assert result.outcome == "unsupported"
+    assert "empty_cache, collect_garbage, reset_peak" in result.reason
+
+
+def test_what_torch_raises_is_the_result(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDA error: misaligned address")
+    result = bench.run()
+    assert (result.outcome, result.reason) == ("failed", "RuntimeError: CUDA error: misaligned address")
+
+
+def test_peaks_are_reset_on_the_devices_meant_alone(bench: Bench) -> None:
+    bench.run("reset_peak", uuids=("GPU-elsewhere",))
+    assert bench.allocator.resets == []
+    bench.run("reset_peak", id="b", uuids=("GPU-0",))
+    assert bench.allocator.resets == [0]
+
+
+def test_garbage_is_collected_only_when_asked_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[str] = []
+    monkeypatch.setattr("gc.collect", lambda: collected.append("gc"))
+    bench.run()
+    assert collected == []
+    bench.run(id="b", collect_garbage=True)
+    assert collected == ["gc"]
+    bench.run("collect_garbage", id="c")
+    assert collected == ["gc", "gc"]
+    assert bench.allocator.cleared == 2
+
+
+def test_results_are_remembered_boundedly(bench: Bench) -> None:
+    for number in range(200):
+        bench.run("collect_garbage" if number == 0 else "reset_peak", id=str(number))
+    assert len(bench.executor._results) == 64

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_exporter.core.ledger import CATEGORIES, device_ledger, fragmented_bytes, node_ledgers
+from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.protocol import DeviceSample
+
+from .builders import MIB, UUIDS, device, node, reporting, sample
+
+_BYTES = st.integers(min_value=0, max_value=1 << 50)
+_PIDS = st.integers(min_value=1, max_value=12)
+
+
+@st.composite
+def _samples(draw: st.DrawFn) -> DeviceSample:
+    known = sample(UUIDS[0], draw(_BYTES), draw(_BYTES), draw(_BYTES))
+    forgotten = draw(st.sets(st.sampled_from(["allocated_bytes", "reserved_bytes", "reclaimable_bytes"])))
+    return dataclasses.replace(known, **dict.fromkeys(forgotten))
+
+
+@st.composite
+def _devices(draw: st.DrawFn) -> DeviceReading:
+    total, free, reserved = draw(_BYTES), draw(_BYTES), draw(st.none() | _BYTES)
+    processes = draw(st.none() | st.dictionaries(_PIDS, st.none() | _BYTES, max_size=8))
+    reading = device(total=total, reserved=reserved, processes=processes)
+    assert reading.memory is not None
+    # `used` is the driver's own figure and need not agree with the other three
+    memory = dataclasses.replace(reading.memory, free_bytes=free, used_bytes=draw(_BYTES))
+    return dataclasses.replace(reading, memory=memory)
+
+
+@st.composite
+def _processes(draw: st.DrawFn) -> list[ReportingProcess]:
+    pids = draw(st.lists(_PIDS, unique=True, max_size=8))
+    return [reporting(pid, devices=(draw(_samples()),), host_pid=draw(st.sampled_from([pid, None]))) for pid in pids]
+
+
+@given(_devices(), _processes())
+def test_categories_add_up_to_the_total_whatever_the_driver_and_the_processes_say(
+    reading: DeviceReading, processes: list[ReportingProcess]
+) -> None:
+    ledger = device_ledger(reading, processes)
+    assert ledger is not None
+    assert sum(ledger.categories.values()) == ledger.total_bytes
+    assert list(ledger.categories) == [name for name in CATEGORIES if name in ledger.categories]
+
+
+def test_each_byte_stands_in_the_category_of_its_owner() -> None:
+    reading = device(total=1000, used=700, reserved=50, processes={1: 400, 2: 250})
+    trainer = reporting(1, devices=(sample(allocated=200, reclaimable=70, fragmented=30),))
+    ledger = device_ledger(reading, [trainer])
+    assert ledger is not None
+    assert ledger.categories == {
+        "torch_allocated": 200,
+        "torch_reclaimable": 70,
+        "torch_fragmented": 30,
+        "non_torch": 100,
+        "other_processes": 250,
+        "driver_reserved": 50,
+        "unattributed": 50,
+        "free": 250,
+    }
+
+
+def test_the_residual_is_signed_when_a_report_is_ahead_of_the_driver() -> None:
+    reading = device(total=1000, used=300, processes={1: None})
+    ahead = reporting(1, devices=(sample(allocated=500),))
+    ledger = device_ledger(reading, [ahead])
+    assert ledger is not None
+    assert ledger.categories["unattributed"] == -200
+
+
+def test_non_torch_is_signed() -> None:
+    reading = device(total=1000, used=300, processes={1: 300})
+    ledger = device_ledger(reading, [reporting(1, devices=(sample(allocated=500),))])
+    assert ledger is not None
+    assert ledger.categories["non_torch"] == -200
+    assert ledger.shares[0].non_torch_bytes == -200
+
+
+def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:
+    reading = device(total=1000, used=400, processes={4711: 400})
+    contained = reporting(7, host_pid=None, devices=(sample(allocated=300),))
+    ledger = device_ledger(reading, [contained])
+    assert ledger is not None
+    assert ledger.categories["other_processes"] == 400
+    assert ledger.categories["torch_allocated"] == 0
+    assert ledger.categories["unattributed"] == 0
+
+
+def test_what_needs_the_process_list_is_absent_without_one() -> None:
+    reading = device(total=1000, used=400, processes=None)
+    ledger = device_ledger(reading, [reporting(1, devices=(sample(allocated=300),))])
+    assert ledger is not None
+    assert "other_processes" not in ledger.categories
+    assert "non_torch" not in ledger.categories
+    assert ledger.categories["torch_allocated"] == 300
+    assert ledger.categories["unattributed"] == 100
+
+
+def test_a_device_whose_memory_is_unknown_has_no_ledger() -> None:
+    unknown = dataclasses.replace(device(), memory=None)
+    known = device(UUIDS[1], gpu="1")
+    ledgers = node_ledgers(Snapshot(taken_seconds=0.0, node=node(unknown, known)))
+    assert list(ledgers) == [UUIDS[1]]
+    assert node_ledgers(Snapshot(taken_seconds=0.0, node=None)) == {}
+
+
+def test_fragmented_is_unknown_when_reclaimable_is() -> None:
+    assert fragmented_bytes(sample(allocated=4 * MIB, reclaimable=2 * MIB, fragmented=MIB)) == MIB
+    assert fragmented_bytes(dataclasses.replace(sample(), reclaimable_bytes=None)) is None

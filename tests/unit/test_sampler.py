@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.client._sampler import Sampler
+
+from .fake_allocator import FakeAllocator
+
+
+class Optimizer:
+    """Something that can be weakly referenced and is not another one."""
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.allocator = FakeAllocator()
+        self.errors: list[Exception] = []
+        self.sampler = Sampler(self.allocator, swallow=self.errors.append, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.optimizer = Optimizer()
+
+    def step(self, seconds: float = 0.1) -> None:
+        self.now += seconds
+        self.sampler.on_optimizer_step(self.optimizer)
+
+    def report(self) -> float:
+        """What the reporter's thread does; the age of what it ships."""
+        return self.now - self.sampler.current(self.now + 1.0).taken_seconds
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_without_steps_each_report_looks_anew(bench: Bench) -> None:
+    for looks in (1, 2, 3):
+        assert bench.report() == 0.0
+        assert bench.allocator.looks == looks
+        bench.now += 1.0
+
+
+def test_while_steps_run_only_they_look_once_a_report_and_shortly_before_it(bench: Bench) -> None:
+    bench.report()
+    for _ in range(10):
+        bench.step()
+    bench.report()
+    looks = bench.allocator.looks
+    for _ in range(50):
+        for _ in range(10):
+            bench.step()
+        assert bench.report() < 0.1001  # a step is 0.1 s, in floating point
+    assert bench.allocator.looks - looks == 50
+
+
+def test_when_the_steps_have_ended_reports_look_again(bench: Bench) -> None:
+    for _ in range(30):
+        bench.step()
+    bench.now += 1.9
+    assert bench.report() >= 1.9
+    bench.now += 0.2
+    assert bench.report() == 0.0
+
+
+def test_long_steps_are_waited_for_but_not_for_ever(bench: Bench) -> None:
+    bench.step(30.0)
+    bench.report()
+    bench.step(30.0)
+    bench.now += 59.0
+    assert bench.report() == 59.0
+    bench.now += 2.0
+    assert bench.report() == 0.0
+
+
+def test_only_the_first_of_several_optimizers_counts_a_step(bench: Bench) -> None:
+    other = Optimizer()
+    for _ in range(3):
+        bench.step()
+        bench.sampler.on_optimizer_step(other)
+    assert bench.sampler.take().step == 3
+
+
+def test_another_optimizer_counts_once_the_first_is_gone(bench: Bench) -> None:
+    bench.step()
+    bench.optimizer = Optimizer()
+    for _ in range(3):
+        bench.step()
+    # the first of these three only takes the place
+    assert bench.sampler.take().step == 4
+
+
+def test_steps_told_by_hand_silence_the_optimizer(bench: Bench) -> None:
+    bench.step()
+    bench.sampler.on_step()
+    for _ in range(5):
+        bench.step()
+    bench.sampler.on_step()
+    assert bench.sampler.take().step == 3
+
+
+def test_a_process_without_steps_has_no_step_number(bench: Bench) -> None:
+    assert bench.sampler.take().step is None
+
+
+def test_what_a_look_raises_does_not_reach_the_training_thread(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDA error")
+    bench.step()
+    assert [str(error) for error in bench.errors] == ["CUDA error"]
+    bench.sampler.on_step()
+    assert len(bench.errors) == 2
+
+
+def test_a_step_does_not_wait_while_the_cache_is_being_cleared(bench: Bench) -> None:
+    with bench.sampler.exclusively():
+        bench.step()
+        assert bench.allocator.looks == 0
+    bench.step()
+    assert bench.allocator.looks == 1
