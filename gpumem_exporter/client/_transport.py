@@ -99,9 +99,11 @@ class Connection:
         connection.sock.settimeout(timeout_seconds)
         connection.request(method, path, body=body, headers=dict(headers))
         with connection.getresponse() as response:
-            content = response.read(MAX_ANSWER_BYTES)
-            if not response.isclosed() and response.read(1):
+            content = response.read(MAX_ANSWER_BYTES + 1)
+            if len(content) > MAX_ANSWER_BYTES:
                 raise http.client.HTTPException(f"an answer of over {MAX_ANSWER_BYTES} bytes")
+            if response.length:  # read(n) leaves it to the caller to see that the end is missing
+                raise http.client.IncompleteRead(content, response.length)
             answer = Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, content)
             if response.will_close:
                 self.close()

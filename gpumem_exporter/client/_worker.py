@@ -16,7 +16,13 @@ from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.client._troubles import Troubles
-from gpumem_exporter.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError, WireError
+from gpumem_exporter.errors import (
+    ConfigurationError,
+    ExporterAnswerError,
+    ExporterError,
+    ExporterUnreachableError,
+    WireError,
+)
 from gpumem_exporter.protocol import REPORTS_PATH, CommandResult, Reply, Report, reply_from_wire, to_wire
 
 __all__ = ["Worker"]
@@ -140,8 +146,10 @@ class Worker:
                 sampler.take()
             else:
                 self._stopping.wait(max(0.0, begun + self._interval_seconds - received))
-        with self._troubles.swallowed("cannot say goodbye"):
+        try:
             self._farewell(Report(process=identity, sequence=self._sequence + 1, results=results, final=True))
+        except (ExporterError, WireError, ValueError, OSError) as error:
+            self._troubles.note("no goodbye", error, level=logging.INFO)
 
     def _deliver(self, report: Report) -> Reply | None:
         """Post a report and read the reply; None when there is none, after saying why once."""

@@ -1,0 +1,79 @@
+"""The guest in the training process imports the standard library and nothing else, not even through others."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpumem_exporter
+
+FORBIDDEN = (
+    *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "typer", "uvicorn"),
+    *("click", "httptools", "uvloop", "yaml", "torch", "numpy"),
+)
+PACKAGE_ROOT = Path(gpumem_exporter.__file__).parent
+GUEST_MODULES = sorted(
+    ["gpumem_exporter", "gpumem_exporter.errors", "gpumem_exporter.procfs", "gpumem_exporter.protocol"]
+    + [f"gpumem_exporter.client.{path.stem}" for path in (PACKAGE_ROOT / "client").glob("*.py")]
+)
+
+REFUSING_FINDER = f"""
+import sys
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {FORBIDDEN!r}:
+            raise ImportError("the guest imports " + name)
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=PACKAGE_ROOT.parent,
+    )
+
+
+@pytest.mark.parametrize("module", GUEST_MODULES)
+def test_a_module_of_the_guest_imports_where_everything_else_is_refused(module: str) -> None:
+    done = run_python(f"{REFUSING_FINDER}\nimport {module.removesuffix('.__init__')}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_refusing_finder_refuses() -> None:
+    done = run_python(f"{REFUSING_FINDER}\nimport pydantic")
+    assert "the guest imports pydantic" in done.stderr
+
+
+def test_the_guest_imports_nothing_of_the_exporter() -> None:
+    done = run_python(
+        "import sys, gpumem_exporter.client\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('gpumem_exporter.')))"
+    )
+    allowed = ("gpumem_exporter.client", "gpumem_exporter.errors", "gpumem_exporter.procfs", "gpumem_exporter.protocol")
+    assert done.returncode == 0, done.stderr
+    assert [name for name in done.stdout.split() if not name.startswith(allowed)] == []
+
+
+def test_starting_a_reporter_does_not_import_torch_nor_start_a_thread() -> None:
+    done = run_python(
+        "import sys, threading\n"
+        "from gpumem_exporter import client\n"
+        "client.start('w'); client.start('w'); client.step()\n"
+        "assert 'torch' not in sys.modules, 'torch'\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "client.stop()\n"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_public_names_of_the_guest_are_these() -> None:
+    done = run_python("from gpumem_exporter import client; print(*client.__all__)")
+    assert done.stdout.split() == ["start", "step", "stop"]

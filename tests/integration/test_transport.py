@@ -1,0 +1,166 @@
+"""The guest's HTTP against real sockets that behave well, badly, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.errors import ExporterUnreachableError
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nhi"
+Talk = Callable[[socket.socket, int], None]
+"""What the peer does with its nth connection."""
+
+
+@contextlib.contextmanager
+def peer(talk: Talk, family: int = socket.AF_INET, address: object = ("127.0.0.1", 0)) -> Iterator[str]:
+    """A server that does just what a test says; gives its URL."""
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.bind(address)  # type: ignore[arg-type]
+    listener.listen()
+    opened: list[socket.socket] = []
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                opened.append(connection)
+                number = len(opened)
+                threading.Thread(target=quietly, args=(connection, number), daemon=True).start()
+
+    def quietly(connection: socket.socket, number: int) -> None:
+        with contextlib.suppress(OSError):
+            talk(connection, number)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    try:
+        name = listener.getsockname()
+        yield f"unix://{name}" if family == socket.AF_UNIX else f"http://127.0.0.1:{name[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        for opened_socket in (listener, *opened):
+            opened_socket.close()
+
+
+def read_request(connection: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        received = connection.recv(65536)
+        if not received:
+            raise ConnectionError("the client has gone")
+        data += received
+    return data
+
+
+def answer_each(connection: socket.socket, number: int) -> None:
+    while True:
+        read_request(connection)
+        connection.sendall(OK)
+
+
+@contextlib.contextmanager
+def connected(url: str, timeout_seconds: float = 10.0) -> Iterator[Connection]:
+    connection = Connection(url, timeout_seconds=timeout_seconds)
+    try:
+        yield connection
+    finally:
+        connection.close()
+
+
+def test_one_connection_serves_many_requests() -> None:
+    numbers = []
+
+    def talk(connection: socket.socket, number: int) -> None:
+        numbers.append(number)
+        answer_each(connection, number)
+
+    with peer(talk) as url, connected(url) as connection:
+        for _ in range(3):
+            answer = connection.request("GET", "/")
+            assert (answer.status, answer.headers["content-type"], answer.body) == (200, "text/plain", b"hi")
+    assert numbers == [1]
+
+
+def test_a_unix_socket_works_the_same(tmp_path: Path) -> None:
+    path = str(tmp_path / "exporter.sock")
+    with peer(answer_each, socket.AF_UNIX, path) as url, connected(url) as connection:
+        assert connection.request("GET", "/").body == b"hi"
+
+
+def test_a_kept_connection_that_was_closed_meanwhile_is_opened_anew() -> None:
+    def answer_once(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(OK)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with peer(answer_once) as url, connected(url) as connection:
+        assert [connection.request("GET", "/").body for _ in range(3)] == [b"hi"] * 3
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"SSH-2.0-OpenSSH_9.2\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nshort",
+        b"HTTP/1.1 999999\r\n\r\n",
+        b"\x00" * 100,
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
+        b"",
+    ],
+)
+def test_garbage_is_no_exporter(garbage: bytes) -> None:
+    def talk(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(garbage)
+        connection.shutdown(socket.SHUT_RDWR)
+
+    with peer(talk) as url, connected(url) as connection, pytest.raises(ExporterUnreachableError, match="no exporter"):
+        connection.request("GET", "/")
+
+
+def test_an_exporter_that_hangs_is_given_up_in_time() -> None:
+    def hang(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.recv(1)
+
+    with peer(hang) as url, connected(url) as connection, pytest.raises(ExporterUnreachableError, match="timed out"):
+        connection.request("GET", "/", timeout_seconds=0.05)
+
+
+def test_nobody_there_is_said_with_the_address(tmp_path: Path) -> None:
+    nowhere = f"unix://{tmp_path}/nowhere.sock"
+    with connected(nowhere) as connection, pytest.raises(ExporterUnreachableError, match=nowhere):
+        connection.request("GET", "/")
+
+
+def test_a_waiting_request_can_be_interrupted_from_another_thread_and_is_not_repeated() -> None:
+    arrived = threading.Event()
+    numbers = []
+
+    def hold(connection: socket.socket, number: int) -> None:
+        numbers.append(number)
+        read_request(connection)
+        connection.sendall(OK)
+        read_request(connection)
+        arrived.set()
+        connection.recv(1)
+
+    with peer(hold) as url, connected(url, 60.0) as connection:
+        connection.request("GET", "/")
+        stopper = threading.Thread(target=lambda: arrived.wait(10) and connection.interrupt())
+        stopper.start()
+        with pytest.raises(ExporterUnreachableError):
+            connection.request("GET", "/")
+        stopper.join(10)
+        with pytest.raises(ExporterUnreachableError, match="interrupted"):
+            connection.request("GET", "/")
+    assert numbers == [1]
