@@ -1,0 +1,154 @@
+"""The processes of a Linux host, told by /proc."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.host.containers import container_id
+from gpumem_exporter.host.entries import HiddenError, ProcEntries
+from gpumem_exporter.host.namespaces import PidTranslator
+from gpumem_exporter.procfs import describe_command, pid_namespace, split_cmdline
+from gpumem_exporter.protocol import MAX_LABEL_LENGTH, ProcessIdentity
+
+__all__ = ["LinuxHost"]
+
+# PROC_PID_INIT_INO of the kernel's proc_ns.h: the namespace in which every process has the pid that the driver uses.
+_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+_READ_AGAIN_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    facts: ProcessFacts
+    entry: tuple[int, int]
+    read_seconds: float
+
+
+class LinuxHost:
+    """What /proc says of processes. Thread-safe.
+
+    A file that the kernel hides (another user's process, `hidepid`) costs its own fact and no other. Facts are kept
+    for a minute, since a process may exec or rename itself, and for no longer than the process lives.
+
+    Args:
+        proc: where the proc file system is mounted; in a container with the host's PID namespace, /proc itself.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, proc: Path = Path("/proc"), *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._proc = str(proc)
+        self._clock = clock
+        self._entries = ProcEntries(proc)
+        self._own_namespace = pid_namespace(f"{proc}/self")
+        self._translator = PidTranslator(self._entries, self._own_namespace, clock)
+        self._lock = threading.Lock()
+        self._known: dict[int, _Known] = {}
+        self._users: dict[int, str] = {}
+        self._swept_seconds = clock()
+
+    @property
+    def sees_host_pids(self) -> bool:
+        """This is the host's own PID namespace: the pids that the driver gives mean the same processes here."""
+        return self._own_namespace == _INITIAL_PID_NAMESPACE
+
+    def facts(self, pid: int) -> ProcessFacts | None:
+        """Who a process is; None when there is no such process (any more). What cannot be read is left empty."""
+        now = self._clock()
+        self._sweep(now)
+        try:
+            status = os.stat(f"{self._proc}/{pid}")  # noqa: PTH116 - once a process and second
+        except OSError:
+            with self._lock:
+                self._known.pop(pid, None)
+            return None
+        # The directory's inode is made anew for each process, and now and then for the same one: while it has not
+        # changed, the process has not, and nothing need be read to know it.
+        entry = (status.st_ino, status.st_ctime_ns)
+        known = self._known.get(pid)
+        if known is not None and known.entry == entry and now - known.read_seconds < _READ_AGAIN_SECONDS:
+            return known.facts
+        facts = self._read_facts(pid, status.st_uid)
+        with self._lock:
+            if facts is None:
+                self._known.pop(pid, None)
+            else:
+                self._known[pid] = _Known(facts, entry, now)
+        return facts
+
+    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        """The pid by which the driver calls a reporter; None when it cannot be known, never a guess.
+
+        Believed in this order, and each only where the start time agrees: the kernel's word for the socket's other
+        end; the reporter's own pid where it shares this PID namespace; a process of another namespace that /proc
+        shows to have this pid there.
+        """
+        return self._translator.host_pid(identity, peer_pid)
+
+    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
+        """This very process still runs. One whose `stat` the kernel hides is there, for all that can be known."""
+        try:
+            return self._entries.start_time_ticks(host_pid) == start_time_ticks
+        except HiddenError:
+            return True
+
+    def _sweep(self, now: float) -> None:
+        """Forget the processes that nobody has asked for since they were last due to be read again."""
+        if now - self._swept_seconds < _READ_AGAIN_SECONDS:
+            return
+        with self._lock:
+            self._swept_seconds = now
+            stale = [pid for pid, known in self._known.items() if now - known.read_seconds >= 2 * _READ_AGAIN_SECONDS]
+            for pid in stale:
+                del self._known[pid]
+
+    def _read_facts(self, pid: int, owner_uid: int) -> ProcessFacts | None:
+        try:
+            start_time_ticks = self._entries.start_time_ticks(pid)
+        except HiddenError:
+            start_time_ticks = 0
+        if start_time_ticks is None:
+            return None
+        return ProcessFacts(
+            pid=pid,
+            start_time_ticks=start_time_ticks,
+            command=self._command(pid),
+            user=self._user(pid, owner_uid),
+            container_id=container_id(self._text(pid, "cgroup")),
+        )
+
+    def _text(self, pid: int, name: str) -> str:
+        try:
+            return (self._entries.read(pid, name) or b"").decode("utf-8", "replace")
+        except HiddenError:
+            return ""
+
+    def _command(self, pid: int) -> str:
+        try:
+            described = describe_command(split_cmdline(self._entries.read(pid, "cmdline") or b""))
+        except HiddenError:
+            described = ""
+        # A process that wiped its command line still has the short name that the kernel keeps.
+        return described or describe_command([self._text(pid, "comm").strip()])
+
+    def _user(self, pid: int, owner_uid: int) -> str:
+        # The directory belongs to root for a process that may not be dumped, whoever runs it: ask `status` first.
+        uid = owner_uid
+        for line in self._text(pid, "status").splitlines():
+            if line.startswith("Uid:"):
+                uid = int(line.split()[2])
+                break
+        name = self._users.get(uid)
+        if name is None:
+            try:
+                name = pwd.getpwuid(uid).pw_name[:MAX_LABEL_LENGTH]
+            except (KeyError, OSError):
+                name = str(uid)
+            self._users[uid] = name
+        return name

@@ -1,0 +1,117 @@
+"""How the driver calls a process that only says what it is called in its own PID namespace."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TypeVar
+
+from gpumem_exporter.host.entries import HiddenError, ProcEntries
+from gpumem_exporter.procfs import pid_namespace
+from gpumem_exporter.protocol import ProcessIdentity
+
+__all__ = ["PidTranslator"]
+
+_Identity = tuple[int, int, int]
+_Value = TypeVar("_Value", int, float)
+
+_REMEMBERED = 4096
+_SCAN_AGAIN_SECONDS = 1.0
+_ASK_AGAIN_SECONDS = 10.0
+
+
+class PidTranslator:
+    """Finds the pid of a reporter in the PID namespace of the exporter's /proc. Thread-safe.
+
+    What was found is remembered: the triple of namespace, pid and start time is one process for as long as it lives.
+    Processes of other namespaces are found by one scan of /proc for all of them, at most once a second, and one that a
+    scan did not find is looked for again after ten.
+
+    Args:
+        entries: the proc file system.
+        own_namespace: inode of the PID namespace that it shows.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, entries: ProcEntries, own_namespace: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._entries = entries
+        self._own_namespace = own_namespace
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._found: OrderedDict[_Identity, int] = OrderedDict()
+        self._sought_seconds: OrderedDict[_Identity, float] = OrderedDict()
+        self._scanned: dict[_Identity, int] = {}
+        self._scanned_seconds: float | None = None
+
+    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        """As `Host.host_pid`: the start time must agree, whatever else speaks for a pid."""
+        start_time_ticks = identity.start_time_ticks
+        if start_time_ticks <= 0:
+            return None
+        wanted = (identity.pid_namespace, identity.pid, start_time_ticks)
+        with self._lock:
+            pid = self._found.get(wanted)
+            if pid is None:
+                if peer_pid is not None and peer_pid > 0 and self._began(peer_pid) == start_time_ticks:
+                    pid = peer_pid
+                elif identity.pid_namespace and identity.pid_namespace == self._own_namespace:
+                    pid = identity.pid if self._began(identity.pid) == start_time_ticks else None
+                elif identity.pid_namespace:
+                    pid = self._search(wanted)
+            if pid is not None:
+                _remember(self._found, wanted, pid)
+            return pid
+
+    def _began(self, pid: int) -> int | None:
+        try:
+            return self._entries.start_time_ticks(pid)
+        except HiddenError:
+            return None
+
+    def _search(self, wanted: _Identity) -> int | None:
+        now = self._clock()
+        sought = self._sought_seconds.get(wanted)
+        if sought is not None and now - sought < _ASK_AGAIN_SECONDS:
+            return None
+        if self._scanned_seconds is None or now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS:
+            self._scanned = self._scan()
+            self._scanned_seconds = now
+        pid = self._scanned.get(wanted)
+        if pid is None:
+            _remember(self._sought_seconds, wanted, self._scanned_seconds)
+        else:
+            self._sought_seconds.pop(wanted, None)
+        return pid
+
+    def _scan(self) -> dict[_Identity, int]:
+        """Every process of another PID namespace that may be looked into, by how it calls itself."""
+        found = {}
+        for pid in self._entries.pids():
+            namespace = pid_namespace(self._entries.path(pid, "").rstrip("/"))
+            if namespace in (0, self._own_namespace):
+                continue
+            try:
+                start_time_ticks = self._entries.start_time_ticks(pid)
+                innermost = _innermost_pid(self._entries.read(pid, "status") or b"")
+            except HiddenError:
+                continue
+            if start_time_ticks is not None and innermost is not None:
+                found[namespace, innermost, start_time_ticks] = int(pid)
+        return found
+
+
+def _innermost_pid(status: bytes) -> int | None:
+    """The last number of the line `NSpid:` of /proc/PID/status: the pid as the process itself sees it."""
+    for line in status.splitlines():
+        if line.startswith(b"NSpid:"):
+            return int(line.split()[-1])
+    return None
+
+
+def _remember(memory: OrderedDict[_Identity, _Value], key: _Identity, value: _Value) -> None:
+    memory[key] = value
+    memory.move_to_end(key)
+    while len(memory) > _REMEMBERED:
+        memory.popitem(last=False)

@@ -1,0 +1,229 @@
+"""One poll of the driver: attach where it must, list the devices, read each one alone, describe their processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, NodeReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.errors import (
+    NvmlDeviceLostError,
+    NvmlError,
+    NvmlNotSupportedError,
+    NvmlPermissionError,
+    NvmlUnavailableError,
+)
+from gpumem_exporter.host.protocol import Host
+from gpumem_exporter.nvml.backoff import Backoff
+from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
+from gpumem_exporter.nvml.roster import Roster
+from gpumem_exporter.nvml.trouble_log import TroubleLog
+
+__all__ = ["NodeReader"]
+
+_logger = logging.getLogger(__name__)
+
+_ATTACH_FIRST_SECONDS, _ATTACH_CAP_SECONDS = 1.0, 30.0
+# A lost device comes back only when NVML is initialised again, which interrupts the healthy ones: more rarely.
+_LOST_FIRST_SECONDS, _LOST_CAP_SECONDS = 2.0, 60.0
+
+
+class NodeReader:
+    """Reads a node through a provider. One thread uses it, and it alone talks to the provider.
+
+    Args:
+        provider: the driver, closed.
+        host: what the operating system says of processes.
+        clock: monotonic seconds.
+        wall_clock: seconds of the Unix epoch.
+        attach_backoff: paces the attempts to initialise a driver that is not there.
+        lost_backoff: paces the attempts to get a lost device back by initialising the driver again.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        host: Host,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        attach_backoff: Backoff | None = None,
+        lost_backoff: Backoff | None = None,
+    ) -> None:
+        self._provider = provider
+        self._host = host
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._attach_backoff = attach_backoff or Backoff(_ATTACH_FIRST_SECONDS, _ATTACH_CAP_SECONDS)
+        self._lost_backoff = lost_backoff or Backoff(_LOST_FIRST_SECONDS, _LOST_CAP_SECONDS)
+        self._roster = Roster()
+        self._troubles = TroubleLog(_logger, clock)
+        self._attached = False
+        self._error = ""
+        self._driver_version = ""
+        self._reattach_wanted = False
+
+    def read(self) -> NodeReading:
+        """Poll once. A driver that does not answer is a reading too: not up, with why. Blocks as the driver does."""
+        started = self._clock()
+        try:
+            self._attach()
+            devices = self._read_devices()
+        except Exception as error:  # noqa: BLE001 - whatever a driver does, the next poll must come
+            self._fail(error)
+            return self._reading(started, up=False)
+        self._troubles.end("NVML")
+        self._want_reattach(devices)
+        return self._reading(started, up=True, devices=devices)
+
+    def close(self) -> None:
+        """Release the driver."""
+        self._attached = False
+        self._provider.close()
+
+    def _reading(self, started: float, *, up: bool, devices: tuple[DeviceReading, ...] = ()) -> NodeReading:
+        facts = self._facts(devices)
+        taken = self._clock()
+        return NodeReading(
+            taken_seconds=taken,
+            taken_unix_seconds=self._wall_clock(),
+            duration_seconds=taken - started,
+            up=up,
+            error="" if up else self._error,
+            driver_version=self._driver_version if up else "",
+            devices=devices,
+            facts=facts,
+        )
+
+    def _attach(self) -> None:
+        if self._attached and self._reattach_wanted and self._lost_backoff.due(self._clock()):
+            self._lost_backoff.failed(self._clock())
+            self.close()
+        elif self._attached:
+            return
+        elif not self._attach_backoff.due(self._clock()):
+            raise _NotYetError
+        self._provider.open()
+        self._attached = True
+        try:
+            self._driver_version = self._provider.driver_version()
+        except NvmlUnavailableError:
+            raise
+        except NvmlError:
+            self._driver_version = ""
+
+    def _fail(self, error: Exception) -> None:
+        if isinstance(error, _NotYetError):
+            return
+        expected = isinstance(error, NvmlError)
+        self._error = str(error) if expected else f"{type(error).__name__}: {error}"
+        self._troubles.begin("NVML", self._error, exc_info=not expected)
+        self.close()
+        self._attach_backoff.failed(self._clock())
+
+    def _want_reattach(self, devices: tuple[DeviceReading, ...]) -> None:
+        """Initialise NVML again some time if a device is lost or there is none: it shows what comes only then."""
+        self._attach_backoff.succeeded()
+        wanted = not devices or any(device.error for device in devices)
+        if wanted and not self._reattach_wanted:
+            self._lost_backoff.failed(self._clock())
+        elif not wanted:
+            self._lost_backoff.succeeded()
+        self._reattach_wanted = wanted
+
+    def _read_devices(self) -> tuple[DeviceReading, ...]:
+        identities = self._roster.merge(self._provider.devices())
+        unavailable: list[NvmlUnavailableError] = []
+        readings = tuple(self._read_device(identity, unavailable) for identity in identities)
+        if unavailable and not any(reading.up for reading in readings):
+            raise unavailable[0]
+        errors = {reading.uuid: reading.error for reading in readings if reading.error}
+        self._roster.note_errors(errors)
+        self._tell(readings)
+        return readings
+
+    def _read_device(self, identity: DeviceIdentity, unavailable: list[NvmlUnavailableError]) -> DeviceReading:
+        memory: DeviceMemory | None = None
+        processes: tuple[ProcessMemory, ...] | None = None
+        utilization_ratio: float | None = None
+        error = identity.error
+        if not error:
+            try:
+                memory = self._memory(identity)
+                processes = self._processes(identity)
+                utilization_ratio = self._utilization_ratio(identity)
+            except NvmlError as failure:
+                if isinstance(failure, NvmlUnavailableError):
+                    unavailable.append(failure)
+                error = str(failure)
+            except Exception as failure:  # noqa: BLE001 - a device fails alone, whatever it does
+                error = f"{type(failure).__name__}: {failure}"
+        lost = bool(error)
+        return DeviceReading(
+            gpu=identity.gpu,
+            uuid=identity.uuid,
+            name=identity.name,
+            pci_bus_id=identity.pci_bus_id,
+            mig_profile=identity.mig_profile,
+            parent_uuid=identity.parent_uuid,
+            memory=None if lost else memory,
+            processes=None if lost else processes,
+            utilization_ratio=None if lost else utilization_ratio,
+            error=error,
+        )
+
+    def _memory(self, identity: DeviceIdentity) -> DeviceMemory | None:
+        """The device's memory; None where it has no such figure. Any other failure is the device's."""
+        try:
+            return self._provider.read_memory(identity.uuid)
+        except (NvmlNotSupportedError, NvmlPermissionError):
+            return None
+
+    def _processes(self, identity: DeviceIdentity) -> tuple[ProcessMemory, ...] | None:
+        subject = f"processes of device {identity.gpu}"
+        try:
+            processes = self._provider.read_processes(identity.uuid)
+        except (NvmlDeviceLostError, NvmlUnavailableError):
+            raise
+        except NvmlError as error:
+            self._troubles.begin(subject, str(error))
+            return None
+        self._troubles.end(subject)
+        return processes
+
+    def _utilization_ratio(self, identity: DeviceIdentity) -> float | None:
+        try:
+            return self._provider.read_utilization_ratio(identity.uuid)
+        except (NvmlDeviceLostError, NvmlUnavailableError):
+            raise
+        except NvmlError:
+            return None
+
+    def _tell(self, readings: Iterable[DeviceReading]) -> None:
+        subjects = {"NVML", "processes' facts"}
+        for reading in readings:
+            subject = f"device {reading.gpu} {reading.uuid}".rstrip()
+            subjects |= {subject, f"processes of device {reading.gpu}"}
+            if reading.error:
+                self._troubles.begin(subject, reading.error)
+            else:
+                self._troubles.end(subject)
+        self._troubles.retain(subjects)
+
+    def _facts(self, devices: Iterable[DeviceReading]) -> dict[int, ProcessFacts]:
+        facts = {}
+        pids = {process.pid for device in devices for process in device.processes or ()}
+        try:
+            for pid in pids:
+                found = self._host.facts(pid)
+                if found is not None:
+                    facts[pid] = found
+        except Exception as error:  # noqa: BLE001 - what the host fails to say must not cost what the driver said
+            self._troubles.begin("processes' facts", f"{type(error).__name__}: {error}", exc_info=True)
+        else:
+            self._troubles.end("processes' facts")
+        return facts
+
+
+class _NotYetError(Exception):
+    """The next attempt to attach is not due."""

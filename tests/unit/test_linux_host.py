@@ -1,0 +1,397 @@
+"""What /proc says of processes: the real one for this process and its children, a made-up tree for other hosts."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.host import Host, LinuxHost
+from gpumem_exporter.host.containers import container_id
+from gpumem_exporter.procfs import pid_namespace, start_time_ticks
+from gpumem_exporter.protocol import ProcessIdentity
+
+ID = "0123456789abcdef" * 4
+OTHER_ID = "fedcba9876543210" * 4
+POD = "pod0a1b2c3d-1111-2222-3333-444455556666"
+
+ME = ProcessIdentity(
+    pid=os.getpid(),
+    start_time_ticks=start_time_ticks(),
+    pid_namespace=pid_namespace(),
+    session="s",
+    session_started_seconds=1.0,
+)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Tree:
+    """A made-up /proc. A namespace is a file: its inode is the namespace's number, hard links share it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.namespace("own")
+        self.process(1, name="init")
+        (root / "self").symlink_to("1")
+
+    def namespace(self, name: str) -> int:
+        path = self.root / f"namespace-{name}"
+        path.touch()
+        return path.stat().st_ino
+
+    def process(
+        self,
+        pid: int,
+        *,
+        start: int = 100,
+        name: str = "python",
+        state: str = "S",
+        cmdline: bytes = b"python\0train.py\0--token\0secret\0",
+        uid: int | None = None,
+        cgroup: str = "0::/\n",
+        namespace: str = "own",
+        inner_pids: tuple[int, ...] = (),
+    ) -> Path:
+        directory = self.root / str(pid)
+        (directory / "ns").mkdir(parents=True)
+        numbers = " ".join(str(number) for number in (pid, *inner_pids))
+        fields = " ".join("0" for _ in range(18))
+        (directory / "stat").write_text(f"{pid} ({name}) {state} {fields} {start} 0 0\n")
+        uids = f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n" if uid is not None else ""
+        (directory / "status").write_text(f"Name:\t{name}\n{uids}NSpid:\t{numbers}\n")
+        (directory / "cmdline").write_bytes(cmdline)
+        (directory / "comm").write_text(f"{name}\n")
+        (directory / "cgroup").write_text(cgroup)
+        (directory / "ns/pid").hardlink_to(self.root / f"namespace-{namespace}")
+        return directory
+
+    def remove(self, pid: int) -> None:
+        directory = self.root / str(pid)
+        for path in [*directory.glob("ns/*"), directory / "ns", *directory.iterdir()]:
+            if path.is_dir():
+                path.rmdir()
+            elif path.exists():
+                path.unlink()
+        directory.rmdir()
+
+    def hide(self, pid: int, *names: str) -> None:
+        """Make a file that is there and cannot be read, by root neither: reading a directory is an error."""
+        for name in names:
+            (self.root / str(pid) / name).unlink()
+            (self.root / str(pid) / name).mkdir()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    """A child process that runs until its standard input ends."""
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", "import sys; sys.stdin.read()", "--token", "secret"], stdin=subprocess.PIPE
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def end_unreaped(process: subprocess.Popen[bytes]) -> None:
+    """Let a process end and stay a zombie."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_linux_host_is_a_host() -> None:
+    host: Host = LinuxHost()
+    assert host.alive(os.getpid(), start_time_ticks())
+
+
+def test_a_real_child_is_described_without_its_arguments(child: subprocess.Popen[bytes]) -> None:
+    facts = LinuxHost().facts(child.pid)
+    assert facts is not None
+    assert (facts.pid, facts.start_time_ticks) == (child.pid, start_time_ticks(f"/proc/{child.pid}"))
+    assert facts.command == f"{Path(sys.executable).name} -c"
+    assert facts.user == pwd.getpwuid(os.geteuid()).pw_name
+    assert (facts.k8s_namespace, facts.k8s_pod, facts.k8s_container) == ("", "", "")
+
+
+def test_a_real_process_is_alive_until_it_ends_even_if_nobody_reaps_it(child: subprocess.Popen[bytes]) -> None:
+    host = LinuxHost()
+    began = start_time_ticks(f"/proc/{child.pid}")
+    assert host.alive(child.pid, began)
+    assert not host.alive(child.pid, began + 1)
+    assert host.facts(child.pid) is not None
+    end_unreaped(child)
+    assert not host.alive(child.pid, began)
+    child.wait()
+    assert not host.alive(child.pid, began)
+    assert host.facts(child.pid) is None
+
+
+def test_a_real_zombie_holds_no_device_and_has_no_facts(child: subprocess.Popen[bytes]) -> None:
+    end_unreaped(child)
+    assert LinuxHost().facts(child.pid) is None
+
+
+@pytest.mark.parametrize("state", ["Z", "X"])
+def test_an_ended_process_is_neither_alive_nor_described(tree: Tree, state: str) -> None:
+    tree.process(30, state=state)
+    assert not LinuxHost(tree.root).alive(30, 100)
+    assert LinuxHost(tree.root).facts(30) is None
+
+
+@pytest.mark.parametrize("state", ["R", "S", "D", "T", "t", "I"])
+def test_a_process_in_any_other_state_is_alive(tree: Tree, state: str) -> None:
+    tree.process(30, state=state)
+    assert LinuxHost(tree.root).alive(30, 100)
+
+
+def test_a_user_without_a_name_is_told_by_number(tree: Tree) -> None:
+    tree.process(30, uid=3_999_999_999)
+    facts = LinuxHost(tree.root).facts(30)
+    assert facts is not None
+    assert facts.user == "3999999999"
+
+
+def test_facts_are_read_once_while_a_process_lives_and_again_after_a_minute(tree: Tree, clock: Clock) -> None:
+    host = LinuxHost(tree.root, clock=clock)
+    directory = tree.process(30)
+    first = host.facts(30)
+    (directory / "cmdline").write_bytes(b"python\0serve.py\0")
+    clock.now += 59
+    assert host.facts(30) is first
+    clock.now += 2
+    again = host.facts(30)
+    assert again is not None
+    assert again.command == "python serve.py"
+
+
+def test_a_pid_that_is_used_again_is_another_process(tree: Tree) -> None:
+    host = LinuxHost(tree.root)
+    tree.process(30, start=100)
+    assert host.facts(30) == ProcessFacts(30, 100, "python train.py", pwd.getpwuid(os.geteuid()).pw_name)
+    tree.remove(30)
+    tree.process(30, start=200, cmdline=b"trainer\0")
+    assert host.facts(30) == ProcessFacts(30, 200, "trainer", pwd.getpwuid(os.geteuid()).pw_name)
+    assert not host.alive(30, 100)
+    assert host.alive(30, 200)
+
+
+def test_processes_that_are_gone_or_no_longer_asked_for_are_forgotten(tree: Tree, clock: Clock) -> None:
+    host = LinuxHost(tree.root, clock=clock)
+    for pid in (30, 31, 32):
+        tree.process(pid)
+        host.facts(pid)
+    tree.remove(30)
+    assert host.facts(30) is None
+    assert set(host._known) == {31, 32}
+    for _ in range(4):
+        clock.now += 61
+        host.facts(31)
+    assert set(host._known) == {31}
+
+
+@pytest.mark.parametrize(
+    ("hidden", "lost"),
+    [
+        ("cmdline", {"command": "python"}),
+        ("cgroup", {"container_id": ""}),
+        ("status", {}),
+        ("stat", {"start_time_ticks": 0}),
+        ("comm", {}),
+    ],
+)
+def test_a_file_that_the_kernel_hides_costs_its_own_fact_alone(
+    tree: Tree, hidden: str, lost: dict[str, object]
+) -> None:
+    tree.process(30, uid=os.geteuid(), cgroup=f"0::/docker/{ID}\n")
+    whole = LinuxHost(tree.root).facts(30)
+    tree.hide(30, hidden)
+    assert whole is not None
+    assert whole.container_id == ID
+    assert LinuxHost(tree.root).facts(30) == replace(whole, **lost)  # type: ignore[arg-type]
+
+
+def test_a_process_of_which_everything_is_hidden_is_still_there(tree: Tree) -> None:
+    tree.process(30)
+    tree.hide(30, "cmdline", "cgroup", "status", "stat", "comm")
+    host = LinuxHost(tree.root)
+    assert host.facts(30) == ProcessFacts(30, 0, "", pwd.getpwuid(os.geteuid()).pw_name)
+    assert host.alive(30, 100)
+
+
+def test_a_process_without_a_command_line_goes_by_the_name_that_the_kernel_keeps(tree: Tree) -> None:
+    tree.process(30, cmdline=b"", name="kworker")
+    facts = LinuxHost(tree.root).facts(30)
+    assert facts is not None
+    assert facts.command == "kworker"
+
+
+def test_without_a_proc_nothing_is_known(tmp_path: Path) -> None:
+    host = LinuxHost(tmp_path / "absent")
+    assert host.facts(1) is None
+    assert not host.alive(1, 100)
+    assert host.host_pid(ME, None) is None
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        f"0::/docker/{ID}",
+        f"0::/system.slice/docker-{ID}.scope",
+        f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{POD}.slice/cri-containerd-{ID}.scope",
+        f"0::/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope",
+        f"0::/kubepods/besteffort/{POD}/{ID}",
+        f"0::/system.slice/containerd.service/kubepods-besteffort-{POD}.slice:cri-containerd:{ID}",
+        f"0::/machine.slice/libpod-{ID}.scope/container",
+        f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope",
+        f"0::/docker/{OTHER_ID}/docker/{ID}",
+        f"0::/docker/{OTHER_ID}/kubelet/kubepods/{POD}/{ID}",
+        f"0::/../../{POD}/{ID}",
+        f"0::/docker/{ID}/init.scope",
+        f"12:cpuset:/docker/{ID}\n11:memory:/docker/{ID}\n1:name=systemd:/docker/{ID}\n0::/system.slice/containerd.service",
+        f"12:cpuset:/\n4:memory:/kubepods/burstable/{POD}/{ID}\n0::/",
+        f"3:cpu,cpuacct:/kubepods.slice/kubepods-{POD}.slice/cri-containerd-{ID}.scope",
+    ],
+)
+def test_a_container_is_known_by_its_cgroup(cgroup: str) -> None:
+    assert container_id(cgroup + "\n") == ID
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        "0::/",
+        "0::/user.slice/user-1000.slice/session-3.scope",
+        f"0::/machine.slice/libpod-conmon-{ID}.scope",
+        f"0::/kubepods.slice/crio-conmon-{ID}.scope",
+        f"0::/something/{ID}0",
+        f"0::/something/{ID[:32]}",
+        f"0::/something/x{ID}",
+        "",
+        "nonsense",
+    ],
+)
+def test_what_is_no_container_has_no_container_id(cgroup: str) -> None:
+    assert container_id(cgroup) == ""
+
+
+def test_a_real_process_in_the_exporters_namespace_is_known_by_its_own_pid() -> None:
+    assert LinuxHost().host_pid(ME, None) == os.getpid()
+
+
+def test_a_start_time_that_does_not_agree_is_another_process() -> None:
+    host = LinuxHost()
+    assert host.host_pid(replace(ME, start_time_ticks=ME.start_time_ticks + 1), None) is None
+    assert host.host_pid(replace(ME, start_time_ticks=ME.start_time_ticks + 1), os.getpid()) is None
+    assert host.host_pid(replace(ME, start_time_ticks=0), os.getpid()) is None
+
+
+def test_the_kernels_word_for_the_sockets_other_end_is_believed_where_the_start_time_agrees(
+    tree: Tree, child: subprocess.Popen[bytes]
+) -> None:
+    elsewhere = replace(ME, pid=7, pid_namespace=tree.namespace("container"))
+    assert LinuxHost().host_pid(elsewhere, os.getpid()) == os.getpid()
+    assert LinuxHost().host_pid(replace(elsewhere, start_time_ticks=5), os.getpid()) is None
+    assert LinuxHost().host_pid(elsewhere, 0) is None
+
+
+def reporter(tree: Tree, *, pid: int, namespace: str, start: int = 100) -> ProcessIdentity:
+    return replace(ME, pid=pid, pid_namespace=tree.namespace(namespace), start_time_ticks=start)
+
+
+def test_a_process_of_another_namespace_is_found_by_what_it_is_called_there(tree: Tree) -> None:
+    for name in ("a", "b"):
+        tree.namespace(name)
+    tree.process(300, namespace="a", inner_pids=(7,), start=100)
+    tree.process(301, namespace="b", inner_pids=(7,), start=100)
+    tree.process(302, namespace="b", inner_pids=(12, 8), start=100)
+    tree.process(7, start=100)
+    host = LinuxHost(tree.root)
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+    assert host.host_pid(reporter(tree, pid=7, namespace="b"), None) == 301
+    assert host.host_pid(reporter(tree, pid=8, namespace="b"), None) == 302
+    assert host.host_pid(reporter(tree, pid=7, namespace="own"), None) == 7
+
+
+@pytest.mark.parametrize(
+    ("pid", "namespace", "start"), [(8, "a", 100), (7, "b", 100), (7, "a", 101), (12, "a", 100), (300, "a", 100)]
+)
+def test_a_process_that_is_not_found_is_not_guessed(tree: Tree, pid: int, namespace: str, start: int) -> None:
+    for name in ("a", "b"):
+        tree.namespace(name)
+    tree.process(300, namespace="a", inner_pids=(12, 7), start=100)
+    assert LinuxHost(tree.root).host_pid(reporter(tree, pid=pid, namespace=namespace, start=start), None) is None
+
+
+def test_a_process_whose_namespace_is_unknown_is_not_looked_for(tree: Tree) -> None:
+    tree.process(7)
+    assert LinuxHost(tree.root).host_pid(replace(ME, pid=7, pid_namespace=0, start_time_ticks=100), None) is None
+
+
+def test_a_process_that_may_not_be_looked_into_does_not_hide_the_others(tree: Tree) -> None:
+    tree.namespace("a")
+    tree.process(299, namespace="a", inner_pids=(6,))
+    tree.hide(299, "stat")
+    tree.process(300, namespace="a", inner_pids=(7,))
+    host = LinuxHost(tree.root)
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+    assert host.host_pid(reporter(tree, pid=6, namespace="a"), None) is None
+
+
+def test_all_of_proc_is_searched_once_a_second_at_most_and_for_one_process_every_ten(
+    tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree.namespace("a")
+    host = LinuxHost(tree.root, clock=clock)
+    searches = []
+    scan = host._translator._scan
+    monkeypatch.setattr(host._translator, "_scan", lambda: searches.append(clock.now) or scan())
+    for pid in range(500):
+        assert host.host_pid(reporter(tree, pid=pid, namespace="a"), None) is None
+    assert searches == [1000.0]
+    tree.process(300, namespace="a", inner_pids=(7,))
+    tree.process(301, namespace="a", inner_pids=(777,))
+    clock.now += 1
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) is None
+    assert host.host_pid(reporter(tree, pid=777, namespace="a"), None) == 301
+    clock.now += 9
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+    assert searches == [1000.0, 1001.0, 1010.0]
+    clock.now += 1000
+    assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
+    assert len(searches) == 3
+
+
+def test_what_is_remembered_of_reporters_is_bounded(tree: Tree, clock: Clock) -> None:
+    tree.namespace("a")
+    host = LinuxHost(tree.root, clock=clock)
+    for pid in range(5000):
+        host.host_pid(reporter(tree, pid=pid, namespace="a"), None)
+    assert len(host._translator._sought_seconds) == 4096
+
+
+def test_a_host_says_whether_it_sees_the_pids_that_the_driver_gives(tree: Tree) -> None:
+    assert LinuxHost().sees_host_pids == (pid_namespace() == 0xEFFFFFFC)
+    assert not LinuxHost(tree.root).sees_host_pids

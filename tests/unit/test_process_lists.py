@@ -1,0 +1,158 @@
+"""The driver's process lists, in every layout and size in which drivers have answered."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.core.samples import ProcessMemory
+from gpumem_exporter.errors import NvmlDeviceLostError, NvmlError, NvmlNotSupportedError, NvmlPermissionError
+from gpumem_exporter.nvml.process_lists import ProcessLists
+
+COMPUTE = "nvmlDeviceGetComputeRunningProcesses"
+GRAPHICS = "nvmlDeviceGetGraphicsRunningProcesses"
+MPS = "nvmlDeviceGetMPSComputeRunningProcesses"
+NOT_AVAILABLE = (1 << 64) - 1
+NO_INSTANCE = 0xFFFFFFFF
+
+V1 = struct.Struct("@IQ")
+V2 = struct.Struct("@IQII")
+PROTECTED = struct.Struct("@IQIIQ")
+
+
+class Library:
+    """Stands in for libnvidia-ml: answers as the driver does, into the caller's buffer."""
+
+    def __init__(self, **functions: Callable[..., int]) -> None:
+        for name, function in functions.items():
+            setattr(self, name, function)
+
+
+def answer(entries: Sequence[tuple[int, int]], layout: struct.Struct = V2) -> Callable[..., int]:
+    rest = (NO_INSTANCE, NO_INSTANCE, 0)[: {V1.size: 0, V2.size: 2, PROTECTED.size: 3}[layout.size]]
+
+    def function(handle: Any, count: Any, buffer: Any) -> int:
+        capacity = count._obj.value
+        count._obj.value = len(entries)
+        if len(entries) > capacity:
+            return 7
+        data = b"".join(layout.pack(pid, used, *rest) for pid, used in entries)
+        ctypes.memmove(buffer, data, len(data))
+        return 0
+
+    return function
+
+
+def code(value: int) -> Callable[..., int]:
+    return lambda handle, count, buffer: value
+
+
+def lists(compute: Callable[..., int], **others: Callable[..., int]) -> ProcessLists:
+    return ProcessLists(Library(**{COMPUTE + "_v3": compute, **others}), capacity=4)
+
+
+def test_a_device_without_processes_has_an_empty_list() -> None:
+    assert lists(answer([])).read(None) == ()
+
+
+def test_processes_come_in_the_drivers_order_with_their_bytes() -> None:
+    assert lists(answer([(30, 5), (20, 6)])).read(None) == (ProcessMemory(30, 5), ProcessMemory(20, 6))
+
+
+@pytest.mark.parametrize("value", [NOT_AVAILABLE, 1 << 63, 9223372036854775808 + 12])
+def test_a_figure_that_is_not_available_is_unknown_and_not_zero(value: int) -> None:
+    assert lists(answer([(30, value)])).read(None) == (ProcessMemory(30, None),)
+
+
+def test_a_process_on_several_lists_is_counted_once_with_its_largest_figure() -> None:
+    both = lists(
+        answer([(30, 5), (31, NOT_AVAILABLE), (32, 9)]),
+        **{GRAPHICS + "_v3": answer([(31, 7), (32, 8), (40, 1)]), MPS + "_v3": answer([(30, 5), (32, NOT_AVAILABLE)])},
+    )
+    assert both.read(None) == (
+        ProcessMemory(30, 5),
+        ProcessMemory(31, 7),
+        ProcessMemory(32, 9),
+        ProcessMemory(40, 1),
+    )
+
+
+def test_an_entry_without_a_pid_names_no_process() -> None:
+    assert lists(answer([(0, 5), (30, 6)])).read(None) == (ProcessMemory(30, 6),)
+
+
+def test_a_list_that_outgrows_the_buffer_is_read_again_with_room() -> None:
+    entries = [(pid, pid * 10) for pid in range(1, 1001)]
+    assert lists(answer(entries)).read(None) == tuple(ProcessMemory(pid, used) for pid, used in entries)
+
+
+def test_a_driver_that_claims_more_entries_than_it_was_given_room_for_is_not_believed() -> None:
+    def boasting(handle: Any, count: Any, buffer: Any) -> int:
+        given = answer([(1, 1), (2, 2), (3, 3), (4, 4)])(handle, count, buffer)
+        count._obj.value = 1000
+        return given
+
+    assert [process.pid for process in lists(boasting).read(None)] == [1, 2, 3, 4]
+
+
+def test_a_list_that_grows_faster_than_it_is_read_ends_in_an_error() -> None:
+    asked = []
+
+    def growing(handle: Any, count: Any, buffer: Any) -> int:
+        asked.append(count._obj.value)
+        count._obj.value = count._obj.value * 3
+        return 7
+
+    with pytest.raises(NvmlError, match="outgrew"):
+        lists(growing).read(None)
+    assert len(asked) == 4
+    assert asked == sorted(set(asked))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 100])
+def test_entries_with_protected_memory_behind_are_told_by_their_length(count: int) -> None:
+    entries = [(pid, pid << 20) for pid in range(100, 100 + count)]
+    expected = tuple(ProcessMemory(pid, used) for pid, used in entries)
+    assert lists(answer(entries, PROTECTED)).read(None) == expected
+    assert lists(answer(entries, V2)).read(None) == expected
+
+
+def test_a_short_answer_after_a_long_one_is_not_read_with_what_the_long_one_left() -> None:
+    answers = [answer([(pid, 1) for pid in range(1, 5)], PROTECTED), answer([(9, 2)], V2), answer([(8, 3)], PROTECTED)]
+    changing = lists(lambda *arguments: answers.pop(0)(*arguments))
+    assert len(changing.read(None)) == 4
+    assert changing.read(None) == (ProcessMemory(9, 2),)
+    assert changing.read(None) == (ProcessMemory(8, 3),)
+
+
+@pytest.mark.parametrize(("suffix", "layout"), [("_v3", V2), ("_v2", V2), ("", V1)])
+def test_an_older_driver_is_asked_by_the_newest_function_that_it_has(suffix: str, layout: struct.Struct) -> None:
+    old = ProcessLists(Library(**{COMPUTE + suffix: answer([(30, 5), (31, 6)], layout)}))
+    assert old.read(None) == (ProcessMemory(30, 5), ProcessMemory(31, 6))
+
+
+def test_a_driver_without_the_function_does_not_support_the_list() -> None:
+    with pytest.raises(NvmlNotSupportedError):
+        ProcessLists(Library()).read(None)
+
+
+@pytest.mark.parametrize(("value", "error"), [(3, NvmlNotSupportedError), (4, NvmlPermissionError)])
+def test_a_compute_list_that_cannot_be_read_is_an_error_and_not_an_empty_list(value: int, error: type) -> None:
+    with pytest.raises(error):
+        lists(code(value)).read(None)
+
+
+@pytest.mark.parametrize("value", [3, 13, 25])
+def test_a_device_without_a_graphics_or_mps_list_has_its_compute_list(value: int) -> None:
+    partial = lists(answer([(30, 5)]), **{GRAPHICS + "_v3": code(value), MPS + "_v3": code(value)})
+    assert partial.read(None) == (ProcessMemory(30, 5),)
+
+
+@pytest.mark.parametrize(("value", "error"), [(4, NvmlPermissionError), (15, NvmlDeviceLostError), (999, NvmlError)])
+def test_half_a_list_is_not_given_for_the_whole(value: int, error: type) -> None:
+    with pytest.raises(error):
+        lists(answer([(30, 5)]), **{MPS + "_v3": code(value)}).read(None)

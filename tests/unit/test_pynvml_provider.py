@@ -1,0 +1,431 @@
+"""The fence round pynvml: the real pynvml runs on a scripted libnvidia-ml, so its structures and errors are its own."""
+
+from __future__ import annotations
+
+import _ctypes
+import ctypes
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import pynvml
+import pytest
+
+from gpumem_exporter import errors
+from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
+from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
+from gpumem_exporter.nvml.return_codes import RETURN_CODES, error_of
+
+GIB = 1 << 30
+NOT_AVAILABLE = (1 << 64) - 1
+
+
+class Gpu:
+    """One scripted GPU, or one MIG device of one."""
+
+    def __init__(self, uuid: str, *, name: str = "NVIDIA H100 80GB HBM3", migs: list[Gpu | None] | None = None) -> None:
+        self.uuid = uuid
+        self.name = name
+        self.migs = migs
+        self.total, self.reserved, self.free, self.used = 80 * GIB, GIB, 60 * GIB, 19 * GIB
+        self.percent = 50
+        self.processes: list[tuple[int, int]] = []
+        self.codes: dict[str, int] = {}
+
+
+class Library:
+    """A scripted libnvidia-ml.so.1. `codes` makes a function fail, everywhere; a GPU's own make it fail there."""
+
+    def __init__(self, *gpus: Gpu) -> None:
+        self.gpus = list(gpus)
+        self.codes: dict[str, int] = {}
+        self.missing: set[str] = set()
+        self.calls: list[str] = []
+        self._handle = 4711
+
+    def __getattr__(self, name: str) -> Any:
+        function = None if name in self.missing else getattr(type(self), f"_{name.removeprefix('nvml')}", None)
+        if function is None:
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            if name in self.codes:
+                return self.codes[name]
+            if arguments and isinstance(arguments[0], ctypes._Pointer):
+                gpu = self._gpu(arguments[0])
+                if name in gpu.codes or "*" in gpu.codes:
+                    return gpu.codes.get(name, gpu.codes.get("*", 0))
+                arguments = (gpu, *arguments[1:])
+            return function(self, *arguments) or 0
+
+        call.__name__ = name
+        return call
+
+    def _all(self) -> list[Gpu]:
+        return [part for gpu in self.gpus for part in (gpu, *(mig for mig in gpu.migs or () if mig))]
+
+    def _gpu(self, handle: Any) -> Gpu:
+        address = ctypes.cast(handle, ctypes.c_void_p).value
+        return next(gpu for gpu in self._all() if id(gpu) == address)
+
+    def _point(self, handle: Any, gpu: Gpu) -> None:
+        ctypes.memmove(handle, struct.pack("@P", id(gpu)), struct.calcsize("@P"))
+
+    def _InitWithFlags(self, flags: int) -> None: ...  # noqa: N802 - NVML's own names, here and below
+
+    def _Shutdown(self) -> None: ...  # noqa: N802
+
+    def _SystemGetDriverVersion(self, text: Any, size: Any) -> None:  # noqa: N802
+        text.value = b"580.159.04"
+
+    def _DeviceGetCount_v2(self, count: Any) -> None:  # noqa: N802
+        count._obj.value = len(self.gpus)
+
+    def _DeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:  # noqa: N802
+        gpu = self.gpus[index.value]
+        self._point(handle, gpu)
+        return gpu.codes.get("handle", 0)
+
+    def _DeviceGetUUID(self, gpu: Gpu, text: Any, size: Any) -> None:  # noqa: N802
+        text.value = gpu.uuid.encode()
+
+    def _DeviceGetName(self, gpu: Gpu, text: Any, size: Any) -> None:  # noqa: N802
+        text.value = gpu.name.encode()
+
+    def _DeviceGetPciInfo_v3(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
+        info._obj.busId = f"00000000:{self.gpus.index(gpu) + 1:02X}:00.0".encode()
+
+    def _DeviceGetMemoryInfo_v2(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
+        memory = info._obj
+        memory.total, memory.reserved, memory.free, memory.used = gpu.total, gpu.reserved, gpu.free, gpu.used
+
+    def _DeviceGetMemoryInfo(self, gpu: Gpu, info: Any) -> None:  # noqa: N802
+        memory = info._obj
+        memory.total, memory.free, memory.used = gpu.total, gpu.free, gpu.used + gpu.reserved
+
+    def _DeviceGetComputeRunningProcesses_v3(self, gpu: Gpu, count: Any, buffer: Any) -> None:  # noqa: N802
+        data = b"".join(struct.pack("@IQII", pid, used, 0, 0) for pid, used in gpu.processes)
+        count._obj.value = len(gpu.processes)
+        ctypes.memmove(buffer, data, len(data))
+
+    def _DeviceGetUtilizationRates(self, gpu: Gpu, rates: Any) -> None:  # noqa: N802
+        rates._obj.gpu = gpu.percent
+
+    def _DeviceGetMigMode(self, gpu: Gpu, current: Any, pending: Any) -> int:  # noqa: N802
+        current._obj.value = gpu.migs is not None
+        return 0
+
+    def _DeviceGetMaxMigDeviceCount(self, gpu: Gpu, count: Any) -> None:  # noqa: N802
+        count._obj.value = 7
+
+    def _DeviceGetMigDeviceHandleByIndex(self, gpu: Gpu, index: Any, handle: Any) -> int:  # noqa: N802
+        slots = [*(gpu.migs or ()), *[None] * 7]
+        mig = slots[index.value]
+        if mig is None:
+            return 6
+        self._point(handle, mig)
+        return 0
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[Library]:
+    scripted = Library(Gpu("GPU-0"), Gpu("GPU-1"))
+    monkeypatch.setattr(pynvml, "nvmlLib", scripted)
+    monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+    return scripted
+
+
+@pytest.fixture
+def provider(library: Library) -> PynvmlProvider:
+    opened = PynvmlProvider()
+    opened.open()
+    return opened
+
+
+def uuids(provider: PynvmlProvider) -> list[str]:
+    return [identity.uuid for identity in provider.devices()]
+
+
+def test_every_return_code_that_pynvml_knows_has_been_decided_on() -> None:
+    known = {name: value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
+    assert len(known) > 25
+    undecided = {name for name, value in known.items() if value not in RETURN_CODES}
+    assert undecided == set()
+    assert {name: f"NVML_ERROR_{RETURN_CODES[value].name}" for name, value in known.items()} == {n: n for n in known}
+
+
+def test_every_exception_class_that_pynvml_has_has_been_decided_on() -> None:
+    classes = {
+        c
+        for c in vars(pynvml).values()
+        if isinstance(c, type) and issubclass(c, Exception) and c.__module__ == pynvml.__name__
+    }
+    of_return_codes = {c for code, c in pynvml.NVMLError._valClassMapping.items() if code in RETURN_CODES}
+    assert len(of_return_codes) > 25
+    # The mismatch error is for callers of unversioned functions that changed their structure; none is called here.
+    others = {c.__name__ for c in classes - of_return_codes}
+    assert others <= {"NVMLError", "NVMLLibraryMismatchError"}
+
+
+def test_a_return_code_that_nobody_knows_is_an_nvml_error_that_says_it() -> None:
+    assert type(error_of(4242, "nvmlSomething")) is errors.NvmlError
+    assert str(error_of(4242, "nvmlSomething")) == "nvmlSomething: NVML return code 4242"
+
+
+def test_devices_are_listed_in_the_drivers_order_with_their_identity(provider: PynvmlProvider) -> None:
+    assert provider.devices() == (
+        DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0"),
+        DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0"),
+    )
+
+
+def test_what_a_device_is_called_is_asked_once(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    provider.devices()
+    assert library.calls.count("nvmlDeviceGetName") == 2
+
+
+def test_a_device_that_changes_its_index_is_followed_by_its_uuid(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    library.gpus[0].free, library.gpus[1].free = 10 * GIB, 20 * GIB
+    library.gpus.reverse()
+    assert [(identity.gpu, identity.uuid) for identity in provider.devices()] == [("0", "GPU-1"), ("1", "GPU-0")]
+    assert provider.read_memory("GPU-0").free_bytes == 10 * GIB
+
+
+def test_a_device_that_is_no_longer_listed_is_not_read(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    library.gpus.pop()
+    provider.devices()
+    with pytest.raises(errors.NvmlDeviceLostError):
+        provider.read_memory("GPU-1")
+
+
+def test_the_driver_says_its_version(provider: PynvmlProvider) -> None:
+    assert provider.driver_version() == "580.159.04"
+
+
+def test_memory_is_what_the_second_version_of_the_call_says(provider: PynvmlProvider) -> None:
+    provider.devices()
+    assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 19 * GIB, 60 * GIB, GIB)
+
+
+@pytest.mark.parametrize("how", ["missing", 3, 13, 25])
+def test_without_the_second_version_reserved_is_unknown_and_counts_as_used(
+    provider: PynvmlProvider, library: Library, how: str | int
+) -> None:
+    if how == "missing":
+        library.missing.add("nvmlDeviceGetMemoryInfo_v2")
+    else:
+        library.codes["nvmlDeviceGetMemoryInfo_v2"] = int(how)
+    provider.devices()
+    assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 20 * GIB, 60 * GIB, None)
+
+
+@pytest.mark.parametrize(
+    ("figures", "expected"),
+    [
+        ((80, 1, 60, 20), DeviceMemory(80, 19, 60, 1)),
+        ((80, 1, 60, NOT_AVAILABLE), DeviceMemory(80, 19, 60, 1)),
+        ((80, NOT_AVAILABLE, 60, 19), DeviceMemory(80, 20, 60, None)),
+        ((80, 30, 60, 19), DeviceMemory(80, 20, 60, None)),
+        ((80, 0, 80, 0), DeviceMemory(80, 0, 80, 0)),
+        ((80, 20, 60, 0), DeviceMemory(80, 0, 60, 20)),
+    ],
+)
+def test_figures_that_do_not_add_up_are_made_to_from_total_and_free(
+    provider: PynvmlProvider, library: Library, figures: tuple[int, int, int, int], expected: DeviceMemory
+) -> None:
+    provider.devices()
+    gpu = library.gpus[0]
+    gpu.total, gpu.reserved, gpu.free, gpu.used = figures
+    memory = provider.read_memory("GPU-0")
+    assert memory == expected
+    assert memory.used_bytes + memory.free_bytes + (memory.reserved_bytes or 0) == memory.total_bytes
+
+
+@pytest.mark.parametrize("figures", [(0, 0, 0, 0), (80, 0, 81, 0), (80, 0, NOT_AVAILABLE, 0), (NOT_AVAILABLE,) * 4])
+def test_figures_that_are_no_memory_of_a_device_are_not_given(
+    provider: PynvmlProvider, library: Library, figures: tuple[int, int, int, int]
+) -> None:
+    provider.devices()
+    gpu = library.gpus[0]
+    gpu.total, gpu.reserved, gpu.free, gpu.used = figures
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_memory("GPU-0")
+
+
+def test_a_device_without_memory_figures_says_so_and_the_other_has_its_own(
+    provider: PynvmlProvider, library: Library
+) -> None:
+    provider.devices()
+    library.gpus[0].codes = {"nvmlDeviceGetMemoryInfo_v2": 3, "nvmlDeviceGetMemoryInfo": 3}
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_memory("GPU-0")
+    assert provider.read_memory("GPU-1").total_bytes == 80 * GIB
+
+
+def test_processes_and_utilization_are_the_devices_own(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    library.gpus[1].processes = [(30, GIB), (31, NOT_AVAILABLE)]
+    library.gpus[1].percent = 75
+    assert provider.read_processes("GPU-0") == ()
+    assert provider.read_processes("GPU-1") == (ProcessMemory(30, GIB), ProcessMemory(31, None))
+    assert provider.read_utilization_ratio("GPU-0") == 0.5
+    assert provider.read_utilization_ratio("GPU-1") == 0.75
+
+
+@pytest.mark.parametrize("percent", [101, 0xFFFFFFFF])
+def test_a_utilization_that_is_no_percentage_is_not_given(
+    provider: PynvmlProvider, library: Library, percent: int
+) -> None:
+    provider.devices()
+    library.gpus[0].percent = percent
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_utilization_ratio("GPU-0")
+
+
+def test_a_lost_device_is_listed_alone_with_why(provider: PynvmlProvider, library: Library) -> None:
+    library.gpus[0].codes = {"*": 15}
+    broken, healthy = provider.devices()
+    assert (broken.gpu, broken.uuid) == ("0", "")
+    assert broken.error == "nvmlDeviceGetUUID: GPU is lost (NVML_ERROR_GPU_IS_LOST)"
+    assert (healthy.uuid, healthy.error) == ("GPU-1", "")
+    with pytest.raises(errors.NvmlDeviceLostError):
+        provider.read_memory("GPU-0")
+
+
+def test_a_device_whose_handle_this_user_may_not_have_is_not_listed(provider: PynvmlProvider, library: Library) -> None:
+    library.gpus[0].codes = {"handle": 4}
+    assert uuids(provider) == ["GPU-1"]
+
+
+def test_nvml_gone_for_one_device_is_that_devices_trouble_and_for_all_is_everybodys(
+    provider: PynvmlProvider, library: Library
+) -> None:
+    library.gpus[0].codes = {"*": 1}
+    assert uuids(provider) == ["", "GPU-1"]
+    library.gpus[1].codes = {"handle": 1}
+    with pytest.raises(errors.NvmlUnavailableError):
+        provider.devices()
+
+
+def test_where_mig_is_on_the_mig_devices_stand_for_the_gpu(provider: PynvmlProvider, library: Library) -> None:
+    small, large = Gpu("MIG-a", name="NVIDIA A100 MIG 1g.5gb"), Gpu("MIG-b", name="NVIDIA A100 MIG 3g.20gb")
+    library.gpus[1].migs = [small, None, large]
+    small.codes = {"nvmlDeviceGetUtilizationRates": 3}
+    small.free = 5 * GIB
+    assert provider.devices()[1:] == (
+        DeviceIdentity("1:0", "MIG-a", "NVIDIA A100 MIG 1g.5gb", "00000000:02:00.0", "1g.5gb", "GPU-1"),
+        DeviceIdentity("1:2", "MIG-b", "NVIDIA A100 MIG 3g.20gb", "00000000:02:00.0", "3g.20gb", "GPU-1"),
+    )
+    assert provider.read_memory("MIG-a").free_bytes == 5 * GIB
+    with pytest.raises(errors.NvmlNotSupportedError):
+        provider.read_utilization_ratio("MIG-a")
+
+
+def test_mig_devices_that_come_and_go_are_noticed_at_the_next_listing(
+    provider: PynvmlProvider, library: Library
+) -> None:
+    library.gpus[1].migs = []
+    assert uuids(provider) == ["GPU-0"]
+    library.gpus[1].migs = [Gpu("MIG-a")]
+    assert uuids(provider) == ["GPU-0", "MIG-a"]
+    library.gpus[1].migs = None
+    assert uuids(provider) == ["GPU-0", "GPU-1"]
+
+
+def test_a_broken_mig_device_leaves_its_siblings_alone(provider: PynvmlProvider, library: Library) -> None:
+    library.gpus[1].migs = [Gpu("MIG-a"), Gpu("MIG-b")]
+    library.gpus[1].migs[0].codes = {"*": 15}
+    assert [(identity.gpu, identity.uuid, bool(identity.error)) for identity in provider.devices()] == [
+        ("0", "GPU-0", False),
+        ("1:0", "", True),
+        ("1:1", "MIG-b", False),
+    ]
+
+
+@pytest.mark.parametrize("code", [3, 4, 13])
+def test_a_gpu_that_knows_nothing_of_mig_is_one_device(provider: PynvmlProvider, library: Library, code: int) -> None:
+    library.codes["nvmlDeviceGetMigMode"] = code
+    assert uuids(provider) == ["GPU-0", "GPU-1"]
+
+
+@pytest.mark.parametrize("code", [1, 4, 9, 12, 15, 18, 999])
+def test_whatever_keeps_nvml_from_initialising_makes_it_unavailable(
+    library: Library, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_ctypes, "dlclose", lambda handle: None)
+    library.codes["nvmlInitWithFlags"] = code
+    with pytest.raises(errors.NvmlUnavailableError, match=f"nvmlInit: .*NVML_ERROR_{RETURN_CODES[code].name}"):
+        PynvmlProvider().open()
+
+
+def test_without_the_library_nvml_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_library(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(pynvml, "nvmlLib", None)
+    monkeypatch.setattr(pynvml, "CDLL", no_library)
+    with pytest.raises(errors.NvmlUnavailableError, match=r"libnvidia-ml\.so\.1 is not found"):
+        PynvmlProvider().open()
+
+
+def test_a_library_of_another_version_than_the_driver_is_loaded_afresh_at_the_next_attempt(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unloaded: list[int] = []
+    monkeypatch.setattr(_ctypes, "dlclose", unloaded.append)
+    library.codes["nvmlInitWithFlags"] = 18
+    provider = PynvmlProvider()
+    with pytest.raises(errors.NvmlUnavailableError, match="differ in version"):
+        provider.open()
+    assert unloaded == [4711]
+    replaced = Library(Gpu("GPU-9"))
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: replaced)
+    provider.open()
+    assert uuids(provider) == ["GPU-9"]
+
+
+def test_opening_and_closing_twice_is_doing_it_once(provider: PynvmlProvider, library: Library) -> None:
+    provider.open()
+    provider.close()
+    provider.close()
+    assert library.calls.count("nvmlInitWithFlags") == 1
+    assert library.calls.count("nvmlShutdown") == 1
+
+
+def test_a_driver_that_will_not_shut_down_is_closed_all_the_same(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    library.codes["nvmlShutdown"] = 1
+    provider.close()
+    with pytest.raises(errors.NvmlDeviceLostError):
+        provider.read_memory("GPU-0")
+    provider.open()
+    assert uuids(provider) == ["GPU-0", "GPU-1"]
+
+
+def test_the_errors_of_every_call_are_of_this_package(provider: PynvmlProvider, library: Library) -> None:
+    provider.devices()
+    for code in RETURN_CODES:
+        library.codes = {
+            "nvmlDeviceGetCount_v2": code,
+            "nvmlDeviceGetMemoryInfo": code,
+            "nvmlDeviceGetMemoryInfo_v2": code,
+            "nvmlDeviceGetUtilizationRates": code,
+            "nvmlSystemGetDriverVersion": code,
+        }
+        if code != 7:
+            library.codes["nvmlDeviceGetComputeRunningProcesses_v3"] = code
+            with pytest.raises(RETURN_CODES[code].error):
+                provider.read_processes("GPU-0")
+        for call in (
+            provider.devices,
+            provider.driver_version,
+            lambda: provider.read_memory("GPU-0"),
+            lambda: provider.read_utilization_ratio("GPU-0"),
+        ):
+            with pytest.raises(RETURN_CODES[code].error):
+                call()
