@@ -1,0 +1,128 @@
+"""What `clear`, `gc` and `reset-peak` share: the target, the request, what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from gpumem_exporter.cli.exporter_api import ExporterApi
+from gpumem_exporter.cli.main import FAILED
+from gpumem_exporter.cli.options import ConnectionOptions
+from gpumem_exporter.cli.terminal import print_json
+from gpumem_exporter.errors import ConfigurationError, ExporterAnswerError
+
+__all__ = ["ActionOptions", "ask", "exit_code", "request_body"]
+
+ANSWER_GRACE_SECONDS = 10.0
+"""How long after its deadline an action that began in time may still end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionOptions(ConnectionOptions):
+    """Whom an action means, and how long it may take."""
+
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="INDEX", help="Processes on this device: 0, or 0:1 for MIG.")
+    ] = None
+    uuid: Annotated[
+        str | None, typer.Option("--uuid", metavar="UUID", help="Processes on this device: GPU-… or MIG-….")
+    ] = None
+    pid: Annotated[
+        int | None, typer.Option("--pid", metavar="PID", min=1, help="This process, as `info` lists it.")
+    ] = None
+    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="This workload's processes.")] = (
+        None
+    )
+    rank: Annotated[str | None, typer.Option("--rank", metavar="RANK", help="Processes of this rank.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen and touch nothing.")] = False
+    deadline_seconds: Annotated[
+        float,
+        typer.Option("--deadline", metavar="SECONDS", help="What has not begun by then is not run."),
+    ] = 30.0
+    wait_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--wait", metavar="SECONDS", help="How long to wait for the end; 0 only asks. Default: until it has ended."
+        ),
+    ] = None
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept in the audit log.")] = ""
+
+    def target(self) -> dict[str, Any]:
+        """The target as the API takes it.
+
+        Raises:
+            ConfigurationError: nothing is chosen, or `--all` stands beside something narrower.
+        """
+        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": self.pid, "workload": self.workload, "rank": self.rank}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if self.everything and chosen:
+            names = ", ".join(f"--{name}" for name in chosen)
+            raise ConfigurationError(f"--all means every process that reports; leave out either it or {names}")
+        if not self.everything and not chosen:
+            raise ConfigurationError("no target; choose with --gpu, --uuid, --pid, --workload, --rank, or say --all")
+        return {"all": True} if self.everything else chosen
+
+
+def request_body(action: str, options: ActionOptions, *, collect_garbage: bool = False) -> dict[str, Any]:
+    """The action as the API takes it, but for how long to wait.
+
+    Raises:
+        ConfigurationError: no or a contradictory target, or a time that is none.
+    """
+    if not 0 < options.deadline_seconds < float("inf"):
+        raise ConfigurationError(f"--deadline {options.deadline_seconds:g}: must be seconds over 0")
+    if options.wait_seconds is not None and not 0 <= options.wait_seconds < float("inf"):
+        raise ConfigurationError(f"--wait {options.wait_seconds:g}: must be 0 or more seconds")
+    return {
+        "action": action,
+        "target": options.target(),
+        "mode": "now",
+        "collect_garbage": collect_garbage,
+        "deadline_seconds": options.deadline_seconds,
+        "dry_run": options.dry_run,
+        "reason": options.reason,
+    }
+
+
+def ask(action: str, options: ActionOptions, *, collect_garbage: bool = False) -> int:
+    """Ask for an action, print what became of it, and return the exit code.
+
+    Raises:
+        ConfigurationError: as `request_body`, or the exporter finds a value wrong.
+        ExporterError: it could not be asked for, or was refused.
+    """
+    body = request_body(action, options, collect_garbage=collect_garbage)
+    wait = options.wait_seconds
+    wait_seconds = options.deadline_seconds + ANSWER_GRACE_SECONDS if wait is None else wait
+    try:
+        with ExporterApi(options.urls(), token=options.token()) as api:
+            answer = api.act(body, wait_seconds=wait_seconds)
+    except ExporterAnswerError as error:
+        if error.status == 422:
+            raise ConfigurationError(error.detail) from error
+        raise
+    if options.as_json:
+        print_json(answer)
+    else:
+        from gpumem_exporter.cli.action_tables import action_tables
+        from gpumem_exporter.cli.terminal import open_console, show
+
+        show(open_console(), action_tables(answer, dry_run=options.dry_run))
+    return exit_code(answer, waited=wait != 0)
+
+
+def exit_code(answer: Mapping[str, Any], *, waited: bool) -> int:
+    """0 when every result is done. What was not waited for counts as done when it was taken."""
+    if any(result.get("outcome") != "done" for result in _finished(answer)):
+        return FAILED
+    if answer.get("state") == "done":
+        return 0
+    return 0 if answer.get("state") in ("queued", "running") and not waited else FAILED
+
+
+def _finished(answer: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    return [result for result in answer.get("results") or () if result.get("outcome")]

@@ -1,0 +1,154 @@
+"""The exporter's HTTP API as the commands use it: one address that answers, JSON in and out, problems as errors."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from gpumem_exporter.client._transport import Answer, Connection
+from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
+
+__all__ = ["ExporterApi", "Transport"]
+
+_FINISHED_STATES = ("done", "failed", "expired")
+_LOOK_AGAIN_SECONDS = 0.25
+_LONGEST_HOLD_SECONDS = 10.0
+"""How long one request asks the exporter to wait; the rest of a longer wait is asked for again."""
+
+
+class Transport(Protocol):
+    """What is used of a `Connection`."""
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> Answer:
+        """Send one request and read the whole answer."""
+
+    def close(self) -> None:
+        """Close the connection."""
+
+
+class ExporterApi:
+    """Talks to the first of some addresses that answers. Not thread-safe.
+
+    Args:
+        urls: the addresses to try, in order.
+        token: sent as a bearer token when it is not empty.
+        timeout_seconds: for each answer that the exporter does not hold back on purpose.
+        connect: makes the transport to one address.
+
+    Raises:
+        ConfigurationError: an address is not one.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str = "",
+        timeout_seconds: float = 5.0,
+        connect: Callable[[str, float], Transport] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        make = connect or (lambda url, timeout: Connection(url, timeout_seconds=timeout))
+        self._candidates = [(url, make(url, timeout_seconds)) for url in urls]
+        self._timeout_seconds = timeout_seconds
+        self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
+        if token:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._clock = clock
+        self._sleep = sleep
+
+    def __enter__(self) -> ExporterApi:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def url(self) -> str:
+        """The address in use: the one that answered, before that the first to be tried."""
+        return self._candidates[0][0]
+
+    def close(self) -> None:
+        """Close whatever is open."""
+        for _, transport in self._candidates:
+            transport.close()
+
+    def get(self, path: str, *, also: Collection[int] = ()) -> dict[str, Any]:
+        """Read one JSON document.
+
+        Args:
+            path: the route.
+            also: statuses that carry a document too, besides 200.
+
+        Raises:
+            ExporterUnreachableError: no address answers, or what answers is not an exporter.
+            ExporterAnswerError: it answers with an error.
+        """
+        return self._document(self._request("GET", path), (200, *also))
+
+    def act(self, request: Mapping[str, Any], *, wait_seconds: float) -> dict[str, Any]:
+        """Ask for an action and wait for its end; returns it as it stands when that comes, or when the wait is over.
+
+        Raises:
+            ExporterUnreachableError: no address answers, or it stopped answering.
+            ExporterAnswerError: the action is refused (403), matches nothing (404) or is not well formed (422).
+        """
+        end = self._clock() + wait_seconds
+        hold = min(wait_seconds, _LONGEST_HOLD_SECONDS)
+        body = json.dumps({**request, "wait_seconds": hold}).encode()
+        headers = {"Content-Type": "application/json", "Idempotency-Key": str(uuid.uuid4())}
+        answer = self._request("POST", "/api/v1/actions", body, headers, self._timeout_seconds + hold)
+        action = self._document(answer, (200, 202))
+        while action.get("state") not in _FINISHED_STATES and (left := end - self._clock()) > 0:
+            self._sleep(min(left, _LOOK_AGAIN_SECONDS))
+            action = self.get(f"/api/v1/actions/{action['id']}")
+        return action
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Answer:
+        failures = []
+        for url, transport in self._candidates:
+            try:
+                answer = transport.request(
+                    method, path, body, {**self._headers, **(headers or {})}, timeout_seconds=timeout_seconds
+                )
+            except ExporterUnreachableError as error:
+                failures.append(str(error))
+                continue
+            self._candidates = [(url, transport)]
+            return answer
+        raise ExporterUnreachableError(
+            f"{'; '.join(failures)}; start one with `gpumem-exporter serve`, or name its address with --url"
+        )
+
+    def _document(self, answer: Answer, expected: Collection[int]) -> dict[str, Any]:
+        try:
+            document = json.loads(answer.body)
+        except ValueError:
+            document = None
+        if answer.status in expected:
+            if isinstance(document, dict):
+                return document
+            raise ExporterUnreachableError(f"what answers at {self.url} is not a gpumem-exporter")
+        detail = document.get("detail") or document.get("title") if isinstance(document, dict) else None
+        phrase = http.client.responses.get(answer.status, "no reason given")
+        raise ExporterAnswerError(answer.status, detail if isinstance(detail, str) else phrase)

@@ -1,0 +1,45 @@
+"""A device's ledger as a bar of fixed width. Pure: categories in, characters out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["SEGMENTS", "Segment", "bar_lengths"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the bar: the categories in it, its name in the legend, and how it looks with and without Unicode."""
+
+    name: str
+    categories: tuple[str, ...]
+    character: str
+    ascii_character: str
+    style: str
+
+
+SEGMENTS = (
+    Segment("allocated", ("torch_allocated",), "█", "#", "green"),
+    Segment("reclaimable", ("torch_reclaimable",), "▓", "+", "yellow"),
+    Segment("fragmented", ("torch_fragmented",), "▒", "%", "red"),
+    Segment("other", ("non_torch", "other_processes", "driver_reserved", "unattributed"), "░", "-", "blue"),
+    Segment("free", ("free",), "·", ".", "dim"),
+)
+"""From left to right."""
+
+
+def bar_lengths(ledger: Mapping[str, int], width: int) -> tuple[int, ...]:
+    """How many of `width` characters each of `SEGMENTS` gets, by largest remainder; they add up to `width`.
+
+    A segment whose categories come to less than nothing (the residual is signed) gets none.
+    """
+    sizes = [max(0, sum(ledger.get(category, 0) for category in segment.categories)) for segment in SEGMENTS]
+    total = sum(sizes)
+    if total == 0:
+        return tuple(0 for _ in SEGMENTS)
+    lengths = [size * width // total for size in sizes]
+    by_remainder = sorted(range(len(sizes)), key=lambda i: (-(sizes[i] * width % total), i))
+    for i in by_remainder[: width - sum(lengths)]:
+        lengths[i] += 1
+    return tuple(lengths)

@@ -1,0 +1,45 @@
+"""Numbers for human eyes: bytes with IEC units, seconds with the unit that fits. Unknown is a dash."""
+
+from __future__ import annotations
+
+__all__ = ["UNKNOWN", "human_bytes", "human_ratio", "human_seconds"]
+
+UNKNOWN = "-"
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+
+
+def human_bytes(value: int | None) -> str:
+    """`1.5 GiB`, `512 MiB`, `-3.0 KiB`, `17 B`: three figures at most before the next unit, signed, rounded."""
+    if value is None:
+        return UNKNOWN
+    sign = "-" if value < 0 else ""
+    amount = float(abs(value))
+    if amount < 1024:
+        return f"{sign}{int(amount)} B"
+    unit = 0
+    while unit < len(_UNITS) - 1 and round(amount) >= 1024:
+        amount /= 1024
+        unit += 1
+    text = f"{amount:.1f}" if round(amount, 1) < 100 else f"{amount:.0f}"
+    return f"{sign}{text} {_UNITS[unit]}"
+
+
+def human_seconds(value: float | None) -> str:
+    """`17 µs`, `3.1 ms`, `0.4 s`, `12 s`, `3 min`, `2 h`, `5 d`."""
+    if value is None:
+        return UNKNOWN
+    if value < 9.995e-4:
+        return f"{value * 1e6:.0f} µs"
+    for limit, divisor, unit in ((0.1, 1e-3, "ms"), (10, 1, "s")):
+        if value < limit:
+            return f"{value / divisor:.1f} {unit}"
+    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (172800, 3600, "h")):
+        if value < limit:
+            return f"{value / divisor:.0f} {unit}"
+    return f"{value / 86400:.0f} d"
+
+
+def human_ratio(value: float | None) -> str:
+    """`93 %` of a ratio from 0 to 1."""
+    return UNKNOWN if value is None else f"{value * 100:.0f} %"

@@ -1,0 +1,80 @@
+"""Where tables go: a terminal gets colours and its own width, anything else plain lines that nothing is cut from."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["open_console", "plain", "print_json", "show", "table"]
+
+_UNLIMITED_WIDTH = 10_000
+
+
+def open_console(file: IO[str] | None = None) -> Console:
+    """A console on standard output, or on a file. NO_COLOR and FORCE_COLOR are Rich's to honour."""
+    from rich.console import Console
+
+    target = file if file is not None else sys.stdout
+    return Console(
+        file=target,
+        width=None if target.isatty() else _UNLIMITED_WIDTH,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+
+
+def show(console: Console, renderables: Iterable[RenderableType]) -> None:
+    """Print one after the other; what is not for a terminal has no blanks at the end of its lines."""
+    if console.is_terminal:
+        for renderable in renderables:
+            console.print(renderable)
+        return
+    with console.capture() as capture:
+        for renderable in renderables:
+            console.print(renderable)
+    for line in capture.get().splitlines():
+        console.file.write(line.rstrip() + "\n")
+
+
+def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table without lines whose rows are one line each.
+
+    Args:
+        title: stands above it; empty for none.
+        columns: heading and side of each: `left`, `right`, or `cut`, which is left and gives way when room is short.
+        rows: a cell for each column.
+    """
+    from rich.table import Table
+
+    built = Table(
+        title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0)
+    )
+    for heading, side in columns:
+        # Rich takes room from columns that may wrap before it takes any from the others.
+        built.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side != "cut")
+    for row in rows:
+        cells = [plain(cell) if isinstance(cell, str) else cell for cell in row]
+        for cell in cells:
+            cell.no_wrap, cell.overflow = True, "ellipsis"
+        built.add_row(*cells)
+    return built
+
+
+def plain(value: object, style: str = "") -> Text:
+    """Text that came from elsewhere, as it is: no markup in it is obeyed, and no control character leaves here."""
+    from rich.text import Text
+
+    return Text("".join(c if c.isprintable() else "?" for c in str(value)), style=style)
+
+
+def print_json(document: Any) -> None:
+    """Print a document for programs: ASCII, indented, keys in the exporter's order."""
+    print(json.dumps(document, indent=2))

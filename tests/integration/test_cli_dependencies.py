@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpumem_exporter
+
+_ROOT = Path(gpumem_exporter.__file__).parent.parent
+
+
+def _main(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
+    """The console script in a process in which the module `without` cannot be imported."""
+    block = f"sys.modules[{without!r}] = None; " if without else ""
+    script = (
+        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); {block}"
+        "from gpumem_exporter.cli.main import main; code = main(); "
+        "print(*sorted({name.split('.')[0] for name in sys.modules}), file=sys.__stderr__); sys.exit(code)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments"),
+    [
+        ("typer", ("info",)),
+        ("typer", ("--help",)),
+        ("typer", ("serve", "--help")),
+        ("rich", ("doctor", "--url", "unix:///nonexistent.sock")),
+        ("pydantic", ("serve",)),
+        ("uvicorn", ("serve", "--web.listen-address", "127.0.0.1:0")),
+    ],
+)
+def test_a_missing_dependency_is_one_line_that_names_it_and_says_how_to_install(
+    missing: str, arguments: tuple[str, ...]
+) -> None:
+    ended = _main(*arguments, without=missing)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    line, _modules = ended.stderr.splitlines()
+    assert repr(missing) in line
+    assert "without --no-deps" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unwanted"),
+    [
+        (("--version",), {"typer", "rich", "click", "pydantic"}),
+        (("run", "--help"), {"typer", "rich", "click", "pydantic", "argparse"}),
+        (("serve", "--log.level", "nonsense"), {"typer", "rich", "fastapi", "uvicorn", "pynvml"}),
+        (("clear",), {"rich", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
+        (("info", "--json", "--url", "unix:///nonexistent.sock"), {"rich", "fastapi", "uvicorn", "pynvml"}),
+    ],
+)
+def test_a_command_imports_only_what_it_needs(arguments: tuple[str, ...], unwanted: set[str]) -> None:
+    ended = _main(*arguments)
+    imported = set(ended.stderr.splitlines()[-1].split())
+    assert "gpumem_exporter" in imported
+    assert imported & unwanted == set()

@@ -1,0 +1,276 @@
+"""The commands against a real exporter in its own process, which serves the demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter import __version__
+from gpumem_exporter.core.ledger import CATEGORIES
+
+_TOKEN = "a-token-for-tests"
+
+
+@dataclass(frozen=True)
+class _Node:
+    """An exporter that runs, and the commands beside it."""
+
+    socket: Path
+    token_file: Path
+
+    @property
+    def url(self) -> str:
+        return f"unix://{self.socket}"
+
+    def command(
+        self, *arguments: str, url: str | None = None, token: bool = True, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
+        token_file = {"GPUMEM_ACTION_TOKEN_FILE": str(self.token_file)} if token else {}
+        return _command(*arguments, GPUMEM_EXPORTER_URL=url or self.url, **token_file, **environ)
+
+    def json(self, *arguments: str) -> dict[str, Any]:
+        ended = self.command(*arguments, "--json")
+        assert ended.returncode == 0, ended.stderr
+        document = json.loads(ended.stdout)
+        assert isinstance(document, dict)
+        return document
+
+
+def _environ(**changes: str) -> dict[str, str]:
+    own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH")
+    return {**{name: value for name, value in os.environ.items() if not name.startswith(own)}, **changes}
+
+
+def _command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpumem_exporter", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env=_environ(**environ),
+    )
+
+
+def _until(condition: Callable[[], bool], what: str, timeout_seconds: float = 60.0) -> None:
+    end = time.monotonic() + timeout_seconds
+    while not condition():
+        assert time.monotonic() < end, f"{what} did not happen within {timeout_seconds:g} s"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Node]:
+    directory = tmp_path_factory.mktemp("cli")
+    token_file = directory / "token"
+    token_file.write_text(f"{_TOKEN}\n")
+    running = _Node(directory / "e.sock", token_file)
+    log = directory / "log"
+    with log.open("wb") as output:
+        exporter = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "gpumem_exporter", "serve", "--demo"),
+                *("--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(running.socket)),
+                *("--action.token-file", str(token_file)),
+            ],
+            stderr=output,
+            env=_environ(),
+        )
+    try:
+        _until(lambda: exporter.poll() is not None or _reporting(running) >= 12, "a dozen reporting processes")
+        assert exporter.poll() is None, log.read_text()
+        yield running
+    finally:
+        exporter.send_signal(signal.SIGTERM)
+        exporter.wait(30)
+    assert exporter.returncode == 0, log.read_text()
+
+
+def _reporting(node: _Node) -> int:
+    ended = node.command("info", "--json")
+    if ended.returncode != 0:
+        return 0
+    return sum(1 for process in json.loads(ended.stdout)["processes"] if process["reporting"])
+
+
+def test_info_json_is_the_apis_own_documents_in_one(node: _Node) -> None:
+    document = node.json("info")
+    assert document["source"] == "demo"
+    assert document["nvml"]["up"] is True
+    assert len(document["devices"]) == 8
+    for device in document["devices"]:
+        assert set(device["ledger"]) == set(CATEGORIES)
+        assert sum(device["ledger"].values()) == device["memory"]["total_bytes"]
+    assert {"pid", "workload", "devices"} <= set(document["processes"][0])
+
+
+def test_info_shows_every_device_and_process_and_says_that_it_is_a_demo(node: _Node) -> None:
+    ended = node.command("info")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("DEMO: simulated")
+    document = node.json("info")
+    for device in document["devices"]:
+        assert device["name"] in ended.stdout
+    for process in document["processes"]:
+        assert process["command"] in ended.stdout
+    assert re.search(
+        r"^A clear would give back \d.* from \d+ of \d+ reporting processes\.$", ended.stdout, re.MULTILINE
+    )
+
+
+def test_output_that_is_no_terminal_has_no_colours_and_no_lines_cut(node: _Node) -> None:
+    ended = node.command("info", COLUMNS="40")
+    assert "\x1b" not in ended.stdout
+    assert "…" not in ended.stdout
+
+
+@pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_gets_its_width_and_colours_unless_it_wants_none(
+    node: _Node, environ: dict[str, str], coloured: bool
+) -> None:
+    ours, theirs = os.openpty()
+    arguments = [sys.executable, "-m", "gpumem_exporter", "info"]
+    known = _environ(GPUMEM_EXPORTER_URL=node.url, COLUMNS="80", TERM="xterm-256color", **environ)
+    with subprocess.Popen(arguments, stdout=theirs, env=known) as process:
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as terminal:
+            output = b""
+            while True:
+                try:
+                    output += (read := os.read(terminal.fileno(), 1 << 16))
+                except OSError:  # EIO: the other side has closed
+                    break
+                if not read:
+                    break
+    assert process.returncode == 0
+    text = output.decode()
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", text)) is coloured
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith("Process memory") for line in lines)
+
+
+def test_a_reader_that_goes_early_is_no_traceback(node: _Node) -> None:
+    shell = f"{sys.executable} -m gpumem_exporter info --json | head -1"
+    ended = subprocess.run(
+        ["sh", "-c", shell],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=_environ(GPUMEM_EXPORTER_URL=node.url),
+    )
+    assert (ended.stdout, ended.stderr) == ("{\n", "")
+
+
+def test_a_dry_run_touches_nothing_and_a_clear_gives_back_what_it_says(node: _Node) -> None:
+    target = ("--workload", "demo-notebook")
+    before = node.json("clear", *target, "--dry-run")
+    assert before["state"] == "done"
+    (would,) = before["results"]
+    assert would["freed_bytes"] > 1 << 30
+    cleared = node.json("clear", *target, "--reason", "a test")
+    (result,) = cleared["results"]
+    assert result["outcome"] == "done"
+    assert result["freed_bytes"] == result["reserved_before_bytes"] - result["reserved_after_bytes"]
+    assert result["freed_bytes"] >= would["freed_bytes"]
+    assert (cleared["freed_bytes"], cleared["reason"]) == (result["freed_bytes"], "a test")
+
+
+def test_actions_print_a_row_for_each_result_and_the_total(node: _Node) -> None:
+    workload = "demo-llm-pretrain"
+    for command, last in (
+        ("clear", "Freed "),
+        ("gc", "Collected garbage in 4 of 4 "),
+        ("reset-peak", "Reset the peaks "),
+    ):
+        ended = node.command(command, "--workload", workload)
+        assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+        lines = ended.stdout.splitlines()
+        rows = [line.split() for line in lines if workload in line]
+        assert [row[2] for row in rows] == ["0", "1", "2", "3"]
+        assert all("done" in row for row in rows)
+        assert lines[-1].startswith(last)
+
+
+def test_not_waiting_returns_an_action_that_was_taken(node: _Node) -> None:
+    assert node.json("gc", "--all", "--wait", "0")["state"] in ("queued", "running", "done")
+
+
+def test_a_target_that_matches_nothing_is_1_with_what_there_is(node: _Node) -> None:
+    ended = node.command("clear", "--workload", "nobody")
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert "workload=nobody" in ended.stderr
+    assert "workload=demo-notebook" in ended.stderr
+
+
+def test_who_may_not_act_is_1_with_the_mend(node: _Node) -> None:
+    ended = node.command("clear", "--all", token=False)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert "--action.token-file" in ended.stderr
+    assert _TOKEN not in ended.stderr
+
+
+def test_the_token_may_come_as_an_option_or_as_a_variable(node: _Node) -> None:
+    by_option = ("reset-peak", "--workload", "demo-notebook", "--token-file", str(node.token_file))
+    assert node.command(*by_option, token=False).returncode == 0
+    assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN=_TOKEN).returncode == 0
+    assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN="wrong").returncode == 1
+
+
+def test_a_value_that_the_exporter_finds_wrong_is_wrong_usage(node: _Node) -> None:
+    ended = node.command("clear", "--all", "--deadline", "1e9")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "deadline_seconds" in ended.stderr
+
+
+def test_nobody_there_is_1_and_names_the_address(node: _Node) -> None:
+    for command in (("info",), ("clear", "--all")):
+        ended = node.command(*command, url="unix:///nonexistent.sock")
+        assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+        assert "unix:///nonexistent.sock" in ended.stderr
+
+
+def test_doctor_finds_an_exporter_well_and_says_that_it_is_a_demo(node: _Node) -> None:
+    document = node.json("doctor")
+    findings = {finding["check"]: finding for finding in document["findings"]}
+    assert {check: finding["verdict"] for check, finding in findings.items() if check not in ("driver", "devices")} == {
+        "exporter": "PASS",
+        "socket": "PASS",
+        "version": "PASS",
+        "health": "PASS",
+        "auth": "PASS",
+        "clock": "PASS",
+        "reporters": "PASS",
+        "pid namespace": "PASS",
+    }
+    assert __version__ in findings["version"]["detail"]
+    assert str(node.socket) in findings["socket"]["detail"]
+    assert "demo" in findings["health"]["detail"]
+
+
+def test_doctor_without_the_token_warns_with_the_mend(node: _Node) -> None:
+    lines = node.command("doctor", token=False).stdout.splitlines()
+    (auth,) = [i for i, line in enumerate(lines) if line.split()[:2] == ["WARN", "auth"]]
+    assert "--token-file" in lines[auth + 1]
+
+
+def test_doctor_with_nobody_there_fails_with_1_and_the_mend(node: _Node) -> None:
+    ended = node.command("doctor", url="unix:///nonexistent.sock")
+    assert (ended.returncode, ended.stderr) == (1, "")
+    lines = ended.stdout.splitlines()
+    failed = {line.split()[1] for line in lines if line.startswith("FAIL")}
+    assert {"exporter", "socket"} <= failed
+    assert any("gpumem-exporter serve" in line for line in lines)
+    assert any("--web.listen-socket /nonexistent.sock" in line for line in lines)

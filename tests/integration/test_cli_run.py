@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpumem_exporter
+
+_ROOT = Path(gpumem_exporter.__file__).parent.parent
+_BOOTSTRAP = str(_ROOT / "gpumem_exporter" / "client" / "bootstrap")
+_TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], sys.path, dict(os.environ), os.getpid()]))"
+
+
+def _run(
+    *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None, python: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    """`gpumem-exporter run` in its own process, as the console script starts it."""
+    script = (
+        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("GPUMEM_", "PYTHONPATH"))}
+    return subprocess.run(
+        [sys.executable, *python, "-c", script, "run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd=cwd,
+        env={**clean, **(environ or {})},
+    )
+
+
+def test_the_command_gets_its_arguments_its_labels_and_the_bootstrap(tmp_path: Path) -> None:
+    ended = _run("--workload", "llm", "--", sys.executable, "-c", _TELL, "--lr", "3e-4", cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    arguments, path, environ, _ = json.loads(ended.stdout)
+    assert arguments == ["--lr", "3e-4"]
+    assert environ["GPUMEM_WORKLOAD"] == "llm"
+    assert environ["GPUMEM_INJECT"] == "1"
+    assert environ["PYTHONPATH"] == _BOOTSTRAP
+    assert path.count(str(tmp_path)) == 0
+
+
+def test_the_users_own_path_and_sitecustomize_still_work(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.own_sitecustomize_ran = True\n")
+    (tmp_path / "own_module.py").write_text("answer = 42\n")
+    code = "import own_module; print(own_module.answer, own_sitecustomize_ran)"
+    ended = _run("--", sys.executable, "-c", code, environ={"PYTHONPATH": str(tmp_path)})
+    assert (ended.stdout, ended.stderr) == ("42 True\n", "")
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 77, 126, 127])
+def test_the_exit_code_is_the_commands_own(code: int) -> None:
+    assert _run("--", sys.executable, "-c", f"raise SystemExit({code})").returncode == code
+
+
+def test_the_command_is_the_process_that_was_started_and_dies_of_its_own_signals() -> None:
+    ended = _run("--", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
+    assert ended.returncode == -signal.SIGTERM
+
+
+def test_no_signal_is_ignored_that_was_not_ignored_before() -> None:
+    # Both are started by an absolute path: what a child inherits differs between posix_spawn and fork.
+    tell = [shutil.which("sh") or "sh", "-c", "grep SigIgn /proc/$$/status"]
+    direct = subprocess.run(tell, capture_output=True, text=True, check=True)
+    assert direct.stdout.startswith("SigIgn:")
+    assert _run("--", *tell).stdout == direct.stdout
+
+
+def test_a_command_that_is_not_found_is_127_and_one_line() -> None:
+    for program in ("no-such-program-anywhere", "/nonexistent/program"):
+        ended = _run("--", program)
+        assert ended.returncode == 127
+        assert ended.stderr.count("\n") == 1
+        assert program in ended.stderr
+        assert "not found" in ended.stderr
+
+
+def test_a_command_that_cannot_be_executed_is_126_and_one_line(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("echo hello\n")
+    headless = tmp_path / "headless"
+    headless.write_text("#!/nonexistent/interpreter\n")
+    headless.chmod(0o755)
+    for program, reason in ((plain, "permission denied"), (headless, "interpreter"), (tmp_path, "permission denied")):
+        ended = _run("--", str(program))
+        assert (ended.returncode, ended.stderr.count("\n")) == (126, 1), ended.stderr
+        assert reason in ended.stderr
+
+
+def test_it_works_with_the_standard_library_alone() -> None:
+    ended = _run("--", sys.executable, "-c", "print('ran')", python=("-I", "-S"))
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("ran\n", "", 0)
+
+
+def test_it_imports_nothing_but_the_standard_library_and_itself() -> None:
+    code = (
+        "import sys; before = set(sys.modules); sys.argv[1:] = ['run', '--help'];"
+        f"sys.path.insert(0, {str(_ROOT)!r}); from gpumem_exporter.cli.main import main; main();"
+        "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.splitlines()[-1] == "['gpumem_exporter']"

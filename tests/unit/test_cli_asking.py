@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gpumem_exporter.cli.action_tables import action_tables, summary
+from gpumem_exporter.cli.asking import ActionOptions, exit_code, request_body
+from gpumem_exporter.errors import ConfigurationError
+
+
+def _result(**changes: Any) -> dict[str, Any]:
+    return {
+        "pid": 4711,
+        "workload": "llm",
+        "rank": "0",
+        "gpu": "0",
+        "uuid": "GPU-0",
+        "outcome": "done",
+        "reason": "",
+        "reserved_before_bytes": 3 << 30,
+        "reserved_after_bytes": 1 << 30,
+        "freed_bytes": 2 << 30,
+        "duration_seconds": 0.0031,
+        **changes,
+    }
+
+
+def _action(*results: dict[str, Any], state: str = "done", action: str = "empty_cache") -> dict[str, Any]:
+    return {"id": "a1", "action": action, "state": state, "results": list(results)}
+
+
+def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    for renderable in action_tables(action, dry_run=dry_run):
+        console.print(renderable)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("options", "target"),
+    [
+        (ActionOptions(everything=True), {"all": True}),
+        (ActionOptions(gpu="0:1", rank="3"), {"gpu": "0:1", "rank": "3"}),
+        (ActionOptions(uuid="GPU-1", pid=7, workload="llm"), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
+        (ActionOptions(workload=""), {"workload": ""}),
+    ],
+)
+def test_the_target_holds_what_was_chosen_and_nothing_else(options: ActionOptions, target: dict[str, Any]) -> None:
+    assert request_body("empty_cache", options)["target"] == target
+
+
+def test_no_target_is_refused_before_anything_is_asked() -> None:
+    with pytest.raises(ConfigurationError, match="--all"):
+        request_body("empty_cache", ActionOptions())
+
+
+def test_all_beside_something_narrower_is_refused_and_named() -> None:
+    with pytest.raises(ConfigurationError, match="--gpu, --pid"):
+        request_body("empty_cache", ActionOptions(everything=True, gpu="0", pid=3))
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_deadline_that_is_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match="--deadline"):
+        request_body("empty_cache", ActionOptions(everything=True, deadline_seconds=seconds))
+
+
+@pytest.mark.parametrize("seconds", [-0.1, float("inf"), float("nan")])
+def test_a_wait_that_is_no_time_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigurationError, match="--wait"):
+        request_body("empty_cache", ActionOptions(everything=True, wait_seconds=seconds))
+
+
+def test_the_request_carries_what_the_api_takes() -> None:
+    options = ActionOptions(pid=7, dry_run=True, deadline_seconds=5.0, reason="room")
+    assert request_body("empty_cache", options, collect_garbage=True) == {
+        "action": "empty_cache",
+        "target": {"pid": 7},
+        "mode": "now",
+        "collect_garbage": True,
+        "deadline_seconds": 5.0,
+        "dry_run": True,
+        "reason": "room",
+    }
+
+
+@pytest.mark.parametrize(
+    ("answer", "waited", "code"),
+    [
+        (_action(_result()), True, 0),
+        (_action(_result(), _result(outcome="refused"), state="failed"), True, 1),
+        (_action(_result(outcome="expired"), state="expired"), True, 1),
+        (_action(state="queued"), True, 1),
+        (_action(state="queued"), False, 0),
+        (_action(_result(), state="running"), False, 0),
+        (_action(_result(outcome="gone"), state="running"), False, 1),
+        (_action(state="failed"), True, 1),
+    ],
+)
+def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any], waited: bool, code: int) -> None:
+    assert exit_code(answer, waited=waited) == code
+
+
+def test_freed_bytes_are_added_up_over_devices_and_processes() -> None:
+    action = _action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, freed_bytes=1 << 30))
+    assert summary(action, dry_run=False) == "Freed 3.5 GiB in 2 of 2 processes."
+    assert summary(action, dry_run=True) == "Would free 3.5 GiB in 2 of 2 processes."
+
+
+def test_a_freed_size_that_nobody_measured_is_not_called_zero() -> None:
+    assert summary(_action(_result(freed_bytes=None)), dry_run=False) == (
+        "Done in 1 of 1 process; what that frees is not known."
+    )
+
+
+def test_a_garbage_collection_tells_what_tensors_let_go_and_that_the_cache_keeps_it() -> None:
+    result = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30, freed_bytes=0)
+    action = _action(result, _result(pid=4712, freed_bytes=0), action="collect_garbage")
+    assert summary(action, dry_run=False) == (
+        "Collected garbage in 2 of 2 processes: tensors hold 2.0 GiB less than before. "
+        "What was let go stays in the cache until a clear."
+    )
+    assert _printed(action)[1].split()[-5:] == ["GiB", "2.0", "GiB", "3.1", "ms"]
+
+
+def test_a_program_that_allocates_during_the_collection_is_told_as_it_is() -> None:
+    result = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30)
+    assert "tensors hold 2.0 GiB more than before" in summary(_action(result, action="collect_garbage"), dry_run=False)
+
+
+def test_results_stand_in_the_order_of_workload_and_rank() -> None:
+    lines = _printed(_action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
+    assert [line.split()[2] for line in lines[1:4]] == ["0", "2", "10"]
+
+
+def test_reset_peaks_free_nothing_and_say_so_by_not_saying_it() -> None:
+    assert summary(_action(_result(freed_bytes=0), action="reset_peak"), dry_run=False) == (
+        "Reset the peaks in 1 of 1 process."
+    )
+
+
+def test_what_is_not_finished_says_where_its_end_can_be_read() -> None:
+    assert "GET /api/v1/actions/a1" in summary(_action(state="running"), dry_run=False)
+
+
+def test_what_was_not_done_is_told_once_a_process_with_its_reason() -> None:
+    refused = _result(outcome="refused", reason="disabled by the program", freed_bytes=None)
+    lines = _printed(_action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"))
+    assert lines.count("pid 4711: refused: disabled by the program") == 1
+    assert lines[-1] == "Freed 2.0 GiB in 1 of 2 processes."
+
+
+def test_the_table_fits_eighty_columns_and_cuts_nothing_but_the_workload() -> None:
+    result = _result(
+        pid=4194304,
+        workload="a-workload-with-quite-a-long-name-of-its-own",
+        rank="1023",
+        gpu="7:6",
+        outcome="unsupported",
+        reserved_before_bytes=1023 << 30,
+        reserved_after_bytes=1023 << 20,
+        freed_bytes=1023 << 30,
+    )
+    heading, row, *_ = _printed(_action(result))
+    assert heading.split() == ["pid", "workload", "rank", "gpu", "outcome", "before", "after", "freed", "took"]
+    assert len(row) <= 80
+    for cell in ("4194304", "1023", "7:6", "unsupported", "1023 GiB", "1023 MiB", "3.1 ms"):
+        assert cell in row
+
+
+def test_text_of_the_exporter_cannot_colour_or_move_the_terminal() -> None:
+    lines = _printed(
+        _action(_result(workload="[red]x[/] \x1b[2J", outcome="failed", reason="a\nb\x07"), state="failed")
+    )
+    text = "\n".join(lines)
+    assert "[red]x[/]" in text
+    assert "\x1b" not in text
+    assert "pid 4711: failed: a?b?" in lines

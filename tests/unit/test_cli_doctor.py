@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from gpumem_exporter import __version__
+from gpumem_exporter.cli.checks.driver import check_driver
+from gpumem_exporter.cli.checks.exporter import check_auth, check_clock, check_health, check_version, reach
+from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
+from gpumem_exporter.cli.checks.processes import INITIAL_PID_NAMESPACE, check_pid_namespace, check_reporters
+from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, NvmlUnavailableError
+from gpumem_exporter.nvml.provider import DeviceIdentity
+
+_OTHER_NAMESPACE = 4026532000
+
+
+class _Provider:
+    """A driver that answers as it is told."""
+
+    source = "nvml"
+
+    def __init__(self, devices: Iterable[DeviceIdentity] = (), error: Exception | None = None) -> None:
+        self._devices, self._error = tuple(devices), error
+        self.closed = False
+
+    def open(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        self.closed = True
+
+    def driver_version(self) -> str:
+        return "580.1"
+
+    def devices(self) -> tuple[DeviceIdentity, ...]:
+        return self._devices
+
+
+class _Api:
+    """An exporter that answers each route with one document or error."""
+
+    url = "http://node:9844"
+
+    def __init__(self, answer: dict[str, Any] | Exception) -> None:
+        self._answer = answer
+
+    def get(self, path: str, *, also: tuple[int, ...] = ()) -> dict[str, Any]:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+def _driver(provider: Any, source: str = "", timeout_seconds: float = 30.0) -> list[Finding]:
+    return list(check_driver(lambda: provider, exporter_source=source, timeout_seconds=timeout_seconds))
+
+
+def _verdicts(findings: Iterable[Finding]) -> list[tuple[str, str]]:
+    return [(finding.check, finding.verdict) for finding in findings]
+
+
+def _process(pid: int, state: str = "reporting", **changes: Any) -> dict[str, Any]:
+    devices = [{"used_bytes": 2, "reserved_bytes": 1}]
+    return {
+        "pid": pid,
+        "host_pid": pid,
+        "state": state,
+        "workload": "llm",
+        "command": "python",
+        "devices": devices,
+        **changes,
+    }
+
+
+def _namespace(*processes: dict[str, Any], **changes: Any) -> list[Finding]:
+    known: dict[str, Any] = {"exporter_namespace": None, "own_namespace": INITIAL_PID_NAMESPACE, "driver_up": True}
+    return list(check_pid_namespace(processes, **{**known, **changes}))
+
+
+def test_the_worst_finding_is_the_verdict() -> None:
+    findings = [Finding("a", PASS, ""), Finding("b", FAIL, ""), Finding("c", WARN, "")]
+    assert verdict_of(findings) == FAIL
+    assert verdict_of([findings[0], findings[2]]) == WARN
+    assert verdict_of(findings[:1]) == PASS
+
+
+def test_a_check_that_breaks_is_its_own_finding() -> None:
+    def broken() -> Iterable[Finding]:
+        yield Finding("x", PASS, "")
+        raise KeyError("pid")
+
+    assert _verdicts(collect("x", broken)) == [("x", WARN)]
+
+
+def test_a_driver_that_answers_passes_with_its_devices_and_is_released() -> None:
+    provider = _Provider([DeviceIdentity("0", "GPU-0", "NVIDIA H100"), DeviceIdentity("1", "GPU-1", "NVIDIA H100")])
+    findings = _driver(provider)
+    assert _verdicts(findings) == [("driver", PASS), ("devices", PASS)]
+    assert "580.1" in findings[0].detail
+    assert "0 NVIDIA H100, 1 NVIDIA H100" in findings[1].detail
+    assert provider.closed
+
+
+def test_one_broken_device_fails_and_the_others_pass() -> None:
+    findings = _driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "", error="GPU is lost")]))
+    assert _verdicts(findings) == [("driver", PASS), ("devices", FAIL), ("devices", PASS)]
+    assert "gpu 1" in findings[1].detail
+    assert "GPU is lost" in findings[1].detail
+
+
+def test_a_driver_without_devices_fails_and_says_what_to_do() -> None:
+    findings = _driver(_Provider())
+    assert _verdicts(findings) == [("driver", PASS), ("devices", FAIL)]
+    assert findings[1].mend
+
+
+@pytest.mark.parametrize(("source", "verdict"), [("", FAIL), ("nvml", PASS), ("demo", WARN)])
+def test_no_driver_here_fails_unless_the_exporter_does_without(source: str, verdict: str) -> None:
+    (finding,) = _driver(_Provider(error=NvmlUnavailableError("libnvidia-ml.so.1 is not found")), source)
+    assert (finding.check, finding.verdict) == ("driver", verdict)
+    assert "libnvidia-ml.so.1" in finding.detail
+    assert bool(finding.mend) == (verdict != PASS)
+
+
+def test_a_driver_that_hangs_fails_at_the_timeout() -> None:
+    release = threading.Event()
+
+    class Hanging(_Provider):
+        def open(self) -> None:
+            release.wait(30)
+
+    try:
+        (finding,) = _driver(Hanging(), "nvml", timeout_seconds=0.01)
+    finally:
+        release.set()
+    assert finding.verdict == FAIL
+    assert "0.01 s" in finding.detail
+
+
+def test_an_exporter_that_answers_names_its_address_and_whoever_did_not() -> None:
+    finding, health = reach(_Api({"status": "ok"}), ["unix:///s", "http://node:9844"])  # type: ignore[arg-type]
+    assert finding.verdict == PASS
+    assert "http://node:9844" in finding.detail
+    assert "unix:///s" in finding.detail
+    assert health == {"status": "ok"}
+
+
+@pytest.mark.parametrize(
+    "error", [ExporterUnreachableError("no exporter answers at x"), ExporterAnswerError(404, "nothing here")]
+)
+def test_no_exporter_fails_with_what_to_do(error: Exception) -> None:
+    finding, health = reach(_Api(error), ["http://node:9844"])  # type: ignore[arg-type]
+    assert finding.verdict == FAIL
+    assert finding.mend
+    assert health is None
+
+
+def test_another_version_warns_and_names_both() -> None:
+    assert _verdicts(check_version({"version": __version__})) == [("version", PASS)]
+    (finding,) = check_version({"version": "9.9"})
+    assert finding.verdict == WARN
+    assert "9.9" in finding.detail
+    assert __version__ in finding.detail
+
+
+@pytest.mark.parametrize(("status", "verdict"), [("ok", PASS), ("degraded", WARN), ("failing", FAIL), (None, FAIL)])
+def test_health_is_taken_over_with_its_reasons(status: str | None, verdict: str) -> None:
+    check = {"status": status, "detail": "the driver is away"}
+    health = {"status": status, "nvml": {"up": False}, "checks": {"nvml": check, "reports": {"status": "ok"}}}
+    (finding,) = check_health(health)
+    assert finding.verdict == verdict
+    assert ("nvml: the driver is away" in finding.detail) == (verdict != PASS)
+    assert "reports" not in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("taken", "verdict"), [(1000.0, PASS), (990.0, PASS), (1000.9, PASS), (1001.1, WARN), (984.0, WARN), (None, WARN)]
+)
+def test_the_clock_passes_when_the_last_poll_is_fresh_by_this_clock(taken: float | None, verdict: str) -> None:
+    (finding,) = check_clock({"taken_unix_seconds": taken}, wall_clock=lambda: 1000.0)
+    assert finding.verdict == verdict
+    assert bool(finding.mend) == (verdict == WARN)
+
+
+@pytest.mark.parametrize(
+    ("answer", "has_token", "verdict"),
+    [
+        ({"actions": []}, False, PASS),
+        ({"actions": []}, True, PASS),
+        (ExporterAnswerError(403, "only from loopback"), False, WARN),
+        (ExporterAnswerError(401, "a token is needed"), False, WARN),
+        (ExporterAnswerError(401, "the token is not right"), True, FAIL),
+    ],
+)
+def test_who_may_not_act_is_told_why_and_a_refused_token_fails(
+    answer: dict[str, Any] | Exception, has_token: bool, verdict: str
+) -> None:
+    (finding,) = check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
+    assert finding.verdict == verdict
+    if isinstance(answer, ExporterAnswerError):
+        assert answer.detail in finding.detail
+        assert finding.mend
+
+
+def test_reporters_are_counted_and_silent_ones_named() -> None:
+    processes = [_process(1), _process(2), _process(3, "silent"), _process(4, "unreported")]
+    silent, reporting = check_reporters(processes)
+    assert (silent.verdict, reporting.verdict) == (WARN, PASS)
+    assert "pid 3 llm" in silent.detail
+    assert reporting.detail == "2 report; 1 on the devices without a reporter"
+
+
+def test_no_reporter_warns_and_says_how_to_get_one() -> None:
+    (finding,) = check_reporters([_process(4, "unreported")])
+    assert finding.verdict == WARN
+    assert "gpumem-exporter run --" in finding.mend
+
+
+def test_a_reporter_that_the_exporter_cannot_place_fails_only_while_there_is_a_driver() -> None:
+    lost = _process(5, host_pid=None)
+    for driver_up, verdict in ((True, FAIL), (False, WARN)):
+        (finding,) = _namespace(_process(1), lost, driver_up=driver_up)
+        assert finding.verdict == verdict
+        assert "pid 5" in finding.detail
+        assert "hostPID" in finding.mend
+
+
+def test_driver_pids_that_nobody_has_beside_reporters_that_the_driver_lacks_fail() -> None:
+    unlisted = _process(12, devices=[{"used_bytes": None, "reserved_bytes": 1}])
+    stranger = _process(40000, "unreported", command=None)
+    (finding,) = _namespace(unlisted, stranger)
+    assert finding.verdict == FAIL
+    assert "40000" in finding.detail
+    assert "pid 12" in finding.detail
+
+
+def test_a_process_that_just_ended_beside_placed_reporters_is_no_failure() -> None:
+    assert _verdicts(_namespace(_process(1), _process(40000, "unreported", command=None))) == [("pid namespace", PASS)]
+
+
+@pytest.mark.parametrize(
+    ("exporter", "own", "verdict"),
+    [
+        (_OTHER_NAMESPACE, INITIAL_PID_NAMESPACE, WARN),
+        (INITIAL_PID_NAMESPACE, _OTHER_NAMESPACE, PASS),
+        (None, INITIAL_PID_NAMESPACE, PASS),
+        (None, _OTHER_NAMESPACE, WARN),
+        (None, 0, WARN),
+    ],
+)
+def test_without_reporters_the_namespaces_inode_decides(exporter: int | None, own: int, verdict: str) -> None:
+    (finding,) = _namespace(exporter_namespace=exporter, own_namespace=own)
+    assert finding.verdict == verdict
+    assert bool(finding.mend) == (verdict == WARN)

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.exporter_api import ExporterApi
+from gpumem_exporter.client._transport import Answer
+from gpumem_exporter.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
+
+_PROBLEM = {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "nothing matches pid=1"}
+
+
+class _Scripted:
+    """A transport that gives prepared answers and remembers what it was asked."""
+
+    def __init__(self, *answers: Answer | ExporterUnreachableError) -> None:
+        self.answers = list(answers)
+        self.asked: list[tuple[str, str, Any, Mapping[str, str], float | None]] = []
+        self.closed = False
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        timeout_seconds: float | None = None,
+    ) -> Answer:
+        self.asked.append((method, path, body and json.loads(body), headers or {}, timeout_seconds))
+        answer = self.answers.pop(0)
+        if isinstance(answer, ExporterUnreachableError):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class _Time:
+    """A clock that moves only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+
+def _answer(document: object, status: int = 200) -> Answer:
+    return Answer(status, {}, json.dumps(document).encode())
+
+
+def _refused(url: str) -> ExporterUnreachableError:
+    return ExporterUnreachableError(f"no exporter answers at {url}: Connection refused")
+
+
+def _api(transports: dict[str, _Scripted], time: _Time | None = None, token: str = "") -> ExporterApi:
+    time = time or _Time()
+    return ExporterApi(
+        list(transports), token=token, connect=lambda url, _: transports[url], clock=time, sleep=time.sleep
+    )
+
+
+def test_the_first_address_that_answers_is_kept() -> None:
+    first, second = _Scripted(_refused("a")), _Scripted(_answer({"n": 1}), _answer({"n": 2}))
+    api = _api({"a": first, "b": second})
+    assert api.url == "a"
+    assert [api.get("/x"), api.get("/x")] == [{"n": 1}, {"n": 2}]
+    assert api.url == "b"
+    assert len(first.asked) == 1
+
+
+def test_nobody_at_any_address_names_them_all_and_what_to_do() -> None:
+    api = _api({"a": _Scripted(_refused("a")), "b": _Scripted(_refused("b"))})
+    with pytest.raises(ExporterUnreachableError, match=r"at a: .*at b: .*gpumem-exporter serve.*--url"):
+        api.get("/x")
+
+
+def test_a_problem_becomes_an_error_with_its_status_and_detail() -> None:
+    with pytest.raises(ExporterAnswerError) as caught:
+        _api({"a": _Scripted(_answer(_PROBLEM, 404))}).get("/x")
+    assert (caught.value.status, caught.value.detail) == (404, "nothing matches pid=1")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>no</html>", b"[]", b'{"detail": 3}'])
+def test_an_error_without_a_problem_is_told_by_its_status(body: bytes) -> None:
+    with pytest.raises(ExporterAnswerError, match="HTTP 502: Bad Gateway"):
+        _api({"a": _Scripted(Answer(502, {}, body))}).get("/x")
+
+
+@pytest.mark.parametrize("body", [b"<html>hello</html>", b"[1]", b"\xff"])
+def test_something_else_that_answers_is_not_taken_for_an_exporter(body: bytes) -> None:
+    with pytest.raises(ExporterUnreachableError, match="at a is not a gpumem-exporter"):
+        _api({"a": _Scripted(Answer(200, {}, body))}).get("/x")
+
+
+def test_a_status_that_carries_a_document_too_may_be_asked_for() -> None:
+    assert _api({"a": _Scripted(_answer({"status": "failing"}, 503))}).get("/health", also=(503,)) == {
+        "status": "failing"
+    }
+
+
+def test_the_token_goes_with_every_request_and_none_goes_without() -> None:
+    with_token, without = _Scripted(_answer({})), _Scripted(_answer({}))
+    _api({"a": with_token}, token="secret").get("/x")
+    _api({"a": without}).get("/x")
+    assert with_token.asked[0][3]["Authorization"] == "Bearer secret"
+    assert "Authorization" not in without.asked[0][3]
+
+
+def test_an_action_is_posted_as_json_that_may_be_repeated() -> None:
+    transport = _Scripted(_answer({"id": "1", "state": "done"}), _answer({"id": "2", "state": "done"}))
+    api = _api({"a": transport})
+    api.act({"action": "empty_cache"}, wait_seconds=3.0)
+    api.act({"action": "empty_cache"}, wait_seconds=3.0)
+    method, path, body, headers, timeout = transport.asked[0]
+    assert (method, path, body) == ("POST", "/api/v1/actions", {"action": "empty_cache", "wait_seconds": 3.0})
+    assert headers["Content-Type"] == "application/json"
+    assert timeout is not None
+    assert timeout > 3.0
+    keys = [asked[3]["Idempotency-Key"] for asked in transport.asked]
+    assert len(set(keys)) == 2
+
+
+def test_a_long_wait_is_held_in_part_and_asked_for_again_until_the_end() -> None:
+    running = _answer({"id": "7", "state": "running"}, 202)
+    transport = _Scripted(running, _answer({"id": "7", "state": "running"}), _answer({"id": "7", "state": "failed"}))
+    time = _Time()
+    assert _api({"a": transport}, time).act({}, wait_seconds=40.0)["state"] == "failed"
+    assert transport.asked[0][2]["wait_seconds"] == 10.0
+    assert [asked[:2] for asked in transport.asked[1:]] == [("GET", "/api/v1/actions/7")] * 2
+    assert len(time.slept) == 2
+
+
+def test_the_wait_ends_when_it_is_over_with_the_action_as_it_stands() -> None:
+    transport = _Scripted(*[_answer({"id": "7", "state": "running"}, 202 if i == 0 else 200) for i in range(100)])
+    time = _Time()
+    assert _api({"a": transport}, time).act({}, wait_seconds=1.0)["state"] == "running"
+    assert time.now == pytest.approx(1.0)
+
+
+def test_not_waiting_asks_once() -> None:
+    transport = _Scripted(_answer({"id": "7", "state": "queued"}, 202))
+    assert _api({"a": transport}).act({}, wait_seconds=0.0)["state"] == "queued"
+    assert len(transport.asked) == 1
+
+
+def test_every_transport_is_closed_at_the_end() -> None:
+    transports = {"a": _Scripted(), "b": _Scripted()}
+    with _api(transports):
+        pass
+    assert all(transport.closed for transport in transports.values())
+
+
+def test_an_address_that_is_none_is_a_configuration_error() -> None:
+    with pytest.raises(ConfigurationError, match="http://host:port or unix:///path"):
+        ExporterApi(["node:9844"])

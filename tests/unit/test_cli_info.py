@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from gpumem_exporter.cli.node_tables import node_tables, returnable_sentence
+from gpumem_exporter.cli.terminal import open_console, show
+
+_GIB = 1 << 30
+
+
+def _device(gpu: int, **changes: Any) -> dict[str, Any]:
+    ledger = {
+        "torch_allocated": 40 * _GIB,
+        "torch_reclaimable": 20 * _GIB,
+        "torch_fragmented": _GIB,
+        "non_torch": 500 << 20,
+        "other_processes": 0,
+        "driver_reserved": 600 << 20,
+        "unattributed": -(2 << 20),
+    }
+    total = 80 * _GIB
+    return {
+        "gpu": str(gpu),
+        "uuid": f"GPU-{gpu}",
+        "name": "NVIDIA H100 80GB HBM3",
+        "mig_profile": "",
+        "up": True,
+        "error": "",
+        "memory": {"total_bytes": total, "used_bytes": 1, "free_bytes": 1, "reserved_bytes": 1},
+        "utilization_ratio": 0.93,
+        "ledger": {**ledger, "free": total - sum(ledger.values())},
+        **changes,
+    }
+
+
+def _lost(gpu: int) -> dict[str, Any]:
+    return _device(gpu, up=False, error="GPU is lost", memory=None, utilization_ratio=None, ledger=None)
+
+
+def _process(pid: int, *devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "pid": pid,
+        "reporting": True,
+        "state": "reporting",
+        "workload": "llm",
+        "rank": "0",
+        "command": "python train.py",
+        "sample_age_seconds": 0.42,
+        "actions": ["empty_cache"],
+        "devices": list(devices),
+        **changes,
+    }
+
+
+def _memory(**changes: Any) -> dict[str, Any]:
+    return {
+        "gpu": "0",
+        "uuid": "GPU-0",
+        "used_bytes": 62 * _GIB,
+        "allocated_bytes": 40 * _GIB,
+        "reserved_bytes": 61 * _GIB,
+        "reclaimable_bytes": 20 * _GIB,
+        "fragmented_bytes": _GIB,
+        "non_torch_bytes": -(3 << 20),
+        **changes,
+    }
+
+
+def _lines(
+    devices: list[dict[str, Any]],
+    processes: list[dict[str, Any]],
+    *,
+    width: int = 80,
+    unicode_output: bool = True,
+    **document: Any,
+) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=width)
+    nvml = {"up": True, "error": "", "driver_version": "1"}
+    of_devices = {"source": "nvml", "nvml": nvml, "devices": devices, **document}
+    for renderable in node_tables(of_devices, {"processes": processes}, width=width, unicode_output=unicode_output):
+        console.print(renderable)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def _row(lines: list[str], start: str) -> str:
+    (row,) = [line for line in lines if line.startswith(start)]
+    return row
+
+
+@pytest.mark.parametrize("width", [80, 100, 149, 150, 400])
+def test_every_figure_of_a_full_node_is_readable_at_any_width(width: int) -> None:
+    long_name = "a-workload-whose-name-is-quite-long-for-a-table"
+    process = _process(4194304, _memory(), workload=long_name, command="python " + "x" * 60, state="unreported")
+    lines = _lines([_device(i) for i in range(8)], [process], width=width)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    for figure in (
+        "4194304",
+        "62.0 GiB",
+        "40.0 GiB",
+        "61.0 GiB",
+        "20.0 GiB",
+        "1.0 GiB",
+        "-3.0 MiB",
+        "unreported",
+        "0.4 s",
+    ):
+        assert figure in text
+    assert "…" not in "".join(line for line in lines if "GiB" in line and long_name[:4] not in line)
+
+
+def test_the_ledger_lists_every_category_and_the_total_once_for_each_device() -> None:
+    lines = _lines([_device(i) for i in range(8)], [])
+    for category in ("torch_allocated", "non_torch", "other_processes", "unattributed", "free", "total"):
+        cells = [line.split() for line in lines if line.startswith(f"{category} ")]
+        assert sum(len(row) - 1 for row in cells) == 8 * 2
+    headings = " ".join(line.removeprefix("category") for line in lines if line.startswith("category"))
+    assert headings.split() == [word for i in range(8) for word in ("gpu", str(i))]
+
+
+def test_a_category_that_is_not_known_is_a_dash_and_not_a_zero() -> None:
+    ledger = _device(0)["ledger"]
+    del ledger["non_torch"]
+    lines = _lines([_device(0, ledger=ledger)], [])
+    assert _row(lines, "non_torch").split() == ["non_torch", "-"]
+    assert _row(lines, "other_processes").split() == ["other_processes", "0", "B"]
+
+
+def test_a_lost_device_has_no_figures_and_says_why_while_the_others_have_theirs() -> None:
+    lines = _lines([_device(0), _lost(1)], [])
+    assert "gpu 1: GPU is lost" in lines
+    assert _row(lines, "1 ").split() == ["1", "NVIDIA", "H100", "80GB", "HBM3", "-", "-", "-"]
+    assert "80.0 GiB" in _row(lines, "0 ")
+    assert not any(line.startswith("category") and "gpu 1" in line for line in lines)
+
+
+def test_no_driver_says_so_and_still_lists_the_processes() -> None:
+    lines = _lines([], [_process(7, _memory(used_bytes=None))], nvml={"up": False, "error": "no libnvidia-ml.so.1"})
+    assert "driver: no libnvidia-ml.so.1" in lines
+    assert any(line.split()[:2] == ["7", "llm"] for line in lines)
+
+
+def test_the_demo_calls_itself_one() -> None:
+    assert _lines([_device(0)], [], source="demo")[0] == "DEMO: simulated devices and processes"
+    assert not any("DEMO" in line for line in _lines([_device(0)], []))
+
+
+def test_a_process_without_a_device_yet_has_a_row() -> None:
+    for width in (80, 200):
+        assert any(line.split()[:1] == ["7"] for line in _lines([_device(0)], [_process(7)], width=width))
+
+
+def test_an_ascii_terminal_gets_an_ascii_bar() -> None:
+    lines = _lines([_device(0)], [], unicode_output=False)
+    assert _row(lines, "0 ").split()[-1] == "############++++++......"
+    assert all(line.isascii() for line in lines)
+
+
+def test_text_of_a_process_cannot_colour_or_move_the_terminal() -> None:
+    text = "\n".join(_lines([_device(0)], [_process(7, workload="\x1b[2Jw\n[b]x[/b]")], width=200))
+    assert "?[2Jw?[b]x[/b]" in text
+    assert "\x1b" not in text
+
+
+_NOTHING = "nothing: no process takes that action."
+_SILENT = _process(1, _memory(), state="silent", reporting=False)
+_UNABLE = _process(1, _memory(), actions=["reset_peak"])
+_EMPTY = _process(2, _memory(reclaimable_bytes=0))
+_UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
+
+
+@pytest.mark.parametrize(
+    ("processes", "what"),
+    [
+        ([], _NOTHING),
+        ([_SILENT], _NOTHING),
+        ([_UNABLE], _NOTHING),
+        ([_process(1, _memory()), _EMPTY], "20.0 GiB from 1 of 2 reporting processes."),
+        ([_process(1, _memory(), _memory(gpu="1"))], "40.0 GiB from 1 of 1 reporting processes."),
+        ([_process(1, _memory()), _UNKNOWN], "20.0 GiB from 1 of 2 reporting processes; of 1 it cannot be known."),
+    ],
+)
+def test_the_last_line_says_what_a_clear_would_give_back(processes: list[dict[str, Any]], what: str) -> None:
+    assert returnable_sentence(processes) == f"A clear would give back {what}"
+
+
+def test_what_is_not_a_terminal_gets_plain_lines_that_nothing_is_cut_from() -> None:
+    out = io.StringIO()
+    processes = {"processes": [_process(7, _memory(), workload="w" * 256, command="c" * 256)]}
+    console = open_console(out)
+    devices = {"source": "nvml", "nvml": {"up": True}, "devices": [_device(i) for i in range(16)]}
+    show(console, node_tables(devices, processes, width=console.width, unicode_output=True))
+    text = out.getvalue()
+    assert "w" * 256 in text
+    assert "c" * 256 in text
+    assert "…" not in text
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter import __version__
+from gpumem_exporter.cli.main import COMMANDS, PROGRAM, main, one_line
+
+
+def _ends_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(PROGRAM)
+    assert captured.err.count("\n") == 1
+    assert captured.err.endswith("\n")
+    return captured.err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"{PROGRAM} {__version__}\n"
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_the_help_lists_every_command_with_examples(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([flag]) == 0
+    out = capsys.readouterr().out
+    listed = out.partition("Commands:")[2].partition("Examples:")[0]
+    assert [line.split()[0] for line in listed.strip().splitlines()] == list(COMMANDS)
+    assert "gpumem-exporter serve --demo" in out
+    assert "..." not in listed
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_of_each_command_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    out = capsys.readouterr().out
+    examples = out.partition("Examples:\n")[2]
+    assert examples.strip().startswith(f"{PROGRAM} {command}")
+    assert out.startswith(f"Usage: {PROGRAM} {command}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wrong", "right"),
+    [
+        ([], "no command", "serve"),
+        (["claer"], "'claer'", "did you mean 'clear'"),
+        (["dance"], "'dance'", ", ".join(COMMANDS)),
+        (["--verbose", "info"], "'--verbose'", "--help"),
+        (["info", "--jsn"], "--jsn", "--json"),
+        (["info", "now"], "now", "info --help"),
+        (["clear", "--pid", "many", "--all"], "--pid", "integer"),
+        (["clear", "--pid", "0"], "--pid", "1"),
+        (["clear", "--pid"], "--pid", "argument"),
+        (["clear"], "no target", "--all"),
+        (["clear", "--all", "--gpu", "0"], "--gpu", "--all"),
+        (["gc", "--all", "--deadline", "0"], "--deadline", "over 0"),
+        (["reset-peak", "--all", "--wait", "-1"], "--wait", "0 or more"),
+        (["info", "--url", "https://node:9844"], "https://node:9844", "http://host:port"),
+        (["info", "--token-file", "/nonexistent/token"], "/nonexistent/token", "No such file"),
+        (["serve", "--web.listen-adress", ":1"], "--web.listen-adress", "--web.listen-address"),
+        (["serve", "--report.interval", "soon"], "--report.interval", "number"),
+        (["serve", "--web.listen-address", "nowhere"], "nowhere", "HOST:PORT"),
+        (["serve", "--config.file", "/nonexistent/c.yaml"], "/nonexistent/c.yaml", "No such file"),
+        (["run"], "no command", "gpumem-exporter run --"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_one_line_that_names_what_is_wrong_and_what_is_right(
+    arguments: list[str], wrong: str, right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = _ends_with_one_line(capsys, arguments, 2)
+    assert wrong in line
+    assert right in line
+
+
+def test_ctrl_c_ends_with_130_and_says_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpumem_exporter.cli.exporter_api.ExporterApi.get", interrupted)
+    assert main(["info", "--url", "unix:///nonexistent.sock"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_message_is_one_printable_line_whatever_it_came_from() -> None:
+    assert one_line("two\n  lines\tand \x1b[31mred") == "two lines and ?[31mred"

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gpumem_exporter
+from gpumem_exporter.cli import run as run_module
+from gpumem_exporter.cli.run import injected_environment, run
+from gpumem_exporter.errors import ConfigurationError
+
+_BOOTSTRAP = "/opt/x/gpumem_exporter/client/bootstrap"
+_ENTRIES = st.lists(st.sampled_from(["", "/a", "/b", "rel", _BOOTSTRAP]), max_size=5)
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict[str, str]]]:
+    """What would have replaced this process."""
+    calls: list[tuple[str, list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
+    monkeypatch.setattr(run_module, "_restore_signals", lambda: None)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("inherited", "expected"),
+    [
+        (None, _BOOTSTRAP),
+        ("", _BOOTSTRAP),
+        ("/a:/b", f"{_BOOTSTRAP}:/a:/b"),
+        ("/a:", f"{_BOOTSTRAP}:/a:"),
+        (":/a", f"{_BOOTSTRAP}::/a"),
+        (_BOOTSTRAP, _BOOTSTRAP),
+        (f"/a:{_BOOTSTRAP}:/b", f"{_BOOTSTRAP}:/a:/b"),
+    ],
+)
+def test_the_bootstrap_stands_first_and_the_working_directory_is_not_added(
+    inherited: str | None, expected: str
+) -> None:
+    environ = {} if inherited is None else {"PYTHONPATH": inherited}
+    assert injected_environment(environ, _BOOTSTRAP)["PYTHONPATH"] == expected
+
+
+@given(_ENTRIES)
+def test_the_users_entries_keep_their_order_and_injecting_twice_changes_nothing(entries: list[str]) -> None:
+    inherited = os.pathsep.join(entries)
+    once = injected_environment({"PYTHONPATH": inherited}, _BOOTSTRAP)
+    own = [entry for entry in entries if entry != _BOOTSTRAP] if inherited else []
+    assert once["PYTHONPATH"].split(os.pathsep) == [_BOOTSTRAP, *own]
+    assert injected_environment(once, _BOOTSTRAP) == once
+
+
+def test_nothing_else_of_the_environment_changes_but_the_mark_of_the_injection() -> None:
+    environ = {"HOME": "/h", "RANK": "3"}
+    assert injected_environment(environ, _BOOTSTRAP) == {**environ, "PYTHONPATH": _BOOTSTRAP, "GPUMEM_INJECT": "1"}
+    assert environ == {"HOME": "/h", "RANK": "3"}
+
+
+def test_the_options_become_variables_and_the_command_keeps_its_own(
+    executed: list[tuple[str, list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUMEM_WORKLOAD", "of the environment")
+    run(["--workload=llm", "--url", "unix:///s.sock", "--rank", "3", "--", "python", "train.py", "--url", "x", "--"])
+    ((program, command, environment),) = executed
+    assert program == "python"
+    assert command == ["python", "train.py", "--url", "x", "--"]
+    assert environment["GPUMEM_WORKLOAD"] == "llm"
+    assert environment["GPUMEM_EXPORTER_URL"] == "unix:///s.sock"
+    assert environment["GPUMEM_RANK"] == "3"
+
+
+def test_the_dashes_before_the_command_may_be_left_out(
+    executed: list[tuple[str, list[str], dict[str, str]]],
+) -> None:
+    run(["--workload", "llm", "torchrun", "--nproc-per-node", "8"])
+    assert executed[0][1] == ["torchrun", "--nproc-per-node", "8"]
+
+
+def test_what_is_injected_is_this_very_package(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
+    run(["--", "true"])
+    first = executed[0][2]["PYTHONPATH"].split(os.pathsep)[0]
+    package = Path(gpumem_exporter.__file__).parent
+    assert Path(first) == package / "client" / "bootstrap"
+    assert (Path(first) / "sitecustomize.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "no command"),
+        (["--"], "no command"),
+        (["--", ""], "no command"),
+        (["--workload", "x"], "no command"),
+        (["--wrkload", "x", "--", "true"], "--wrkload"),
+        (["--rank"], "--rank"),
+        (["--url", "ftp://x", "--", "true"], "ftp://x"),
+        (["--url", "", "--", "true"], "http://host:port"),
+    ],
+)
+def test_wrong_usage_is_said_in_one_line_and_starts_nothing(
+    arguments: list[str], named: str, executed: list[tuple[str, list[str], dict[str, str]]]
+) -> None:
+    with pytest.raises(ConfigurationError, match=named) as caught:
+        run(arguments)
+    assert "\n" not in str(caught.value)
+    assert executed == []
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+def test_the_help_shows_examples_and_exit_codes(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([flag]) == 0
+    out = capsys.readouterr().out
+    assert "Examples:" in out
+    assert "126" in out
+    assert "127" in out
+    for option in ("--workload", "--url", "--rank"):
+        assert option in out
+
+
+def test_the_commands_own_help_is_not_ours(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
+    run(["--", "python", "--help"])
+    assert executed[0][1] == ["python", "--help"]

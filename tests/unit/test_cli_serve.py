@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_exporter.cli import serve
+from gpumem_exporter.cli.main import main
+from gpumem_exporter.cli.options import command_from
+from gpumem_exporter.cli.serve import read_flags
+from gpumem_exporter.server.settings import Settings, setting_key
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
+    """What would have been served; takes the place of the server."""
+    calls: list[tuple[Settings, bool]] = []
+    stand_in = ModuleType("gpumem_exporter.server.serving")
+
+    def run(settings: Settings, *, demo: bool = False) -> int:
+        calls.append((settings, demo))
+        return 0
+
+    stand_in.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"GPUMEM_{name.upper()}", raising=False)
+    monkeypatch.delenv("GPUMEM_CONFIG_FILE", raising=False)
+    return calls
+
+
+def test_the_help_has_every_setting_with_its_flag_its_text_and_its_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["serve", "--help"]) == 0
+    words = " ".join(capsys.readouterr().out.split())
+    for name, field in Settings.model_fields.items():
+        assert f"--{setting_key(name)} " in words
+        assert (field.description or "?") in words
+    assert "[default: 512]" in words
+    assert "[default: :9844]" in words
+    assert "--config.file" in words
+    assert "--demo" in words
+
+
+def test_nothing_given_is_the_defaults(served: list[tuple[Settings, bool]]) -> None:
+    assert main(["serve"]) == 0
+    assert served == [(Settings(), False)]
+
+
+def test_every_flag_reaches_its_setting(served: list[tuple[Settings, bool]]) -> None:
+    flags = {
+        "--web.listen-socket": "/s",
+        "--web.telemetry-path": "/m",
+        "--collect.interval": "2",
+        "--report.interval": "0.5",
+        "--report.expiry": "7",
+        "--report.max-processes": "9",
+        "--action.allow": "empty_cache",
+        "--log.level": "debug",
+        "--log.format": "json",
+    }
+    addresses = ["--web.listen-address", "127.0.0.1:1", "--web.listen-address", "[::1]:2"]
+    arguments = [*addresses, *(word for flag in flags.items() for word in flag)]
+    assert main(["serve", "--demo", *arguments]) == 0
+    settings = Settings(
+        web_listen_address=("127.0.0.1:1", "[::1]:2"),
+        web_listen_socket="/s",
+        web_telemetry_path="/m",
+        collect_interval=2.0,
+        report_interval=0.5,
+        report_expiry=7.0,
+        report_max_processes=9,
+        action_allow=("empty_cache",),
+        log_level="debug",
+        log_format="json",
+    )
+    assert served == [(settings, True)]
+
+
+_FLAGS = ["--demo", "--config.file", *(f"--{setting_key(name)}" for name in Settings.model_fields)]
+_VALUES = ["1", "x", "", "a=b", "a,b", "--demo", "-1", "--log.level"]
+_WORDS = st.lists(
+    st.sampled_from(_FLAGS)
+    | st.sampled_from(_VALUES)
+    | st.builds("{}={}".format, *map(st.sampled_from, (_FLAGS, _VALUES))),
+    max_size=6,
+)
+
+
+@given(_WORDS)
+def test_flags_read_without_typer_are_what_typer_reads(words: list[str]) -> None:
+    quick = read_flags(words)
+    if quick is None:
+        return
+    typed: list[dict[str, Any]] = []
+    application = typer.Typer(rich_markup_mode=None, add_completion=False)
+    application.command()(command_from(serve._parameters(), lambda values: typed.append(values) or 0, None))
+    assert typer.main.get_command(application).main(args=words, standalone_mode=False) == 0
+    (values,) = typed
+    assert quick == {name: value for name, value in values.items() if value not in (None, False, [], ())}
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["-h"], ["--log.levl", "x"], ["--log.level"], ["--log.level", "--demo"], ["x"], ["--demo=1"]]
+)
+def test_help_and_mistakes_are_left_to_typer(words: list[str]) -> None:
+    assert read_flags(words) is None
+
+
+def test_a_plain_start_is_read_without_typer() -> None:
+    assert read_flags(["--demo", "--log.level=debug", "--web.listen-address", ":1", "--web.listen-address", ":2"]) == {
+        "demo": True,
+        "log_level": "debug",
+        "web_listen_address": [":1", ":2"],
+    }
+
+
+def test_an_empty_flag_beats_the_environment(
+    served: list[tuple[Settings, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUMEM_WEB_LISTEN_SOCKET", "/of/environment")
+    monkeypatch.setenv("GPUMEM_ACTION_ALLOW", "empty_cache")
+    assert main(["serve", "--web.listen-socket", "", "--action.allow", ""]) == 0
+    assert served[0][0].web_listen_socket == ""
+    assert served[0][0].action_allow == ()
