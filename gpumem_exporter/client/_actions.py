@@ -42,20 +42,21 @@ class Executor:
         """What this reporter can be asked to do."""
         return tuple(self._runners)
 
-    def run(self, command: Command, *, received_seconds: float) -> CommandResult:
+    def run(self, command: Command, *, sent_seconds: float) -> CommandResult:
         """Run a command, or repeat the result of one that has run. Never raises.
 
         Args:
             command: what to do.
-            received_seconds: monotonic moment of its arrival; its deadline counts from there.
+            sent_seconds: monotonic moment at which it was sent at the latest; its deadline counts from there.
         """
         known = self._results.get(command.id)
         if known is not None:
             return known
-        if self._clock() >= received_seconds + command.deadline_seconds:
+        if self._clock() >= sent_seconds + command.deadline_seconds:
             result = CommandResult(command.id, "expired", "its deadline had passed when its turn came")
         else:
             result = self._run(command)
+        self._sampler.outdated()
         self._results[command.id] = result
         while len(self._results) > _REMEMBERED:
             self._results.popitem(last=False)

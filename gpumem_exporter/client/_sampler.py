@@ -105,6 +105,10 @@ class Sampler:
         self._wanted_from_seconds = next_report_seconds - interval * _LEAD
         return latest
 
+    def outdated(self) -> None:
+        """Something has changed the heap: the next report must not show what was before."""
+        self._latest = None
+
     def take(self) -> Sample:
         """Look now, in this thread."""
         with self._busy:

@@ -116,12 +116,11 @@ class Worker:
         watching_steps = False
         results: tuple[CommandResult, ...] = ()
         while not self._stopping.is_set():
-            begun = time.monotonic()
+            begun, hold_seconds = time.monotonic(), self._interval_seconds
             reply = None
-            if not watching_steps:
-                watching_steps = allocator.after_each_step(sampler.on_optimizer_step)
-            with self._troubles.swallowed("cannot report"):
-                sample = sampler.current(begun + self._interval_seconds)
+            watching_steps = watching_steps or allocator.after_each_step(sampler.on_optimizer_step)
+            with self._troubles.swallowed("cannot sample"):
+                sample = sampler.current(begun + hold_seconds)
                 self._sequence += 1
                 reply = self._deliver(
                     Report(
@@ -133,19 +132,19 @@ class Worker:
                         step=sample.step,
                         results=results,
                         actions=executor.actions,
-                        hold_seconds=self._interval_seconds,
+                        hold_seconds=hold_seconds,
                     )
                 )
             if reply is None:
-                self._stopping.wait(self._interval_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
+                self._stopping.wait(hold_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
                 continue
             self._interval_seconds = min(reply.report_interval_seconds, _INTERVAL_SECONDS_MAX)
-            received = time.monotonic()
-            results = tuple(executor.run(command, received_seconds=received) for command in reply.commands)
-            if results:
-                sampler.take()
-            else:
-                self._stopping.wait(max(0.0, begun + self._interval_seconds - received))
+            # A reply may lie unread while the process is stopped, but it was not sent later than the hold allows:
+            # a command must not run because a hung job has recovered.
+            sent = min(time.monotonic(), begun + hold_seconds)
+            results = tuple(executor.run(command, sent_seconds=sent) for command in reply.commands)
+            if not results:
+                self._stopping.wait(max(0.0, begun + self._interval_seconds - time.monotonic()))
         try:
             self._farewell(Report(process=identity, sequence=self._sequence + 1, results=results, final=True))
         except (ExporterError, WireError, ValueError, OSError) as error:

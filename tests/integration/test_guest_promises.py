@@ -1,0 +1,309 @@
+"""What a training process is promised: whatever happens to the exporter, it trains on as if nobody watched."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.procfs import parse_stat_state
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.exporter_process import ExporterProcess, wait_for
+
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
+
+TRAIN = """
+import hashlib
+torch.manual_seed(7)
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+ballast = torch.empty(8 << 20, dtype=torch.uint8, device='cuda')
+taken = torch.cuda.memory_stats(0)['allocated_bytes.all.allocated']
+for step in range(steps):
+    model(torch.randn(16, 64)).pow(2).mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del ballast
+    ballast = torch.empty((8 + step % 3) << 20, dtype=torch.uint8, device='cuda')
+digest = hashlib.sha256()
+for parameter in model.parameters():
+    digest.update(parameter.detach().numpy().tobytes())
+result = [digest.hexdigest(), torch.cuda.memory_stats(0)['allocated_bytes.all.allocated'] - taken]
+"""
+"""A loop whose arithmetic runs on the CPU, where it is true, and whose allocations run through CUDA's allocator."""
+
+
+def train(process: TorchProcess, steps: int = 400) -> list[object]:
+    answer = process.exec(TRAIN, steps=steps, timeout_seconds=100)
+    assert isinstance(answer, list)
+    return answer
+
+
+@contextlib.contextmanager
+def imposter(path: Path, talk: Callable[[socket.socket], None]) -> Iterator[list[int]]:
+    """Listens where the exporter should be and treats each connection as `talk` does; gives a count of them."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(64)
+    connections: list[socket.socket] = []
+    count = [0]
+
+    def serve() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                connections.append(connection)
+                count[0] += 1
+                with contextlib.suppress(OSError):
+                    talk(connection)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield count
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+        for each in (listener, *connections):
+            each.close()
+
+
+def hang(connection: socket.socket) -> None:
+    """Take the report and say nothing."""
+
+
+def talk_garbage(connection: socket.socket) -> None:
+    connection.recv(1 << 16)
+    connection.sendall(b"\x16\x03\x01 this is not HTTP\r\n\r\n")
+    connection.shutdown(socket.SHUT_RDWR)
+
+
+def answer(status: str, body: bytes) -> Callable[[socket.socket], None]:
+    def talk(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(
+            f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode() + body
+        )
+        connection.shutdown(socket.SHUT_RDWR)
+
+    return talk
+
+
+IMPOSTERS = {
+    "hangs": hang,
+    "talks garbage": talk_garbage,
+    "answers 500": answer("500 Internal Server Error", b"oops"),
+    "answers with something else": answer("200 OK", b'{"commands": [{"id": 5}]}'),
+    "answers with no JSON": answer("200 OK", b"<html>"),
+    "asks for what nobody knows": answer(
+        "200 OK", b'{"commands": [{"id": "a", "action": "melt", "deadline_seconds": 9}], "novelty": 1}'
+    ),
+}
+
+
+def test_training_gives_the_same_results_whatever_the_exporter_does(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    alone = train(start_torch())
+    watched = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+    watched.call("start_client")
+    assert train(watched) == alone, "with no exporter at all"
+    for name, talk in IMPOSTERS.items():
+        with imposter(tmp_path / "exporter.sock", talk) as connections:
+            wait_for(lambda connections=connections: connections[0], f"the reporter to meet one that {name}")  # type: ignore[misc]
+            assert train(watched) == alone, name
+        (tmp_path / "exporter.sock").unlink()
+    assert watched.finish() == 0
+    assert "Traceback" not in watched.stderr()
+
+
+def test_training_goes_on_while_the_exporter_is_killed_stopped_and_started_again(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    alone = train(start_torch())
+    exporter = start_exporter(node, *QUICK)
+    watched = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    watched.call("start_client")
+    assert train(watched) == alone
+    exporter.wait_for_processes(watched.pid)
+    for disturb in (
+        lambda: exporter.signal(signal.SIGSTOP),
+        lambda: exporter.signal(signal.SIGCONT),
+        lambda: exporter.stop(signal.SIGKILL),
+        exporter.start,
+        lambda: exporter.stop(signal.SIGTERM),
+        exporter.start,
+    ):
+        disturb()
+        assert train(watched) == alone
+    exporter.wait_for_processes(watched.pid)
+    assert watched.finish() == 0
+    assert "Traceback" not in watched.stderr()
+
+
+def test_reporters_come_back_by_themselves_and_counters_go_on_as_torch_counts(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    watched = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    watched.call("start_client")
+    watched.call("random_heap")
+    watched.call("empty_cache")
+    exporter.wait_for_processes(watched.pid)
+    assert exporter.stop() == 0
+    exporter.start()
+    exporter.wait_for_processes(watched.pid)
+    stats = watched.call("stats")
+    metrics = exporter.metrics()
+    assert metrics.value("gpumem_torch_segments_freed_total") == stats["segment.all.freed"] > 0
+    assert metrics.value("gpumem_torch_cache_flushes_total") == stats["num_sync_all_streams"] == 1
+
+
+def _wait_until_gone(exporter: ExporterProcess, pid: int) -> None:
+    wait_for(lambda: f'pid="{pid}"' not in exporter.metrics().text, f"no series of {pid}", 10.0)
+
+
+@pytest.mark.parametrize("ending", ["stop", "finish", "os._exit", "SIGKILL"])
+def test_a_process_that_ends_takes_its_series_with_it_at_once(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, ending: str
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.call("alloc", nbytes=1 << 20)
+    pid = process.pid
+    exporter.wait_for_processes(pid)
+    if ending == "stop":
+        process.call("stop_client")
+        wait_for(lambda: not exporter.processes(), "no reporter", 10.0)
+        process.kill()
+    elif ending == "finish":
+        assert process.finish() == 0
+    elif ending == "os._exit":
+        process.send("exec", code="import os; os._exit(3)")
+    else:
+        process.kill()
+    _wait_until_gone(exporter, pid)
+
+
+def test_a_process_that_ends_does_not_wait_for_an_exporter_that_hangs(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with imposter(tmp_path / "exporter.sock", hang) as connections:
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+        process.call("start_client")
+        process.call("alloc", nbytes=1 << 20)
+        wait_for(lambda: connections[0], "a report")
+        process.exec(
+            "import time, atexit\n"
+            "begun = time.monotonic()\n"
+            "from gpumem_exporter import client\n"
+            "client.stop()\n"
+            "result = time.monotonic() - begun"
+        )
+        seconds = process.exec("result = time.monotonic() - begun")
+        # stop() promises 0.3 s; the rest is this machine's
+        assert seconds < 5.0
+        assert process.finish() == 0
+
+
+def test_an_action_that_a_stopped_process_never_fetched_expires_and_is_not_run_later(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.call("alloc", nbytes=1 << 20)
+    process.call("free")
+    exporter.wait_for_processes(process.pid)
+    process.signal(signal.SIGSTOP)
+    stat = Path(f"/proc/{process.pid}/task")
+    wait_for(
+        lambda: {parse_stat_state((task / "stat").read_text()) for task in stat.iterdir()} == {"T"}, "all to stop"
+    )
+    action = exporter.act(
+        "empty_cache", target={"pid": process.pid}, deadline_seconds=0.5, wait_seconds=0.1, expect=202
+    )
+    time.sleep(1.8)  # the deadline, and the second that the first report may be held: nothing else can be waited for
+    process.signal(signal.SIGCONT)
+    path = f"/api/v1/actions/{action['id']}"
+    wait_for(lambda: exporter.get(path)["state"] not in ("queued", "running"), "an end of the action")
+    assert exporter.get(path)["state"] == "expired"
+    assert process.call("stats")["reserved_bytes.all.current"] == 2 << 20
+    assert [row["outcome"] for row in exporter.get(path)["results"]] == ["expired"]
+
+
+def test_a_forked_child_neither_reports_its_parent_s_bytes_nor_disturbs_it(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    parent = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    parent.call("start_client")
+    parent.call("alloc", nbytes=64 << 20)
+    exporter.wait_for_processes(parent.pid)
+    child = parent.exec(
+        # the child trains on the CPU: its optimizer's steps must not look at the parent's allocator
+        "import os, time, warnings\n"
+        "warnings.simplefilter('ignore')\n"
+        "result = os.fork()\n"
+        "if result == 0:\n"
+        "    model = torch.nn.Linear(4, 4)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(200):\n"
+        "        model(torch.randn(2, 4)).sum().backward()\n"
+        "        optimizer.step()\n"
+        "        time.sleep(0.01)\n"
+        "    os._exit(7)\n"
+    )
+    reports = exporter.metrics().value("gpumem_reports_total", outcome="accepted")
+    wait_for(
+        lambda: exporter.metrics().value("gpumem_reports_total", outcome="accepted") > reports + 5, "further reports"
+    )
+    assert set(exporter.processes()) == {parent.pid}
+    status = parent.exec("_, status = os.waitpid(child, 0)\nresult = os.waitstatus_to_exitcode(status)", child=child)
+    assert status == 7
+    exporter.metrics().assert_ledgers_add_up()
+
+
+def test_a_dataloader_s_workers_are_not_reported(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    parent = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    parent.call("start_client")
+    parent.call("alloc", nbytes=64 << 20)
+    exporter.wait_for_processes(parent.pid)
+    parent.exec(
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "from torch.utils.data import DataLoader\n"
+        "loader = DataLoader(list(range(4000)), batch_size=2, num_workers=2, multiprocessing_context='fork')\n"
+        "result = sum(int(batch.sum()) for batch in loader)",
+    )
+    assert set(exporter.processes()) == {parent.pid}
+    assert exporter.metrics().value("gpumem_torch_allocated_bytes") == 64 << 20
+
+
+def test_a_process_that_never_uses_cuda_has_no_thread_and_no_series(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    idle, busy = (start_torch(GPUMEM_EXPORTER_URL=exporter.url) for _ in range(2))
+    for process in (idle, busy):
+        process.call("start_client")
+    busy.call("alloc", nbytes=1 << 20)
+    exporter.wait_for_processes(busy.pid)
+    threads = "import threading; result = sorted(t.name for t in threading.enumerate() if 'gpumem' in t.name)"
+    assert idle.exec(threads) == []
+    assert busy.exec(threads) == ["gpumem-reporter"]
+    assert idle.exec("result = torch.cuda.is_initialized()") is False
+    assert set(exporter.processes()) == {busy.pid}
+    assert idle.pid not in node.books()[0].processes
