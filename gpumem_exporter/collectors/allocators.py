@@ -1,0 +1,100 @@
+"""Series of PyTorch's allocators, as the processes reported them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.view import View
+from gpumem_exporter.core.ledger import fragmented_bytes
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.protocol import DeviceSample
+
+__all__ = ["REPORTED", "allocator_samples", "non_torch_samples", "report_samples"]
+
+REPORTED = tuple(
+    metric
+    for metric in catalog.SCRAPED
+    if metric.name.startswith("gpumem_torch_") and metric is not catalog.TORCH_NON_TORCH
+)
+"""The families that follow from a report alone, in the order of the page."""
+
+
+def allocator_samples(view: View) -> Iterator[Sample]:
+    """Everything of every process."""
+    for pid, process in view.reporting:
+        yield from report_samples(process, pid, view.gpu_by_uuid)
+    yield from non_torch_samples(view)
+
+
+def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> Iterator[Sample]:
+    """What follows from one process' report alone.
+
+    Args:
+        process: the process.
+        pid: the pid it carries on the page.
+        gpu_by_uuid: the index of each device; one that is not in it has `gpu=""`.
+    """
+    report = process.report
+    who = (pid, report.process.workload, report.process.rank)
+    for sample in _distinct(report.devices):
+        labels = (gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *who)
+        reserved = sample.reserved_bytes
+        fragmented = fragmented_bytes(sample)
+        for metric, value in (
+            (catalog.TORCH_ALLOCATED, sample.allocated_bytes),
+            (catalog.TORCH_RESERVED, reserved),
+            (catalog.TORCH_ACTIVE, sample.active_bytes),
+            (catalog.TORCH_INACTIVE_SPLIT, sample.inactive_split_bytes),
+            (catalog.TORCH_REQUESTED, sample.requested_bytes),
+            (catalog.TORCH_ALLOCATED_PEAK, sample.allocated_peak_bytes),
+            (catalog.TORCH_RESERVED_PEAK, sample.reserved_peak_bytes),
+            (catalog.TORCH_RECLAIMABLE, sample.reclaimable_bytes),
+            (catalog.TORCH_FRAGMENTED, fragmented),
+            (catalog.TORCH_PRIVATE_POOLS, sample.private_pools_bytes),
+            (catalog.TORCH_ALLOC_RETRIES, sample.alloc_retries),
+            (catalog.TORCH_OOMS, sample.ooms),
+            (catalog.TORCH_SEGMENTS_ALLOCATED, sample.segments_allocated),
+            (catalog.TORCH_SEGMENTS_FREED, sample.segments_freed),
+            (catalog.TORCH_CACHE_FLUSHES, sample.cache_flushes),
+            (catalog.TORCH_STEP, report.step),
+        ):
+            if value is not None:
+                yield metric, labels, value
+        if reserved:
+            if sample.allocated_bytes is not None:
+                yield catalog.TORCH_SLACK_RATIO, labels, (reserved - sample.allocated_bytes) / reserved
+            if fragmented is not None:
+                yield catalog.TORCH_FRAGMENTATION_RATIO, labels, fragmented / reserved
+        for phase, value in sorted(sample.phase_peak_bytes.items()):
+            yield catalog.TORCH_PHASE_PEAK, (*labels, phase), value
+        for component, value in sorted(sample.component_bytes.items()):
+            yield catalog.TORCH_COMPONENT, (*labels, component), value
+    if report.pinned_host_bytes is not None:
+        yield catalog.TORCH_PINNED_HOST, who, report.pinned_host_bytes
+
+
+def non_torch_samples(view: View) -> Iterator[Sample]:
+    """What follows from the report and the driver's reading together: NVML's figure less what torch reserved."""
+    used: dict[str, dict[int, int | None]] = {
+        device.uuid: {process.pid: process.used_bytes for process in listed}
+        for device, listed in zip(view.devices, view.listed, strict=True)
+        if listed
+    }
+    nobody: dict[int, int | None] = {}
+    for pid, process in view.reporting:
+        if process.host_pid is None:
+            continue
+        who = (pid, process.report.process.workload, process.report.process.rank)
+        for sample in _distinct(process.report.devices):
+            used_bytes = used.get(sample.uuid, nobody).get(process.host_pid)
+            if used_bytes is not None and sample.reserved_bytes is not None:
+                labels = (view.gpu_by_uuid[sample.uuid], sample.uuid, *who)
+                yield catalog.TORCH_NON_TORCH, labels, used_bytes - sample.reserved_bytes
+
+
+def _distinct(samples: tuple[DeviceSample, ...]) -> tuple[DeviceSample, ...]:
+    """One a device, the first, as everywhere."""
+    by_uuid = {sample.uuid: sample for sample in reversed(samples)}
+    return samples if len(by_uuid) == len(samples) else tuple(reversed(by_uuid.values()))

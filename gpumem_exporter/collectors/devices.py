@@ -1,0 +1,41 @@
+"""Series of the devices, as the driver gave them at the last poll."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.view import View
+from gpumem_exporter.core.ledger import device_ledger
+
+__all__ = ["device_samples", "ledger_samples"]
+
+
+def device_samples(view: View) -> Iterator[Sample]:
+    """What each device is and holds; one that cannot be read says that it is down, and nothing else."""
+    if view.node is None:
+        return
+    for device in view.devices:
+        labels = (device.gpu, device.uuid)
+        info = (device.name, view.node.driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
+        yield catalog.DEVICE_INFO, (*labels, *info), 1
+        yield catalog.DEVICE_UP, labels, 1 if device.up else 0
+        memory = device.memory
+        if memory is not None:
+            yield catalog.DEVICE_TOTAL, labels, memory.total_bytes
+            yield catalog.DEVICE_USED, labels, memory.used_bytes
+            yield catalog.DEVICE_FREE, labels, memory.free_bytes
+            if memory.reserved_bytes is not None:
+                yield catalog.DEVICE_RESERVED, labels, memory.reserved_bytes
+        if device.utilization_ratio is not None:
+            yield catalog.DEVICE_UTILIZATION, labels, device.utilization_ratio
+
+
+def ledger_samples(view: View) -> Iterator[Sample]:
+    """The ledger of each device whose memory is known; a category that is not known is not there."""
+    for device in view.devices:
+        ledger = device_ledger(device, view.snapshot.processes)
+        if ledger is not None:
+            for category, value in ledger.categories.items():
+                yield catalog.LEDGER, (device.gpu, device.uuid, category), value

@@ -1,0 +1,59 @@
+"""The exporter's own counters and histograms: what happens between scrapes."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from gpumem_exporter.actions.model import ACTIONS, Action
+from gpumem_exporter.collectors import catalog
+from gpumem_exporter.protocol import OUTCOMES
+
+__all__ = ["Instruments"]
+
+_ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Instruments:
+    """Counts what the exporter does. Any thread may call it.
+
+    Args:
+        registry: where the metrics are registered, once.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._reports = _counter(catalog.REPORTS, registry)
+        self._dropped = _counter(catalog.PROCESSES_DROPPED, registry)
+        self._actions = _counter(catalog.ACTIONS, registry)
+        self._freed = _counter(catalog.ACTION_FREED, registry)
+        metric = catalog.ACTION_DURATION
+        self._duration = Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=_ACTION_SECONDS)
+
+        # A counter that starts with its first event hides that event from rate(); these are few and known beforehand.
+        for action in ACTIONS:
+            self._freed.labels(action)
+            for outcome in OUTCOMES:
+                self._actions.labels(action, outcome)
+
+    def count_report(self, outcome: str) -> None:
+        """A report came; `outcome` is one of a few words: it becomes a label."""
+        self._reports.labels(outcome).inc()
+
+    def count_dropped(self) -> None:
+        """A report was turned away because too many processes report."""
+        self._dropped.inc()
+
+    def observe_action(self, action: Action) -> None:
+        """An action is finished. A dry run did nothing and is not counted."""
+        if action.dry_run:
+            return
+        # A process on several devices has a result for each of them, and one outcome.
+        for *_, outcome in {(result.pid, result.workload, result.rank, result.outcome) for result in action.results}:
+            self._actions.labels(action.action, outcome).inc()
+        # A process may have taken memory meanwhile; what one took is not taken off what another gave back.
+        self._freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
+        if action.duration_seconds is not None:
+            self._duration.labels(action.action).observe(action.duration_seconds)
+
+
+def _counter(metric: catalog.Metric, registry: CollectorRegistry) -> Counter:
+    return Counter(metric.name, metric.help, metric.labels, registry=registry)

@@ -1,0 +1,129 @@
+"""The lines of the processes' reports, written when a report comes in, so that a scrape has only to put them together.
+
+All lines of a family stand together on the page, so a process' lines are kept as one piece of bytes a family. A page's
+family is the processes' pieces one after the other, which costs a scrape about as much as copying them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from gpumem_exporter.collectors.allocators import REPORTED, report_samples
+from gpumem_exporter.collectors.catalog import Metric
+from gpumem_exporter.collectors.lines import Sample, label_text
+from gpumem_exporter.collectors.view import View
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+
+__all__ = ["PreparedReports"]
+
+
+_Texts: TypeAlias = "Mapping[tuple[tuple[str, ...], tuple[str, ...]], str]"
+"""Text of labels by their names and values: a phase and a component may be called alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """One process' lines, and all that they follow from."""
+
+    process: ReportingProcess
+    pid: str
+    gpus: tuple[str, ...]
+    pieces: tuple[bytes, ...]
+    """One a family, in the order of `REPORTED`."""
+    texts: _Texts
+    """The text of each set of labels in them: the next report has the same."""
+
+
+class PreparedReports:
+    """Keeps the lines of each process' last report. One thread at a time.
+
+    Args:
+        max_processes: how many processes' lines are kept at most; of more, those that reported last. The lines of
+            others are written again at each scrape.
+    """
+
+    def __init__(self, *, max_processes: int) -> None:
+        self._max_processes = max_processes
+        self._prepared: OrderedDict[ProcessKey, _Prepared] = OrderedDict()
+        self._shown_gpus: Mapping[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._prepared)
+
+    def prepare(self, process: ReportingProcess, gpu_by_uuid: Mapping[str, str]) -> None:
+        """Write a process' lines. Pid and device index are guessed to be those of the last page: a page checks them."""
+        last = self._prepared.get(process.key)
+        pid = last.pid if last is not None and last.process.host_pid == process.host_pid else process.label_pid
+        self._keep(_prepared(process, pid, {**gpu_by_uuid, **self._shown_gpus}, last))
+
+    def families(self, view: View) -> dict[Metric, Iterable[bytes]]:
+        """The pieces of each family, processes in the view's order; what was not prepared, or otherwise, is written.
+
+        Forgets the processes that the view does not have.
+        """
+        self._shown_gpus = view.gpu_by_uuid
+        rows = []
+        for pid, process in view.reporting:
+            prepared = self._prepared.get(process.key)
+            if (
+                prepared is None
+                or prepared.process is not process
+                or prepared.pid != pid
+                or prepared.gpus != _gpus(process, view.gpu_by_uuid)
+            ):
+                prepared = _prepared(process, pid, view.gpu_by_uuid, prepared)
+                self._keep(prepared)
+            rows.append(prepared.pieces)
+        if len(self._prepared) > len(rows):
+            shown = {process.key for _, process in view.reporting}
+            for key in [key for key in self._prepared if key not in shown]:
+                del self._prepared[key]
+        return dict(zip(REPORTED, zip(*rows, strict=True), strict=True)) if rows else {}
+
+    def _keep(self, prepared: _Prepared) -> None:
+        self._prepared[prepared.process.key] = prepared
+        self._prepared.move_to_end(prepared.process.key)
+        if len(self._prepared) > self._max_processes:
+            self._prepared.popitem(last=False)
+
+
+def _gpus(process: ReportingProcess, gpu_by_uuid: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple([gpu_by_uuid.get(sample.uuid, "") for sample in process.report.devices])
+
+
+def _prepared(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str], last: _Prepared | None) -> _Prepared:
+    gpus = _gpus(process, gpu_by_uuid)
+    if last is not None and last.pid == pid and last.gpus == gpus and _says_the_same(last.process, process):
+        return replace(last, process=process)
+    samples = report_samples(process, pid, gpu_by_uuid)
+    return _Prepared(process, pid, gpus, *_write(samples, last.texts if last is not None else {}))
+
+
+def _says_the_same(one: ReportingProcess, other: ReportingProcess) -> bool:
+    """A process at rest sends the same report again and again."""
+    return (
+        one.report.devices == other.report.devices
+        and one.report.step == other.report.step
+        and one.report.pinned_host_bytes == other.report.pinned_host_bytes
+        and one.report.process.workload == other.report.process.workload
+        and one.report.process.rank == other.report.process.rank
+    )
+
+
+_PLACES = {metric: place for place, metric in enumerate(REPORTED)}
+
+
+def _write(samples: Iterable[Sample], known: _Texts) -> tuple[tuple[bytes, ...], _Texts]:
+    pieces: list[list[str]] = [[] for _ in REPORTED]
+    used: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
+    written: tuple[str, ...] | None = None
+    for metric, labels, value in samples:
+        if labels is not written:  # the figures of a device share one tuple, and its text
+            names = metric.labels
+            text = used[names, labels] = known.get((names, labels)) or label_text(names, labels)
+            written = labels
+        pieces[_PLACES[metric]].append(f"{metric.name}{text}{value}\n")
+    return tuple(["".join(lines).encode("utf-8", "replace") for lines in pieces]), used

@@ -1,0 +1,40 @@
+"""Series of the exporter's own state: what it is, whether the driver answers, who reports and who fell silent."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+
+from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.view import View, pid_order
+
+__all__ = ["build_sample", "poll_samples", "reporter_samples"]
+
+
+def build_sample(version: str, source: str) -> Sample:
+    """What the exporter is; the same in every scrape."""
+    return catalog.BUILD_INFO, (version, source, platform.python_version()), 1
+
+
+def poll_samples(view: View) -> Iterator[Sample]:
+    """Whether the driver answers, and the last poll. A poll that is too old is none."""
+    yield catalog.NVML_UP, (), 0 if view.node is None else 1
+    last = view.snapshot.node
+    if last is not None:
+        yield catalog.POLL_DURATION, (), last.duration_seconds
+        yield catalog.POLL_TIMESTAMP, (), last.taken_unix_seconds
+
+
+def reporter_samples(view: View) -> Iterator[Sample]:
+    """Who reports, who fell silent, and since when."""
+    rows: dict[str, tuple[str, str, int, float]] = {}
+    for pid, process in view.reporting:
+        identity = process.report.process
+        rows[pid] = (identity.workload, identity.rank, 1, process.received_unix_seconds)
+    for pid, reporter in view.silent:
+        rows[pid] = (reporter.workload, reporter.rank, 0, reporter.last_report_unix_seconds)
+    for pid in sorted(rows, key=pid_order):
+        workload, rank, up, last_report_unix_seconds = rows[pid]
+        yield catalog.REPORTER_UP, (pid, workload, rank), up
+        yield catalog.REPORTER_TIMESTAMP, (pid, workload, rank), last_report_unix_seconds

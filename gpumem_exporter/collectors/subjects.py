@@ -1,0 +1,62 @@
+"""The parts of a page. Each is one pure function of a view, and each fails alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import TypeAlias, TypeVar
+
+from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.allocators import allocator_samples
+from gpumem_exporter.collectors.devices import device_samples, ledger_samples
+from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.processes import process_samples
+from gpumem_exporter.collectors.reporters import poll_samples, reporter_samples
+from gpumem_exporter.collectors.view import View
+
+__all__ = ["SUBJECTS", "TORCH", "Subject", "SubjectRunner"]
+
+Subject: TypeAlias = Callable[[View], Iterator[Sample]]
+T = TypeVar("T")
+
+TORCH = "torch"
+SUBJECTS: tuple[tuple[str, Subject], ...] = (
+    ("poll", poll_samples),
+    ("device", device_samples),
+    ("ledger", ledger_samples),
+    ("process", process_samples),
+    (TORCH, allocator_samples),
+    ("reporter", reporter_samples),
+)
+"""The value of the label `collector`, and what makes its samples."""
+
+_log = logging.getLogger(__name__)
+
+
+class SubjectRunner:
+    """Runs subjects so that one that fails costs nobody else, and says once when one begins to fail.
+
+    Any thread may call it.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._failing: set[str] = set()
+
+    def run(self, name: str, make: Callable[[], T], outcomes: list[Sample]) -> T | None:
+        """What `make` returns, or None if it raises. What became of it is added to `outcomes`."""
+        begun = self._clock()
+        made: T | None = None
+        success = 0
+        try:
+            made = make()
+        except Exception:  # noqa: BLE001 - whatever is wrong with one subject, the page is made without it
+            if name not in self._failing:
+                self._failing.add(name)
+                _log.exception("The metrics of collector %r cannot be made and are left out until they can", name)
+        else:
+            success = 1
+            self._failing.discard(name)
+        outcomes.append((catalog.COLLECTOR_SUCCESS, (name,), success))
+        outcomes.append((catalog.COLLECTOR_DURATION, (name,), self._clock() - begun))
+        return made

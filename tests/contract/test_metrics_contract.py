@@ -1,0 +1,293 @@
+"""The metrics page as others depend on it: names, types, labels, and one whole page held against a golden copy.
+
+When the page is meant to change, write the copy again and read what changed:
+
+    python -m tests.contract.test_metrics_contract > tests/data/metrics.golden.txt
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from gpumem_exporter.actions.model import Action, ActionResult, Target
+from gpumem_exporter.collectors.catalog import METRICS, SCRAPED
+from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.samples import (
+    DeviceMemory,
+    DeviceReading,
+    NodeReading,
+    ProcessFacts,
+    ProcessKey,
+    ProcessMemory,
+    ReportingProcess,
+    SilentReporter,
+    Snapshot,
+)
+from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+
+GOLDEN = Path(__file__).parents[1] / "data" / "metrics.golden.txt"
+GIB, MIB = 2**30, 2**20
+
+DEVICE = "gpu uuid"
+TORCH = "gpu uuid pid workload rank"
+REPORTER = "pid workload rank"
+CONTRACT = {
+    "gpumem_device_info": f"gauge {DEVICE} name driver_version pci_bus_id mig_profile parent_uuid",
+    "gpumem_device_up": f"gauge {DEVICE}",
+    "gpumem_device_memory_total_bytes": f"gauge {DEVICE}",
+    "gpumem_device_memory_used_bytes": f"gauge {DEVICE}",
+    "gpumem_device_memory_free_bytes": f"gauge {DEVICE}",
+    "gpumem_device_memory_reserved_bytes": f"gauge {DEVICE}",
+    "gpumem_device_utilization_ratio": f"gauge {DEVICE}",
+    "gpumem_ledger_bytes": f"gauge {DEVICE} category",
+    "gpumem_process_memory_used_bytes": f"gauge {DEVICE} pid",
+    "gpumem_process_info": f"gauge {REPORTER} command user container_id k8s_namespace k8s_pod k8s_container reporting"
+    " torch_version allocator_settings",
+    "gpumem_torch_allocated_bytes": f"gauge {TORCH}",
+    "gpumem_torch_reserved_bytes": f"gauge {TORCH}",
+    "gpumem_torch_active_bytes": f"gauge {TORCH}",
+    "gpumem_torch_inactive_split_bytes": f"gauge {TORCH}",
+    "gpumem_torch_requested_bytes": f"gauge {TORCH}",
+    "gpumem_torch_allocated_peak_bytes": f"gauge {TORCH}",
+    "gpumem_torch_reserved_peak_bytes": f"gauge {TORCH}",
+    "gpumem_torch_reclaimable_bytes": f"gauge {TORCH}",
+    "gpumem_torch_fragmented_bytes": f"gauge {TORCH}",
+    "gpumem_torch_private_pools_bytes": f"gauge {TORCH}",
+    "gpumem_torch_pinned_host_bytes": f"gauge {REPORTER}",  # on no device
+    "gpumem_torch_slack_ratio": f"gauge {TORCH}",
+    "gpumem_torch_fragmentation_ratio": f"gauge {TORCH}",
+    "gpumem_torch_alloc_retries_total": f"counter {TORCH}",
+    "gpumem_torch_ooms_total": f"counter {TORCH}",
+    "gpumem_torch_segments_allocated_total": f"counter {TORCH}",
+    "gpumem_torch_segments_freed_total": f"counter {TORCH}",
+    "gpumem_torch_cache_flushes_total": f"counter {TORCH}",
+    "gpumem_torch_non_torch_bytes": f"gauge {TORCH}",
+    "gpumem_torch_step": f"gauge {TORCH}",
+    "gpumem_torch_phase_peak_bytes": f"gauge {TORCH} phase",
+    "gpumem_torch_component_bytes": f"gauge {TORCH} component",
+    "gpumem_exporter_build_info": "gauge version source python",
+    "gpumem_nvml_up": "gauge",
+    "gpumem_poll_duration_seconds": "gauge",
+    "gpumem_poll_timestamp_seconds": "gauge",
+    "gpumem_reporter_up": f"gauge {REPORTER}",
+    "gpumem_reporter_last_report_timestamp_seconds": f"gauge {REPORTER}",
+    "gpumem_scrape_collector_success": "gauge collector",
+    "gpumem_scrape_collector_duration_seconds": "gauge collector",
+    "gpumem_reports_total": "counter outcome",
+    "gpumem_processes_dropped_total": "counter",
+    "gpumem_actions_total": "counter action outcome",
+    "gpumem_action_freed_bytes_total": "counter action",
+    "gpumem_action_duration_seconds": "histogram action",
+    "gpumem_policy_evaluations_total": "counter rule result",
+}
+"""Every metric that users may depend on: its type and its labels. Taking a line away, or changing one, breaks them."""
+
+
+def test_the_catalog_has_the_public_names_with_their_types_and_labels_and_no_other() -> None:
+    assert {metric.name: " ".join((metric.type, *metric.labels)) for metric in METRICS} == CONTRACT
+
+
+def test_the_page_is_the_golden_copy_to_the_byte() -> None:
+    assert golden_page(openmetrics=False) == GOLDEN.read_text()
+
+
+def test_the_golden_copy_shows_every_metric_that_a_snapshot_can_show() -> None:
+    shown = set(re.findall(r"^([a-z_]+)(?:{| )", GOLDEN.read_text(), re.MULTILINE))
+
+    assert {metric.name for metric in SCRAPED} <= shown
+
+
+def test_openmetrics_differs_in_the_headers_of_counters_and_its_end_alone() -> None:
+    as_openmetrics = re.sub(
+        r"^(# (?:HELP|TYPE) \w+)_total ", r"\1 ", golden_page(openmetrics=False), flags=re.MULTILINE
+    )
+
+    assert golden_page(openmetrics=True) == as_openmetrics + "# EOF\n"
+
+
+def test_openmetrics_is_read_by_the_strict_parser_with_the_types_of_the_catalog() -> None:
+    families = {family.name: family.type for family in text_string_to_metric_families(golden_page(openmetrics=True))}
+
+    public = {metric.family: metric.type for metric in METRICS}
+    assert families.items() <= public.items()
+    assert {metric.family for metric in SCRAPED} <= families.keys()
+
+
+def test_promtool_finds_nothing_to_say() -> None:
+    checked = promtool(golden_page(openmetrics=False))
+
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda page: re.sub(r"^# HELP gpumem_nvml_up .*\n", "", page, flags=re.MULTILINE),
+        lambda page: page.replace("gpumem_torch_step", "gpumem_torch_step_total"),
+    ],
+    ids=["no help", "a gauge named like a counter"],
+)
+def test_promtool_finds_a_spoilt_page(spoil: Callable[[str], str]) -> None:
+    spoilt = spoil(golden_page(openmetrics=False))
+
+    assert promtool(spoilt).returncode != 0
+
+
+def promtool(page: str) -> subprocess.CompletedProcess[str]:
+    """`promtool check metrics` of Debian's package `prometheus`."""
+    return subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=60)
+
+
+def golden_page(*, openmetrics: bool) -> str:
+    """A node with one of everything, on a clock that stands still."""
+    own = CollectorRegistry()
+    instruments = Instruments(own)
+    for outcome in ("accepted", "accepted", "invalid"):
+        instruments.count_report(outcome)
+    instruments.count_dropped()
+    results = (
+        ActionResult(4711, "llm-pretrain", "0", "0", GPU_0, "done", freed_bytes=2 * GIB),
+        ActionResult(4711, "llm-pretrain", "0", "1", GPU_1, "done", freed_bytes=0),
+        ActionResult(52, "notebook", "", "1:0", MIG, "refused", "a CUDA graph is being captured"),
+    )
+    instruments.observe_action(
+        Action("a1", "empty_cache", "failed", "alice", 1.7e9, Target(all=True), results=results, duration_seconds=0.003)
+    )
+    exposition = Exposition(own, version="1.2.3", source="nvml", clock=lambda: 0.0)
+    for process in RICH.processes:
+        exposition.prepare(process, RICH.node)
+    page = exposition.render(RICH, openmetrics=openmetrics).decode()
+    return re.sub(r'(gpumem_exporter_build_info\{.*python=")[^"]*', r"\g<1>3.11.7", page)
+
+
+GPU_0 = "GPU-00000000-0000-0000-0000-000000000000"
+GPU_1 = "GPU-11111111-1111-1111-1111-111111111111"
+GPU_10 = "GPU-10101010-1010-1010-1010-101010101010"
+MIG = "MIG-22222222-2222-2222-2222-222222222222"
+
+FULL = DeviceSample(
+    uuid=GPU_0,
+    allocated_bytes=20 * GIB + 512,
+    reserved_bytes=30 * GIB,
+    active_bytes=20 * GIB + 4096,
+    inactive_split_bytes=GIB,
+    requested_bytes=20 * GIB + 17,
+    allocated_peak_bytes=28 * GIB,
+    reserved_peak_bytes=31 * GIB,
+    private_pools_bytes=64 * MIB,
+    reclaimable_bytes=8 * GIB,
+    alloc_retries=3,
+    ooms=1,
+    segments_allocated=900,
+    segments_freed=400,
+    cache_flushes=5,
+    phase_peak_bytes={"forward": 25 * GIB, "backward": 28 * GIB},
+    component_bytes={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer_state": 8 * GIB, "other": 4 * GIB + 512},
+)
+
+
+def reporting(
+    pid: int, namespace: int, host_pid: int | None, *samples: DeviceSample, pinned: int | None = None, **who: str
+) -> ReportingProcess:
+    """One process that reports."""
+    identity = ProcessIdentity(pid, 7000, namespace, f"session-{pid}", 12.5, **who)
+    report = Report(identity, sequence=9, devices=samples, pinned_host_bytes=pinned, step=1200 if pinned else None)
+    return ReportingProcess(ProcessKey(namespace, pid), host_pid, report, 99.5, 1_700_000_000.25)
+
+
+RICH = Snapshot(
+    taken_seconds=100.0,
+    node=NodeReading(
+        taken_seconds=99.0,
+        taken_unix_seconds=1_700_000_000.5,
+        duration_seconds=0.0021,
+        up=True,
+        driver_version="570.86.15",
+        devices=(
+            DeviceReading(gpu="10", uuid=GPU_10, name="NVIDIA H100 80GB HBM3", error="the device fell off the bus"),
+            DeviceReading(
+                gpu="0",
+                uuid=GPU_0,
+                name="NVIDIA H100 80GB HBM3",
+                pci_bus_id="00000000:1B:00.0",
+                memory=DeviceMemory(80 * GIB, 36 * GIB, 43 * GIB, GIB),
+                processes=(ProcessMemory(4711, 31 * GIB), ProcessMemory(999, 4 * GIB), ProcessMemory(1000, None)),
+                utilization_ratio=0.97,
+            ),
+            DeviceReading(
+                gpu="1",
+                uuid=GPU_1,
+                name="Tesla T4",
+                pci_bus_id="00000000:1C:00.0",
+                memory=DeviceMemory(15 * GIB, 2 * GIB, 13 * GIB, None),
+                processes=None,
+                utilization_ratio=0.0,
+            ),
+            DeviceReading(
+                gpu="1:0",
+                uuid=MIG,
+                name="NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+                mig_profile="1g.10gb",
+                parent_uuid=GPU_1,
+                memory=DeviceMemory(10 * GIB, GIB, 9 * GIB, 0),
+                processes=(ProcessMemory(52, GIB),),
+            ),
+        ),
+        facts={
+            4711: ProcessFacts(
+                4711,
+                7000,
+                "python train.py",
+                "alice",
+                "3f2a9c",
+                "ml",
+                "llm-pretrain-0",
+                "trainer",
+            ),
+            999: ProcessFacts(999, 8000, "Xorg", "root"),
+            300: ProcessFacts(300, 7000, "python leak.py", "bob"),
+        },
+    ),
+    processes=(
+        reporting(
+            17,
+            4026532001,
+            4711,
+            FULL,
+            DeviceSample(GPU_1, allocated_bytes=0, reserved_bytes=0, reclaimable_bytes=0, alloc_retries=0, ooms=0),
+            pinned=256 * MIB,
+            workload="llm-pretrain",
+            rank="0",
+            command="python train.py",
+            torch_version="2.15.0+cu132",
+            allocator_settings="expandable_segments:False",
+        ),
+        reporting(
+            52,
+            4026531836,
+            52,
+            DeviceSample(MIG, allocated_bytes=100 * MIB, reserved_bytes=600 * MIB, reclaimable_bytes=None),
+            workload='notebook of "bob"',
+            command="ipykernel",
+            torch_version="2.1.0",
+        ),
+        reporting(1, 4026532007, None, DeviceSample(GPU_0, allocated_bytes=5, reserved_bytes=2 * MIB), workload="a"),
+        reporting(1, 4026532008, None, DeviceSample(GPU_0, allocated_bytes=6, reserved_bytes=2 * MIB), workload="a"),
+    ),
+    silent=(SilentReporter(ProcessKey(4026531836, 300), 300, 7000, "leaky", "1", 1_699_999_970.0),),
+)
+"""One of everything: a lost device, a MIG device, an old driver, processes that report in full, in part and not at all,
+two that share a pid, and one that fell silent."""
+
+
+if __name__ == "__main__":
+    sys.stdout.write(golden_page(openmetrics=False))
