@@ -1,0 +1,170 @@
+"""The allocator model with `expandable_segments:True`: one stretch of addresses for each pool, backed page by page.
+
+After `try_allocate_expandable_block`, `map_block` and `unmap_block` in `c10/cuda/CUDACachingAllocator.cpp`: pages of 2
+MiB (small pool) and 20 MiB (large pool) are mapped where a request needs them, and a flush unmaps every whole page that
+holds no live block. PyTorch counts neither segments nor inactive splits here, so those figures stay at zero. Rarely,
+where a request could grow into several gaps, PyTorch takes another one than this model.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from gpumem_exporter.demo.allocator import (
+    LARGE_SEGMENT_BYTES,
+    MIN_BLOCK_BYTES,
+    SMALL_BYTES,
+    SMALL_SEGMENT_BYTES,
+    Block,
+    CachingAllocator,
+    Driver,
+    FreeList,
+    cut,
+)
+
+__all__ = ["ExpandableAllocator"]
+
+ADDRESS_SPACE_BYTES = 1 << 40
+"""Addresses of a pool: beyond any device's memory, so that memory runs out first."""
+
+
+class ExpandableAllocator(CachingAllocator):
+    """The cache of one device in one process, with expandable segments.
+
+    Args:
+        driver: where pages come from and go back to.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        super().__init__(driver)
+        self._unmapped: list[tuple[int, Block]] = []
+        for i, pool in enumerate((self._small, self._large)):
+            block = Block(pool, i * ADDRESS_SPACE_BYTES, ADDRESS_SPACE_BYTES, mapped=False)
+            self._unmapped.append((block.address, block))
+
+    @property
+    def reclaimable_bytes(self) -> int:
+        """What `empty_cache` would give back now: the whole pages inside free blocks."""
+        total_bytes = 0
+        for pool in (self._small, self._large):
+            for _, _, block in pool:
+                start, end = self._whole_pages(block)
+                total_bytes += max(0, end - start)
+        return total_bytes
+
+    def _place(self, size_bytes: int) -> Block | None:
+        pool = self._small if size_bytes <= SMALL_BYTES else self._large
+        i = bisect_left(pool, (size_bytes,))
+        if i < len(pool):
+            # A block that could grow counts as large as it could get.
+            while i + 1 < len(pool) and _room_bytes(pool[i + 1][2]) < _room_bytes(pool[i][2]):
+                i += 1
+            block = pool.pop(i)[2]
+        else:
+            grown = self._grow(pool, size_bytes)
+            if grown is None:
+                return None
+            block = grown
+        if block.size_bytes - size_bytes >= MIN_BLOCK_BYTES:
+            rest = cut(block, size_bytes)
+            insort(pool, (rest.size_bytes, rest.address, rest))
+        return block
+
+    def _grow(self, pool: FreeList, size_bytes: int) -> Block | None:
+        """Map pages at the lowest address with enough room, behind the free block that may lie right before it."""
+        found = self._find_room(pool, size_bytes)
+        if found is None:
+            return None
+        if not found.mapped and not self._map(found, min(found.size_bytes, size_bytes)):
+            return None
+        while found.size_bytes < size_bytes:
+            unmapped = found.after
+            if unmapped is None or not self._map(unmapped, min(size_bytes - found.size_bytes, unmapped.size_bytes)):
+                return None
+            found = unmapped
+        del pool[bisect_left(pool, (found.size_bytes, found.address))]
+        return found
+
+    def _find_room(self, pool: FreeList, size_bytes: int) -> Block | None:
+        for _, block in self._unmapped:
+            if block.pool is pool:
+                first = block.before if block.before is not None and not block.before.used else block
+                if _has_room(first, size_bytes):
+                    return first
+        return None
+
+    def _map(self, block: Block, size_bytes: int) -> bool:
+        """Back the beginning of an unmapped block with pages, and merge it with its free neighbours."""
+        page = self._page_bytes(block)
+        mapped_bytes = -(-size_bytes // page) * page
+        if not self._reserve(mapped_bytes):
+            return False
+        del self._unmapped[bisect_left(self._unmapped, (block.address,))]
+        if mapped_bytes < block.size_bytes:
+            rest = cut(block, mapped_bytes, rest_mapped=False)
+            insort(self._unmapped, (rest.address, rest))
+        block.mapped = True
+        self._merge(block)
+        insort(block.pool, (block.size_bytes, block.address, block))
+        return True
+
+    def _unmap(self, block: Block) -> None:
+        """Give the whole pages inside a free block back; what is left of it at either end stays mapped."""
+        start, end = self._whole_pages(block)
+        if start >= end:
+            return
+        pool = block.pool
+        del pool[bisect_left(pool, (block.size_bytes, block.address))]
+        if block.address < start:
+            inner = cut(block, start - block.address)
+            insort(pool, (block.size_bytes, block.address, block))
+            block = inner
+        if block.address + block.size_bytes > end:
+            tail = cut(block, end - block.address)
+            insort(pool, (tail.size_bytes, tail.address, tail))
+        block.mapped = False
+        self._release(block.size_bytes)
+        self._merge(block)
+        insort(self._unmapped, (block.address, block))
+
+    def _return(self, block: Block) -> None:
+        self.figures.active_bytes -= block.size_bytes
+        block.used = False
+        self._merge(block)
+        insort(block.pool, (block.size_bytes, block.address, block))
+
+    def _take_out(self, block: Block) -> None:
+        if block.mapped:
+            del block.pool[bisect_left(block.pool, (block.size_bytes, block.address))]
+        else:
+            del self._unmapped[bisect_left(self._unmapped, (block.address,))]
+
+    def _flush(self) -> None:
+        self.settle()
+        self.figures.cache_flushes += 1
+        for pool in (self._small, self._large):
+            for _, _, block in tuple(pool):
+                self._unmap(block)
+
+    def _page_bytes(self, block: Block) -> int:
+        return SMALL_SEGMENT_BYTES if block.pool is self._small else LARGE_SEGMENT_BYTES
+
+    def _whole_pages(self, block: Block) -> tuple[int, int]:
+        """Where the whole pages inside a block begin and end; no page when the end is not behind the beginning."""
+        page = self._page_bytes(block)
+        base = block.address // ADDRESS_SPACE_BYTES * ADDRESS_SPACE_BYTES
+        start = base + -(-(block.address - base) // page) * page
+        end = base + (block.address + block.size_bytes - base) // page * page
+        return start, end
+
+
+def _room_bytes(block: Block) -> int:
+    after = block.after
+    return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)
+
+
+def _has_room(block: Block | None, size_bytes: int) -> bool:
+    while block is not None and not block.used and size_bytes > 0:
+        size_bytes -= block.size_bytes
+        block = block.after
+    return size_bytes <= 0

@@ -1,0 +1,85 @@
+"""The demo as a whole: the simulation, what it looks like to the exporter, and the threads that keep it going."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from gpumem_exporter.demo.host import DemoHost
+from gpumem_exporter.demo.provider import DemoProvider
+from gpumem_exporter.demo.reporter import SimulatedReporter
+from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
+
+__all__ = ["DemoNode"]
+
+STOP_STEP_SECONDS = 0.05
+
+
+class DemoNode:
+    """A simulated node whose processes report to an exporter over HTTP.
+
+    `provider` and `host` work from the beginning; the processes live and report between `start` and `stop`.
+
+    Args:
+        seed: the same seed gives the same node.
+        clock: monotonic, seconds.
+    """
+
+    def __init__(self, seed: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.simulation = Simulation(seed, clock())
+        self.provider = DemoProvider(self.simulation)
+        self.host = DemoHost(self.simulation)
+        self._clock = clock
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._reporters: dict[int, SimulatedReporter] = {}
+
+    def start(self, exporter_url: str, *, report_token: str | None = None) -> None:
+        """Let time pass and the processes report. Returns at once; the exporter need not be there yet.
+
+        Args:
+            exporter_url: `http://host:port` or `unix:///path`.
+            report_token: what the exporter wants to see in reports, where it wants one.
+
+        Raises:
+            ConfigurationError: the URL is neither of the two forms.
+            RuntimeError: the node was started before.
+        """
+        if self._thread is not None:
+            raise RuntimeError("the demo node was started before")
+        headers = {} if report_token is None else {"Authorization": f"Bearer {report_token}"}
+        self._thread = threading.Thread(target=self._run, args=(exporter_url, headers), name="gpumem-demo", daemon=True)
+        self._match_reporters(exporter_url, headers)
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float = 5.0) -> None:
+        """End all threads; returns after `timeout_seconds` at the latest. Stopping twice is fine."""
+        deadline = time.monotonic() + timeout_seconds
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+        for reporter in self._reporters.values():
+            reporter.stop()
+        for reporter in self._reporters.values():
+            # An interrupted request is sent once more on a new connection, which has to be interrupted as well.
+            while not reporter.join(STOP_STEP_SECONDS) and time.monotonic() < deadline:
+                reporter.stop()
+
+    def _run(self, exporter_url: str, headers: dict[str, str]) -> None:
+        while not self._stopping.wait(TICK_SECONDS):
+            self.simulation.advance(self._clock())
+            self._match_reporters(exporter_url, headers)
+
+    def _match_reporters(self, exporter_url: str, headers: dict[str, str]) -> None:
+        """Start a reporter for each new process, and forget those that have ended, as they do with their process."""
+        with self.simulation.lock:
+            processes = {process.pid: process for process in self.simulation.processes() if process.reports}
+        for pid in [pid for pid in self._reporters if pid not in processes]:
+            if self._reporters[pid].join(0.0):
+                del self._reporters[pid]
+        for pid, process in processes.items():
+            if pid not in self._reporters:
+                reporter = SimulatedReporter(self.simulation, process, exporter_url, headers=headers, clock=self._clock)
+                self._reporters[pid] = reporter
+                reporter.start()

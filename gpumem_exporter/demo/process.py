@@ -1,0 +1,284 @@
+"""A simulated PyTorch process: what it holds on its devices, what it reports, and how it runs a command.
+
+The simulation's lock guards every call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from random import Random
+
+from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.demo.allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
+from gpumem_exporter.demo.device import SimulatedDevice
+from gpumem_exporter.demo.expandable import ExpandableAllocator
+from gpumem_exporter.protocol import (
+    Command,
+    CommandResult,
+    DeviceResult,
+    DeviceSample,
+    ProcessIdentity,
+    Report,
+)
+
+__all__ = ["ACTIONS", "SimulatedProcess", "Tensor"]
+
+ACTIONS = ("empty_cache", "collect_garbage", "reset_peak")
+REMEMBERED_RESULTS = 64
+
+
+class Tensor:
+    """Memory that a program holds: a block of one device's cache."""
+
+    __slots__ = ("block", "component", "slot")
+
+    def __init__(self, block: Block, slot: _DeviceSlot, component: str) -> None:
+        self.block = block
+        self.slot = slot
+        self.component = component
+
+
+class _DeviceSlot:
+    """One device as one process uses it."""
+
+    __slots__ = ("allocator", "component_bytes", "device", "non_torch_bytes", "phase_peak_bytes")
+
+    def __init__(self, device: SimulatedDevice, allocator: CachingAllocator) -> None:
+        self.device = device
+        self.allocator = allocator
+        self.non_torch_bytes = 0
+        self.component_bytes: dict[str, int] = {}
+        self.phase_peak_bytes: dict[str, int] = {}
+
+
+class SimulatedProcess:
+    """One process and all that it holds.
+
+    Args:
+        identity: what it tells of itself when it reports.
+        facts: what the host says of it.
+        devices: the devices it uses, in the order in which its program numbers them.
+        reports: it has a reporter.
+        rng: its program's source of chance.
+    """
+
+    def __init__(
+        self,
+        identity: ProcessIdentity,
+        facts: ProcessFacts,
+        devices: Sequence[SimulatedDevice],
+        *,
+        reports: bool,
+        rng: Random,
+    ) -> None:
+        self.identity = identity
+        self.facts = facts
+        self.reports = reports
+        self.rng = rng
+        self.ended = False
+        self.crashed = False
+        self.step: int | None = None
+        self.pinned_host_bytes: int | None = None
+        self.busy_ratio = 0.0
+        self.garbage: list[Tensor] = []
+        """Tensors that only Python's garbage collector would find: they hang in reference cycles."""
+        expandable = "expandable_segments:True" in identity.allocator_settings
+        kind = ExpandableAllocator if expandable else CachingAllocator
+        self._slots = tuple(_DeviceSlot(device, kind(device)) for device in devices)
+        self._phase = ""
+        self._results: OrderedDict[str, CommandResult] = OrderedDict()
+
+    # What its program does.
+
+    def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
+        """Take memory beside the allocator: the CUDA context, NCCL's buffers, another runtime's memory.
+
+        Raises:
+            SimulatedOutOfMemoryError: the device does not have it.
+        """
+        slot = self._slots[device]
+        if not slot.device.take(size_bytes):
+            raise SimulatedOutOfMemoryError(f"tried to take {size_bytes} bytes of the driver")
+        slot.non_torch_bytes += size_bytes
+
+    def unload_libraries(self, size_bytes: int, *, device: int = 0) -> None:
+        """Give memory that `load_libraries` took back to the driver."""
+        slot = self._slots[device]
+        slot.device.give(size_bytes)
+        slot.non_torch_bytes -= size_bytes
+
+    def tensor(self, size_bytes: int, component: str = "", *, device: int = 0) -> Tensor:
+        """Make a tensor.
+
+        Args:
+            size_bytes: as the program asks for it.
+            component: what it is for, where the program tells its reporter: parameters, gradients, optimizer_state.
+            device: which of the process' devices.
+
+        Raises:
+            SimulatedOutOfMemoryError: counted in `ooms`; nothing is held.
+        """
+        slot = self._slots[device]
+        block = slot.allocator.allocate(size_bytes)
+        if component:
+            slot.component_bytes[component] = slot.component_bytes.get(component, 0) + block.size_bytes
+        if self._phase:
+            peak_bytes = slot.phase_peak_bytes.get(self._phase, 0)
+            slot.phase_peak_bytes[self._phase] = max(peak_bytes, slot.allocator.figures.allocated_bytes)
+        return Tensor(block, slot, component)
+
+    def hold(self, count: int, size_bytes: int, component: str = "", *, device: int = 0) -> None:
+        """Make tensors that live as long as the process.
+
+        Raises:
+            SimulatedOutOfMemoryError: as `tensor`.
+        """
+        for _ in range(count):
+            self.tensor(size_bytes, component, device=device)
+
+    def free(self, tensors: list[Tensor], *, used_elsewhere: bool = False) -> None:
+        """Drop all tensors of a list, the newest first; the list is empty afterwards."""
+        while tensors:
+            tensor = tensors.pop()
+            if tensor.component:
+                tensor.slot.component_bytes[tensor.component] -= tensor.block.size_bytes
+            tensor.slot.allocator.free(tensor.block, used_elsewhere=used_elsewhere)
+
+    def capture_graph(self, size_bytes: int, *, device: int = 0) -> None:
+        """Capture a CUDA graph that holds that much in its private pool."""
+        self._slots[device].allocator.capture_graph(size_bytes)
+
+    def empty_cache(self) -> int:
+        """`torch.cuda.empty_cache()`: every device of the process; returns the bytes given back."""
+        return sum(slot.allocator.empty_cache() for slot in self._slots)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Name what the program does, so that its peak is known."""
+        self._phase = name
+        try:
+            yield
+        finally:
+            self._phase = ""
+
+    def end(self, *, crashed: bool) -> None:
+        """The process is gone: all that it held on its devices is free."""
+        self.ended, self.crashed = True, crashed
+        for slot in self._slots:
+            slot.allocator.close()
+            slot.device.give(slot.non_torch_bytes)
+
+    # What others see of it.
+
+    @property
+    def pid(self) -> int:
+        """Its pid, the same for itself, for the host and for the driver."""
+        return self.identity.pid
+
+    def used_bytes(self, device: SimulatedDevice) -> int | None:
+        """What it uses of a device, as the driver counts; None when it does not use the device at all."""
+        for slot in self._slots:
+            if slot.device is device:
+                return slot.non_torch_bytes + slot.allocator.figures.reserved_bytes
+        return None
+
+    def uses(self, device: SimulatedDevice) -> bool:
+        """The process holds memory on that device."""
+        return any(slot.device is device for slot in self._slots)
+
+    def report(self, sequence: int, results: Sequence[CommandResult], *, hold_seconds: float, final: bool) -> Report:
+        """What its reporter sends now; of a process that has ended there is nothing to measure."""
+        return Report(
+            process=self.identity,
+            sequence=sequence,
+            devices=() if self.ended else tuple(_sample(slot) for slot in self._slots),
+            pinned_host_bytes=self.pinned_host_bytes,
+            step=self.step,
+            results=tuple(results),
+            actions=ACTIONS,
+            hold_seconds=hold_seconds,
+            final=final,
+        )
+
+    def run(self, command: Command) -> CommandResult:
+        """Run a command on the model; a command that was run before gives the same result again."""
+        known = self._results.get(command.id)
+        if known is not None:
+            return known
+        result = self._execute(command)
+        self._results[command.id] = result
+        if len(self._results) > REMEMBERED_RESULTS:
+            self._results.popitem(last=False)
+        return result
+
+    def _execute(self, command: Command) -> CommandResult:
+        if self.ended:
+            return CommandResult(command.id, "gone", "the process has ended")
+        if command.action not in ACTIONS:
+            return CommandResult(command.id, "unsupported", f"the demo's processes do not know {command.action}")
+        if command.deadline_seconds <= 0:
+            return CommandResult(command.id, "expired", "the deadline had passed before the command came")
+        # As in torch, `empty_cache` and the garbage collector know no devices; what is told is of the devices meant.
+        slots = [slot for slot in self._slots if not command.uuids or slot.device.identity.uuid in command.uuids]
+        before = [_held(slot) for slot in slots]
+        started = time.perf_counter()
+        if command.collect_garbage or command.action == "collect_garbage":
+            self.free(self.garbage)
+        if command.action == "empty_cache":
+            self.empty_cache()
+        elif command.action == "reset_peak":
+            for slot in slots:
+                slot.allocator.reset_peaks()
+                slot.phase_peak_bytes.clear()
+        duration_seconds = time.perf_counter() - started
+        devices = tuple(_compared(slot, held) for slot, held in zip(slots, before, strict=True))
+        return CommandResult(command.id, "done", duration_seconds=duration_seconds, devices=devices)
+
+
+def _held(slot: _DeviceSlot) -> tuple[int, int, int]:
+    figures = slot.allocator.figures
+    return figures.reserved_bytes, figures.allocated_bytes, slot.device.free_bytes
+
+
+def _compared(slot: _DeviceSlot, before: tuple[int, int, int]) -> DeviceResult:
+    reserved_before, allocated_before, free_before = before
+    reserved_after, allocated_after, free_after = _held(slot)
+    return DeviceResult(
+        uuid=slot.device.identity.uuid,
+        reserved_before_bytes=reserved_before,
+        reserved_after_bytes=reserved_after,
+        allocated_before_bytes=allocated_before,
+        allocated_after_bytes=allocated_after,
+        freed_bytes=reserved_before - reserved_after,
+        device_free_before_bytes=free_before,
+        device_free_after_bytes=free_after,
+    )
+
+
+def _sample(slot: _DeviceSlot) -> DeviceSample:
+    figures = slot.allocator.figures
+    components = dict(slot.component_bytes)
+    if components:
+        components["other"] = figures.allocated_bytes - sum(components.values())
+    return DeviceSample(
+        uuid=slot.device.identity.uuid,
+        allocated_bytes=figures.allocated_bytes,
+        reserved_bytes=figures.reserved_bytes,
+        active_bytes=figures.active_bytes,
+        inactive_split_bytes=figures.inactive_split_bytes,
+        requested_bytes=figures.requested_bytes,
+        allocated_peak_bytes=figures.allocated_peak_bytes,
+        reserved_peak_bytes=figures.reserved_peak_bytes,
+        private_pools_bytes=figures.private_pools_bytes,
+        reclaimable_bytes=slot.allocator.reclaimable_bytes,
+        alloc_retries=figures.alloc_retries,
+        ooms=figures.ooms,
+        segments_allocated=figures.segments_allocated,
+        segments_freed=figures.segments_freed,
+        cache_flushes=figures.cache_flushes,
+        phase_peak_bytes=dict(slot.phase_peak_bytes),
+        component_bytes=components,
+    )

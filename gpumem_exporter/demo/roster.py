@@ -1,0 +1,159 @@
+"""The demo's workloads: which program runs where, under which name, for whom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpumem_exporter.demo import programs
+from gpumem_exporter.demo.programs import Program
+
+__all__ = ["ROSTER", "Workload"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One workload: one process, or one for each rank."""
+
+    name: str
+    """The label `workload`. It says that it is a demo's, on every series that carries it."""
+    program: Program
+    command: str
+    user: str
+    placements: tuple[tuple[int, ...], ...]
+    """For each process the devices it uses."""
+    ranks: bool = False
+    """The processes are the ranks of one job."""
+    reports: bool = True
+    torch_version: str = "2.9.1+cu128"
+    allocator_settings: str = ""
+    context_bytes: int = 520 * MIB
+    """What CUDA, cuBLAS and NCCL take on each device, outside the allocator."""
+    warm_up_ticks: int = 40
+    """How long it has run already when the demo begins."""
+    restart_ticks: int = 20
+    """How long after its end another process takes its place."""
+    k8s_pod: str = ""
+    """Where it runs in a pod: the pod's name without its ordinal."""
+    k8s_namespace: str = ""
+
+
+ROSTER = (
+    Workload(
+        "demo-llm-pretrain",
+        programs.pretraining,
+        "python pretrain.py",
+        "ml-train",
+        ((0,), (1,), (2,), (3,)),
+        ranks=True,
+        context_bytes=1710 * MIB,
+        k8s_pod="llm-pretrain-worker",
+        k8s_namespace="training",
+    ),
+    Workload(
+        "demo-rag-indexer-leak",
+        programs.indexing_with_a_leak,
+        "python build_index.py",
+        "search",
+        ((4,),),
+        warm_up_ticks=520,
+        restart_ticks=16,
+        k8s_pod="rag-indexer",
+        k8s_namespace="search",
+    ),
+    Workload(
+        "demo-diffusion-graphs",
+        programs.diffusion_server,
+        "python serve_images.py",
+        "media",
+        ((4,),),
+        torch_version="2.8.0+cu128",
+        k8s_pod="diffusion",
+        k8s_namespace="media",
+    ),
+    Workload(
+        "",
+        programs.embedding_server,
+        "tritonserver",
+        "serving",
+        ((4,),),
+        reports=False,
+        context_bytes=410 * MIB,
+        k8s_pod="embeddings",
+        k8s_namespace="search",
+    ),
+    Workload(
+        "demo-pipeline-finetune",
+        programs.pipeline_training,
+        "python finetune_pipeline.py",
+        "alice",
+        ((5, 6),),
+        context_bytes=690 * MIB,
+    ),
+    Workload(
+        "demo-chat-server",
+        programs.inference_server,
+        "python serve_chat.py",
+        "serving",
+        ((5,),),
+        warm_up_ticks=100,
+        context_bytes=610 * MIB,
+        k8s_pod="chat",
+        k8s_namespace="serving",
+    ),
+    Workload(
+        "demo-gnn-train",
+        programs.graph_network_training,
+        "python train_gnn.py",
+        "bob",
+        ((5,),),
+        torch_version="2.6.0+cu124",
+    ),
+    Workload(
+        "demo-asr-varlen",
+        programs.varying_length_training,
+        "python train_asr.py",
+        "speech",
+        ((6,),),
+        warm_up_ticks=240,
+        context_bytes=560 * MIB,
+    ),
+    Workload(
+        "demo-notebook",
+        programs.notebook,
+        "python -m ipykernel_launcher",
+        "carol",
+        ((7,),),
+        torch_version="2.7.1+cu126",
+        k8s_pod="jupyter-carol",
+        k8s_namespace="notebooks",
+    ),
+    Workload(
+        "demo-moe-finetune",
+        programs.mixture_of_experts_training,
+        "python finetune_moe.py",
+        "ml-train",
+        ((7,),),
+        allocator_settings="expandable_segments:True",
+    ),
+    Workload(
+        "demo-nightly-eval",
+        programs.evaluation,
+        "python evaluate.py",
+        "ci",
+        ((7,),),
+        restart_ticks=40,
+        k8s_pod="nightly-eval",
+        k8s_namespace="ci",
+    ),
+    Workload(
+        "demo-sweep",
+        programs.small_trial,
+        "python sweep.py",
+        "dave",
+        ((7,), (7,)),
+        torch_version="2.7.1+cu126",
+        context_bytes=440 * MIB,
+    ),
+)

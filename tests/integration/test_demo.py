@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import json
+import os
+import queue
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumem_exporter.demo import DemoNode
+from gpumem_exporter.demo.reporter import SimulatedReporter
+from gpumem_exporter.demo.simulation import Simulation
+
+Value = TypeVar("Value")
+
+
+def eventually(read: Callable[[], Value], wanted: Callable[[Value], bool], seconds: float = 5.0) -> Value:
+    """Read until it is as wanted; fails with the last value that was not."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = read()
+        if wanted(value):
+            return value
+        assert time.monotonic() < deadline, value
+        time.sleep(0.02)
+
+
+@dataclass(frozen=True)
+class Exporter:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def get(self, path: str) -> bytes:
+        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+            body: bytes = answer.read()
+            return body
+
+    def document(self, path: str) -> Any:
+        return json.loads(self.get(path))
+
+    def act(self, **request: Any) -> Any:
+        asked = urllib.request.Request(
+            self.url + "/api/v1/actions", json.dumps(request).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert answer.status == 200
+            return json.loads(answer.read())
+
+    def series(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
+        """Every series of a scrape: name, then labels in order."""
+        out: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+        for family in text_string_to_metric_families(self.get("/metrics").decode()):
+            for sample in family.samples:
+                out.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
+        return out
+
+    def is_up(self) -> bool:
+        assert self.process.poll() is None, self.log.read_text()
+        try:
+            self.get("/health")
+        except OSError:
+            return False
+        return True
+
+
+@contextmanager
+def demo(folder: Path, *flags: str) -> Iterator[Exporter]:
+    """A real exporter process that serves the demo."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    log = folder / "exporter.log"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "gpumem_exporter",
+                "serve",
+                "--demo",
+                *flags,
+                f"--web.listen-address=127.0.0.1:{port}",
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=environment,
+        )
+    exporter = Exporter(f"http://127.0.0.1:{port}", process, log)
+    try:
+        eventually(exporter.is_up, bool, seconds=20.0)
+        yield exporter
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="module")
+def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exporter]:
+    """One demo for all that only look."""
+    with demo(tmp_path_factory.mktemp("demo")) as running:
+        eventually(lambda: reporting(running), lambda known: len(known) >= 14)
+        yield running
+
+
+@pytest.fixture
+def own_exporter(tmp_path: Path) -> Iterator[Exporter]:
+    """A demo of its own for a test that changes it."""
+    with demo(tmp_path) as running:
+        eventually(lambda: reporting(running), lambda known: len(known) >= 14)
+        eventually(lambda: running.document("/health"), lambda health: health["status"] == "ok")
+        yield running
+
+
+def reporting(exporter: Exporter) -> list[Mapping[str, Any]]:
+    return [process for process in exporter.document("/api/v1/processes")["processes"] if process["reporting"]]
+
+
+def total(series: Mapping[tuple[tuple[str, str], ...], float], **labels: str) -> float:
+    return sum(value for named, value in series.items() if labels.items() <= dict(named).items())
+
+
+def test_five_seconds_after_the_start_every_process_reports_and_has_a_past(tmp_path: Path) -> None:
+    with demo(tmp_path) as fresh:
+        series = eventually(
+            fresh.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= 15, seconds=5.0
+        )
+    assert len(series["gpumem_device_memory_used_bytes"]) == 8
+    assert total(series["gpumem_torch_alloc_retries_total"]) > 0
+    assert total(series["gpumem_torch_ooms_total"]) > 0
+    assert max(series["gpumem_torch_fragmentation_ratio"].values()) > 0.05
+
+
+def test_it_says_everywhere_that_it_is_a_demo(exporter: Exporter) -> None:
+    (built,) = exporter.series()["gpumem_exporter_build_info"]
+    assert dict(built)["source"] == "demo"
+    assert exporter.document("/health")["source"] == "demo"
+    assert exporter.document("/api/v1/devices")["source"] == "demo"
+    assert "demo" in exporter.get("/").decode().lower()
+    assert all(process["workload"].startswith("demo-") for process in reporting(exporter))
+
+
+def test_it_is_well(exporter: Exporter) -> None:
+    health = exporter.document("/health")
+    assert (health["status"], health["devices"]) == ("ok", 8)
+
+
+def test_the_ledger_adds_up_to_the_total_in_every_scrape_of_a_moving_node(exporter: Exporter) -> None:
+    for _ in range(50):
+        series = exporter.series()
+        totals = series["gpumem_device_memory_total_bytes"]
+        assert len(totals) == 8
+        for labels, total_bytes in totals.items():
+            assert total(series["gpumem_ledger_bytes"], **dict(labels)) == total_bytes
+
+
+def test_a_clear_lowers_what_the_process_reserved_and_what_the_driver_says_it_uses(own_exporter: Exporter) -> None:
+    (notebook,) = [process for process in reporting(own_exporter) if process["workload"] == "demo-notebook"]
+    (before,) = notebook["devices"]
+    assert before["reclaimable_bytes"] > 10 << 30
+    action = own_exporter.act(action="empty_cache", target={"workload": "demo-notebook"}, wait_seconds=5)
+    (result,) = action["results"]
+    assert (action["state"], result["outcome"]) == ("done", "done")
+    assert action["freed_bytes"] == result["freed_bytes"] == before["reclaimable_bytes"]
+    assert result["reserved_before_bytes"] - result["reserved_after_bytes"] == result["freed_bytes"]
+    assert result["device_free_after_bytes"] - result["device_free_before_bytes"] == result["freed_bytes"]
+
+    def seen() -> tuple[float, float]:
+        series, pid = own_exporter.series(), str(notebook["pid"])
+        return (
+            total(series["gpumem_torch_reserved_bytes"], pid=pid),
+            total(series["gpumem_process_memory_used_bytes"], pid=pid),
+        )
+
+    expected = (result["reserved_after_bytes"], before["used_bytes"] - result["freed_bytes"])
+    eventually(seen, lambda now: now == expected)
+
+
+def test_a_clear_of_everything_reaches_every_reporting_process(own_exporter: Exporter) -> None:
+    known = {process["pid"] for process in reporting(own_exporter)}
+    action = own_exporter.act(action="empty_cache", target={"all": True}, wait_seconds=5)
+    assert action["state"] == "done"
+    assert known - {result["pid"] for result in action["results"]} == set()
+    assert {result["outcome"] for result in action["results"]} == {"done"}
+    assert action["freed_bytes"] > 10 << 30
+
+
+def test_its_processes_bear_the_report_token_that_the_exporter_wants(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-secret-that-is-long-enough-to-be-one\n")
+    token.chmod(0o600)
+    with demo(tmp_path, "--report.token-file", str(token)) as guarded:
+        series = eventually(
+            guarded.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= 15, seconds=5.0
+        )
+        assert total(series["gpumem_reports_total"]) == total(series["gpumem_reports_total"], outcome="accepted")
+
+
+def test_asked_to_stop_it_ends_in_time_and_without_complaint(tmp_path: Path) -> None:
+    with demo(tmp_path) as stopping:
+        eventually(lambda: reporting(stopping), lambda known: len(known) >= 14)
+        stopping.process.send_signal(signal.SIGTERM)
+        assert stopping.process.wait(timeout=5.0) == 0
+        log = stopping.log.read_text()
+    assert re.search(r"Traceback|level=(warning|error)", log) is None, log
+
+
+@contextmanager
+def stand_in(answer: Callable[[Mapping[str, Any]], tuple[int, bytes]]) -> Iterator[tuple[str, queue.SimpleQueue[Any]]]:
+    """An exporter of which only the reports' route is there; yields its address, and what it was sent."""
+    received: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            document = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            received.put(document)
+            status, body = answer(document)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", received
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+def test_an_exporter_that_answers_nonsense_is_asked_again_and_a_commands_result_rides_on_the_next_report() -> None:
+    answers = iter(
+        [
+            (500, b"no"),
+            (200, b"<html>"),
+            (200, b'{"report_interval_seconds": -1}'),
+            (200, b'{"commands": [{"id": "a1", "action": "empty_cache", "deadline_seconds": 5}]}'),
+        ]
+    )
+    simulation = Simulation(0, 0.0)
+    process = next(process for process in simulation.processes() if process.identity.workload == "demo-notebook")
+    with stand_in(lambda _: next(answers, (200, b"{}"))) as (url, received):
+        reporter = SimulatedReporter(simulation, process, url, headers={})
+        reporter.start()
+        reports = [received.get(timeout=5) for _ in range(5)]
+        reporter.stop()
+        assert reporter.join(5.0)
+    assert [report["sequence"] for report in reports] == [1, 2, 3, 4, 5]
+    assert all("results" not in report for report in reports[:4])
+    (result,) = reports[4]["results"]
+    assert (result["id"], result["outcome"]) == ("a1", "done")
+    (device,), (sample,) = result["devices"], reports[4]["devices"]
+    assert device["freed_bytes"] == reports[3]["devices"][0]["reclaimable_bytes"] > 0
+    assert device["reserved_after_bytes"] == sample["reserved_bytes"]
+
+
+def test_a_process_that_ends_well_says_goodbye_and_one_that_crashes_does_not() -> None:
+    for crashed in (False, True):
+        simulation = Simulation(0, 0.0)
+        process = next(process for process in simulation.processes() if process.identity.workload == "demo-notebook")
+        with stand_in(lambda _: (200, b'{"report_interval_seconds": 0.05}')) as (url, received):
+            reporter = SimulatedReporter(simulation, process, url, headers={})
+            reporter.start()
+            reports = [received.get(timeout=5)]
+            with simulation.lock:
+                process.end(crashed=crashed)
+            assert reporter.join(5.0)
+            while not received.empty():
+                reports.append(received.get())
+        assert [report.get("final", False) for report in reports].count(True) == (0 if crashed else 1)
+        assert reports[-1].get("final", False) is not crashed
+
+
+def test_a_node_stops_in_time_whether_its_exporter_hangs_or_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hanging = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            absent = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        for url in (hanging, absent):
+            node = DemoNode()
+            node.start(url)
+            with pytest.raises(RuntimeError):
+                node.start(url)
+            assert sum(thread.name.startswith("gpumem-demo") for thread in threading.enumerate()) >= 15
+            begun = time.monotonic()
+            node.stop(5.0)
+            assert time.monotonic() - begun < 2.0
+            assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpumem-demo")]
+            node.stop()

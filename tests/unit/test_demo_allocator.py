@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+from collections.abc import Generator
+from random import Random
+
+import pytest
+
+from gpumem_exporter.demo.allocator import Block, CachingAllocator, SimulatedOutOfMemoryError, rounded_bytes
+from gpumem_exporter.demo.expandable import ExpandableAllocator
+
+MIB = 1 << 20
+
+# What torch 2.15.0 says of the 2000 operations of `operations(7, 2000)`, after every 200th: its own caching allocator
+# ran them on a device with 1280 MiB free. The columns are COLUMNS; the last is what the device's free memory fell by.
+COLUMNS = (
+    "allocated_bytes",
+    "reserved_bytes",
+    "active_bytes",
+    "inactive_split_bytes",
+    "requested_bytes",
+    "allocated_peak_bytes",
+    "reserved_peak_bytes",
+    "alloc_retries",
+    "ooms",
+    "segments_allocated",
+    "segments_freed",
+    "cache_flushes",
+)
+FREE_AT_FIRST = 1342177280
+TORCH_CLASSIC = """
+809553920 1210056704 809553920 249507840 808405241 1223104000 1337982976 4 1 21 6 4 1210056704
+1008535552 1275068416 1008535552 266532864 1005370005 1223104000 1337982976 13 9 31 13 15 1275068416
+960591872 1300234240 960591872 339642368 954737963 1223104000 1337982976 22 17 35 14 27 1300234240
+848932864 1293942784 848932864 442912768 845301770 1223104000 1337982976 33 26 39 19 39 1293942784
+975222272 1312817152 975222272 337594880 966673751 1223104000 1337982976 57 50 40 22 64 1312817152
+1025595392 1337982976 1025595392 312387584 1018581732 1223104000 1337982976 70 63 42 24 77 1337982976
+570708992 1342177280 570708992 570141696 568097712 1223104000 1342177280 80 73 46 29 87 1342177280
+618827776 1321205760 618827776 404582400 617781051 1223104000 1342177280 87 79 49 35 96 1321205760
+781794816 1321205760 781794816 539410944 777285049 1223104000 1342177280 93 85 51 37 102 1321205760
+999291392 1319108608 999291392 319817216 996125442 1223104000 1342177280 109 101 51 38 120 1319108608
+"""
+TORCH_EXPANDABLE = """
+808414208 1268776960 808414208 0 808405241 1222441472 1306525696 1 1 0 0 1 1268776960
+1065486336 1319108608 1065486336 0 1065469873 1299987968 1331691520 8 7 0 0 10 1319108608
+1037350400 1319108608 1037350400 0 1037331610 1299987968 1340080128 16 14 0 0 21 1319108608
+1030558720 1319108608 1030558720 0 1030541978 1299987968 1340080128 28 23 0 0 34 1319108608
+1035417088 1296039936 1035417088 0 1035399661 1299987968 1340080128 51 46 0 0 58 1296039936
+982216704 1296039936 982216704 0 982201183 1299987968 1340080128 68 60 0 0 75 1296039936
+877153280 1251999744 877153280 0 877142860 1299987968 1340080128 78 66 0 0 85 1251999744
+950803968 1228931072 950803968 0 950795326 1299987968 1340080128 87 74 0 0 96 1228931072
+1178790912 1312817152 1178790912 0 1178777850 1299987968 1340080128 96 81 0 0 105 1312817152
+924631552 1077936128 924631552 0 924621845 1299987968 1340080128 114 98 0 0 125 1077936128
+"""
+
+
+class Memory:
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+
+    def take(self, size_bytes: int) -> bool:
+        if size_bytes > self.free_bytes:
+            return False
+        self.free_bytes -= size_bytes
+        return True
+
+    def give(self, size_bytes: int) -> None:
+        self.free_bytes += size_bytes
+
+
+def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
+    """Random work for an allocator: ("allocate", bytes), ("free", which live one) or ("clear", 0).
+
+    Whoever drives it sends whether an allocation succeeded. Only `random()` is used, whose values Python guarantees.
+    """
+    rng = Random(seed)
+    live = 0
+    for _ in range(count):
+        draw = rng.random()
+        if draw < 0.005:
+            yield ("clear", 0)
+        elif draw < 0.54 or live == 0:
+            kind = rng.random()
+            if kind < 0.3:
+                size_bytes = 1 + int(rng.random() * MIB)
+            elif kind < 0.7:
+                size_bytes = int(rng.random() * 12 * MIB) + MIB
+            else:
+                size_bytes = int(rng.random() * 150 * MIB) + 10 * MIB
+            if (yield ("allocate", size_bytes)):
+                live += 1
+        else:
+            yield ("free", int(rng.random() * live))
+            live -= 1
+
+
+def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple[str, int], None, None]:
+    """Run the operations; yields the kind of each, and the bytes that a clear gave back, after it was done."""
+    live: list[Block] = []
+    work = operations(seed, count)
+    operation = next(work, None)
+    while operation is not None:
+        kind, argument = operation
+        outcome, succeeded = 0, False
+        if kind == "allocate":
+            try:
+                live.append(allocator.allocate(argument))
+                succeeded = True
+            except SimulatedOutOfMemoryError:
+                pass
+        elif kind == "free":
+            allocator.free(live.pop(argument))
+        else:
+            outcome = allocator.empty_cache()
+        yield (kind, outcome)
+        try:
+            operation = work.send(succeeded)
+        except StopIteration:
+            return
+
+
+@pytest.mark.parametrize(
+    ("kind", "torch_said"),
+    [(CachingAllocator, TORCH_CLASSIC), (ExpandableAllocator, TORCH_EXPANDABLE)],
+    ids=["classic", "expandable"],
+)
+def test_the_model_says_to_the_byte_what_pytorch_said_of_the_same_work(
+    kind: type[CachingAllocator], torch_said: str
+) -> None:
+    memory = Memory(FREE_AT_FIRST)
+    allocator = kind(memory)
+    rows = []
+    for done, _ in enumerate(drive(allocator, 7, 2000), start=1):
+        if done % 200 == 0:
+            row = [getattr(allocator.figures, column) for column in COLUMNS]
+            rows.append(" ".join(map(str, [*row, FREE_AT_FIRST - memory.free_bytes])))
+    assert rows == torch_said.strip().splitlines()
+
+
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+@pytest.mark.parametrize("seed", range(5))
+def test_at_any_moment_a_clear_gives_back_exactly_what_was_reclaimable(kind: type[CachingAllocator], seed: int) -> None:
+    memory = Memory(FREE_AT_FIRST)
+    allocator = kind(memory)
+    clears = 0
+    for done, _ in enumerate(drive(allocator, seed, 600), start=1):
+        assert memory.free_bytes + allocator.figures.reserved_bytes == FREE_AT_FIRST
+        if done % 60 == 0:
+            free_before, reserved_before = memory.free_bytes, allocator.figures.reserved_bytes
+            reclaimable_bytes = allocator.reclaimable_bytes
+            assert allocator.empty_cache() == reclaimable_bytes
+            assert memory.free_bytes - free_before == reclaimable_bytes
+            assert reserved_before - allocator.figures.reserved_bytes == reclaimable_bytes
+            assert allocator.reclaimable_bytes == 0
+            clears += reclaimable_bytes > 0
+    assert clears > 0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_reserved_splits_into_active_inactive_split_and_reclaimable(seed: int) -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    for _ in drive(allocator, seed, 600):
+        figures = allocator.figures
+        segments = [block.size_bytes for pool in (allocator._small, allocator._large) for _, _, block in pool]
+        whole = [
+            block.size_bytes
+            for pool in (allocator._small, allocator._large)
+            for _, _, block in pool
+            if block.before is None and block.after is None
+        ]
+        assert figures.reserved_bytes == figures.active_bytes + sum(segments)
+        assert figures.inactive_split_bytes == sum(segments) - sum(whole)
+        assert allocator.reclaimable_bytes == sum(whole)
+
+
+@pytest.mark.parametrize(
+    ("requested_bytes", "block_bytes", "segment_bytes"),
+    [
+        (1, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (21 * MIB, 22 * MIB, 22 * MIB),  # what is left is too small to be split off
+        (21 * MIB + 1, 22 * MIB, 22 * MIB),
+    ],
+)
+def test_sizes_are_rounded_and_segments_cut_as_pytorch_does(
+    requested_bytes: int, block_bytes: int, segment_bytes: int
+) -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    block = allocator.allocate(requested_bytes)
+    assert (block.size_bytes, allocator.figures.reserved_bytes) == (block_bytes, segment_bytes)
+    assert allocator.figures.requested_bytes == requested_bytes
+    assert rounded_bytes(requested_bytes) <= block_bytes
+
+
+def test_a_refusal_flushes_the_cache_once_and_counts_a_retry() -> None:
+    allocator = CachingAllocator(Memory(100 * MIB))
+    allocator.free(allocator.allocate(60 * MIB))
+    allocator.allocate(80 * MIB)
+    figures = allocator.figures
+    assert (figures.alloc_retries, figures.ooms, figures.cache_flushes) == (1, 0, 1)
+    assert (figures.segments_allocated, figures.segments_freed) == (2, 1)
+    assert figures.reserved_bytes == 80 * MIB
+
+
+def test_an_out_of_memory_error_is_counted_and_takes_nothing() -> None:
+    memory = Memory(100 * MIB)
+    allocator = CachingAllocator(memory)
+    allocator.allocate(60 * MIB)
+    with pytest.raises(SimulatedOutOfMemoryError):
+        allocator.allocate(80 * MIB)
+    figures = allocator.figures
+    assert (figures.alloc_retries, figures.ooms) == (1, 1)
+    assert (figures.allocated_bytes, figures.reserved_bytes, memory.free_bytes) == (60 * MIB, 60 * MIB, 40 * MIB)
+
+
+def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation() -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    allocator.free(allocator.allocate(64 * MIB), used_elsewhere=True)
+    assert (allocator.figures.allocated_bytes, allocator.figures.active_bytes) == (0, 64 * MIB)
+    allocator.allocate(512)
+    assert allocator.figures.active_bytes == 512
+
+
+def test_a_clear_leaves_the_private_pool_of_a_graph_alone() -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    allocator.capture_graph(101 * MIB)
+    allocator.free(allocator.allocate(50 * MIB))
+    assert allocator.reclaimable_bytes == 50 * MIB
+    assert allocator.empty_cache() == 50 * MIB
+    assert (allocator.figures.private_pools_bytes, allocator.figures.reserved_bytes) == (102 * MIB, 102 * MIB)
+
+
+def test_peaks_stay_until_they_are_reset_and_then_begin_at_what_is_held() -> None:
+    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
+    allocator.allocate(30 * MIB)
+    allocator.free(allocator.allocate(40 * MIB))
+    allocator.empty_cache()
+    figures = allocator.figures
+    assert (figures.allocated_peak_bytes, figures.reserved_peak_bytes) == (70 * MIB, 70 * MIB)
+    allocator.reset_peaks()
+    assert (figures.allocated_peak_bytes, figures.reserved_peak_bytes) == (30 * MIB, 30 * MIB)
+
+
+def test_a_process_that_ends_gives_everything_back() -> None:
+    for kind in (CachingAllocator, ExpandableAllocator):
+        memory = Memory(FREE_AT_FIRST)
+        allocator = kind(memory)
+        for _ in drive(allocator, 3, 200):
+            pass
+        assert memory.free_bytes < FREE_AT_FIRST
+        allocator.close()
+        assert memory.free_bytes == FREE_AT_FIRST

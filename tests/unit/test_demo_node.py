@@ -1,0 +1,356 @@
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.demo import DemoNode
+from gpumem_exporter.demo.process import SimulatedProcess
+from gpumem_exporter.demo.simulation import TICK_SECONDS
+from gpumem_exporter.errors import NvmlDeviceLostError
+from gpumem_exporter.protocol import MAX_LABEL_LENGTH, Command, DeviceSample, Report, to_wire
+
+START = 1000.0
+COMMANDS = itertools.count(1)
+
+
+@pytest.fixture
+def node() -> DemoNode:
+    return DemoNode(seed=1, clock=lambda: START)
+
+
+def named(node: DemoNode, workload: str) -> list[SimulatedProcess]:
+    return [process for process in node.simulation.processes() if process.identity.workload == workload]
+
+
+def the(node: DemoNode, workload: str) -> SimulatedProcess:
+    (process,) = named(node, workload)
+    return process
+
+
+def report(process: SimulatedProcess) -> Report:
+    return process.report(1, (), hold_seconds=0.0, final=False)
+
+
+def samples(node: DemoNode) -> Iterator[tuple[SimulatedProcess, DeviceSample]]:
+    for process in node.simulation.processes():
+        if process.reports:
+            for sample in report(process).devices:
+                yield process, sample
+
+
+def command(action: str, **changes: object) -> Command:
+    return Command(id=f"a{next(COMMANDS)}", action=action, deadline_seconds=30.0, **changes)  # type: ignore[arg-type]
+
+
+def advance(node: DemoNode, seconds: float, since: float = START) -> Iterator[float]:
+    """Let the node live, tick by tick; yields the time after each."""
+    for tick in range(1, int(seconds / TICK_SECONDS) + 1):
+        now = since + tick * TICK_SECONDS
+        node.simulation.advance(now)
+        yield now
+
+
+def reading(node: DemoNode) -> NodeReading:
+    provider = node.provider
+    devices = tuple(
+        DeviceReading(
+            gpu=identity.gpu,
+            uuid=identity.uuid,
+            name=identity.name,
+            memory=provider.read_memory(identity.uuid),
+            processes=provider.read_processes(identity.uuid),
+            utilization_ratio=provider.read_utilization_ratio(identity.uuid),
+        )
+        for identity in provider.devices()
+    )
+    return NodeReading(START, START, 0.0, up=True, devices=devices)
+
+
+def snapshot(node: DemoNode) -> Snapshot:
+    reporting = tuple(
+        ReportingProcess(
+            ProcessKey(process.identity.pid_namespace, process.pid),
+            node.host.host_pid(process.identity, None),
+            report(process),
+            START,
+            START,
+        )
+        for process in node.simulation.processes()
+        if process.reports
+    )
+    return Snapshot(START, reading(node), reporting)
+
+
+def test_it_has_eight_devices_that_say_that_they_are_a_demo(node: DemoNode) -> None:
+    node.provider.open()
+    devices = node.provider.devices()
+    assert node.provider.source == "demo"
+    assert [device.gpu for device in devices] == [str(index) for index in range(8)]
+    assert len({device.uuid for device in devices}) == 8
+    assert len({device.name for device in devices}) == 2
+    assert all("demo" in device.name for device in devices)
+    assert "demo" in node.provider.driver_version()
+    node.provider.close()
+
+
+def test_every_workload_of_the_demo_says_so_in_its_name(node: DemoNode) -> None:
+    names = {process.identity.workload for process in node.simulation.processes() if process.reports}
+    assert len(names) >= 11
+    assert all(name.startswith("demo-") for name in names)
+
+
+def test_the_first_look_shows_a_node_with_a_past(node: DemoNode) -> None:
+    shown = [sample for _, sample in samples(node)]
+    assert sum(sample.alloc_retries or 0 for sample in shown) > 0
+    assert sum(sample.ooms or 0 for sample in shown) > 0
+    assert max(fragmented_bytes(sample) or 0 for sample in shown) > 1 << 30
+    assert any(sample.private_pools_bytes for sample in shown)
+    assert {"forward", "backward", "optimizer"} <= {phase for sample in shown for phase in sample.phase_peak_bytes}
+    assert {"parameters", "gradients", "optimizer_state", "other"} <= {
+        component for sample in shown for component in sample.component_bytes
+    }
+    assert all(0 < node.provider.read_utilization_ratio(device.uuid) <= 1 for device in node.provider.devices())
+
+
+def test_the_same_seed_gives_the_same_node_and_another_seed_another() -> None:
+    def history(seed: int) -> list[object]:
+        node = DemoNode(seed=seed, clock=lambda: START)
+        seen: list[object] = [node.provider.devices()]
+        seen.extend(reading(node) for _ in advance(node, 60.0))
+        seen.append([report(process) for process in node.simulation.processes()])
+        return seen
+
+    assert history(4) == history(4)
+    assert history(4) != history(5)
+
+
+def test_the_books_of_every_device_balance_at_every_tick(node: DemoNode) -> None:
+    for _ in advance(node, 120.0):
+        now = snapshot(node)
+        ledgers = node_ledgers(now)
+        assert len(ledgers) == 8
+        for ledger in ledgers.values():
+            assert sum(ledger.categories.values()) == ledger.total_bytes
+            assert ledger.categories["unattributed"] == 0
+            assert min(ledger.categories.values()) >= 0
+
+
+def test_with_classic_segments_reserved_is_active_inactive_split_and_reclaimable(node: DemoNode) -> None:
+    for _ in advance(node, 60.0):
+        for process, sample in samples(node):
+            if not process.identity.allocator_settings:
+                assert sample.reserved_bytes is not None
+                assert sample.active_bytes is not None
+                assert sample.inactive_split_bytes is not None
+                held_bytes = sample.active_bytes + sample.inactive_split_bytes
+                assert sample.reclaimable_bytes == sample.reserved_bytes - held_bytes
+
+
+def test_components_add_up_to_what_is_allocated(node: DemoNode) -> None:
+    divided = [sample for _, sample in samples(node) if sample.component_bytes]
+    assert divided
+    for sample in divided:
+        assert sum(sample.component_bytes.values()) == sample.allocated_bytes
+        assert min(sample.component_bytes.values()) >= 0
+
+
+def test_a_clear_gives_the_device_what_it_says_it_freed(node: DemoNode) -> None:
+    freed_bytes = 0
+    for process in node.simulation.processes():
+        if not process.reports:
+            continue
+        before = {sample.uuid: sample for sample in report(process).devices}
+        free_before = {uuid: node.provider.read_memory(uuid).free_bytes for uuid in before}
+        result = process.run(command("empty_cache"))
+        after = {sample.uuid: sample for sample in report(process).devices}
+        assert (result.outcome, len(result.devices)) == ("done", len(before))
+        for device in result.devices:
+            uuid = device.uuid
+            assert device.reserved_before_bytes == before[uuid].reserved_bytes
+            assert device.reserved_after_bytes == after[uuid].reserved_bytes
+            assert device.freed_bytes == before[uuid].reserved_bytes - after[uuid].reserved_bytes  # type: ignore[operator]
+            assert device.device_free_before_bytes == free_before[uuid]
+            assert device.device_free_after_bytes == free_before[uuid] + (device.freed_bytes or 0)
+            assert node.provider.read_memory(uuid).free_bytes == device.device_free_after_bytes
+            assert after[uuid].reclaimable_bytes == 0
+            if before[uuid].active_bytes == before[uuid].allocated_bytes:
+                assert device.freed_bytes == before[uuid].reclaimable_bytes
+            freed_bytes += device.freed_bytes or 0
+    assert freed_bytes > 10 << 30
+
+
+def test_collecting_garbage_lets_a_clear_free_what_hung_in_cycles(node: DemoNode) -> None:
+    notebook = the(node, "demo-notebook")
+    garbage_bytes = sum(tensor.block.size_bytes for tensor in notebook.garbage)
+    assert garbage_bytes > 0
+    allocated_bytes = report(notebook).devices[0].allocated_bytes
+    collected = notebook.run(command("collect_garbage"))
+    (told,) = collected.devices
+    assert told.freed_bytes == 0
+    assert told.allocated_before_bytes == allocated_bytes
+    assert (told.allocated_before_bytes or 0) - (told.allocated_after_bytes or 0) == garbage_bytes
+    assert report(notebook).devices[0].allocated_bytes == (allocated_bytes or 0) - garbage_bytes
+    assert (notebook.run(command("empty_cache")).devices[0].freed_bytes or 0) >= garbage_bytes
+
+
+def test_a_clear_may_collect_garbage_first(node: DemoNode) -> None:
+    notebook = the(node, "demo-notebook")
+    garbage_bytes = sum(tensor.block.size_bytes for tensor in notebook.garbage)
+    reclaimable_bytes = report(notebook).devices[0].reclaimable_bytes or 0
+    result = notebook.run(command("empty_cache", collect_garbage=True))
+    assert notebook.garbage == []
+    assert (result.devices[0].freed_bytes or 0) >= reclaimable_bytes + garbage_bytes
+
+
+def test_resetting_the_peak_touches_only_the_devices_it_names(node: DemoNode) -> None:
+    pipeline = the(node, "demo-pipeline-finetune")
+    first, second = report(pipeline).devices
+    assert second.allocated_peak_bytes != second.allocated_bytes
+    result = pipeline.run(command("reset_peak", uuids=(first.uuid,)))
+    assert [device.uuid for device in result.devices] == [first.uuid]
+    after_first, after_second = report(pipeline).devices
+    assert after_first.allocated_peak_bytes == after_first.allocated_bytes
+    assert after_first.phase_peak_bytes == {}
+    assert after_second == second
+
+
+def test_a_clear_tells_only_of_the_devices_that_were_meant_and_empties_all(node: DemoNode) -> None:
+    pipeline = the(node, "demo-pipeline-finetune")
+    first, second = report(pipeline).devices
+    assert (first.reclaimable_bytes or 0) > 0
+    assert (second.reclaimable_bytes or 0) > 0
+    result = pipeline.run(command("empty_cache", uuids=(second.uuid,)))
+    assert [device.uuid for device in result.devices] == [second.uuid]
+    assert [sample.reclaimable_bytes for sample in report(pipeline).devices] == [0, 0]
+
+
+def test_a_repeated_command_gives_the_same_result_and_does_nothing_twice(node: DemoNode) -> None:
+    notebook = the(node, "demo-notebook")
+    asked = command("empty_cache")
+    first = notebook.run(asked)
+    flushes = report(notebook).devices[0].cache_flushes
+    assert notebook.run(asked) == first
+    assert report(notebook).devices[0].cache_flushes == flushes
+
+
+def test_what_it_does_not_know_or_gets_too_late_is_refused_and_changes_nothing(node: DemoNode) -> None:
+    notebook = the(node, "demo-notebook")
+    before = report(notebook)
+    assert notebook.run(command("terminate")).outcome == "unsupported"
+    assert notebook.run(Command("late", "empty_cache", deadline_seconds=0.0)).outcome == "expired"
+    assert report(notebook) == before
+
+
+def test_the_leak_ends_in_an_out_of_memory_error_and_begins_again_as_another_process(node: DemoNode) -> None:
+    pids, ooms_of_crashed, process = [], [], the(node, "demo-rag-indexer-leak")
+    last = report(process).devices[0]
+    assert last.ooms == 0
+    for _ in advance(node, 900.0):
+        if process.ended:
+            assert process.crashed
+            pids.append(process.pid)
+            ooms_of_crashed.append((last.alloc_retries or 0, last.ooms))
+            successors = named(node, "demo-rag-indexer-leak")
+            if not successors:
+                continue
+            (process,) = successors
+        last = report(process).devices[0]
+    assert len(set(pids)) >= 2
+    assert all(retries > 0 and ooms == 1 for retries, ooms in ooms_of_crashed)
+
+
+def test_the_short_job_ends_well_and_comes_back_with_another_pid(node: DemoNode) -> None:
+    seen = {}
+    for _ in advance(node, 300.0):
+        for process in named(node, "demo-nightly-eval"):
+            seen[process.pid] = process
+    assert len(seen) >= 3
+    ended = [process for process in seen.values() if process.ended]
+    assert len(ended) >= len(seen) - 1
+    assert not any(process.crashed for process in ended)
+
+
+def test_a_process_that_has_gone_is_known_to_nobody_and_holds_nothing(node: DemoNode) -> None:
+    process = the(node, "demo-nightly-eval")
+    identity = process.identity
+    assert node.host.alive(identity.pid, identity.start_time_ticks)
+    for _ in advance(node, 90.0):
+        if process.ended:
+            break
+    assert process.ended
+    assert not node.host.alive(identity.pid, identity.start_time_ticks)
+    assert node.host.facts(identity.pid) is None
+    assert node.host.host_pid(identity, None) is None
+    listed = {listed.pid for device in node.provider.devices() for listed in node.provider.read_processes(device.uuid)}
+    assert identity.pid not in listed
+    assert process.run(command("empty_cache")).outcome == "gone"
+
+
+def test_the_host_knows_every_process_that_the_driver_lists(node: DemoNode) -> None:
+    pods = 0
+    for device in node.provider.devices():
+        for listed in node.provider.read_processes(device.uuid):
+            facts = node.host.facts(listed.pid)
+            assert facts is not None
+            assert (facts.pid, bool(facts.command), bool(facts.user)) == (listed.pid, True, True)
+            assert bool(facts.k8s_pod) == bool(facts.container_id) == bool(facts.k8s_namespace)
+            pods += bool(facts.k8s_pod)
+    assert pods > 0
+
+
+def test_a_later_process_with_the_same_pid_is_not_taken_for_the_first(node: DemoNode) -> None:
+    identity = the(node, "demo-notebook").identity
+    assert not node.host.alive(identity.pid, identity.start_time_ticks + 1)
+
+
+def test_one_process_has_no_reporter_and_one_is_on_two_devices(node: DemoNode) -> None:
+    silent = [process for process in node.simulation.processes() if not process.reports]
+    assert len(silent) == 1
+    assert len(report(the(node, "demo-pipeline-finetune")).devices) == 2
+    assert [process.identity.rank for process in named(node, "demo-llm-pretrain")] == ["0", "1", "2", "3"]
+
+
+def test_every_report_goes_over_the_wire(node: DemoNode) -> None:
+    for process in node.simulation.processes():
+        document = json.loads(json.dumps(to_wire(report(process))))
+        assert document["process"]["pid"] == process.pid
+        for text in (value for value in document["process"].values() if isinstance(value, str)):
+            assert len(text) <= MAX_LABEL_LENGTH
+
+
+def test_an_unknown_device_is_a_lost_one(node: DemoNode) -> None:
+    for read in (node.provider.read_memory, node.provider.read_processes, node.provider.read_utilization_ratio):
+        with pytest.raises(NvmlDeviceLostError):
+            read("GPU-unknown")
+
+
+def test_time_that_nobody_asked_about_is_caught_up_with_only_so_far(node: DemoNode) -> None:
+    trainer = named(node, "demo-llm-pretrain")[0]
+    steps = trainer.step or 0
+    node.simulation.advance(START + 86_400.0)
+    assert 0 < (trainer.step or 0) - steps < 20
+    caught_up = trainer.step
+    node.simulation.advance(START + 86_400.0)
+    assert trainer.step == caught_up
+    node.simulation.advance(START + 86_400.0 + 3 * TICK_SECONDS)
+    assert trainer.step == (caught_up or 0) + 1
+
+
+def test_half_an_hour_later_every_program_still_works_and_nothing_has_piled_up(node: DemoNode) -> None:
+    workloads = {process.identity.workload for process in node.simulation.processes()}
+    seen = set()
+    for now in advance(node, 1800.0):
+        if now > START + 1800.0 - 120.0:
+            seen |= {process.identity.workload for process in node.simulation.processes()}
+    assert seen == workloads
+    for process in node.simulation.processes():
+        assert len(process.garbage) <= 3
+        if process.identity.workload != "demo-rag-indexer-leak":  # which piles up until its device is full, and dies
+            for slot in process._slots:
+                free_blocks = len(slot.allocator._small) + len(slot.allocator._large)
+                assert free_blocks < 200, process.identity.workload
