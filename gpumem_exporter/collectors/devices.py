@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Sample
 from gpumem_exporter.collectors.view import View
-from gpumem_exporter.core.ledger import device_ledger
+from gpumem_exporter.core.ledger import node_ledgers
 
 __all__ = ["device_samples", "ledger_samples"]
 
@@ -34,8 +34,9 @@ def device_samples(view: View) -> Iterator[Sample]:
 
 def ledger_samples(view: View) -> Iterator[Sample]:
     """The ledger of each device whose memory is known; a category that is not known is not there."""
+    ledgers = node_ledgers(view.snapshot)
     for device in view.devices:
-        ledger = device_ledger(device, view.snapshot.processes)
+        ledger = ledgers.get(device.uuid)
         if ledger is not None:
             for category, value in ledger.categories.items():
                 yield catalog.LEDGER, (device.gpu, device.uuid, category), value

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Sample
 from gpumem_exporter.collectors.view import View, pid_order
-from gpumem_exporter.core.samples import NodeReading, ProcessFacts
+from gpumem_exporter.core.samples import ProcessFacts
 
 __all__ = ["process_samples"]
 
 
 def process_samples(view: View) -> Iterator[Sample]:
-    """What each process uses, and one info series for each pid: those the driver lists and those that report."""
-    node = view.node
-    if node is None:
-        return
+    """What each process uses, and one info series for each pid: those the driver lists and those that report.
+
+    What reporters say of themselves does not need the driver.
+    """
     pids: set[int] = set()
     for device, listed in zip(view.devices, view.listed, strict=True):
         for process in listed:
             pids.add(process.pid)
             if process.used_bytes is not None:
                 yield catalog.PROCESS_USED, (device.gpu, device.uuid, str(process.pid)), process.used_bytes
-    yield from _infos(view, node, pids)
+    yield from _infos(view, view.node.facts if view.node is not None else {}, pids)
 
 
-def _infos(view: View, node: NodeReading, listed_pids: set[int]) -> Iterator[Sample]:
+def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: set[int]) -> Iterator[Sample]:
     rows: dict[str, tuple[str, ...]] = {}
     for pid, process in view.reporting:
         identity = process.report.process
-        facts = _facts(node, process.host_pid, identity.start_time_ticks)
+        facts = _facts(facts_by_pid, process.host_pid, identity.start_time_ticks)
         rows[pid] = (
             identity.workload,
             identity.rank,
@@ -40,17 +40,19 @@ def _infos(view: View, node: NodeReading, listed_pids: set[int]) -> Iterator[Sam
             identity.allocator_settings,
         )
     for pid, reporter in view.silent:
-        facts = _facts(node, reporter.host_pid, reporter.start_time_ticks)
+        facts = _facts(facts_by_pid, reporter.host_pid, reporter.start_time_ticks)
         rows[pid] = (reporter.workload, reporter.rank, *_host_labels(facts), "false", "", "")
     for listed_pid in listed_pids:
-        rows.setdefault(str(listed_pid), ("", "", *_host_labels(node.facts.get(listed_pid)), "false", "", ""))
+        rows.setdefault(str(listed_pid), ("", "", *_host_labels(facts_by_pid.get(listed_pid)), "false", "", ""))
     for pid in sorted(rows, key=pid_order):
         yield catalog.PROCESS_INFO, (pid, *rows[pid]), 1
 
 
-def _facts(node: NodeReading, host_pid: int | None, start_time_ticks: int) -> ProcessFacts | None:
+def _facts(
+    facts_by_pid: Mapping[int, ProcessFacts], host_pid: int | None, start_time_ticks: int
+) -> ProcessFacts | None:
     """What the host says of this very process, not of another that had or has its pid."""
-    facts = node.facts.get(host_pid) if host_pid is not None else None
+    facts = facts_by_pid.get(host_pid) if host_pid is not None else None
     return facts if facts is not None and facts.start_time_ticks == start_time_ticks else None
 
 

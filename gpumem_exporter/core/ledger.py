@@ -16,13 +16,22 @@ lists no processes at all. A reporter whose host pid is unknown stays out: its b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from gpumem_exporter.core.samples import DeviceReading, ProcessMemory, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
-__all__ = ["CATEGORIES", "DeviceLedger", "ProcessShare", "device_ledger", "fragmented_bytes", "node_ledgers"]
+__all__ = [
+    "CATEGORIES",
+    "DeviceLedger",
+    "ProcessShare",
+    "Reporters",
+    "device_ledger",
+    "fragmented_bytes",
+    "node_ledgers",
+]
 
 CATEGORIES = (
     "torch_allocated",
@@ -49,15 +58,26 @@ class ProcessShare:
     non_torch_bytes: int | None
 
 
+Reporters: TypeAlias = "Mapping[int | None, tuple[ReportingProcess, DeviceSample]]"
+"""Who reports on one device, by host pid."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceLedger:
     """One device's ledger. `categories` holds the known ones, in `CATEGORIES` order; they add up to the total."""
 
-    gpu: str
-    uuid: str
+    device: DeviceReading
     total_bytes: int
     categories: Mapping[str, int]
-    shares: tuple[ProcessShare, ...]
+    reporters: Reporters
+
+    def shares(self) -> Iterator[ProcessShare]:
+        """Each process' part: those that the driver lists, or, where it lists none, those that report."""
+        for pid, used, reporter in _owners(self.device, self.reporters):
+            process, sample = reporter if reporter is not None else (None, None)
+            known = sample is not None and sample.reserved_bytes is not None and used is not None
+            non_torch = used - sample.reserved_bytes if known else None  # type: ignore[operator, union-attr]
+            yield ProcessShare(str(pid), used, process, sample, non_torch)
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
@@ -71,36 +91,40 @@ def node_ledgers(snapshot: Snapshot) -> dict[str, DeviceLedger]:
     """The ledger of each device whose memory is known, by uuid."""
     if snapshot.node is None:
         return {}
+    by_device: dict[str, dict[int | None, tuple[ReportingProcess, DeviceSample]]] = {}
+    for process in snapshot.processes:
+        for sample in process.report.devices:
+            by_device.setdefault(sample.uuid, {})[process.host_pid] = (process, sample)
     ledgers = {}
     for device in snapshot.node.devices:
-        ledger = device_ledger(device, snapshot.processes)
+        ledger = device_ledger(device, by_device.get(device.uuid, {}))
         if ledger is not None:
             ledgers[device.uuid] = ledger
     return ledgers
 
 
-def device_ledger(device: DeviceReading, processes: Iterable[ReportingProcess]) -> DeviceLedger | None:
+def device_ledger(device: DeviceReading, reporters: Reporters) -> DeviceLedger | None:
     """Add up one device; None when the driver does not give its memory."""
     memory = device.memory
     if memory is None:
         return None
-    shares = _shares(device, processes)
     allocated = reclaimable = fragmented = non_torch = others = 0
-    for share in shares:
-        if share.sample is None or share.sample.reserved_bytes is None:
-            others += share.used_bytes or 0
+    for _, used_bytes, reporter in _owners(device, reporters):
+        reserved = reporter[1].reserved_bytes if reporter is not None else None
+        if reporter is None or reserved is None:
+            others += used_bytes or 0
             continue
-        reserved = share.sample.reserved_bytes
+        sample = reporter[1]
         # An allocator that keeps no books of tensors (a pluggable one) still holds what it reserved: unsplit, it counts
         # as allocated, since nothing shows that any of it could be given back.
-        in_tensors = reserved if share.sample.allocated_bytes is None else share.sample.allocated_bytes
-        returnable = share.sample.reclaimable_bytes or 0
+        in_tensors = reserved if sample.allocated_bytes is None else sample.allocated_bytes
+        returnable = sample.reclaimable_bytes or 0
         allocated += in_tensors
         reclaimable += returnable
         fragmented += reserved - in_tensors - returnable
-        non_torch += share.non_torch_bytes or 0
-    reserved_by_driver = memory.reserved_bytes or 0
-    used = memory.total_bytes - memory.free_bytes - reserved_by_driver
+        if used_bytes is not None:
+            non_torch += used_bytes - reserved
+    used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
         "torch_reclaimable": reclaimable,
@@ -112,29 +136,17 @@ def device_ledger(device: DeviceReading, processes: Iterable[ReportingProcess]) 
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(device.gpu, device.uuid, memory.total_bytes, categories, shares)
+    return DeviceLedger(device, memory.total_bytes, categories, reporters)
 
 
-def _shares(device: DeviceReading, processes: Iterable[ReportingProcess]) -> tuple[ProcessShare, ...]:
-    reporting = {}
-    for process in processes:
-        sample = process.sample(device.uuid)
-        if sample is not None:
-            reporting[process.host_pid] = (process, sample)
+def _owners(
+    device: DeviceReading, reporters: Reporters
+) -> Iterator[tuple[int, int | None, tuple[ReportingProcess, DeviceSample] | None]]:
+    """Pid, the driver's figure and the reporter of each process on the device."""
     if device.processes is None:
-        return tuple(
-            ProcessShare(process.label_pid, None, process, sample, None)
-            for pid, (process, sample) in reporting.items()
-            if pid is not None
-        )
-    return tuple(_listed_share(listed, reporting.get(listed.pid)) for listed in device.processes)
-
-
-def _listed_share(listed: ProcessMemory, reporter: tuple[ReportingProcess, DeviceSample] | None) -> ProcessShare:
-    pid = str(listed.pid)
-    if reporter is None:
-        return ProcessShare(pid, listed.used_bytes, None, None, None)
-    process, sample = reporter
-    known = sample.reserved_bytes is not None and listed.used_bytes is not None
-    non_torch = listed.used_bytes - sample.reserved_bytes if known else None  # type: ignore[operator]
-    return ProcessShare(pid, listed.used_bytes, process, sample, non_torch)
+        for pid, reporter in reporters.items():
+            if pid is not None:
+                yield pid, None, reporter
+    else:
+        for listed in device.processes:
+            yield listed.pid, listed.used_bytes, reporters.get(listed.pid)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpumem_exporter.protocol import DeviceSample, Report
+from gpumem_exporter.protocol import Report
 
 __all__ = [
     "DeviceMemory",
@@ -130,13 +130,6 @@ class ReportingProcess:
     def sampled_seconds(self) -> float:
         """When its sample was taken, on the exporter's monotonic clock (transport delay not taken off)."""
         return self.received_seconds - self.report.sample_age_seconds
-
-    def sample(self, uuid: str) -> DeviceSample | None:
-        """Its sample of one device."""
-        for sample in self.report.devices:
-            if sample.uuid == uuid:
-                return sample
-        return None
 
 
 @dataclass(frozen=True, slots=True)

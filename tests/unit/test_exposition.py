@@ -413,7 +413,9 @@ def test_without_the_driver_torch_series_stay_with_no_index_and_the_rest_goes(re
         'gpumem_torch_ooms_total{gpu="",uuid="GPU-0",pid="70",workload="w",rank="0"} 2'
     ]
     assert "gpumem_nvml_up 0" in page(known)
-    gone = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_", "gpumem_torch_non_torch_")
+    (info,) = lines(known, "gpumem_process_info")
+    assert 'pid="70",workload="w",rank="0",command="python own.py"' in info, "what it says of itself is still true"
+    gone = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
     assert [line for line in page(known) if line.startswith(gone)] == []
 
 

@@ -5,11 +5,18 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.core.ledger import CATEGORIES, device_ledger, fragmented_bytes, node_ledgers
+from gpumem_exporter.core.ledger import CATEGORIES, DeviceLedger, fragmented_bytes, node_ledgers
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
 from .builders import MIB, UUIDS, device, node, reporting, sample
+
+
+def device_ledger(reading: DeviceReading, processes: list[ReportingProcess]) -> DeviceLedger | None:
+    """The ledger of one device of a node that has no other."""
+    snapshot = Snapshot(taken_seconds=0.0, node=node(reading), processes=tuple(processes))
+    return node_ledgers(snapshot).get(reading.uuid)
+
 
 _BYTES = st.integers(min_value=0, max_value=1 << 50)
 _PIDS = st.integers(min_value=1, max_value=12)
@@ -79,7 +86,7 @@ def test_non_torch_is_signed() -> None:
     ledger = device_ledger(reading, [reporting(1, devices=(sample(allocated=500),))])
     assert ledger is not None
     assert ledger.categories["non_torch"] == -200
-    assert ledger.shares[0].non_torch_bytes == -200
+    assert [share.non_torch_bytes for share in ledger.shares()] == [-200]
 
 
 def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:

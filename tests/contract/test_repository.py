@@ -1,0 +1,232 @@
+"""The repository's own rules: what README, CHANGELOG, deploy/ and grafana/ say is so."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpumem_exporter import __version__
+from gpumem_exporter.cli.main import COMMANDS
+from gpumem_exporter.collectors.catalog import METRICS
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRY_SCRIPTS = ("deploy/quickstart.sh", "tests/run.sh", ".ci/run", ".ci/check-wheel")
+SHELL = (*ENTRY_SCRIPTS, "deploy/environment.sh")
+DASHBOARDS = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
+SUFFIXES = ("_bucket", "_sum", "_count")
+FAMILIES = {metric.name: metric for metric in METRICS}
+
+
+@cache
+def tracked_texts() -> dict[str, str]:
+    """Every text file of the repository, by path; what tools leave behind is none of it."""
+    texts = {}
+    for folder, folders, files in os.walk(ROOT):
+        here = Path(folder)
+        folders[:] = [name for name in folders if _is_ours(here / name)]
+        for path in (here / name for name in files):
+            try:
+                texts[path.relative_to(ROOT).as_posix()] = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError:
+                continue
+    return texts
+
+
+def _is_ours(folder: Path) -> bool:
+    made = {"__pycache__", "build", "dist", "node_modules"}
+    hidden = folder.name.startswith(".") and folder.name != ".ci"
+    captured = folder == ROOT / "tests" / "data"
+    return not (
+        hidden or captured or folder.name in made or folder.suffix == ".egg-info" or (folder / "pyvenv.cfg").exists()
+    )
+
+
+def found(pattern: str, *, but: tuple[str, ...] = ()) -> list[str]:
+    """Where a pattern stands in the repository, as `path:line: text`."""
+    expression = re.compile(pattern)
+    return [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in tracked_texts().items()
+        if name not in but
+        for number, line in enumerate(text.splitlines(), start=1)
+        if expression.search(line)
+    ]
+
+
+def names_used(text: str) -> set[str]:
+    """Every metric that a PromQL text names; labels and functions do not begin with `gpumem_`."""
+    return set(re.findall(r"\bgpumem_[a-z0-9_]+\b", text)) - {"gpumem_exporter"}
+
+
+def panels(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
+    """All panels that show something, those inside of collapsed rows included."""
+    every = [inner for panel in dashboard["panels"] for inner in (panel, *panel.get("panels", ()))]
+    return [panel for panel in every if panel["type"] != "row"]
+
+
+def test_the_repository_is_read_at_all() -> None:
+    assert {"README.md", "pyproject.toml", "gpumem_exporter/protocol.py"} <= tracked_texts().keys()
+
+
+def test_nothing_is_left_to_do_in_the_text() -> None:
+    assert found(r"\b(TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b", but=("LICENSE",)) == []
+
+
+def test_no_path_of_one_machine_and_no_registrys_address_stands_in_the_text() -> None:
+    paths = r"(?<![\w.-])/(work|farm|root|home/\w+|opt/gm)/"
+    registries = r"pypi[.]org|python[h]osted|deb[.]debian|registry[.]npm|download[.]pytorch"
+    assert found(f"{paths}|{registries}") == []
+
+
+def test_the_readme_names_only_commands_that_exist() -> None:
+    readme = tracked_texts()["README.md"]
+    for script in re.findall(r"^(?:sh|bash) (\S+)", readme, flags=re.MULTILINE):
+        assert (ROOT / script).is_file(), script
+    commands = set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)(?![\w./])", "\n".join(code_blocks(readme))))
+    assert {"serve", "run", "clear"} <= commands
+    assert commands <= set(COMMANDS)
+
+
+def code_blocks(markdown: str) -> list[str]:
+    """The fenced shell blocks of a Markdown text."""
+    return re.findall(r"^```sh\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_every_relative_link_of_a_document_leads_somewhere(document: str) -> None:
+    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", tracked_texts()[document])
+    assert links or document == "CHANGELOG.md"
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_the_changelog_and_the_kubernetes_image_name_the_version() -> None:
+    assert re.search(rf"^## {re.escape(__version__)}\b", tracked_texts()["CHANGELOG.md"], flags=re.MULTILINE)
+    (image,) = re.findall(r"image: gpumem-exporter:(\S+)", tracked_texts()["deploy/kubernetes/exporter.yaml"])
+    assert image == __version__
+
+
+@pytest.mark.parametrize("script", SHELL)
+def test_every_script_is_valid_in_its_shell(script: str) -> None:
+    text = (ROOT / script).read_text()
+    shell = "bash" if text.startswith("#!/usr/bin/env bash") else "sh"
+    checked = subprocess.run([shell, "-n", str(ROOT / script)], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_ci_scripts_may_be_executed() -> None:
+    for script in (".ci/run", ".ci/check-wheel"):
+        assert (ROOT / script).stat().st_mode & 0o111, script
+
+
+def test_every_yaml_file_is_read_without_trouble() -> None:
+    files = [name for name in tracked_texts() if name.endswith((".yml", ".yaml"))]
+    assert {"docker-compose.yml", "deploy/kubernetes/exporter.yaml"} <= set(files)
+    for name in files:
+        assert any(document is not None for document in yaml.safe_load_all(tracked_texts()[name])), name
+
+
+def test_prometheus_takes_its_configuration() -> None:
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+    configuration = ROOT / "deploy" / "prometheus" / "prometheus.yml"
+    checked = subprocess.run([promtool, "check", "config", configuration], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_compose_mounts_only_what_is_there_and_publishes_on_loopback_alone() -> None:
+    compose = yaml.safe_load(tracked_texts()["docker-compose.yml"])
+    for name, service in compose["services"].items():
+        for port in service.get("ports", ()):
+            assert port.startswith("127.0.0.1:"), f"{name}: {port}"
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"], volume
+
+
+def test_prometheus_scrapes_the_exporter_by_the_name_that_compose_gives_it_in_either_profile() -> None:
+    services = yaml.safe_load(tracked_texts()["docker-compose.yml"])["services"]
+    configuration = yaml.safe_load(tracked_texts()["deploy/prometheus/prometheus.yml"])
+    targets = [
+        target
+        for job in configuration["scrape_configs"]
+        for static in job["static_configs"]
+        for target in static["targets"]
+    ]
+    assert "exporter:9844" in targets
+    assert "exporter" in services
+    assert services["demo"]["networks"]["default"]["aliases"] == ["exporter"]
+    assert (services["exporter"]["profiles"], services["demo"]["profiles"]) == (["gpu"], ["demo"])
+
+
+def test_the_dashboard_is_what_its_program_builds() -> None:
+    program = "import build; print(build.node_dashboard(), end='')"
+    built = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT / "grafana", capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    assert built.stdout == (ROOT / "grafana" / "dashboards" / "node.json").read_text(), "run python grafana/build.py"
+
+
+@pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.name)
+def test_every_panel_says_what_it_shows_in_which_unit_from_the_chosen_data_source(path: Path) -> None:
+    shown = panels(json.loads(path.read_text()))
+    assert shown
+    for panel in shown:
+        assert panel["title"], panel["id"]
+        assert panel["description"], panel["title"]
+        assert panel["fieldConfig"]["defaults"]["unit"], panel["title"]
+        assert panel["targets"], panel["title"]
+        for source in (panel["datasource"], *(target["datasource"] for target in panel["targets"])):
+            assert source == {"type": "prometheus", "uid": "${datasource}"}, panel["title"]
+
+
+def test_every_metric_that_a_dashboard_or_a_rule_names_exists() -> None:
+    texts = {name: text for name, text in tracked_texts().items() if re.match(r"(grafana/dashboards|deploy)/", name)}
+    used = {name: names_used(text) for name, text in texts.items()}
+    assert used["grafana/dashboards/node.json"] >= {"gpumem_ledger_bytes", "gpumem_torch_reclaimable_bytes"}
+    for file, names in used.items():
+        unknown = {name for name in names if name not in FAMILIES and not _is_part_of_a_histogram(name)}
+        assert unknown == set(), file
+
+
+def test_every_label_that_a_dashboard_selects_or_shows_exists() -> None:
+    known = {label for metric in METRICS for label in metric.labels} | {"instance", "job", "le"}
+    for path in DASHBOARDS:
+        for panel in panels(json.loads(path.read_text())):
+            for target in panel["targets"]:
+                selected = re.findall(r"[{,]\s*(\w+)\s*(?:=~|!~|!=|=)", target["expr"])
+                grouped = re.findall(r"(?:by|on|group_left|group_right)\s*\(([^)]*)\)", target["expr"])
+                legend = re.findall(r"{{(\w+)}}", target.get("legendFormat", ""))
+                labels = {*selected, *legend, *(label.strip() for group in grouped for label in group.split(","))}
+                assert labels - {""} <= known, target["expr"]
+
+
+def test_the_readme_names_only_metrics_that_exist() -> None:
+    readme = tracked_texts()["README.md"]
+    for written in re.findall(r"`(gpumem_[a-z0-9_{},]+)`", readme):
+        for name in _expanded(written):
+            assert name in FAMILIES, written
+
+
+def _expanded(written: str) -> list[str]:
+    """`a_{b,c}_d` as `a_b_d` and `a_c_d`."""
+    match = re.fullmatch(r"(.*?)\{([^}]*)\}(.*)", written)
+    if match is None:
+        return [written]
+    before, choices, after = match.groups()
+    return [name for choice in choices.split(",") for name in _expanded(before + choice + after)]
+
+
+def _is_part_of_a_histogram(name: str) -> bool:
+    family = next((name.removesuffix(suffix) for suffix in SUFFIXES if name.endswith(suffix)), "")
+    return family in FAMILIES and FAMILIES[family].type == "histogram"
