@@ -34,6 +34,8 @@ _ANSWER_MARGIN_SECONDS = 5.0
 _FAREWELL_SECONDS = 0.25
 _REFUSED_INTERVALS = 5
 """An exporter that refuses our reports is asked again this many intervals later: nothing changes within one."""
+_NOT_FOR_US = (401, 403)
+"""An exporter's socket belongs to its owner; the same exporter may take this user's reports over loopback."""
 _CUDA_POLL_SECONDS = 0.05
 
 
@@ -175,19 +177,21 @@ class Worker:
     def _post(self, report: Report, timeout_seconds: float) -> Reply:
         headers = {"Content-Type": "application/json", **self._settings.authorization()}
         body = json.dumps(to_wire(report), separators=(",", ":")).encode()
-        unreachable = ExporterUnreachableError("the reporter stops")
+        refusal: ExporterError = ExporterUnreachableError("the reporter stops")
         for connection in self._candidates():
             try:
                 answer = connection.request("POST", REPORTS_PATH, body, headers, timeout_seconds=timeout_seconds)
+                if answer.status == 200:
+                    return reply_from_wire(json.loads(answer.body))
+                refusal = ExporterAnswerError(answer.status, _detail(answer.body))
+                if answer.status not in _NOT_FOR_US:
+                    break
             except ExporterUnreachableError as error:
-                unreachable = error
-                if not self._stopping.is_set():
-                    self._connection = None
-                continue
-            if answer.status != 200:
-                raise ExporterAnswerError(answer.status, _detail(answer.body))
-            return reply_from_wire(json.loads(answer.body))
-        raise unreachable
+                refusal = error
+            if not self._stopping.is_set():
+                connection.close()
+                self._connection = None
+        raise refusal
 
     def _candidates(self) -> Iterator[Connection]:
         """The connection that works, or one to each address in turn."""

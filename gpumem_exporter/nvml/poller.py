@@ -14,9 +14,12 @@ from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.nvml.reader import NodeReader
 from gpumem_exporter.nvml.trouble_log import TroubleLog
 
-__all__ = ["Poller", "PollerStatus", "Schedule"]
+__all__ = ["SOON_SECONDS", "Poller", "PollerStatus", "Schedule"]
 
 _logger = logging.getLogger(__name__)
+
+SOON_SECONDS = 0.05
+"""The least time between two polls, however many are asked for."""
 
 _STUCK_SECONDS = 5.0
 _STUCK_INTERVALS = 3.0
@@ -99,6 +102,7 @@ class Poller:
         self._clock = clock
         self._troubles = TroubleLog(_logger, clock)
         self._stopping = threading.Event()
+        self._woken = threading.Event()
         self._progress = _Progress()  # replaced whole, by the poller's thread alone: readers need no lock
         self._thread = threading.Thread(target=self._run, name="gpumem-poller", daemon=True)
 
@@ -110,6 +114,13 @@ class Poller:
         """
         self._thread.start()
 
+    def poll_soon(self) -> None:
+        """Poll before the interval is over: something has just changed what the driver says. Any thread may call it.
+
+        At most one poll in `SOON_SECONDS`, however often it is called.
+        """
+        self._woken.set()
+
     def stop(self, timeout_seconds: float) -> bool:
         """Ask the thread to end and wait for it, no longer than the timeout; any thread may call it, also twice.
 
@@ -117,6 +128,7 @@ class Poller:
             Whether it ended. One that hangs in the driver does not; it publishes nothing any more.
         """
         self._stopping.set()
+        self._woken.set()
         if self._thread.ident is None:
             return True
         self._thread.join(timeout_seconds)
@@ -142,7 +154,10 @@ class Poller:
         schedule = Schedule(self._interval_seconds, self._clock())
         while not self._stopping.is_set():
             self._poll()
-            self._stopping.wait(schedule.seconds_to_next(self._clock()))
+            wait_seconds = schedule.seconds_to_next(self._clock())
+            self._stopping.wait(min(SOON_SECONDS, wait_seconds))
+            self._woken.wait(max(0.0, wait_seconds - SOON_SECONDS))
+            self._woken.clear()
         self._reader.close()
 
     def _poll(self) -> None:

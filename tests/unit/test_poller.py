@@ -244,3 +244,23 @@ def test_a_wait_that_ends_a_moment_early_is_not_followed_by_a_second_poll() -> N
     assert schedule.seconds_to_next(0.25) == 0.75
     assert schedule.seconds_to_next(0.999999) == pytest.approx(1.000001)
     assert schedule.seconds_to_next(5.5) == 0.5
+
+
+def test_a_poll_can_be_had_before_the_interval_is_over() -> None:
+    readings: list[NodeReading] = []
+    seen = threading.Semaphore(0)
+
+    def publish(reading: NodeReading) -> None:
+        readings.append(reading)
+        seen.release()
+
+    poller = Poller(OneGpu(), NoHost(), publish, interval_seconds=3600.0)
+    poller.start()
+    try:
+        assert seen.acquire(timeout=SOON)
+        for polls in (2, 3):
+            poller.poll_soon()
+            assert seen.acquire(timeout=SOON)
+            assert len(readings) == polls
+    finally:
+        assert poller.stop(SOON)
