@@ -13,8 +13,6 @@ from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 
 __all__ = ["DemoNode"]
 
-STOP_STEP_SECONDS = 0.05
-
 
 class DemoNode:
     """A simulated node whose processes report to an exporter over HTTP.
@@ -62,9 +60,7 @@ class DemoNode:
         for reporter in self._reporters.values():
             reporter.stop()
         for reporter in self._reporters.values():
-            # An interrupted request is sent once more on a new connection, which has to be interrupted as well.
-            while not reporter.join(STOP_STEP_SECONDS) and time.monotonic() < deadline:
-                reporter.stop()
+            reporter.join(max(0.0, deadline - time.monotonic()))
 
     def _run(self, exporter_url: str, headers: dict[str, str]) -> None:
         while not self._stopping.wait(TICK_SECONDS):
