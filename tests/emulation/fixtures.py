@@ -1,0 +1,61 @@
+"""Fixtures of the emulated node, imported by tests/conftest.py: `emulation`, `make_node`, `node`, `start_torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import build
+from .node import EmulatedNode
+from .torch_process import TorchProcess
+
+MakeNode = Callable[..., EmulatedNode]
+StartTorch = Callable[..., TorchProcess]
+
+
+@pytest.fixture(scope="session")
+def emulation() -> Path:
+    """The folder of the built libraries."""
+    return build.build()
+
+
+@pytest.fixture
+def make_node(tmp_path: Path, emulation: Path) -> Iterator[MakeNode]:
+    """Makes nodes (arguments of EmulatedNode but for the path) and closes them after the test."""
+    nodes: list[EmulatedNode] = []
+
+    def make(**options: Any) -> EmulatedNode:
+        nodes.append(EmulatedNode(tmp_path / f"node{len(nodes)}", **options))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.close()
+
+
+@pytest.fixture
+def node(make_node: MakeNode) -> EmulatedNode:
+    """A fresh node: two GPUs of 8 GiB, 256 MiB of each reserved by the driver, 512 MiB a context."""
+    return make_node()
+
+
+@pytest.fixture
+def start_torch(node: EmulatedNode) -> Iterator[StartTorch]:
+    """Starts PyTorch processes on `node` (or on the one given), and reaps them after the test.
+
+    `start_torch(PYTORCH_CUDA_ALLOC_CONF="…")` adds to the environment; a value of None takes a variable away.
+    """
+    processes: list[TorchProcess] = []
+
+    def start(
+        on: EmulatedNode | None = None, launcher: tuple[str, ...] = (), **environment: str | None
+    ) -> TorchProcess:
+        processes.append(TorchProcess(on or node, environment, launcher))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.close()

@@ -1,0 +1,431 @@
+"""The emulated node as a test sees it: made, changed while programs run on it, and read to the byte."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from . import build
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+MAX_DEVICES = 64
+ANY_DEVICE = -1
+_ERROR, _DELAY, _HANG = 1, 2, 3
+
+NVML_ERROR_UNINITIALIZED = 1
+NVML_ERROR_NOT_SUPPORTED = 3
+NVML_ERROR_NO_PERMISSION = 4
+NVML_ERROR_DRIVER_NOT_LOADED = 9
+NVML_ERROR_GPU_IS_LOST = 15
+NVML_ERROR_UNKNOWN = 999
+
+
+class _ControlDevice(ctypes.Structure):
+    """`struct control_device` of src/control.c."""
+
+    _fields_ = (
+        ("total", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64),
+        ("unattributed", ctypes.c_int64),
+        ("used", ctypes.c_int64),
+        ("parent", ctypes.c_int32),
+        ("gpu_instance", ctypes.c_int32),
+        ("compute_instance", ctypes.c_int32),
+        ("spare", ctypes.c_int32),
+        ("uuid", ctypes.c_char * 96),
+        ("name", ctypes.c_char * 96),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class MigSlice:
+    """One MIG device to make: its profile as NVML writes it (`1g.10gb`) and its memory."""
+
+    profile: str
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBook:
+    """What the node itself knows of one device, in bytes.
+
+    Attributes:
+        index: NVML index; of a MIG device its parent's.
+        uuid: `GPU-…` or `MIG-…`.
+        parent_uuid: of a MIG device, else empty.
+        used_bytes: what NVML calls used: the processes' bytes and the unattributed ones.
+        unattributed_bytes: used that no process owns; negative when the driver's two answers disagree that way.
+        processes: bytes of each process by the pid that NVML gives it, its context included.
+    """
+
+    index: int
+    uuid: str
+    name: str
+    parent_uuid: str
+    total_bytes: int
+    reserved_bytes: int
+    used_bytes: int
+    unattributed_bytes: int
+    processes: Mapping[int, int]
+
+    @property
+    def free_bytes(self) -> int:
+        return self.total_bytes - self.reserved_bytes - self.used_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Books:
+    """All devices of the node at one instant: the physical ones in NVML's order, then the MIG devices."""
+
+    devices: tuple[DeviceBook, ...]
+
+    def __getitem__(self, index: int) -> DeviceBook:
+        return self.devices[index]
+
+    def by_uuid(self, uuid: str) -> DeviceBook:
+        return next(device for device in self.devices if device.uuid == uuid)
+
+
+class Rule:
+    """One thing that happens to matching calls until `remove()`. Also a context manager."""
+
+    def __init__(self, node: EmulatedNode, number: int) -> None:
+        self._node = node
+        self._number = number
+        self._active = True
+        self._hits = 0
+
+    @property
+    def hits(self) -> int:
+        """How many calls have met the rule."""
+        if self._active:
+            self._hits = int(self._node._control.emu_control_rule_hits(self._node._handle, self._number))
+        return self._hits
+
+    @property
+    def waiting(self) -> int:
+        """How many calls hang in it now."""
+        if not self._active:
+            return 0
+        return int(self._node._control.emu_control_rule_waiting(self._node._handle, self._number))
+
+    def wait_for_waiting(self, calls: int = 1, timeout_seconds: float = 10) -> None:
+        """Returns once that many calls hang in the rule."""
+        _wait(lambda: self.waiting >= calls, timeout_seconds, f"{calls} call(s) to hang")
+
+    def wait_for_hits(self, calls: int = 1, timeout_seconds: float = 10) -> None:
+        """Returns once that many calls have met the rule."""
+        _wait(lambda: self.hits >= calls, timeout_seconds, f"{calls} call(s) to meet the rule")
+
+    def remove(self) -> None:
+        """Ends it; calls that hang in it go on. Doing it twice is doing it once."""
+        if self._active:
+            self._hits = self.hits
+            self._active = False
+            self._node._control.emu_control_remove_rule(self._node._handle, self._number)
+
+    def __enter__(self) -> Rule:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def _wait(condition: Callable[[], bool], timeout_seconds: float, what: str) -> None:
+    end = time.monotonic() + timeout_seconds
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {timeout_seconds} s for {what}")
+        time.sleep(0.001)
+
+
+class EmulatedNode:
+    """One node: a state file in `path`, and the handles by which a test changes it.
+
+    A fresh folder for each node. Programs join it through `environment()`. Every method may be called from any thread,
+    but for the rules (`fail`, `slow`, `hang`), which belong to one thread at a time.
+
+    Args:
+        path: folder that the state lies in; made when missing.
+        devices: how many GPUs.
+        total_bytes: NVML's total of each GPU, or one for each.
+        reserved_bytes: what the driver keeps for itself on each GPU (and on each MIG device).
+        context_bytes: what a process' first use of a device costs beyond its tensors.
+        mig: for a device's index, the MIG devices it is split into.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        devices: int = 2,
+        total_bytes: int | Sequence[int] = 8 * GIB,
+        *,
+        reserved_bytes: int = 256 * MIB,
+        context_bytes: int = 512 * MIB,
+        name: str = "NVIDIA H100 80GB HBM3",
+        driver_version: str = "580.159.04",
+        cuda_version: int = 13020,
+        mig: Mapping[int, Sequence[MigSlice]] | None = None,
+    ) -> None:
+        totals = [total_bytes] * devices if isinstance(total_bytes, int) else list(total_bytes)
+        if len(totals) != devices:
+            raise ValueError(f"{devices} devices and {len(totals)} totals")
+        self.libraries = build.build()
+        self.path = path
+        self.state_file = path / "node"
+        self.device_count = devices
+        path.mkdir(parents=True, exist_ok=True)
+        entries = [
+            _ControlDevice(
+                total=total,
+                reserved=reserved_bytes,
+                parent=-1,
+                uuid=f"GPU-{index + 16:08x}-1111-2222-3333-{index + 0x444400000000:012x}".encode(),
+                name=name.encode(),
+            )
+            for index, total in enumerate(totals)
+        ]
+        for index, slices in sorted((mig or {}).items()):
+            for instance, part in enumerate(slices):
+                number = len(entries)
+                entries.append(
+                    _ControlDevice(
+                        total=part.total_bytes,
+                        reserved=min(reserved_bytes, part.total_bytes // 32),
+                        parent=index,
+                        gpu_instance=instance + 7,
+                        compute_instance=0,
+                        uuid=f"MIG-{number + 16:08x}-5555-6666-7777-{number + 0x888800000000:012x}".encode(),
+                        name=f"{name} MIG {part.profile}".encode(),
+                    )
+                )
+        self._entries = len(entries)
+        self._uuids: list[str] = [entry.uuid.decode() for entry in entries]
+        self._control = _load_control(self.libraries / build.CONTROL)
+        _check(
+            self._control.emu_control_create(
+                os.fsencode(self.state_file),
+                devices,
+                len(entries),
+                (_ControlDevice * len(entries))(*entries),
+                context_bytes,
+                cuda_version,
+                driver_version.encode(),
+            ),
+            self.state_file,
+        )
+        handle = ctypes.c_void_p()
+        _check(self._control.emu_control_open(os.fsencode(self.state_file), ctypes.byref(handle)), self.state_file)
+        self._handle: ctypes.c_void_p | None = handle
+        self._rules: list[Rule] = []
+
+    def close(self) -> None:
+        """Lets every hanging call go, and the state with it. Programs that still run keep their mapping."""
+        if self._handle is not None:
+            self.release()
+            handle, self._handle = self._handle, None
+            self._control.emu_control_close(handle)
+
+    def __enter__(self) -> EmulatedNode:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def environment(self, base: Mapping[str, str] | None = None, **extra: str) -> dict[str, str]:
+        """The environment of a program on this node: `base` (default: this process') and what joins it to the node."""
+        joined = dict(os.environ if base is None else base)
+        for name, value, sep in (
+            ("LD_LIBRARY_PATH", str(self.libraries), ":"),
+            ("LD_PRELOAD", str(self.libraries / build.RUNTIME), ":"),
+        ):
+            joined[name] = value + sep + joined[name] if joined.get(name) else value
+        joined["EMULATED_NODE"] = str(self.state_file)
+        joined.update(extra)
+        return joined
+
+    # What the node knows
+
+    def books(self) -> Books:
+        """Every device and every process on it, read at one instant under the node's lock."""
+        room = 4096
+        devices = (_ControlDevice * self._entries)()
+        on, pids, used = (ctypes.c_int32 * room)(), (ctypes.c_int32 * room)(), (ctypes.c_uint64 * room)()
+        rows = self._control.emu_control_books(self._handle, devices, on, pids, used, room)
+        if rows > room:
+            raise RuntimeError(f"{rows} rows in the node's books, room for {room}")
+        processes: list[dict[int, int]] = [{} for _ in devices]
+        for device, pid, count in itertools.islice(zip(on, pids, used, strict=True), rows):
+            processes[device][pid] = processes[device].get(pid, 0) + count
+        return Books(
+            tuple(
+                DeviceBook(
+                    index=index if entry.parent < 0 else entry.parent,
+                    uuid=entry.uuid.decode(),
+                    name=entry.name.decode(),
+                    parent_uuid="" if entry.parent < 0 else self._uuids[entry.parent],
+                    total_bytes=entry.total,
+                    reserved_bytes=entry.reserved,
+                    used_bytes=entry.used,
+                    unattributed_bytes=entry.unattributed,
+                    processes=processes[index],
+                )
+                for index, entry in enumerate(devices)
+            )
+        )
+
+    def uuid(self, device: int) -> str:
+        """A device's UUID as NVML spells it; the MIG devices follow the physical ones."""
+        return self._uuids[device]
+
+    # The driver's troubles
+
+    def set_device_error(self, device: int, code: int) -> None:
+        """Every NVML call on the device answers the code; its handle cannot be got either. 0 heals it.
+
+        A device that was lost (15) stays lost, once healed, to each NVML session that was open at the time: the program
+        has to shut NVML down and initialise it again.
+        """
+        self._control.emu_control_set_device_error(self._handle, self._entry(device), code)
+
+    def lose_device(self, device: int) -> None:
+        """The device falls off the bus."""
+        self.set_device_error(device, NVML_ERROR_GPU_IS_LOST)
+
+    def heal_device(self, device: int) -> None:
+        """The device answers again."""
+        self.set_device_error(device, 0)
+
+    def set_init_error(self, code: int) -> None:
+        """What nvmlInit answers from now on (9: the driver is not loaded); 0: it succeeds. Open sessions go on."""
+        self._control.emu_control_set_init_error(self._handle, code)
+
+    def restart_driver(self) -> None:
+        """Voids every open NVML session: all its calls answer UNINITIALIZED until it is shut down and opened again."""
+        self._control.emu_control_restart_driver(self._handle)
+
+    def set_utilization(self, device: int, percent: int | None) -> None:
+        """GPU utilisation that NVML gives; None: not supported."""
+        self._control.emu_control_set_utilization(self._handle, self._entry(device), -1 if percent is None else percent)
+
+    def hide_process_memory(self, device: int, hidden: bool = True) -> None:
+        """NVML lists the device's processes, but calls their memory not available."""
+        self._control.emu_control_hide_processes(self._handle, self._entry(device), int(hidden))
+
+    def set_unattributed(self, device: int, nbytes: int) -> None:
+        """Memory that NVML calls used and no process owns; may be negative."""
+        self._control.emu_control_set_unattributed(self._handle, self._entry(device), nbytes)
+
+    # Processes
+
+    def set_process(self, pid: int, device: int, nbytes: int) -> None:
+        """A process that runs nothing here (any pid) holds that many bytes of the device, until it is removed.
+
+        Raises:
+            MemoryError: the device has not that much free.
+        """
+        _check(self._control.emu_control_set_foreign(self._handle, pid, self._entry(device), nbytes), f"process {pid}")
+
+    def remove_process(self, pid: int) -> None:
+        """Ends a process made by `set_process`, on all devices."""
+        _check(self._control.emu_control_remove_foreign(self._handle, pid), f"process {pid}")
+
+    def show_pid_as(self, pid: int, shown: int | None) -> None:
+        """NVML calls a running process (by the pid it has itself) by another pid, as from another PID namespace."""
+        _check(self._control.emu_control_show_as(self._handle, pid, shown or 0), f"process {pid}")
+
+    # Calls that fail, drag or hang. `function` is a name or a pattern of names, in any of the three libraries:
+    # "nvmlDeviceGetMemoryInfo*", "cudaFree", "nvml*". Versions are part of the name.
+
+    def fail(self, function: str, code: int, device: int | None = None) -> Rule:
+        """The call answers the error code (of NVML or of CUDA, whichever the function belongs to)."""
+        return self._rule(function, device, _ERROR, code)
+
+    def slow(self, function: str, milliseconds: int, device: int | None = None) -> Rule:
+        """The call takes that much longer."""
+        return self._rule(function, device, _DELAY, milliseconds)
+
+    def hang(self, function: str = "nvml*", device: int | None = None) -> Rule:
+        """The call does not return before the rule is removed, `release()` is called or the node is closed."""
+        return self._rule(function, device, _HANG, 0)
+
+    def release(self) -> None:
+        """Removes every rule."""
+        while self._rules:
+            self._rules.pop().remove()
+
+    def _rule(self, function: str, device: int | None, action: int, value: int) -> Rule:
+        if len(function) >= 80:
+            raise ValueError(f"function name too long: {function}")
+        entry = ANY_DEVICE if device is None else self._entry(device)
+        number = self._control.emu_control_add_rule(self._handle, function.encode(), entry, action, value)
+        if number < 0:
+            raise RuntimeError("no room for another rule")
+        self._rules.append(Rule(self, number))
+        return self._rules[-1]
+
+    def _entry(self, device: int) -> int:
+        if not 0 <= device < self._entries:
+            raise IndexError(f"device {device} of {self._entries}")
+        return device
+
+
+def _check(code: int, what: object) -> None:
+    if code == errno.ENOMEM:
+        raise MemoryError(f"{what}: the device has not that much free")
+    if code:
+        raise OSError(code, os.strerror(code), str(what))
+
+
+def _load_control(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    node, number, code, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_int32, ctypes.c_char_p
+    devices = ctypes.POINTER(_ControlDevice)
+    for name, arguments, result in (
+        ("create", (text, ctypes.c_uint32, ctypes.c_uint32, devices, ctypes.c_uint64, code, text), number),
+        ("open", (text, ctypes.POINTER(node)), number),
+        ("close", (node,), None),
+        (
+            "books",
+            (node, devices, ctypes.POINTER(code), ctypes.POINTER(code), ctypes.POINTER(ctypes.c_uint64), number),
+            number,
+        ),
+        ("set_foreign", (node, code, number, ctypes.c_uint64), number),
+        ("remove_foreign", (node, code), number),
+        ("show_as", (node, code, code), number),
+        ("set_device_error", (node, number, code), None),
+        ("set_init_error", (node, code), None),
+        ("restart_driver", (node,), None),
+        ("set_utilization", (node, number, code), None),
+        ("hide_processes", (node, number, code), None),
+        ("set_unattributed", (node, number, ctypes.c_int64), None),
+        ("add_rule", (node, text, number, code, code), number),
+        ("remove_rule", (node, number), None),
+        ("rule_hits", (node, number), ctypes.c_uint32),
+        ("rule_waiting", (node, number), ctypes.c_uint32),
+    ):
+        function = getattr(library, f"emu_control_{name}")
+        function.argtypes = arguments
+        function.restype = result
+    return library
+
+
+def main(folder: str, devices: str = "2", total_gib: str = "8") -> None:
+    """Makes a node that outlives this program, and prints what joins a shell to it."""
+    node = EmulatedNode(Path(folder), int(devices), int(total_gib) * GIB)
+    for name, value in node.environment({}).items():
+        print(f"export {name}={value}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

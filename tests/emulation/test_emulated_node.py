@@ -1,0 +1,432 @@
+"""The emulated driver's own rules, seen by small programs without torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.emulation import build
+from tests.emulation.fixtures import MakeNode
+from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode, MigSlice
+from tests.emulation.programs import NVML, Program, hammer, run
+
+CONTEXT = 512 * MIB
+OUT_OF_MEMORY, INITIALIZATION_ERROR, NO_DEVICE = 2, 3, 100
+CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
+LOST, UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION = 15, 1, 3, 4
+
+
+def test_looking_at_devices_takes_no_memory_and_the_first_use_takes_a_context(node: EmulatedNode) -> None:
+    code = """
+device_count(); name_of(0); name_of(1)
+say([has_context(0), has_context(1)]); wait()
+cuda.cudaFree(None)
+say([has_context(0), has_context(1)]); wait()
+cuda.cudaSetDevice(1)
+say([has_context(0), has_context(1)]); wait()
+"""
+    with Program(node, code) as program:
+        assert program.heard() == [0, 0]
+        assert [device.processes for device in node.books().devices] == [{}, {}]
+        program.go()
+        assert program.heard() == [1, 0]
+        assert [device.processes for device in node.books().devices] == [{program.pid: CONTEXT}, {}]
+        program.go()
+        assert program.heard() == [1, 1]
+        assert [device.used_bytes for device in node.books().devices] == [CONTEXT, CONTEXT]
+
+
+def test_cuda_nvml_and_the_books_tell_the_same(node: EmulatedNode) -> None:
+    node.set_process(4711, 0, GIB)
+    with Program(node, "malloc(300 << 20); say(memory()); wait()") as program:
+        code, free, total = program.heard()
+        book = node.books()[0]
+        assert (code, free, total) == (0, book.free_bytes, book.total_bytes - book.reserved_bytes)
+        assert book.processes == {program.pid: CONTEXT + 300 * MIB, 4711: GIB}
+        seen = run(node, "say([memory(0), processes(0)])", NVML)
+    assert seen[0] == {
+        "total": book.total_bytes,
+        "reserved": book.reserved_bytes,
+        "used": book.used_bytes,
+        "free": book.free_bytes,
+    }
+    assert {pid: used for pid, used, _ in seen[1]} == book.processes
+
+
+def test_racing_threads_and_processes_never_overdraw_and_lose_no_byte(make_node: MakeNode) -> None:
+    node = make_node(devices=1, total_bytes=GIB, reserved_bytes=64 * MIB, context_bytes=32 * MIB)
+    with ExitStack() as stack:
+        hammers = [stack.enter_context(hammer(node, threads=2, operations=10_000)) for _ in range(4)]
+        for each in hammers:
+            assert each.heard() == []
+        for each in hammers:
+            each.go()
+        while any(each.silent(0) for each in hammers):
+            book = node.books()[0]
+            assert sum(book.processes.values()) == book.used_bytes <= GIB - 64 * MIB
+        told = [each.heard() for each in hammers]
+        assert all(allocations > 1000 and refusals > 100 for _, allocations, refusals in told)
+        assert node.books()[0].processes == {
+            each.pid: 32 * MIB + held for each, (held, _, _) in zip(hammers, told, strict=True)
+        }
+
+
+def test_one_process_fills_a_device_to_the_byte(make_node: MakeNode) -> None:
+    node = make_node(devices=1, total_bytes=GIB, reserved_bytes=64 * MIB, context_bytes=32 * MIB)
+    code = """
+taken = 0
+while malloc(2 << 20)[0] == 0: taken += 1
+say([taken, memory()[1]])
+"""
+    assert run(node, code) == [(1024 - 64 - 32) // 2, 0]
+
+
+def test_a_context_that_does_not_fit_is_out_of_memory(node: EmulatedNode) -> None:
+    node.set_process(4711, 0, node.books()[0].free_bytes - CONTEXT + 1)
+    assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [OUT_OF_MEMORY, 0]
+    node.set_process(4711, 0, node.books()[0].total_bytes // 2)
+    assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [0, 1]
+
+
+def test_a_killed_process_gives_its_memory_back(node: EmulatedNode) -> None:
+    code = "say(1); wait(); say(malloc(6 << 30)[0]); wait()"
+    with Program(node, "malloc(6 << 30); say(1); wait()") as first, Program(node, code) as second:
+        first.heard()
+        second.heard()
+        assert node.books()[0].processes == {first.pid: CONTEXT + 6 * GIB}
+        first.kill()
+        assert node.books()[0].used_bytes == 0
+        second.go()
+        assert second.heard() == 0
+        assert node.books()[0].processes == {second.pid: CONTEXT + 6 * GIB}
+
+
+def test_processes_killed_in_the_middle_of_their_calls_leave_the_books_right(node: EmulatedNode) -> None:
+    with ExitStack() as stack:
+        for _ in range(12):
+            victims = [stack.enter_context(hammer(node, threads=2, operations=0)) for _ in range(4)]
+            for victim in victims:
+                victim.heard()
+                victim.go()
+            while node.books()[0].used_bytes < 4 * CONTEXT + 100 * MIB:
+                pass
+            for victim in victims:
+                victim.kill()
+            assert node.books()[0].used_bytes == 0
+    assert run(node, "say(malloc(7 << 30)[0])") == 0
+
+
+def test_a_process_that_becomes_another_program_holds_nothing_any_more(node: EmulatedNode) -> None:
+    """The pid lives on, as a reused one does, and so does the start time that /proc tells."""
+    code = """
+malloc(1 << 30); say(1); wait()
+os.execv(sys.executable, [sys.executable, "-c", "import sys; print(2, flush=True); sys.stdin.readline()"])
+"""
+    with Program(node, code) as program:
+        program.heard()
+        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
+        program.go()
+        assert program.heard() == 2
+        assert node.books()[0].processes == {}
+
+
+def test_a_forked_child_counts_nothing_twice_and_takes_nothing_with_it(node: EmulatedNode) -> None:
+    code = """
+malloc(1 << 30)
+reader, writer = os.pipe()
+child = os.fork()
+if not child:
+    os.write(writer, json.dumps([malloc(1 << 20)[0], device_count()[0]]).encode())
+    sys.stdin.readline()
+    sys.exit()
+say(json.loads(os.read(reader, 100)))
+os.waitpid(child, 0)
+say("the child has ended"); time.sleep(60)
+"""
+    with Program(node, code) as program:
+        assert program.heard() == [INITIALIZATION_ERROR, INITIALIZATION_ERROR]
+        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
+        program.go()
+        assert program.heard() == "the child has ended"
+        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
+
+
+def test_starting_a_program_that_closes_every_descriptor_leaves_the_memory_with_its_owner(node: EmulatedNode) -> None:
+    code = """
+malloc(1 << 30)
+import subprocess
+subprocess.run([sys.executable, "-c", "import os; os.closerange(3, 5000)"], close_fds=False, check=True)
+subprocess.run(["true"], check=True)
+say(1); wait()
+"""
+    with Program(node, code) as program:
+        program.heard()
+        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
+
+
+def test_a_parent_that_dies_before_its_forked_child_still_gives_its_memory_back(node: EmulatedNode) -> None:
+    code = """
+malloc(1 << 30)
+if os.fork():
+    wait(); os.kill(os.getpid(), 9)
+say(os.getpid()); time.sleep(60)
+"""
+    with Program(node, code) as program:
+        child = program.heard()
+        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
+        program.go()
+        assert program.finish() == -9
+        assert Path(f"/proc/{child}").exists()
+        assert node.books()[0].processes == {}
+
+
+@pytest.mark.parametrize(
+    ("chosen", "seen"),
+    [
+        ("1", [1]),
+        ("1,0", [1, 0]),
+        ("0,9,1", [0]),
+        ("", []),
+        ("-1", []),
+        ("uuid", [1]),
+        ("uuid-beginning", [1]),
+        ("0,0", []),
+    ],
+)
+def test_cuda_visible_devices_chooses_and_orders(make_node: MakeNode, chosen: str, seen: list[int]) -> None:
+    node = make_node(devices=2, total_bytes=[8 * GIB, 16 * GIB])
+    spelled = {"uuid": node.uuid(1), "uuid-beginning": node.uuid(1)[:12]}.get(chosen, chosen)
+    code = """
+totals = []
+error, count = device_count()
+for i in range(count):
+    cuda.cudaSetDevice(i); malloc(2 << 20); totals.append(memory()[2])
+say([error, totals]); wait()
+"""
+    with Program(node, code, environment={"CUDA_VISIBLE_DEVICES": spelled}) as program:
+        error, totals = program.heard()
+        books = node.books()
+        assert error == (0 if seen else NO_DEVICE)
+        assert totals == [books[i].total_bytes - books[i].reserved_bytes for i in seen]
+        assert [i for i in (0, 1) if books[i].processes] == sorted(seen)
+
+
+def test_a_hanging_nvml_call_returns_when_it_is_released(node: EmulatedNode) -> None:
+    code = """
+say(1); wait(); say(memory(1)["used"]); say(memory(0)["used"])
+"""
+    with Program(node, code, NVML) as program:
+        program.heard()
+        with node.hang("nvmlDeviceGetMemoryInfo*", device=0) as rule:
+            program.go()
+            assert program.heard() == 0, "the other device answers"
+            rule.wait_for_waiting()
+            assert program.silent(0.1)
+        assert program.heard() == 0
+
+
+def test_any_nvml_call_can_hang_and_closing_the_node_releases_it(node: EmulatedNode) -> None:
+    with Program(node, "say(1); wait(); say(nvml.nvmlDeviceGetCount())", NVML) as program:
+        program.heard()
+        rule = node.hang()
+        program.go()
+        rule.wait_for_waiting()
+        node.close()
+        assert program.heard() == 2
+
+
+def test_single_nvml_calls_can_be_refused(node: EmulatedNode) -> None:
+    code = """
+handle = nvml.nvmlDeviceGetHandleByIndex(0)
+say([code(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2), code(nvml.nvmlDeviceGetMemoryInfo, handle),
+     code(nvml.nvmlDeviceGetComputeRunningProcesses, handle)])
+"""
+    with (
+        node.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED) as first,
+        node.fail("nvmlDeviceGetCompute*", NO_PERMISSION, 0),
+    ):
+        assert run(node, code, NVML) == [NOT_SUPPORTED, 0, NO_PERMISSION]
+    assert first.hits == 1
+    assert run(node, code, NVML) == [0, 0, 0]
+
+
+def test_a_slow_cuda_free_takes_its_time(node: EmulatedNode) -> None:
+    code = """
+_, pointer = malloc(2 << 20)
+start = time.monotonic(); free(pointer); say(time.monotonic() - start)
+"""
+    with node.slow("cudaFree", 80):
+        assert run(node, code) >= 0.08
+
+
+def test_a_lost_device_leaves_the_others_right_and_stays_lost_to_open_sessions(node: EmulatedNode) -> None:
+    code = """
+handle = nvml.nvmlDeviceGetHandleByIndex(0)
+def look():
+    say([code(nvml.nvmlDeviceGetMemoryInfo, handle), code(nvml.nvmlDeviceGetHandleByIndex, 0), code(memory, 1),
+         nvml.nvmlDeviceGetCount()]); wait()
+look(); look(); look()
+nvml.nvmlShutdown(); nvml.nvmlInit()
+look()
+"""
+    with Program(node, code, NVML) as program:
+        assert program.heard() == [0, 0, 0, 2]
+        node.lose_device(0)
+        program.go()
+        assert program.heard() == [LOST, LOST, 0, 2]
+        node.heal_device(0)
+        program.go()
+        assert program.heard() == [LOST, LOST, 0, 2]
+        program.go()
+        assert program.heard() == [0, 0, 0, 2]
+
+
+def test_a_driver_that_comes_later_and_one_that_restarts(node: EmulatedNode) -> None:
+    code = """
+nvml.nvmlShutdown(); say(1); wait()
+say(code(nvml.nvmlInit)); wait()
+say(code(nvml.nvmlInit)); wait()
+say(code(nvml.nvmlDeviceGetCount))
+nvml.nvmlShutdown(); nvml.nvmlInit()
+say(code(nvml.nvmlDeviceGetCount))
+"""
+    with Program(node, code, NVML) as program:
+        program.heard()
+        node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+        program.go()
+        assert program.heard() == NVML_ERROR_DRIVER_NOT_LOADED
+        node.set_init_error(0)
+        program.go()
+        assert program.heard() == 0
+        node.restart_driver()
+        program.go()
+        assert program.heard() == UNINITIALIZED
+        assert program.heard() == 0
+
+
+def test_nvml_tells_utilization_hidden_memory_and_unattributed_bytes(node: EmulatedNode) -> None:
+    node.set_process(4711, 0, GIB)
+    node.hide_process_memory(0)
+    node.set_unattributed(0, -10 * MIB)
+    node.set_utilization(0, 87)
+    node.set_utilization(1, None)
+    code = """
+handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]
+say([processes(0), memory(0)["used"], nvml.nvmlDeviceGetUtilizationRates(handles[0]).gpu,
+     code(nvml.nvmlDeviceGetUtilizationRates, handles[1])])
+"""
+    assert run(node, code, NVML) == [[[4711, None, 2**32 - 1]], GIB - 10 * MIB, 87, NOT_SUPPORTED]
+
+
+def test_a_process_can_be_shown_under_the_pid_of_another_namespace(node: EmulatedNode) -> None:
+    with Program(node, "malloc(2 << 20); say(1); wait()") as program:
+        program.heard()
+        node.show_pid_as(program.pid, 77001)
+        assert run(node, "say(processes(0))", NVML) == [[77001, CONTEXT + 2 * MIB, 2**32 - 1]]
+        assert node.books()[0].processes == {77001: CONTEXT + 2 * MIB}
+
+
+def test_nvml_calls_a_process_in_another_pid_namespace_by_its_outer_pid(node: EmulatedNode) -> None:
+    launcher = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+    if subprocess.run([*launcher, "true"], capture_output=True, timeout=30, check=False).returncode:
+        pytest.skip("this machine does not let its user make PID namespaces")
+    with Program(node, "malloc(2 << 20); say(os.getpid()); wait()", launcher=launcher) as program:
+        assert program.heard() == 1
+        outer = int(Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text())
+        assert node.books()[0].processes == {outer: CONTEXT + 2 * MIB}
+        assert run(node, "say(processes(0))", NVML) == [[outer, CONTEXT + 2 * MIB, 2**32 - 1]]
+
+
+def test_a_capture_refuses_unsafe_calls_of_every_thread_and_is_spoiled_by_them(node: EmulatedNode) -> None:
+    code = """
+stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
+cuda.cudaStreamCreateWithFlags(ctypes.byref(stream), 1)
+def capture(mode, meanwhile):
+    cuda.cudaStreamBeginCapture(stream, mode)
+    thread = threading.Thread(target=meanwhile); thread.start(); thread.join()
+    status = ctypes.c_int(); cuda.cudaStreamIsCapturing(stream, ctypes.byref(status))
+    return status.value, cuda.cudaStreamEndCapture(stream, ctypes.byref(graph))
+answers = []
+ask = lambda: answers.append(malloc(2 << 20)[0])
+GLOBAL, LOCAL = 0, 1
+captures = [capture(GLOBAL, lambda: None), capture(GLOBAL, ask), capture(LOCAL, ask)]
+say([captures, answers, malloc(2 << 20)[0]])
+"""
+    assert run(node, code) == [[[1, 0], [2, CAPTURE_INVALIDATED], [1, 0]], [CAPTURE_UNSUPPORTED, 0], 0]
+
+
+def test_a_call_that_is_not_emulated_fails_by_name(node: EmulatedNode) -> None:
+    with Program(node, "say([cuda.cudaIpcGetMemHandle(None, None), cuda.cudaGetLastError()])") as program:
+        assert program.heard() == [801, 801]
+        assert program.stderr() == "emulated node: cudaIpcGetMemHandle is not emulated\n"
+
+
+def test_mig_devices_have_their_own_books_inside_their_gpu(make_node: MakeNode) -> None:
+    node = make_node(mig={1: [MigSlice("1g.10gb", GIB), MigSlice("2g.20gb", 2 * GIB)]})
+    mig = node.uuid(3)
+    assert mig.startswith("MIG-")
+    code = """
+whole = nvml.nvmlDeviceGetHandleByIndex(1)
+parts = [nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, i) for i in (0, 1)]
+say([nvml.nvmlDeviceGetCount(), nvml.nvmlDeviceGetMigMode(whole), [nvml.nvmlDeviceGetUUID(part) for part in parts],
+     nvml.nvmlDeviceGetName(parts[1]), memory(parts[1])["used"], memory(whole)["used"],
+     processes(whole), processes(parts[1]), processes(parts[0])])
+"""
+    with Program(
+        node, "say([malloc(1 << 30)[0], malloc(1 << 30)[0]]); wait()", environment={"CUDA_VISIBLE_DEVICES": mig}
+    ) as program:
+        assert program.heard() == [0, OUT_OF_MEMORY]
+        used = CONTEXT + GIB
+        count, mode, uuids, name, part_used, whole_used, whole, second, first = run(node, code, NVML)
+        assert (count, mode, uuids) == (2, [1, 1], [node.uuid(2), mig])
+        assert name.endswith("MIG 2g.20gb")
+        assert (part_used, whole_used) == (used, used)
+        assert whole == second == [[program.pid, used, 8]]
+        assert first == []
+        assert node.books().by_uuid(mig).parent_uuid == node.uuid(1)
+
+
+def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:
+    with Program(node, "malloc(1 << 30); say(1); wait()") as program:
+        program.heard()
+        shown = subprocess.run(
+            [sys.executable, "-m", "gpustat", "--show-pid", "--no-color"],
+            env=node.environment(),
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+    assert f"/{program.pid}(1536M)" in shown.stdout
+    assert "1536 /  8192 MB" in shown.stdout
+
+
+def test_building_at_the_same_time_gives_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "CACHE", tmp_path)
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(build.build())) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert folders[0] == folders[1]
+    assert [path.name for path in tmp_path.iterdir()] == [folders[0].name]
+    assert {path.name for path in folders[0].iterdir()} == {
+        build.RUNTIME,
+        build.DRIVER,
+        build.NVML,
+        build.CONTROL,
+        build.HAMMER,
+    }
+
+
+def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(build.EmulationBuildError, match="gcc, which is not installed"):
+        build.build()

@@ -1,0 +1,242 @@
+"""Real PyTorch on the emulated node: its allocator's own numbers against the node's books, to the byte."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.emulation.node import GIB, MIB, EmulatedNode
+from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
+
+CONTEXT = 512 * MIB
+Lab = tuple[EmulatedNode, TorchProcess]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[Lab]:
+    with EmulatedNode(tmp_path_factory.mktemp("shared")) as node, TorchProcess(node) as process:
+        yield node, process
+
+
+@pytest.fixture
+def lab(shared: Lab) -> Lab:
+    """A node of two 8 GiB GPUs and a PyTorch process on it that holds no tensor; one process for the whole module."""
+    _, process = shared
+    process.call("free")
+    process.exec("import gc; worker.models.clear(); gc.collect()")
+    process.call("empty_cache")
+    return shared
+
+
+def reserved(process: TorchProcess, device: int = 0) -> int:
+    return int(process.call("stats", device=device)["reserved_bytes.all.current"])
+
+
+def test_the_books_are_what_the_real_allocator_reserved_and_its_context(lab: Lab) -> None:
+    node, process = lab
+    for seed in range(5):
+        for device in (0, 1):
+            process.call("random_heap", device=device, seed=seed, blocks=60)
+            book = node.books()[device]
+            assert book.processes == {process.pid: CONTEXT + reserved(process, device)}
+    before, held = node.books()[0].used_bytes, reserved(process)
+    process.call("empty_cache")
+    assert 0 < before - node.books()[0].used_bytes == held - reserved(process)
+
+
+def test_pynvml_inside_the_process_counts_the_process_itself(lab: Lab) -> None:
+    node, process = lab
+    process.call("alloc", nbytes=100 * MIB)
+    seen = process.exec("""
+import pynvml
+pynvml.nvmlInit()
+handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+result = {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+pynvml.nvmlShutdown()
+""")
+    assert seen == {str(process.pid): CONTEXT + 100 * MIB} == {str(k): v for k, v in node.books()[0].processes.items()}
+
+
+def test_torch_sees_the_devices_by_the_uuids_that_nvml_gives(lab: Lab) -> None:
+    node, process = lab
+    assert process.call("uuids") == [node.uuid(0), node.uuid(1)]
+
+
+@pytest.mark.parametrize("model", ["linear", "transformer"])
+def test_training_has_its_memory_pattern(lab: Lab, model: str) -> None:
+    node, process = lab
+    process.call("train", steps=2, model=model)
+    process.call("reset_peak")
+    second = process.call("train", steps=1, model=model)
+    process.call("reset_peak")
+    third = process.call("train", steps=3, model=model)
+    assert 0 < second["allocated"] < second["peak"]
+    assert second == third
+    assert node.books()[0].processes[process.pid] == CONTEXT + reserved(process)
+
+
+def test_running_out_of_memory_tells_all_that_torch_tells(lab: Lab) -> None:
+    node, process = lab
+    node.set_process(4711, 0, GIB)
+    try:
+        process.call("alloc", nbytes=2 * GIB)
+        ooms = process.call("stats")["num_ooms"]
+        with pytest.raises(RemoteError) as caught:
+            process.call("alloc", nbytes=5 * GIB)
+    finally:
+        node.remove_process(4711)
+    assert caught.value.type == "OutOfMemoryError"
+    for part in (
+        "Tried to allocate 5.00 GiB. GPU 0 has a total capacity of 7.75 GiB of which 4.25 GiB is free.",
+        "Process 4711 has 1024.00 MiB memory in use.",
+        "this process has 2.50 GiB memory in use.",
+        "Of the allocated memory 2.00 GiB is allocated by PyTorch",
+    ):
+        assert part in caught.value.message
+    stats = process.call("stats")
+    assert (stats["num_ooms"], stats["num_alloc_retries"] > 0) == (ooms + 1, True)
+
+
+def test_a_mem_pool_keeps_its_memory_until_it_goes(lab: Lab) -> None:
+    node, process = lab
+    process.exec("""
+pool = torch.cuda.MemPool()
+with torch.cuda.use_mem_pool(pool):
+    inside = torch.empty(50 << 20, dtype=torch.uint8, device="cuda:0")
+del inside
+torch.cuda.empty_cache()
+""")
+    assert reserved(process) == 50 * MIB == node.books()[0].used_bytes - CONTEXT
+    process.exec("del pool; torch.cuda.empty_cache()")
+    assert reserved(process) == 0 == node.books()[0].used_bytes - CONTEXT
+
+
+def test_pinned_memory_is_pinned_and_takes_nothing_of_the_device(lab: Lab) -> None:
+    node, process = lab
+    before = node.books()[0].used_bytes
+    code = """
+pinned = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
+result = [pinned.is_pinned(), torch.empty(4).is_pinned(), pinned.to("cuda:0").cpu()[12345].item()]
+"""
+    assert process.exec(code) == [True, False, 12345]
+    assert process.exec("del pinned; result = torch.cuda.memory_reserved(0)") == node.books()[0].used_bytes - CONTEXT
+    assert before == CONTEXT
+
+
+def test_a_broken_command_tells_what_happened_there(lab: Lab) -> None:
+    _, process = lab
+    with pytest.raises(RemoteError, match="ZeroDivisionError: division by zero"):
+        process.exec("1 / 0")
+    assert process.exec("result = given + 1", given=41) == 42
+
+
+def test_eight_processes_at_random_never_overdraw_and_their_bytes_add_up(make_node: MakeNode) -> None:
+    node = make_node(devices=2, total_bytes=6 * GIB, context_bytes=256 * MIB)
+    limits = [book.total_bytes - book.reserved_bytes for book in node.books().devices]
+    with ExitStack() as stack:
+        processes = [stack.enter_context(TorchProcess(node)) for _ in range(8)]
+        assert [process.call("contexts") for process in processes] == [[]] * 8
+        assert [book.used_bytes for book in node.books().devices] == [0, 0], "counting devices is no use of them"
+        for process in processes:
+            process.exec(
+                "for device in (0, 1): torch.cuda.mem_get_info(device)"
+            )  # a context that does not fit is fatal
+        asked = [
+            process.send(
+                "churn", devices=[0, 1], seed=seed, operations=1500, largest_bytes=256 * MIB, held=30, clear_every=50
+            )
+            for seed, process in enumerate(processes)
+        ]
+        while True:
+            books = node.books()
+            for book, limit in zip(books.devices, limits, strict=True):
+                assert sum(book.processes.values()) == book.used_bytes <= limit
+            if all(process.answered() for process in processes):
+                break
+        counts = [process.receive(number) for process, number in zip(processes, asked, strict=True)]
+        assert sum(count["ooms"] for count in counts) > 0, "the device was never full"
+        books = node.books()
+        for device in (0, 1):
+            expected = {process.pid: 256 * MIB + reserved(process, device) for process in processes}
+            assert books[device].processes == expected
+        processes[3].kill()
+        assert processes[3].pid not in node.books()[0].processes
+
+
+def test_expandable_segments_take_and_give_back_memory_page_by_page(
+    node: EmulatedNode, start_torch: StartTorch
+) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+    for seed in range(5):
+        process.call("random_heap", seed=seed, blocks=60, largest_bytes=128 * MIB, keep=0.3)
+        assert node.books()[0].processes == {process.pid: CONTEXT + reserved(process)}
+    assert any(segment["is_expandable"] for segment in process.call("snapshot"))
+    before, held = node.books()[0].used_bytes, reserved(process)
+    process.call("empty_cache")
+    assert 0 < before - node.books()[0].used_bytes == held - reserved(process)
+    process.call("free")
+    process.call("empty_cache")
+    assert node.books()[0].processes == {process.pid: CONTEXT}
+    assert process.finish() == 0
+    assert node.books()[0].processes == {}
+
+
+def test_the_asynchronous_backend_works_with_what_it_can_tell(node: EmulatedNode, start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    process.call("random_heap", blocks=60)
+    assert node.books()[0].processes == {process.pid: CONTEXT + reserved(process)}
+    process.call("free")
+    process.call("empty_cache")
+    assert node.books()[0].processes == {process.pid: CONTEXT}
+
+
+def test_a_graph_capture_works_and_another_threads_empty_cache_spoils_it(start_torch: StartTorch) -> None:
+    process = start_torch()
+    captured = process.exec("""
+x = torch.randn(1000, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    capturing = torch.cuda.is_current_stream_capturing()
+    y = (x + 1) * 2
+graph.replay()
+result = [capturing, torch.cuda.is_current_stream_capturing(), y.shape[0]]
+""")
+    assert captured == [True, False, 1000]
+    refused, capture = process.exec("""
+import threading
+cached = torch.empty(100 << 20, dtype=torch.uint8, device="cuda")
+errors = []
+def clear():
+    try:
+        torch.cuda.empty_cache()
+    except Exception as error:
+        errors.append(str(error))
+second = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(second):
+        del cached
+        thread = threading.Thread(target=clear); thread.start(); thread.join()
+        z = x + 3
+    outcome = "captured"
+except Exception as error:
+    outcome = str(error)
+result = [errors, outcome]
+""")
+    assert len(refused) == 1
+    assert re.search("not permitted when stream is capturing", refused[0])
+    assert re.search("failed due to a previous error during capture|capturing", capture)
+
+
+def test_a_process_that_hangs_or_dies_is_reported_with_its_stderr(start_torch: StartTorch) -> None:
+    process = start_torch()
+    process.exec("print('about to hang')")
+    with pytest.raises(TorchProcessError, match=r"did not answer within 0.3 s(.|\n)*about to hang(.|\n)*from the test"):
+        process.exec("import time\nwhile True: time.sleep(0.01)", timeout_seconds=0.3)
+    process.kill()
+    with pytest.raises(TorchProcessError, match=r"ended with -9|could not be sent"):
+        process.call("hello")

@@ -1,0 +1,202 @@
+"""A real Python process with real PyTorch on an emulated node, told what to do line by line (see torch_worker.py)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .node import EmulatedNode
+
+REPOSITORY = Path(__file__).parents[2]
+WORKER = "tests.emulation.torch_worker"
+START_TIMEOUT_SECONDS = 90.0  # importing torch, on a busy machine
+
+
+class TorchProcessError(AssertionError):
+    """The process ended, or did not answer in time; the text carries its stderr."""
+
+
+class RemoteError(Exception):
+    """A command raised in the process.
+
+    Attributes:
+        type: name of the exception's class there (`OutOfMemoryError`).
+        message: its text there.
+    """
+
+    def __init__(self, type_: str, message: str, traceback: str) -> None:
+        super().__init__(f"{type_}: {message}\n{traceback}")
+        self.type = type_
+        self.message = message
+
+
+class TorchProcess:
+    """One process. It starts at once and imports torch while the caller goes on: the first `call` waits for that.
+
+    Args:
+        node: where it runs; None: a machine without an emulated driver.
+        environment: added to the node's environment; a None value takes a variable away.
+        launcher: what stands before the interpreter, such as `("gpumem-exporter", "run", "--")`.
+    """
+
+    def __init__(
+        self,
+        node: EmulatedNode | None,
+        environment: Mapping[str, str | None] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> None:
+        variables = dict(os.environ) if node is None else node.environment()
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), variables.get("PYTHONPATH"))))
+        for name, value in (environment or {}).items():
+            if value is None:
+                variables.pop(name, None)
+            else:
+                variables[name] = value
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._next_id = 1
+        self._buffer = b""
+        self._hello: dict[str, Any] = {}
+        self._popen = subprocess.Popen(
+            [*launcher, sys.executable, "-m", WORKER],
+            env=variables,
+            cwd=REPOSITORY,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._stderr,
+            start_new_session=True,
+        )
+        assert self._popen.stdout is not None
+        self._answers = self._popen.stdout.fileno()
+
+    @property
+    def pid(self) -> int:
+        """The pid that the process itself knows; waits until it runs."""
+        return int(self.wait_until_started()["pid"])
+
+    def wait_until_started(self) -> dict[str, Any]:
+        """Waits until torch is imported there; returns what the process is (`pid`, `torch`, `python`)."""
+        if not self._hello:
+            end = time.monotonic() + START_TIMEOUT_SECONDS
+            self._hello = json.loads(self._line(end, START_TIMEOUT_SECONDS))["value"]
+        return self._hello
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs (or its launcher does)."""
+        return self._popen.poll()
+
+    def stderr(self) -> str:
+        """All that it has written to stderr and stdout."""
+        with os.fdopen(os.dup(self._stderr.fileno()), "rb", closefd=True) as copy:
+            size = os.fstat(copy.fileno()).st_size
+            return os.pread(copy.fileno(), size, 0).decode(errors="replace")
+
+    def call(self, command: str, /, timeout_seconds: float = 60, **arguments: Any) -> Any:
+        """Runs a command of torch_worker.Worker and returns its answer.
+
+        Raises:
+            RemoteError: the command raised.
+            TorchProcessError: no answer in time, or the process ended.
+        """
+        return self.receive(self.send(command, **arguments), timeout_seconds)
+
+    def exec(self, code: str, /, timeout_seconds: float = 60, **variables: Any) -> Any:
+        """Runs Python there (names: torch, worker, the variables, what earlier code left); returns `result`."""
+        return self.call("exec", timeout_seconds=timeout_seconds, code=code, **variables)
+
+    def send(self, command: str, /, **arguments: Any) -> int:
+        """Asks without waiting; `receive` with the number returned gets the answer. Answers come in the order asked."""
+        number = self._next_id
+        self._next_id += 1
+        line = json.dumps({"id": number, "command": command, "arguments": arguments}) + "\n"
+        assert self._popen.stdin is not None
+        try:
+            self._popen.stdin.write(line.encode())
+            self._popen.stdin.flush()
+        except OSError as error:
+            raise self._trouble(f"{command!r} could not be sent ({error})") from error
+        return number
+
+    def receive(self, number: int, timeout_seconds: float = 60) -> Any:
+        """Waits for the answer to a request."""
+        self.wait_until_started()
+        end = time.monotonic() + timeout_seconds
+        while True:
+            answer = json.loads(self._line(end, timeout_seconds))
+            if answer["id"] == number:
+                break
+        if "error" in answer:
+            error = answer["error"]
+            raise RemoteError(error["type"], error["message"], error["traceback"])
+        return answer["value"]
+
+    def answered(self, timeout_seconds: float = 0) -> bool:
+        """Whether an answer lies there to be received (or comes within that time), or the process has ended."""
+        self.wait_until_started()
+        return b"\n" in self._buffer or bool(select.select([self._answers], [], [], timeout_seconds)[0])
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the process itself, not to its launcher."""
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """SIGKILL, and waits until it is gone."""
+        if self._popen.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait(timeout=30)
+
+    def finish(self, timeout_seconds: float = 30) -> int:
+        """Ends it as a program ends by itself (its stdin closes) and returns its exit status."""
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._popen.stdin.close()
+        try:
+            return self._popen.wait(timeout=timeout_seconds)
+        except subprocess.TimeoutExpired:
+            raise self._trouble(f"did not end within {timeout_seconds} s of being asked") from None
+
+    def close(self) -> None:
+        """Kills it if it runs, and frees what it held here."""
+        self.kill()
+        for stream in (self._popen.stdin, self._popen.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._stderr.close()
+
+    def __enter__(self) -> TorchProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, end: float, timeout_seconds: float) -> bytes:
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise self._trouble(f"did not answer within {timeout_seconds} s")
+            part = os.read(self._answers, 1 << 20)
+            if not part:
+                self._popen.wait(timeout=30)
+                raise self._trouble(f"ended with {self._popen.returncode}")
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _trouble(self, what: str) -> TorchProcessError:
+        if self._popen.poll() is None and self._hello:
+            with contextlib.suppress(OSError):
+                os.kill(self._hello["pid"], signal.SIGUSR2)  # every thread's stack, to stderr
+                time.sleep(0.2)
+        return TorchProcessError(f"torch process {self._popen.pid} {what}; its stderr:\n{self.stderr()[-8000:]}")

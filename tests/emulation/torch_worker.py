@@ -1,0 +1,251 @@
+"""A PyTorch program that does what a test tells it: one JSON request a line on stdin, one JSON answer a line back.
+
+Started by `torch_process.TorchProcess`; says who it is (answer 0) once torch is imported. Answers go to the descriptor
+that was stdout at the start; whatever the program or a library prints goes to stderr. A request is
+`{"id", "command", "arguments"}`, an answer `{"id", "value"}` or `{"id", "error": {"type", "message", "traceback"}}`.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.metadata
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Worker:
+    """The commands. Tensors it holds have numbers, so that a test can free them one by one."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.next_number = 1
+        self.namespace: dict[str, Any] = {"torch": torch, "worker": self}
+        self.churning: tuple[threading.Thread, threading.Event, dict[str, int]] | None = None
+        self.models: dict[str, tuple[Any, Any]] = {}
+
+    # Of the process
+
+    def hello(self) -> dict[str, Any]:
+        """Who this is."""
+        return {"pid": os.getpid(), "torch": torch.__version__, "python": sys.version}
+
+    def exec(self, code: str, **variables: Any) -> Any:
+        """Runs Python in a namespace that lasts; the value of `result` afterwards is the answer."""
+        self.namespace.pop("result", None)
+        self.namespace.update(variables)
+        exec(compile(code, "<from the test>", "exec"), self.namespace)
+        return self.namespace.get("result")
+
+    # The allocator
+
+    def alloc(self, nbytes: int, device: int = 0) -> int:
+        """A tensor of that many bytes; answers its number."""
+        number = self.next_number
+        self.tensors[number] = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
+        self.next_number += 1
+        return number
+
+    def free(self, numbers: list[int] | None = None) -> int:
+        """Drops tensors (None: all); answers how many."""
+        chosen = list(self.tensors) if numbers is None else numbers
+        for number in chosen:
+            del self.tensors[number]
+        return len(chosen)
+
+    def random_heap(
+        self, device: int = 0, seed: int = 0, blocks: int = 100, largest_bytes: int = 32 << 20, keep: float = 0.5
+    ) -> list[int]:
+        """Allocates blocks of random sizes (as likely small as large) and drops some; answers the numbers kept."""
+        rng = random.Random(seed)
+        numbers = [self.alloc(self._size(rng, largest_bytes), device) for _ in range(blocks)]
+        kept = [number for number in numbers if rng.random() < keep]
+        self.free([number for number in numbers if number not in set(kept)])
+        return kept
+
+    def churn(
+        self,
+        devices: list[int],
+        seed: int = 0,
+        operations: int = 1000,
+        largest_bytes: int = 64 << 20,
+        held: int = 40,
+        clear_every: int = 0,
+    ) -> dict[str, int]:
+        """Allocates and frees at random; answers how many allocations there were and how many found no memory."""
+        counts = {"allocations": 0, "ooms": 0}
+        self._churn(
+            random.Random(seed), devices, operations, largest_bytes, held, clear_every, counts, threading.Event()
+        )
+        return counts
+
+    def start_churn(self, devices: list[int], seed: int = 0, largest_bytes: int = 64 << 20, held: int = 40) -> None:
+        """The same on a thread of its own, until `stop_churn`."""
+        if self.churning is not None:
+            raise RuntimeError("already churning")
+        stop, counts = threading.Event(), {"allocations": 0, "ooms": 0}
+        arguments = (random.Random(seed), devices, sys.maxsize, largest_bytes, held, 0, counts, stop)
+        thread = threading.Thread(target=self._churn, args=arguments, name="churn", daemon=True)
+        self.churning = thread, stop, counts
+        thread.start()
+
+    def stop_churn(self) -> dict[str, int]:
+        """Ends it and drops what it held; answers its counts."""
+        if self.churning is None:
+            raise RuntimeError("not churning")
+        thread, stop, counts = self.churning
+        stop.set()
+        thread.join(timeout=20)
+        self.churning = None
+        return counts
+
+    @staticmethod
+    def _size(rng: random.Random, largest_bytes: int) -> int:
+        return int(512 * (largest_bytes / 512) ** rng.random())
+
+    def _churn(
+        self,
+        rng: random.Random,
+        devices: list[int],
+        operations: int,
+        largest_bytes: int,
+        held: int,
+        clear_every: int,
+        counts: dict[str, int],
+        stop: threading.Event,
+    ) -> None:
+        mine: list[torch.Tensor] = []
+        for operation in range(operations):
+            if stop.is_set():
+                break
+            if mine and rng.random() < len(mine) / (2 * held):
+                mine.pop(rng.randrange(len(mine)))
+            else:
+                try:
+                    device = f"cuda:{rng.choice(devices)}"
+                    mine.append(torch.empty(self._size(rng, largest_bytes), dtype=torch.uint8, device=device))
+                    counts["allocations"] += 1
+                except torch.OutOfMemoryError:
+                    counts["ooms"] += 1
+            if clear_every and operation % clear_every == clear_every - 1:
+                torch.cuda.empty_cache()
+
+    def empty_cache(self) -> None:
+        """Gives every wholly free segment back."""
+        torch.cuda.empty_cache()
+
+    def stats(self, device: int = 0) -> dict[str, int]:
+        """`torch.cuda.memory_stats`, flat, as the process itself sees it; {} before CUDA is initialised."""
+        return dict(torch.cuda.memory_stats(device))
+
+    def reset_peak(self, device: int = 0) -> None:
+        """Sets the peaks to the present."""
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """`torch.cuda.memory_snapshot`: every segment and its blocks."""
+        return torch.cuda.memory_snapshot()
+
+    def mem_get_info(self, device: int = 0) -> dict[str, int]:
+        """What the driver says; creates a context on the device."""
+        free, total = torch.cuda.mem_get_info(device)
+        return {"free": free, "total": total}
+
+    def contexts(self) -> list[int]:
+        """The devices on which this process has a primary context."""
+        return [i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i)]
+
+    def uuids(self) -> list[str]:
+        """The UUIDs of the devices it sees, as NVML spells those of whole GPUs."""
+        return ["GPU-" + str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+    # Training
+
+    def train(self, steps: int = 1, device: int = 0, model: str = "linear") -> dict[str, int]:
+        """Optimizer steps of a small model that stays alive; answers bytes allocated now and at the peak."""
+        key = f"{model} {device}"
+        if key not in self.models:
+            made = self._linear() if model == "linear" else self._transformer()
+            made = made.to(f"cuda:{device}")
+            self.models[key] = made, torch.optim.AdamW(made.parameters())
+        made, optimizer = self.models[key]
+        width = next(made.parameters()).shape[-1]
+        for _ in range(steps):
+            batch = torch.randn(8, 64, width, device=f"cuda:{device}")
+            made(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return {"allocated": torch.cuda.memory_allocated(device), "peak": torch.cuda.max_memory_allocated(device)}
+
+    @staticmethod
+    def _linear() -> torch.nn.Module:
+        layers = [torch.nn.Linear(512, 512) for _ in range(4)]
+        return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.GELU())))
+
+    @staticmethod
+    def _transformer() -> torch.nn.Module:
+        layer = torch.nn.TransformerEncoderLayer(512, 8, batch_first=True)
+        return torch.nn.TransformerEncoder(layer, num_layers=6)
+
+    # The client
+
+    def start_client(self, **arguments: Any) -> None:
+        """`gpumem_exporter.client.start(...)`."""
+        from gpumem_exporter import client
+
+        client.start(**arguments)
+
+    def stop_client(self) -> None:
+        """`gpumem_exporter.client.stop()`."""
+        from gpumem_exporter import client
+
+        client.stop()
+
+    def client_step(self) -> None:
+        """`gpumem_exporter.client.step()`."""
+        from gpumem_exporter import client
+
+        client.step()
+
+    def installed(self, distribution: str) -> str:
+        """The version of an installed distribution."""
+        return importlib.metadata.version(distribution)
+
+
+def answer(worker: Worker, line: str) -> dict[str, Any]:
+    """Does what one line asks."""
+    request = json.loads(line)
+    try:
+        command: Callable[..., Any] = getattr(worker, request["command"])
+        return {"id": request["id"], "value": command(**request["arguments"])}
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+        told = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        return {"id": request["id"], "error": told}
+
+
+def main() -> None:
+    """Serves until stdin ends."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    worker = Worker()
+
+    def write(told: dict[str, Any]) -> None:
+        answers.write(json.dumps(told, default=str) + "\n")
+        answers.flush()
+
+    write({"id": 0, "value": worker.hello()})
+    for line in sys.stdin:
+        write(answer(worker, line))
+
+
+if __name__ == "__main__":
+    main()
