@@ -1,0 +1,1 @@
+"""The exporter's HTTP server and its composition root. Only here: fastapi, pydantic, uvicorn."""

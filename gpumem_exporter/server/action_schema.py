@@ -1,0 +1,118 @@
+"""What a request for an action must look like, and what an action looks like as JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gpumem_exporter.actions.model import ACTIONS, MODES, Action, ActionRequest, Target
+from gpumem_exporter.protocol import MAX_LABEL_LENGTH
+from gpumem_exporter.server.logs import iso_time
+from gpumem_exporter.server.problems import ProblemError, field_errors
+
+__all__ = ["ActionBody", "TargetBody", "action_document", "read_action"]
+
+MAX_DEADLINE_SECONDS = 3600.0
+MAX_WAIT_SECONDS = 60.0
+
+_Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
+
+
+class _Strict(BaseModel):
+    """No text counts as a number, and no key is ignored: a mistyped one would widen what is acted on."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+
+class TargetBody(_Strict):
+    """Which processes are meant. The keys narrow each other."""
+
+    gpu: _Label | None = Field(None, description="NVML index; `parent:instance` for a MIG device", examples=["0"])
+    uuid: _Label | None = Field(None, description="of the device, as NVML spells it")
+    pid: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="as the metrics' label has it")
+    workload: _Label | None = None
+    rank: _Label | None = None
+    all: bool = Field(False, description="alone: every reporting process")
+
+    @model_validator(mode="after")
+    def _not_empty(self) -> TargetBody:
+        if not self.all and all(getattr(self, name) is None for name in type(self).model_fields if name != "all"):
+            raise ValueError("names nothing; give gpu, uuid, pid, workload or rank, or all: true")
+        return self
+
+
+class ActionBody(_Strict):
+    """An action that is asked for."""
+
+    action: str = Field(description=", ".join(ACTIONS), json_schema_extra={"enum": list(ACTIONS)})
+    target: TargetBody
+    mode: str = Field("now", json_schema_extra={"enum": list(MODES)})
+    group: Literal[False] = Field(False, description="only false: every process acts for itself")
+    collect_garbage: bool = Field(False, description="run Python's garbage collector first")
+    deadline_seconds: float = Field(30.0, gt=0, le=MAX_DEADLINE_SECONDS)
+    wait_seconds: float = Field(10.0, ge=0, le=MAX_WAIT_SECONDS, description="how long the answer may take")
+    dry_run: bool = Field(False, description="say what would be freed, touch nothing")
+    reason: Annotated[str, Field(max_length=1000)] = Field("", description="for the audit log")
+
+    @field_validator("action")
+    @classmethod
+    def _known_action(cls, value: str) -> str:
+        if value not in ACTIONS:
+            raise ValueError(f"no action {value[:MAX_LABEL_LENGTH]!r}; there is {', '.join(ACTIONS)}")
+        return value
+
+    @field_validator("mode")
+    @classmethod
+    def _known_mode(cls, value: str) -> str:
+        if value not in MODES:
+            raise ValueError(f"no mode {value[:MAX_LABEL_LENGTH]!r}; there is {', '.join(MODES)}")
+        return value
+
+    def request(self) -> ActionRequest:
+        """What the dispatcher takes."""
+        return ActionRequest(
+            action=self.action,
+            target=Target(**self.target.model_dump()),
+            mode=self.mode,
+            collect_garbage=self.collect_garbage,
+            deadline_seconds=self.deadline_seconds,
+            dry_run=self.dry_run,
+            reason=self.reason,
+        )
+
+
+def read_action(body: bytes) -> ActionBody:
+    """Read a request for an action.
+
+    Raises:
+        ProblemError: 422, which names each field that is wrong.
+    """
+    try:
+        return ActionBody.model_validate_json(body)
+    except ValidationError as error:
+        found = []
+        for item in error.errors(include_url=False, include_input=False):
+            if item["type"] == "extra_forbidden":
+                model = TargetBody if len(item["loc"]) > 1 else ActionBody
+                item["msg"] = f"there is no such key; the keys are {', '.join(model.model_fields)}"
+            found += field_errors([item])
+        raise ProblemError.invalid(found) from None
+
+
+def action_document(action: Action) -> dict[str, Any]:
+    """An action as JSON; what was not measured is null."""
+    return {
+        "id": action.id,
+        "action": action.action,
+        "state": action.state,
+        "requested_by": action.requested_by,
+        "created": iso_time(action.created_unix_seconds),
+        "target": {name: value for name, value in asdict(action.target).items() if value not in (None, False)},
+        "dry_run": action.dry_run,
+        "reason": action.reason,
+        "duration_seconds": action.duration_seconds,
+        "results": [asdict(result) for result in action.results],
+        "freed_bytes": action.freed_bytes,
+    }

@@ -1,0 +1,120 @@
+"""The composition root: every part of the exporter is built and connected here, and nothing is built at import."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.routing import Route
+
+from gpumem_exporter import __version__
+from gpumem_exporter.host import Host
+from gpumem_exporter.nvml.provider import Provider
+from gpumem_exporter.protocol import REPORTS_PATH
+from gpumem_exporter.server.guard import Guard
+from gpumem_exporter.server.housekeeping import keep_house
+from gpumem_exporter.server.problems import install_problem_handlers
+from gpumem_exporter.server.routes.actions import actions_router
+from gpumem_exporter.server.routes.health import health_router
+from gpumem_exporter.server.routes.landing import landing_router
+from gpumem_exporter.server.routes.metrics import MetricsRoute
+from gpumem_exporter.server.routes.reports import ReportsRoute
+from gpumem_exporter.server.routes.state import state_router
+from gpumem_exporter.server.runtime import Runtime, build_runtime
+from gpumem_exporter.server.settings import Settings
+
+__all__ = ["create_app"]
+
+POLLER_STOP_SECONDS = 0.5
+"""A poller that hangs in the driver is left behind: its thread is a daemon."""
+
+_DESCRIPTION = "Where every byte of GPU memory went in PyTorch processes, and a way to give it back."
+
+
+def create_app(
+    settings: Settings,
+    *,
+    provider: Provider,
+    host: Host,
+    clock: Callable[[], float] = time.monotonic,
+    wall_clock: Callable[[], float] = time.time,
+    registry: CollectorRegistry | None = None,
+) -> FastAPI:
+    """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` holds its parts.
+
+    Args:
+        settings: what `serve` was told.
+        provider: the driver; opened, used and closed by the poller's thread.
+        host: what the operating system says of processes.
+        clock: monotonic seconds.
+        wall_clock: seconds since the epoch.
+        registry: where the exporter's own counters are registered; its own by default.
+    """
+    runtime = build_runtime(
+        settings,
+        provider=provider,
+        host=host,
+        clock=clock,
+        wall_clock=wall_clock,
+        registry=registry if registry is not None else CollectorRegistry(),
+    )
+    app = FastAPI(
+        title="gpumem-exporter",
+        version=__version__,
+        description=_DESCRIPTION,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan(runtime),
+        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
+    )
+    app.state.runtime = runtime
+    # First and plain: these two are asked for all the time, and a list of routes is searched from its start.
+    app.router.routes[:0] = [
+        Route(REPORTS_PATH, ReportsRoute(runtime), include_in_schema=False),
+        Route(settings.web_telemetry_path, MetricsRoute(runtime), include_in_schema=False),
+    ]
+    for router in (state_router(runtime), actions_router(runtime), health_router(runtime), landing_router(runtime)):
+        app.include_router(router)
+    app.add_middleware(
+        Guard,
+        own_names=runtime.own_names,
+        reports=runtime.reports_rule,
+        actions=runtime.actions_rule,
+        on_report_refused=runtime.instruments.count_report,
+    )
+    install_problem_handlers(app)
+    _describe_itself(app, settings)
+    return app
+
+
+def _lifespan(runtime: Runtime) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        runtime.poller.start()
+        house = asyncio.ensure_future(keep_house(runtime))
+        try:
+            yield
+        finally:
+            runtime.holds.release()
+            runtime.presence.close()
+            house.cancel()
+            await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
+
+    return lifespan
+
+
+def _describe_itself(app: FastAPI, settings: Settings) -> None:
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            from gpumem_exporter.server.openapi import describe  # only whoever asks pays for it
+
+            app.openapi_schema = describe(app, telemetry_path=settings.web_telemetry_path)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]

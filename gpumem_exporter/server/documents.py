@@ -1,0 +1,147 @@
+"""What the exporter knows, as JSON documents. Pure: one snapshot in, plain dictionaries out; unknown is null."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers
+from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.protocol import DeviceSample
+
+__all__ = ["devices_document", "processes_document"]
+
+_SAMPLE_FIELDS = tuple(f.name for f in fields(DeviceSample) if f.name != "uuid")
+_FACTS = ("user", "container_id", "k8s_namespace", "k8s_pod", "k8s_container")
+
+
+def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
+    """Every device the driver lists, with its memory and its ledger."""
+    node = snapshot.node
+    ledgers = node_ledgers(snapshot)
+    return {
+        "source": source,
+        "taken_unix_seconds": node.taken_unix_seconds if node else None,
+        "nvml": {
+            "up": bool(node and node.up),
+            "error": node.error if node else "the driver has not answered lately",
+            "driver_version": node.driver_version if node else "",
+        },
+        "devices": [_device(device, ledgers.get(device.uuid)) for device in (node.devices if node else ())],
+    }
+
+
+def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any]:
+    memory = device.memory
+    return {
+        "gpu": device.gpu,
+        "uuid": device.uuid,
+        "name": device.name,
+        "pci_bus_id": device.pci_bus_id,
+        "mig_profile": device.mig_profile,
+        "parent_uuid": device.parent_uuid,
+        "up": device.up,
+        "error": device.error,
+        "memory": None
+        if memory is None
+        else {
+            "total_bytes": memory.total_bytes,
+            "used_bytes": memory.used_bytes,
+            "free_bytes": memory.free_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+        },
+        "utilization_ratio": device.utilization_ratio,
+        "ledger": None if ledger is None else dict(ledger.categories),
+    }
+
+
+@dataclass(slots=True)
+class _Seen:
+    """One process, from whichever sides know it."""
+
+    host_pid: int | None
+    reporter: ReportingProcess | None = None
+    silent: SilentReporter | None = None
+    shares: dict[str, ProcessShare] = field(default_factory=dict)
+    """By uuid, of the devices that the driver lists it on."""
+
+
+def processes_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
+    """Every process that reports, that did, or that the driver lists."""
+    node = snapshot.node
+    facts = node.facts if node else {}
+    gpus = {device.uuid: device.gpu for device in node.devices} if node else {}
+    seen = [_Seen(process.host_pid, reporter=process) for process in snapshot.processes]
+    seen += [_Seen(silent.host_pid, silent=silent) for silent in snapshot.silent]
+    by_host_pid = {one.host_pid: one for one in reversed(seen) if one.host_pid is not None}
+    for uuid, ledger in node_ledgers(snapshot).items():
+        for share in ledger.shares():
+            host_pid = int(share.pid)
+            one = by_host_pid.get(host_pid)
+            if one is None:
+                one = by_host_pid[host_pid] = _Seen(host_pid)
+                seen.append(one)
+            one.shares[uuid] = share
+    return {
+        "source": source,
+        "processes": [
+            _process(one, facts.get(one.host_pid) if one.host_pid is not None else None, gpus, snapshot) for one in seen
+        ],
+    }
+
+
+def _process(one: _Seen, facts: ProcessFacts | None, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
+    reporter, silent = one.reporter, one.silent
+    report = reporter.report if reporter else None
+    identity = report.process if report else None
+    known = reporter or silent
+    return {
+        "pid": int(known.label_pid) if known else one.host_pid,
+        "own_pid": known.key.pid if known else None,
+        "host_pid": one.host_pid,
+        "pid_namespace": known.key.pid_namespace if known else None,
+        "reporting": reporter is not None,
+        "state": "reporting" if reporter else "silent" if silent else "unreported",
+        "workload": identity.workload if identity else silent.workload if silent else None,
+        "rank": identity.rank if identity else silent.rank if silent else None,
+        "command": (facts.command if facts else "") or (identity.command if identity else None),
+        **{name: getattr(facts, name) if facts else None for name in _FACTS},
+        "torch_version": identity.torch_version if identity else None,
+        "allocator_settings": identity.allocator_settings if identity else None,
+        "client_version": identity.client_version if identity else None,
+        "step": report.step if report else None,
+        "pinned_host_bytes": report.pinned_host_bytes if report else None,
+        "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
+        "last_report_unix_seconds": reporter.received_unix_seconds
+        if reporter
+        else silent.last_report_unix_seconds
+        if silent
+        else None,
+        "actions": list(report.actions) if report else [],
+        "devices": _process_devices(one, gpus),
+    }
+
+
+def _process_devices(one: _Seen, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
+    samples = {sample.uuid: sample for sample in one.reporter.report.devices} if one.reporter else {}
+    uuids = [*samples, *(uuid for uuid in one.shares if uuid not in samples)]
+    return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), one.shares.get(uuid)) for uuid in uuids]
+
+
+def _process_device(
+    uuid: str, gpu: str | None, sample: DeviceSample | None, share: ProcessShare | None
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "gpu": gpu,
+        "uuid": uuid,
+        "used_bytes": share.used_bytes if share else None,
+        "non_torch_bytes": share.non_torch_bytes if share else None,
+        "fragmented_bytes": fragmented_bytes(sample) if sample else None,
+    }
+    for name in _SAMPLE_FIELDS:
+        value = getattr(sample, name) if sample else None
+        document[name] = dict(value) if isinstance(value, Mapping) else value
+    if sample is None:
+        document["phase_peak_bytes"] = document["component_bytes"] = {}
+    return document

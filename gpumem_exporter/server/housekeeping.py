@@ -1,0 +1,25 @@
+"""What is done once a second, whatever comes in."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from gpumem_exporter.server.runtime import Runtime
+
+__all__ = ["keep_house"]
+
+INTERVAL_SECONDS = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+async def keep_house(runtime: Runtime) -> None:
+    """Give up actions that came too late and forget processes that have gone, until cancelled."""
+    while True:
+        await asyncio.sleep(INTERVAL_SECONDS)
+        for chore in (runtime.dispatcher.expire, runtime.presence.sweep):
+            try:
+                chore()
+            except Exception:  # noqa: BLE001 - one chore's failure must end neither the other nor the next round
+                _log.exception("housekeeping failed", extra={"fields": {"chore": chore.__name__}})

@@ -1,0 +1,127 @@
+"""`POST /api/v1/reports`: a reporter's sample comes in, its commands go out.
+
+Plain ASGI: this route is hit once a second by every process, and FastAPI's way of reading a body costs three times as
+much as what is done with it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
+from gpumem_exporter.protocol import Command, Reply, Report, to_wire
+from gpumem_exporter.server.auth import Caller
+from gpumem_exporter.server.holds import GONE, Ended
+from gpumem_exporter.server.problems import FieldError, ProblemError, problem_response
+from gpumem_exporter.server.report_schema import ReportReader
+from gpumem_exporter.server.runtime import Runtime
+
+__all__ = ["ReportsRoute"]
+
+
+class ReportsRoute:
+    """Takes reports. The guard has let the sender in and read the body.
+
+    Args:
+        runtime: the exporter's parts.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._reader = ReportReader()
+        self._nothing_to_do = self._reply_body(())
+        self._retry_after = str(max(1, round(runtime.settings.report_expiry)))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one report; may hold the answer until there is a command."""
+        response: Response | None
+        if scope["method"] != "POST":
+            response = problem_response(405, "reports are sent with POST", headers={"Allow": "POST"})
+        else:
+            try:
+                response = await self._answer(scope, receive)
+            except ProblemError as problem:
+                response = problem.response()
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive) -> Response | None:
+        """The answer; None when nobody is there to read it."""
+        runtime = self._runtime
+        body = (await receive())["body"]
+        try:
+            report = self._reader.read(body)
+        except ProblemError:
+            runtime.instruments.count_report("invalid")
+            raise
+        process = await self._take(report, Caller.of(scope))
+        runtime.instruments.count_report("accepted")
+        runtime.dispatcher.take_results(process)
+        if report.final:
+            runtime.presence.forget(process.key, "its reporter stopped")
+            return self._reply(())
+        commands = await self._commands(process, report, receive)
+        if commands is GONE:
+            runtime.presence.connection_lost(process)
+            return None
+        return self._reply(() if isinstance(commands, Ended) else commands)
+
+    async def _take(self, report: Report, caller: Caller) -> ReportingProcess:
+        """Put the report where it belongs and return its process with this very report.
+
+        Raises:
+            ProblemError: the store does not take it.
+        """
+        runtime = self._runtime
+        peer_pid = caller.credentials.pid if caller.credentials is not None and caller.credentials.pid > 0 else None
+        host_pid = await runtime.presence.host_pid(report.process, peer_pid)
+        now = runtime.clock()
+        try:
+            process = runtime.store.put_report(
+                report, host_pid=host_pid, now_seconds=now, now_unix_seconds=runtime.wall_clock()
+            )
+        except ReporterSupersededError as error:
+            raise self._refused("superseded", 409, str(error)) from None
+        except TooManyProcessesError as error:
+            runtime.instruments.count_dropped()
+            raise self._refused("dropped", 503, str(error), {"Retry-After": self._retry_after}) from None
+        except UnknownDeviceError as error:
+            raise self._refused("unknown_device", 422, str(error)) from None
+        if process.report is not report:
+            return replace(process, report=report)  # overtaken: its sample is old news, its results may not be
+        runtime.exposition.prepare(process, runtime.store.snapshot(now).node)
+        return process
+
+    async def _commands(
+        self, process: ReportingProcess, report: Report, receive: Receive
+    ) -> tuple[Command, ...] | Ended:
+        runtime = self._runtime
+        hold_seconds = min(report.hold_seconds, runtime.settings.report_interval)
+        commands = await runtime.dispatcher.commands(process, 0)
+        if commands or hold_seconds <= 0:
+            return commands
+        return await runtime.holds.until(runtime.dispatcher.commands(process, hold_seconds), receive)
+
+    def _reply(self, commands: tuple[Command, ...]) -> Response:
+        body = self._reply_body(commands) if commands else self._nothing_to_do
+        return Response(body, media_type="application/json")
+
+    def _reply_body(self, commands: tuple[Command, ...]) -> bytes:
+        reply = Reply(commands=commands, report_interval_seconds=self._runtime.settings.report_interval)
+        return json.dumps(to_wire(reply)).encode()
+
+    def _refused(
+        self, outcome: str, status: int, detail: str, headers: Mapping[str, str] | None = None
+    ) -> ProblemError:
+        self._runtime.instruments.count_report(outcome)
+        errors: tuple[FieldError, ...] = ()
+        if outcome == "unknown_device":
+            field, _, message = detail.partition(": ")
+            errors = (FieldError(field, message),)
+        return ProblemError(status, detail, headers or {}, errors)

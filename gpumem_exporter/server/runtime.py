@@ -1,0 +1,156 @@
+"""The exporter's parts, built once and handed to the routes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from gpumem_exporter import __version__
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.host import Host
+from gpumem_exporter.nvml.poller import Poller
+from gpumem_exporter.nvml.provider import Provider
+from gpumem_exporter.server.addresses import parse_listen_address
+from gpumem_exporter.server.auth import OwnNames, Rule
+from gpumem_exporter.server.holds import Holds
+from gpumem_exporter.server.presence import Presence
+from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.server.tokens import TokenFile
+
+__all__ = ["Runtime", "build_runtime"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What the routes work with. For the event loop, but for `store`, which the poller's thread writes to as well."""
+
+    settings: Settings
+    source: str
+    version: str
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    host: Host
+    store: Store
+    poller: Poller
+    dispatcher: Dispatcher
+    exposition: Exposition
+    instruments: Instruments
+    presence: Presence
+    holds: Holds
+    own_names: OwnNames
+    reports_rule: Rule
+    actions_rule: Rule
+
+    def snapshot(self) -> Snapshot:
+        """All that is known now."""
+        return self.store.snapshot(self.clock())
+
+
+def build_runtime(
+    settings: Settings,
+    *,
+    provider: Provider,
+    host: Host,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+    registry: CollectorRegistry,
+) -> Runtime:
+    """Build every part and connect them; starts nothing."""
+    store = Store(
+        report_expiry_seconds=settings.report_expiry,
+        # A reading is replaced with every poll; one that three were not able to replace is no longer the truth.
+        reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
+        max_processes=settings.report_max_processes,
+    )
+    instruments = Instruments(registry)
+    poller = Poller(
+        provider,
+        host,
+        store.put_reading,
+        interval_seconds=settings.collect_interval,
+        clock=clock,
+        wall_clock=wall_clock,
+    )
+
+    def finished(action: Action) -> None:
+        instruments.observe_action(action)
+        _log_action(action)
+        if not action.dry_run:
+            poller.poll_soon()  # or the ledger would set the report from after it against a reading from before it
+
+    dispatcher = Dispatcher(
+        store,
+        allowed=frozenset(settings.action_allow),
+        clock=clock,
+        wall_clock=wall_clock,
+        on_finished=finished,
+    )
+    return Runtime(
+        settings=settings,
+        source=provider.source,
+        version=__version__,
+        clock=clock,
+        wall_clock=wall_clock,
+        host=host,
+        store=store,
+        poller=poller,
+        dispatcher=dispatcher,
+        exposition=Exposition(
+            registry,
+            version=__version__,
+            source=provider.source,
+            max_prepared_processes=settings.report_max_processes,
+        ),
+        instruments=instruments,
+        presence=Presence(store, dispatcher, host, clock=clock, report_interval_seconds=settings.report_interval),
+        holds=Holds(),
+        own_names=OwnNames(_own_names(settings)),
+        reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
+        actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
+    )
+
+
+def _rule(what: str, flag: str, token_file: str) -> Rule:
+    return Rule(what, flag, TokenFile(Path(token_file)) if token_file else None, os.geteuid())
+
+
+def _own_names(settings: Settings) -> list[str]:
+    machine = socket.gethostname()
+    listening = [parse_listen_address(address).host for address in settings.web_listen_address]
+    return [machine, machine.partition(".")[0], *listening]
+
+
+def _log_action(action: Action) -> None:
+    outcomes: dict[str, int] = {}
+    for result in action.results:
+        outcomes[result.outcome] = outcomes.get(result.outcome, 0) + 1
+    _log.info(
+        "action finished",
+        extra={
+            "fields": {
+                "id": action.id,
+                "action": action.action,
+                "state": action.state,
+                "target": action.target.describe(),
+                "requested_by": action.requested_by,
+                "reason": action.reason,
+                "dry_run": str(action.dry_run).lower(),
+                "outcomes": ",".join(f"{outcome}:{count}" for outcome, count in sorted(outcomes.items())),
+                "freed_bytes": action.freed_bytes,
+                "duration_seconds": action.duration_seconds,
+            }
+        },
+    )

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.protocol import CommandResult, DeviceResult
+from tests.integration.running_exporter import ACTIONS, RunningExporter, eventually, problem, running_exporter
+from tests.unit.builders import UUIDS, report, sample
+
+
+@pytest.fixture
+def exporter() -> Iterator[RunningExporter]:
+    """An exporter with two reporting processes that hold cached memory."""
+    with running_exporter(report_interval=20, report_expiry=60) as running:
+        for pid, uuid in ((1, UUIDS[0]), (2, UUIDS[1])):
+            sent = report(pid, devices=(sample(uuid, 10, 7),), workload=f"w{pid}", rank="0")
+            assert running.report(sent).status == 200
+        yield running
+
+
+def carry_out(exporter: RunningExporter, pid: int, uuid: str) -> str:
+    """Do what the reporter of a process would do: fetch the command, run it, report its result."""
+    command = json.loads(
+        exporter.report(report(pid, devices=(sample(uuid, 10, 7),), workload=f"w{pid}", sequence=2)).body
+    )["commands"][0]
+    devices = (DeviceResult(uuid, reserved_before_bytes=17, reserved_after_bytes=10, freed_bytes=7),)
+    result = CommandResult(command["id"], "done", duration_seconds=0.001, devices=devices)
+    sent = report(pid, devices=(sample(uuid, 10),), workload=f"w{pid}", sequence=3, results=(result,))
+    assert exporter.report(sent).status == 200
+    command_id: str = command["id"]
+    return command_id
+
+
+def test_a_finished_action_is_answered_200_with_what_came_back(exporter: RunningExporter) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(exporter.act, action="empty_cache", target={"gpu": "0"}, reason="tidy")
+        eventually(lambda: len(exporter.runtime.holds))
+        carry_out(exporter, 1, UUIDS[0])
+        answer = asked.result(5)
+    assert answer.status == 200
+    action = json.loads(answer.body)
+    assert (action["state"], action["freed_bytes"], action["reason"]) == ("done", 7, "tidy")
+    (result,) = action["results"]
+    assert {name: result[name] for name in ("pid", "workload", "gpu", "uuid", "outcome", "freed_bytes")} == {
+        "pid": 1,
+        "workload": "w1",
+        "gpu": "0",
+        "uuid": UUIDS[0],
+        "outcome": "done",
+        "freed_bytes": 7,
+    }
+    assert action["requested_by"] == "tcp:127.0.0.1"
+
+
+def test_an_action_that_takes_longer_is_answered_202_and_can_be_asked_after(exporter: RunningExporter) -> None:
+    answer = exporter.act(action="empty_cache", target={"workload": "w2"}, wait_seconds=0.05)
+    assert answer.status == 202
+    where = answer.headers["location"]
+    assert where == f"{ACTIONS}/{json.loads(answer.body)['id']}"
+    assert exporter.document(where)["state"] == "queued"
+    carry_out(exporter, 2, UUIDS[1])
+    assert exporter.document(where)["state"] == "done"
+
+
+def test_a_dry_run_says_what_would_be_freed_and_asks_nobody(exporter: RunningExporter) -> None:
+    answer = exporter.act(action="empty_cache", target={"all": True}, dry_run=True)
+    assert answer.status == 200
+    action = json.loads(answer.body)
+    assert (action["dry_run"], action["freed_bytes"], len(action["results"])) == (True, 14, 2)
+    reply = exporter.report(report(1, devices=(sample(),), sequence=2))
+    assert "commands" not in json.loads(reply.body)
+
+
+def test_a_target_that_matches_nothing_is_404_and_says_what_there_is(exporter: RunningExporter) -> None:
+    detail = problem(exporter.act(action="empty_cache", target={"workload": "w9"}), 404)["detail"]
+    assert "workload=w9" in detail
+    assert "pid=1 workload=w1" in detail
+    assert "pid=2 workload=w2" in detail
+
+
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("target", {"target": {}}),
+        ("target", {"target": None}),
+        ("action", {"action": "explode"}),
+        ("target.gpus", {"target": {"gpus": "0"}}),
+        ("wait_seconds", {"wait_seconds": 1000}),
+    ],
+)
+def test_a_wrong_request_is_422_and_leaves_no_trace(
+    exporter: RunningExporter, field: str, changes: dict[str, Any]
+) -> None:
+    answer = exporter.act(**{"action": "empty_cache", "target": {"all": True}, **changes})
+    assert [error["field"] for error in problem(answer, 422)["errors"]] == [field]
+    assert exporter.document(ACTIONS) == {"actions": []}
+
+
+def test_an_action_that_is_not_allowed_is_403_and_says_where_that_was_decided() -> None:
+    with running_exporter(action_allow=["reset_peak"]) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        detail = problem(exporter.act(action="empty_cache", target={"all": True}), 403)["detail"]
+        assert "--action.allow" in detail
+        assert "reset_peak" in detail
+
+
+def test_the_same_idempotency_key_gets_the_same_action_and_another_request_409(exporter: RunningExporter) -> None:
+    request = {"action": "empty_cache", "target": {"pid": 1}, "wait_seconds": 0}
+    first, second = (exporter.request("POST", ACTIONS, request, Idempotency_Key="k-1") for _ in range(2))
+    assert (first.status, second.status) == (202, 202)
+    assert json.loads(first.body)["id"] == json.loads(second.body)["id"]
+    other = exporter.request("POST", ACTIONS, {**request, "target": {"pid": 2}}, Idempotency_Key="k-1")
+    assert "k-1" in problem(other, 409)["detail"]
+    assert len(exporter.document(ACTIONS)["actions"]) == 1
+    problem(exporter.request("POST", ACTIONS, request, Idempotency_Key="x" * 256), 422)
+
+
+def test_the_audit_log_is_newest_first_and_as_long_as_asked_for(exporter: RunningExporter) -> None:
+    ids = []
+    for pid in (1, 2, 1):
+        answer = exporter.act(action="empty_cache", target={"pid": pid}, dry_run=True)
+        ids.append(json.loads(answer.body)["id"])
+    assert [action["id"] for action in exporter.document(ACTIONS)["actions"]] == ids[::-1]
+    assert [action["id"] for action in exporter.document(f"{ACTIONS}?limit=1")["actions"]] == ids[-1:]
+    problem(exporter.get(f"{ACTIONS}?limit=0"), 422)
+    problem(exporter.get(f"{ACTIONS}/no-such-action"), 404)
+
+
+def test_an_action_on_a_process_that_dies_ends_with_it(exporter: RunningExporter) -> None:
+    with ThreadPoolExecutor() as pool:
+        asked = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
+        eventually(lambda: len(exporter.runtime.holds))
+        exporter.report(report(1, devices=(sample(),), workload="w1", sequence=9, final=True))
+        answer = asked.result(5)
+    action = json.loads(answer.body)
+    assert (answer.status, action["state"]) == (200, "failed")
+    assert [result["outcome"] for result in action["results"]] == ["gone"]
+
+
+def test_an_action_expires_when_nobody_comes_for_it(exporter: RunningExporter) -> None:
+    answer = exporter.act(action="empty_cache", target={"pid": 1}, deadline_seconds=0.1, wait_seconds=10)
+    action = json.loads(answer.body)
+    assert (answer.status, action["state"]) == (200, "expired")
+
+
+def test_actions_need_the_token_where_there_is_one(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret")
+    with running_exporter(action_token_file=str(token)) as exporter:
+        assert exporter.report(report(1, devices=(sample(),))).status == 200
+        answer = exporter.act(action="empty_cache", target={"all": True}, dry_run=True)
+        assert "--action.token-file" in problem(answer, 401)["detail"]
+        assert answer.headers["www-authenticate"].startswith("Bearer")
+        problem(exporter.get(ACTIONS), 401)
+        request = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
+        answer = exporter.request("POST", ACTIONS, request, Authorization="Bearer s3cret")
+        assert json.loads(answer.body)["requested_by"] == "token@127.0.0.1"
+        assert exporter.get(ACTIONS, Authorization="Bearer s3cret").status == 200
+
+
+def test_over_a_unix_socket_the_audit_log_names_the_user(tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    with running_exporter(unix=path) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        request = {"action": "empty_cache", "target": {"all": True}, "dry_run": True}
+        answer = exporter.request("POST", ACTIONS, request, url=f"unix://{path}")
+        assert json.loads(answer.body)["requested_by"].startswith("unix:uid=")
+
+
+def test_a_web_page_of_another_site_can_neither_act_nor_read_the_audit_log(exporter: RunningExporter) -> None:
+    request = {"action": "empty_cache", "target": {"all": True}, "wait_seconds": 0}
+    problem(exporter.request("POST", ACTIONS, request, Origin="http://evil.example"), 403)
+    problem(exporter.request("POST", ACTIONS, request, Host="evil.example"), 403)
+    problem(exporter.request("POST", ACTIONS, request, Content_Type="text/plain"), 415)
+    problem(exporter.get(ACTIONS, Host="evil.example"), 403)
+    own = exporter.request("POST", ACTIONS, request, Origin=exporter.url)
+    assert own.status == 202
+    assert len(exporter.document(ACTIONS)["actions"]) == 1
+
+
+def test_an_exporter_that_stops_answers_those_who_wait() -> None:
+    answers = []
+    with running_exporter(report_interval=20, report_expiry=60) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        exporter.report(report(2, devices=(sample(),)))
+
+        def act() -> None:
+            answers.append(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=60))
+
+        def hold() -> None:
+            answers.append(exporter.report(report(2, devices=(sample(),), sequence=2, hold_seconds=20.0)))
+
+        threads = [threading.Thread(target=target) for target in (act, hold)]
+        for thread in threads:
+            thread.start()
+        eventually(lambda: len(exporter.runtime.holds), lambda count: count == 2)
+        begun = time.monotonic()
+        exporter.server.should_exit = True
+        for thread in threads:
+            thread.join(5)
+        assert time.monotonic() - begun < 2
+    assert sorted(answer.status for answer in answers) == [200, 202]

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpumem_exporter.protocol import to_wire
+from tests.integration.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
+from tests.unit.builders import UUIDS, report, sample
+
+OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[RunningExporter]:
+    with running_exporter() as running:
+        yield running
+
+
+def test_the_page_comes_in_the_form_that_the_scraper_asks_for(exporter: RunningExporter) -> None:
+    plain = exporter.get("/metrics")
+    assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert not plain.body.endswith(b"# EOF\n")
+    openmetrics = exporter.get("/metrics", Accept=OPENMETRICS)
+    assert openmetrics.headers["content-type"] == "application/openmetrics-text; version=1.0.0; charset=utf-8"
+    assert openmetrics.body.endswith(b"# EOF\n")
+
+
+def test_a_compressed_page_is_the_page() -> None:
+    with running_exporter(collect_interval=3600, report_interval=3600, report_expiry=7200) as exporter:
+        for pid in range(1, 201):
+            assert exporter.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2]))).status == 200
+        plain = exporter.get("/metrics", Accept_Encoding="identity")
+        assert "content-encoding" not in plain.headers
+        assert len(plain.body) > 64 << 10
+        packed = exporter.get("/metrics", Accept_Encoding="gzip")
+        assert packed.headers["content-encoding"] == "gzip"
+        assert len(packed.body) < len(plain.body) / 5
+        volatile = (b"gpumem_scrape", b"gpumem_reports_total")
+
+        def steady(page: bytes) -> list[bytes]:
+            return [line for line in page.splitlines() if not line.startswith(volatile) and b"duration" not in line]
+
+        assert steady(gzip.decompress(packed.body)) == steady(plain.body)
+
+
+def test_a_small_page_is_compressed_as_well(exporter: RunningExporter) -> None:
+    packed = exporter.get("/metrics", Accept_Encoding="gzip")
+    assert b"gpumem_exporter_build_info" in gzip.decompress(packed.body)
+    assert packed.headers["vary"] == "Accept, Accept-Encoding"
+
+
+def test_head_has_the_headers_and_no_body(exporter: RunningExporter) -> None:
+    for path in ("/metrics", "/health", "/"):
+        answer = exporter.request("HEAD", path)
+        assert (answer.status, answer.body) == (200, b"")
+        assert int(answer.headers["content-length"]) > 0
+
+
+def test_the_page_is_only_read(exporter: RunningExporter) -> None:
+    answer = exporter.request("POST", "/metrics", {})
+    problem(answer, 405)
+    assert answer.headers["allow"] == "GET, HEAD"
+
+
+def test_the_page_may_be_elsewhere() -> None:
+    with running_exporter(web_telemetry_path="/gpu/metrics") as exporter:
+        assert b"gpumem_nvml_up 1" in exporter.get("/gpu/metrics").body
+        problem(exporter.get("/metrics"), 404)
+        assert "/gpu/metrics" in exporter.document("/openapi.json")["paths"]
+        assert b'href="/gpu/metrics"' in exporter.get("/").body
+
+
+def test_the_page_may_be_scraped_from_anywhere_under_any_name(exporter: RunningExporter) -> None:
+    assert exporter.get("/metrics", Host="gpumem.monitoring.svc.cluster.local:9844").status == 200
+
+
+def test_a_hanging_driver_hangs_neither_the_page_nor_the_health() -> None:
+    provider = ScriptedProvider()
+    with running_exporter(provider=provider) as exporter:
+        assert exporter.report(report(1, devices=(sample(allocated=5),))).status == 200
+        provider.hanging.set()
+        assert provider.stuck.wait(5)
+        begun = time.monotonic()
+        assert exporter.get("/metrics").status == 200
+        assert exporter.get("/health").status == 200
+        assert exporter.document("/api/v1/devices")["devices"]
+        assert time.monotonic() - begun < 0.5
+        failing = eventually(lambda: exporter.get("/health"), lambda answer: answer.status == 503, seconds=10)
+        assert json.loads(failing.body)["status"] == "failing"
+        assert json.loads(failing.body)["checks"]["poller"]["status"] == "failing"
+        assert exporter.sample("gpumem_nvml_up") == 0
+        assert exporter.sample("gpumem_device_memory_total_bytes", gpu="0") is None
+        assert exporter.report(report(1, devices=(sample(allocated=6),), sequence=2)).status == 200
+        assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 6
+        provider.hanging.clear()
+        provider.released.set()
+        eventually(lambda: exporter.get("/health").status, lambda status: status == 200)
+        eventually(lambda: exporter.sample("gpumem_device_memory_total_bytes", gpu="0"))
+
+
+def test_a_driver_that_hangs_from_the_start_leaves_the_exporter_not_ready_and_alive() -> None:
+    provider = ScriptedProvider()
+    provider.hanging.set()
+    with running_exporter(provider=provider, ready=False) as exporter:
+        assert provider.stuck.wait(5)
+        assert exporter.get("/-/ready").status == 503
+        assert exporter.get("/-/healthy").status == 200
+        assert exporter.get("/metrics").status == 200
+
+
+def test_without_a_driver_the_exporter_is_degraded_and_says_why() -> None:
+    provider = ScriptedProvider()
+    provider.error = "no driver here"
+    with running_exporter(provider=provider) as exporter:
+        answer = exporter.get("/health")
+        document = json.loads(answer.body)
+        assert (answer.status, document["status"]) == (200, "degraded")
+        assert document["nvml"] == {"up": False, "error": "no driver here"}
+        assert exporter.sample("gpumem_nvml_up") == 0
+        assert exporter.document("/api/v1/devices")["nvml"]["error"] == "no driver here"
+        provider.error = ""
+        eventually(lambda: exporter.document("/health")["status"], lambda status: status == "ok", seconds=10)
+        assert exporter.sample("gpumem_nvml_up") == 1
+
+
+def test_the_documents_agree_with_the_page(exporter: RunningExporter) -> None:
+    exporter.request("POST", "/api/v1/reports", to_wire(report(31, devices=(sample(UUIDS[1], 3, 4),))))
+    processes = exporter.document("/api/v1/processes")["processes"]
+    (process,) = [one for one in processes if one["pid"] == 31]
+    assert process["devices"][0]["reserved_bytes"] == exporter.sample("gpumem_torch_reserved_bytes", pid="31") == 7
+    for device in exporter.document("/api/v1/devices")["devices"]:
+        assert sum(device["ledger"].values()) == device["memory"]["total_bytes"]
+        total = exporter.sample("gpumem_device_memory_total_bytes", uuid=device["uuid"])
+        assert total == device["memory"]["total_bytes"]

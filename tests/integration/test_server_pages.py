@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+
+import pytest
+
+from tests.integration.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[RunningExporter]:
+    with running_exporter() as running:
+        yield running
+
+
+class Page(HTMLParser):
+    """The tags, links, text and style of a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.style = ""
+        self.text = ""
+        self._within_style = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self._within_style = tag == "style"
+        for name, value in attrs:
+            if name == "href" and tag == "a":
+                self.links.append(value or "")
+            elif name in ("src", "href", "style", "srcset", "action") or name.startswith("on"):
+                self.loads.append(f"{tag} {name}")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within_style = False
+
+    def handle_data(self, data: str) -> None:
+        if self._within_style:
+            self.style += data
+        else:
+            self.text += data
+
+
+def test_the_landing_page_loads_nothing_and_all_its_links_work(exporter: RunningExporter) -> None:
+    answer = exporter.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    page = Page(answer.body.decode())
+    assert page.loads == []
+    assert "script" not in page.tags
+    assert "url(" not in page.style
+    assert "@import" not in page.style
+    assert {"/metrics", "/health", "/api/v1/devices", "/api/v1/processes", "/openapi.json"} <= set(page.links)
+    assert {link: exporter.get(link).status for link in page.links} == dict.fromkeys(page.links, 200)
+    assert exporter.runtime.version.encode() in answer.body
+
+
+def test_the_landing_page_may_show_its_own_style_and_nothing_else(exporter: RunningExporter) -> None:
+    answer = exporter.get("/")
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    (allowed,) = re.findall(r"'sha256-([^']+)'", policy)
+    style = Page(answer.body.decode()).style
+    assert base64.b64encode(hashlib.sha256(style.encode()).digest()).decode() == allowed
+
+
+def test_only_a_demo_says_that_it_is_one(exporter: RunningExporter) -> None:
+    assert "demo" not in Page(exporter.get("/").body.decode()).text.lower()
+    provider = ScriptedProvider()
+    provider.source = "demo"
+    with running_exporter(provider=provider) as demo:
+        assert "This is a demo" in Page(demo.get("/").body.decode()).text
+        assert demo.document("/health")["source"] == "demo"
+        assert demo.sample("gpumem_exporter_build_info", source="demo") == 1
+
+
+def test_the_api_describes_every_route_it_has(exporter: RunningExporter) -> None:
+    document = exporter.document("/openapi.json")
+    assert {(path, method) for path, methods in document["paths"].items() for method in methods} == {
+        ("/metrics", "get"),
+        ("/health", "get"),
+        ("/-/healthy", "get"),
+        ("/-/ready", "get"),
+        ("/api/v1/devices", "get"),
+        ("/api/v1/processes", "get"),
+        ("/api/v1/reports", "post"),
+        ("/api/v1/actions", "get"),
+        ("/api/v1/actions", "post"),
+        ("/api/v1/actions/{action_id}", "get"),
+    }
+
+
+def test_every_schema_that_the_description_points_to_is_in_it(exporter: RunningExporter) -> None:
+    text = exporter.get("/openapi.json").body.decode()
+    schemas = json.loads(text)["components"]["schemas"]
+    pointed = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
+    assert pointed <= set(schemas)
+    assert {"ActionBody", "TargetBody", "Report", "Reply", "Problem"} <= pointed
+    assert "devices" in json.dumps(schemas["Report"])
+
+
+def test_no_page_loads_code_from_elsewhere(exporter: RunningExporter) -> None:
+    for path in ("/docs", "/redoc"):
+        problem(exporter.get(path), 404)
+
+
+@pytest.mark.parametrize("path", ["/nope", "/metrics/", "/api/v1/reports/x", "/api/v2/devices", "//", "/health%2f"])
+def test_where_there_is_nothing_it_says_so(exporter: RunningExporter, path: str) -> None:
+    problem(exporter.get(path), 404)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", "/health", "GET"),
+        ("POST", "/api/v1/devices", "GET"),
+        ("GET", "/api/v1/reports", "POST"),
+        ("DELETE", "/api/v1/actions", None),
+        ("PUT", "/", "GET"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_one(
+    exporter: RunningExporter, method: str, path: str, allowed: str | None
+) -> None:
+    answer = exporter.request(method, path)
+    problem(answer, 405)
+    if allowed is not None:
+        assert answer.headers["allow"] == allowed
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/health", "/api/v1/devices", "/nope"])
+def test_every_answer_keeps_browsers_from_misusing_it(exporter: RunningExporter, path: str) -> None:
+    headers = exporter.get(path, Origin="http://evil.example").headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert headers["x-frame-options"] == "DENY"
+    assert "access-control-allow-origin" not in headers
+    assert "server" not in headers
+
+
+def test_a_fault_of_the_exporter_is_a_problem_without_its_inside(
+    exporter: RunningExporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(now_seconds: float) -> None:
+        raise RuntimeError("s3cret inside")
+
+    monkeypatch.setattr(exporter.runtime.store, "snapshot", broken)
+    document = problem(exporter.get("/api/v1/devices"), 500)
+    assert "s3cret" not in json.dumps(document)
+    eventually(lambda: "s3cret inside" in caplog.text)

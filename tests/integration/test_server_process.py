@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.protocol import REPORTS_PATH, to_wire
+from gpumem_exporter.server.sockets import BindError, bind
+from tests.integration.running_exporter import eventually
+from tests.unit.builders import report
+
+SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
+HANGING_DRIVER = """
+import sys
+from tests.integration.running_exporter import ScriptedHost, ScriptedProvider
+from gpumem_exporter.server import serving, settings, sockets
+provider = ScriptedProvider()
+provider.hanging.set()
+told = settings.load_settings({"web_listen_address": "127.0.0.1:0"}, {})
+serving.configure_logging("info", "json")
+with sockets.bind(told.web_listen_address) as listeners:
+    sys.exit(serving.serve(told, listeners, provider=provider, host=ScriptedHost()))
+"""
+
+
+@dataclass
+class Exporter:
+    process: subprocess.Popen[str]
+    url: str
+
+    def get(self, path: str) -> int:
+        with contextlib.closing(Connection(self.url, timeout_seconds=5)) as connection:
+            return connection.request("GET", path).status
+
+
+@contextlib.contextmanager
+def started(command: list[str]) -> Iterator[Exporter]:
+    """Start an exporter that logs JSON and wait until it says where it listens."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
+    try:
+        assert process.stderr is not None
+        # What the driver has to say may come before.
+        for line in iter(process.stderr.readline, ""):
+            document = json.loads(line)
+            if document["msg"] == "listening":
+                yield Exporter(process, document["addresses"].split(",")[0])
+                break
+            assert document["logger"].startswith("gpumem_exporter.nvml"), line
+        else:
+            raise AssertionError("it ended without listening")
+    finally:
+        process.kill()
+        process.wait(10)
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
+
+
+def run_to_the_end(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=20, env=_environment(), check=False)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port: int = sock.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_asked_to_stop_it_does_within_two_seconds_with_held_reports(number: signal.Signals, tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    flags = ["--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(path), "--log.format", "json"]
+    flags += ["--report.interval", "60", "--report.expiry", "120"]
+    with started([*SERVE, *flags]) as exporter:
+        assert exporter.get("/-/healthy") == 200
+        held = []
+        for pid in range(1, 4):
+            body = json.dumps(to_wire(report(pid, hold_seconds=60.0))).encode()
+            sock = socket.socket(socket.AF_UNIX)
+            sock.connect(str(path))
+            head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+            sock.sendall(head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            held.append(sock)
+        with contextlib.closing(Connection(exporter.url, timeout_seconds=5)) as connection:
+            eventually(lambda: json.loads(connection.request("GET", "/health").body)["processes"], lambda n: n == 3)
+        begun = time.monotonic()
+        exporter.process.send_signal(number)
+        assert exporter.process.wait(10) == 0
+        assert time.monotonic() - begun < 2
+        for sock in held:
+            assert sock.recv(4096).startswith(b"HTTP/1.1 200 ")
+            sock.close()
+        assert not path.exists()
+        assert exporter.process.stderr is not None
+        said = [json.loads(line) for line in exporter.process.stderr]
+        assert [line for line in said if not line["logger"].startswith("gpumem_exporter.nvml")] == []
+
+
+def test_asked_to_stop_it_does_with_a_driver_that_hangs() -> None:
+    with started([sys.executable, "-c", HANGING_DRIVER]) as exporter:
+        assert exporter.get("/-/ready") == 503
+        begun = time.monotonic()
+        exporter.process.send_signal(signal.SIGTERM)
+        assert exporter.process.wait(10) == 0
+        assert time.monotonic() - begun < 2
+
+
+def test_an_address_in_use_is_one_line_and_exit_1() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+        ended = run_to_the_end("--web.listen-address", f"127.0.0.1:{port}")
+    assert ended.returncode == 1
+    assert ended.stdout == ""
+    assert ended.stderr == f"gpumem-exporter: cannot listen at 127.0.0.1:{port}: address already in use\n"
+
+
+def test_a_wrong_configuration_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    file = tmp_path / "exporter.yaml"
+    file.write_text("web:\n  listen-adress: ':9844'\n")
+    ended = run_to_the_end("--config.file", str(file))
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    (line,) = ended.stderr.splitlines()
+    assert "'web.listen-adress'" in line
+    assert str(file) in line
+
+
+def test_without_a_driver_it_stays_up_and_log_lines_are_what_was_asked_for() -> None:
+    port = free_port()
+    command = [*SERVE, "--web.listen-address", f"127.0.0.1:{port}", "--log.format", "json"]
+    with started(command) as exporter:
+        assert exporter.url == f"http://127.0.0.1:{port}"
+        eventually(lambda: exporter.get("/-/ready"), lambda status: status == 200)
+        assert exporter.get("/health") == 200
+        assert exporter.get("/metrics") == 200
+
+
+def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:
+    with bind([":0"]) as listeners:
+        port = listeners.sockets[0].getsockname()[1]
+        for host in ("127.0.0.1", *(["::1"] if _has_ipv6() else [])):
+            socket.create_connection((host, port), timeout=5).close()
+
+
+def test_several_addresses_are_listened_at_side_by_side() -> None:
+    addresses = ["127.0.0.1:0", "localhost:0", *(["[::1]:0"] if _has_ipv6() else [])]
+    with bind(addresses) as listeners:
+        assert len(listeners.sockets) >= len(addresses)
+        assert all(name.startswith("http://") for name in listeners.names())
+
+
+def test_one_address_that_cannot_be_had_frees_the_others() -> None:
+    port = free_port()
+    with pytest.raises(BindError, match=r"cannot listen at 192\.0\.2\.1:1"):
+        bind([f"127.0.0.1:{port}", "192.0.2.1:1"])
+    socket.create_server(("127.0.0.1", port)).close()
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6) as sock:
+            sock.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def leave_a_socket_file(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(path))
+
+
+def write_a_file(path: Path) -> None:
+    path.write_text("precious")
+
+
+def test_a_socket_that_a_killed_exporter_left_behind_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    leave_a_socket_file(path)
+    with bind([], str(path)) as listeners:
+        assert listeners.names() == (f"unix://{path}",)
+        assert path.stat().st_mode & 0o777 == 0o666
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+    assert not path.exists()
+
+
+def test_a_socket_that_somebody_answers_at_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    with bind([], str(path)):
+        with pytest.raises(BindError, match="another process answers there"):
+            bind([], str(path))
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(str(path))
+
+
+@pytest.mark.parametrize(("make", "reason"), [(write_a_file, "no socket"), (Path.mkdir, "no socket")])
+def test_what_is_no_socket_is_left_alone(tmp_path: Path, make: Callable[[Path], None], reason: str) -> None:
+    path = tmp_path / "exporter.sock"
+    make(path)
+    with pytest.raises(BindError, match=reason):
+        bind([], str(path))
+    assert path.exists()
+
+
+def test_the_last_folder_of_the_sockets_path_is_made_and_no_more(tmp_path: Path) -> None:
+    with bind([], str(tmp_path / "gpumem" / "exporter.sock")) as listeners:
+        assert Path(listeners.unix_path).exists()
+    with pytest.raises(BindError, match="no such file"):
+        bind([], str(tmp_path / "a" / "b" / "exporter.sock"))
+
+
+def test_a_socket_that_was_replaced_meanwhile_is_not_removed(tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    with bind([], str(path)):
+        path.unlink()
+        leave_a_socket_file(path)
+    assert path.exists()

@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.core.samples import ProcessMemory
+from gpumem_exporter.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
+from tests.integration.running_exporter import RunningExporter, eventually, problem, running_exporter
+from tests.unit.builders import MIB, UUIDS, report, sample
+
+
+@pytest.fixture(scope="module")
+def exporter() -> Iterator[RunningExporter]:
+    with running_exporter() as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "exporter" in request.fixturenames:
+        runtime = request.getfixturevalue("exporter").runtime
+        for process in runtime.snapshot().processes:
+            runtime.store.forget(process.key)
+
+
+def outcomes(exporter: RunningExporter) -> dict[str, float]:
+    return {
+        dict(labels)["outcome"]: value
+        for (name, labels), value in exporter.samples().items()
+        if name == "gpumem_reports_total"
+    }
+
+
+def send_raw(exporter: RunningExporter, sent: Report) -> socket.socket:
+    """Send a report and leave its answer in the socket."""
+    body = json.dumps(to_wire(sent)).encode()
+    head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
+    sock = socket.create_connection(("127.0.0.1", exporter.port), timeout=5)
+    sock.sendall(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body)
+    return sock
+
+
+def test_a_report_is_on_the_next_page(exporter: RunningExporter) -> None:
+    exporter.provider.processes = {UUIDS[0]: (ProcessMemory(4711, 300 * MIB),)}
+    answer = exporter.report(report(4711, devices=(sample(UUIDS[0], 100 * MIB, 50 * MIB, 10 * MIB),), rank="3"))
+    assert answer.status == 200
+    assert json.loads(answer.body) == {"report_interval_seconds": 1.0, "protocol": 1}
+    labels = {"gpu": "0", "uuid": UUIDS[0], "pid": "4711", "workload": "train", "rank": "3"}
+    assert exporter.sample("gpumem_torch_reserved_bytes", **labels) == 160 * MIB
+    assert exporter.sample("gpumem_torch_reclaimable_bytes", **labels) == 50 * MIB
+    eventually(lambda: exporter.sample("gpumem_torch_non_torch_bytes", **labels), lambda value: value == 140 * MIB)
+    exporter.provider.processes = {}
+
+
+def test_a_final_report_takes_its_series_with_it(exporter: RunningExporter) -> None:
+    exporter.report(report(1, devices=(sample(),)))
+    assert exporter.sample("gpumem_reporter_up", pid="1") == 1
+    assert exporter.report(report(1, devices=(sample(),), sequence=2, final=True)).status == 200
+    assert exporter.sample("gpumem_reporter_up", pid="1") is None
+    assert exporter.sample("gpumem_torch_reserved_bytes", pid="1") is None
+
+
+def test_an_overtaken_report_changes_nothing(exporter: RunningExporter) -> None:
+    exporter.report(report(1, devices=(sample(allocated=2),), sequence=2))
+    assert exporter.report(report(1, devices=(sample(allocated=1),), sequence=1)).status == 200
+    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
+
+
+def test_an_older_reporter_of_the_same_process_is_told_that_it_is_superseded(exporter: RunningExporter) -> None:
+    before = outcomes(exporter).get("superseded", 0)
+    exporter.report(report(1, session="new", session_started_seconds=9.0, devices=(sample(allocated=2),)))
+    answer = exporter.report(report(1, session="old", session_started_seconds=8.0, devices=(sample(allocated=1),)))
+    problem(answer, 409)
+    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
+    assert outcomes(exporter)["superseded"] == before + 1
+
+
+@pytest.mark.parametrize(
+    ("outcome", "field", "body"),
+    [
+        ("invalid", "devices.0.allocated_bytes", {"allocated_bytes": -1}),
+        ("invalid", "devices.0.allocated_bytes", {"allocated_bytes": 2**63}),
+        ("unknown_device", "devices.0.uuid", {"uuid": "GPU-of-another-node"}),
+    ],
+)
+def test_a_wrong_report_is_refused_by_field_and_changes_nothing(
+    exporter: RunningExporter, outcome: str, field: str, body: dict[str, object]
+) -> None:
+    exporter.report(report(1, devices=(sample(allocated=5),)))
+    before = outcomes(exporter).get(outcome, 0)
+    document = to_wire(report(1, devices=(sample(allocated=6),), sequence=2))
+    document["devices"][0].update(body)
+    refusal = problem(exporter.request("POST", REPORTS_PATH, document), 422)
+    assert [error["field"] for error in refusal["errors"]] == [field]
+    assert field in refusal["detail"]
+    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 5
+    assert outcomes(exporter)[outcome] == before + 1
+
+
+def test_a_process_too_many_is_turned_away_and_counted() -> None:
+    with running_exporter(report_max_processes=2) as exporter:
+        assert [exporter.report(report(pid)).status for pid in (1, 2)] == [200, 200]
+        answer = exporter.report(report(3))
+        assert "--report.max-processes" in problem(answer, 503)["detail"]
+        assert int(answer.headers["retry-after"]) > 0
+        assert exporter.report(report(1, sequence=2)).status == 200
+        assert exporter.sample("gpumem_processes_dropped_total") == 1
+        assert exporter.sample("gpumem_reports_total", outcome="dropped") == 1
+        assert exporter.sample("gpumem_reporter_up", pid="3") is None
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_ten_megabytes_are_refused_without_being_kept(exporter: RunningExporter, chunked: bool) -> None:
+    before = outcomes(exporter).get("too_large", 0)
+    connection = http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=10)
+    body = b'{"process": "' + b"x" * 10_000_000 + b'"}'
+    pieces = (body[i : i + 65536] for i in range(0, len(body), 65536)) if chunked else body
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", REPORTS_PATH, pieces, headers, encode_chunked=chunked)
+    assert connection.getresponse().status == 413
+    connection.close()
+    assert outcomes(exporter)["too_large"] == before + 1
+
+
+def test_the_body_must_say_that_it_is_json(exporter: RunningExporter) -> None:
+    problem(exporter.request("POST", REPORTS_PATH, body=b"{}", Content_Type="text/plain"), 415)
+
+
+def test_a_web_page_of_another_site_cannot_report(exporter: RunningExporter) -> None:
+    problem(exporter.report(report(1), Origin="http://evil.example"), 403)
+    problem(exporter.report(report(1), Host="evil.example:9844"), 403)
+    assert exporter.sample("gpumem_reporter_up", pid="1") is None
+
+
+def test_reports_need_the_token_where_there_is_one(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    with running_exporter(report_token_file=str(token)) as exporter:
+        problem(exporter.report(report(1)), 401)
+        problem(exporter.report(report(1), Authorization="Bearer wrong"), 401)
+        assert exporter.report(report(1), Authorization="Bearer first").status == 200
+        (tmp_path / "next").write_text("second")
+        (tmp_path / "next").replace(token)
+        problem(exporter.report(report(1, sequence=2), Authorization="Bearer first"), 401)
+        assert exporter.report(report(1, sequence=2), Authorization="Bearer second").status == 200
+        assert exporter.sample("gpumem_reports_total", outcome="unauthorized") == 3
+        assert exporter.act(action="empty_cache", target={"all": True}, dry_run=True).status == 200
+
+
+def test_over_a_unix_socket_the_kernel_says_who_reports(tmp_path: Path) -> None:
+    path = tmp_path / "exporter.sock"
+    with running_exporter(unix=path) as exporter:
+        assert exporter.report(report(4711), url=f"unix://{path}").status == 200
+        assert exporter.host.asked == [(4711, os.getpid())]
+        assert exporter.report(report(4712)).status == 200
+        assert exporter.host.asked[1:] == [(4712, None)]
+
+
+def test_a_report_is_held_for_the_interval_and_no_longer() -> None:
+    with running_exporter(report_interval=0.3) as exporter:
+        begun = time.monotonic()
+        answer = exporter.report(report(1, hold_seconds=60.0))
+        held = time.monotonic() - begun
+        assert json.loads(answer.body) == {"report_interval_seconds": 0.3, "protocol": 1}
+        assert 0.3 <= held < 1.0
+
+
+def test_an_action_reaches_a_held_report_at_once_and_its_result_ends_it() -> None:
+    with running_exporter(report_interval=20, report_expiry=60) as exporter, ThreadPoolExecutor() as pool:
+        before = report(1, devices=(sample(allocated=5, reclaimable=7),), hold_seconds=20.0)
+        held = pool.submit(exporter.report, before)
+        eventually(exporter.runtime.dispatcher.held)
+        asked = pool.submit(exporter.act, action="empty_cache", target={"all": True}, wait_seconds=10)
+        begun = time.monotonic()
+        (command,) = json.loads(held.result(5).body)["commands"]
+        assert time.monotonic() - begun < 1.0
+        assert command["action"] == "empty_cache"
+        assert 0 < command["deadline_seconds"] <= 30
+        result = CommandResult(
+            command["id"], "done", duration_seconds=0.001, devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),)
+        )
+        assert not asked.done()
+        after = report(1, devices=(sample(allocated=5),), sequence=2, results=(result,))
+        assert exporter.report(after).status == 200
+        answer = asked.result(5)
+        assert answer.status == 200
+        action = json.loads(answer.body)
+        assert (action["state"], action["freed_bytes"], action["results"][0]["outcome"]) == ("done", 7, "done")
+        assert exporter.sample("gpumem_action_freed_bytes_total", action="empty_cache") == 7
+
+
+def test_a_client_that_has_gone_is_not_waited_for_and_loses_no_command() -> None:
+    with running_exporter(report_interval=20, report_expiry=60) as exporter:
+        sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=20.0))
+        eventually(exporter.runtime.dispatcher.held)
+        sock.close()
+        eventually(exporter.runtime.dispatcher.held, lambda held: held == 0, seconds=1.0)
+        assert len(exporter.runtime.holds) == 0
+        assert exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).status == 202
+        answer = exporter.report(report(1, devices=(sample(),), sequence=2, hold_seconds=20.0))
+        assert [command["action"] for command in json.loads(answer.body)["commands"]] == ["empty_cache"]
+
+
+def test_a_command_that_was_lost_with_its_reply_is_given_again() -> None:
+    with running_exporter(report_interval=20, report_expiry=60) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        asked = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).body)
+        for sequence in (2, 3):
+            answer = exporter.report(report(1, devices=(sample(),), sequence=sequence))
+            assert [command["id"] for command in json.loads(answer.body)["commands"]] == [asked["id"]]
+
+
+def test_a_process_that_died_in_a_held_report_is_forgotten_within_a_second() -> None:
+    with running_exporter(report_interval=20, report_expiry=60) as exporter:
+        sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=20.0))
+        eventually(exporter.runtime.dispatcher.held)
+        exporter.host.dead.add(1)
+        sock.close()
+        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None, seconds=1.0)
+
+
+def test_a_process_that_only_lost_its_connection_is_kept() -> None:
+    with running_exporter(report_interval=20, report_expiry=60) as exporter:
+        sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=20.0))
+        eventually(exporter.runtime.dispatcher.held)
+        sock.close()
+        eventually(exporter.runtime.dispatcher.held, lambda held: held == 0)
+        assert exporter.sample("gpumem_reporter_up", pid="1") == 1
+
+
+def test_a_process_that_died_between_two_reports_is_forgotten() -> None:
+    with running_exporter(report_interval=0.1) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        exporter.host.dead.add(1)
+        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None, seconds=3.0)
+
+
+def test_many_reporters_are_held_side_by_side() -> None:
+    with running_exporter(report_interval=20, report_expiry=60) as exporter:
+        socks = [send_raw(exporter, report(pid, devices=(sample(),), hold_seconds=20.0)) for pid in range(1, 101)]
+        eventually(exporter.runtime.dispatcher.held, lambda held: held == 100)
+        asked = exporter.act(action="empty_cache", target={"all": True}, wait_seconds=0)
+        assert asked.status == 202
+        for sock in socks:
+            assert b'"empty_cache"' in sock.recv(4096)
+            sock.close()
+
+
+def test_reports_from_threads_at_once_are_all_counted(exporter: RunningExporter) -> None:
+    before = outcomes(exporter).get("accepted", 0)
+
+    def report_often(pid: int) -> None:
+        for sequence in range(1, 21):
+            assert exporter.report(report(pid, devices=(sample(),), sequence=sequence)).status == 200
+
+    threads = [threading.Thread(target=report_often, args=(pid,)) for pid in range(1, 9)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes(exporter)["accepted"] == before + 160

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.server.auth import Caller, OwnNames, PeerCredentials, Rule
+from gpumem_exporter.server.problems import ProblemError
+from gpumem_exporter.server.tokens import TokenFile
+
+OWNER = 1000
+LOCAL = Caller("127.0.0.1", None)
+REMOTE = Caller("10.0.0.5", None)
+
+
+def unix(uid: int) -> Caller:
+    return Caller("", PeerCredentials(pid=42, uid=uid, gid=uid))
+
+
+def rule(token: TokenFile | None = None) -> Rule:
+    return Rule("actions", "--action.token-file", token, OWNER)
+
+
+def token_file(path: Path, text: str) -> TokenFile:
+    path.write_text(text)
+    return TokenFile(path)
+
+
+def refusal(of: Rule, caller: Caller, headers: dict[bytes, bytes] | None = None) -> ProblemError:
+    with pytest.raises(ProblemError) as caught:
+        of.admit(caller, headers or {})
+    return caught.value
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
+def test_without_a_token_this_machine_may(host: str) -> None:
+    assert rule().admit(Caller(host, None), {}) == f"tcp:{host}"
+
+
+@pytest.mark.parametrize("host", ["10.0.0.5", "::ffff:10.0.0.5", "fe80::1", "0.0.0.0", "::", ""])
+def test_without_a_token_another_machine_may_not_and_is_told_the_mend(host: str) -> None:
+    problem = refusal(rule(), Caller(host, None))
+    assert problem.status == 403
+    assert "--action.token-file" in problem.detail
+
+
+@pytest.mark.parametrize("uid", [0, OWNER])
+def test_without_a_token_the_owner_of_the_socket_and_root_may(uid: int) -> None:
+    assert rule().admit(unix(uid), {}) == f"unix:uid={uid}:pid=42"
+
+
+def test_without_a_token_another_user_of_the_socket_may_not() -> None:
+    problem = refusal(rule(), unix(1001))
+    assert problem.status == 403
+    assert "1001" in problem.detail
+    assert "--action.token-file" in problem.detail
+
+
+@pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"via"])
+def test_a_proxy_on_this_machine_does_not_lend_its_address(header: bytes) -> None:
+    assert refusal(rule(), LOCAL, {header: b"10.0.0.5"}).status == 403
+
+
+@pytest.mark.parametrize("caller", [LOCAL, REMOTE, unix(0), unix(OWNER)])
+def test_with_a_token_everybody_needs_it(tmp_path: Path, caller: Caller) -> None:
+    guarded = rule(token_file(tmp_path / "token", "right\n"))
+    problem = refusal(guarded, caller)
+    assert problem.status == 401
+    assert "WWW-Authenticate" in problem.headers
+    assert guarded.admit(caller, {b"authorization": b"Bearer right"}).startswith("token@")
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"right", b"Basic right", b"Bearer", b"Bearer ", b"Bearer wrong", b"Bearer right2", b"Bearer \xff"]
+)
+def test_what_is_not_the_token_does_not_open(tmp_path: Path, value: bytes) -> None:
+    guarded = rule(token_file(tmp_path / "token", "right"))
+    assert refusal(guarded, REMOTE, {b"authorization": value}).status == 401
+
+
+def test_the_audit_log_says_where_a_token_came_from(tmp_path: Path) -> None:
+    guarded = rule(token_file(tmp_path / "token", "right"))
+    assert guarded.admit(REMOTE, {b"authorization": b"bearer right"}) == "token@10.0.0.5"
+    assert guarded.admit(unix(7), {b"authorization": b"Bearer right"}) == "token@unix:uid=7:pid=42"
+
+
+def test_a_replaced_token_file_counts_from_the_next_request_on(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "old")
+    assert token.matches(b"old")
+    (tmp_path / "next").write_text("new")
+    (tmp_path / "next").replace(tmp_path / "token")
+    assert not token.matches(b"old")
+    assert token.matches(b"new")
+
+
+def test_a_token_stays_in_force_while_its_file_is_away(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "old")
+    assert token.matches(b"old")
+    (tmp_path / "token").unlink()
+    assert token.matches(b"old")
+    assert not token.matches(b"")
+
+
+def test_a_token_file_that_was_never_readable_lets_nobody_in(tmp_path: Path) -> None:
+    token = TokenFile(tmp_path / "token")
+    assert not token.matches(b"")
+    assert not token.matches(b"x")
+
+
+NAMES = OwnNames(["node-7", "gpu.example.org", ""])
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "localhost:9844",
+        "LOCALHOST:9844",
+        "localhost.",
+        "127.0.0.1:9844",
+        "[::1]:9844",
+        "[::1]",
+        "10.1.2.3",
+        "node-7:9844",
+        "gpu.example.org",
+    ],
+)
+def test_an_own_name_or_any_ip_address_is_a_right_host(host: str) -> None:
+    NAMES.require_own_host({b"host": host.encode()})
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["evil.example", "evil.example:9844", "localhost.evil.example", "127.0.0.1.evil.example", "node-77", "[", ":1"],
+)
+def test_a_name_that_somebody_else_may_point_here_is_no_right_host(host: str) -> None:
+    with pytest.raises(ProblemError) as caught:
+        NAMES.require_own_host({b"host": host.encode()})
+    assert caught.value.status == 403
+
+
+@pytest.mark.parametrize(
+    ("headers", "fine"),
+    [
+        ({b"host": b"localhost:9844"}, True),
+        ({b"host": b"localhost:9844", b"origin": b"http://localhost:9844"}, True),
+        ({b"host": b"localhost:9844", b"origin": b"http://localhost:3000"}, False),
+        ({b"host": b"localhost:9844", b"origin": b"https://evil.example"}, False),
+        ({b"host": b"localhost:9844", b"origin": b"null"}, False),
+        ({b"host": b"localhost:9844", b"origin": b""}, False),
+        ({b"host": b"localhost:9844", b"origin": b"file://localhost:9844"}, False),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"cross-site"}, False),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"same-site"}, False),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"same-origin"}, True),
+        ({b"host": b"localhost:9844", b"sec-fetch-site": b"none"}, True),
+    ],
+)
+def test_only_the_exporters_own_page_may_ask_through_a_browser(headers: dict[bytes, bytes], fine: bool) -> None:
+    if fine:
+        NAMES.require_own_page(headers)
+    else:
+        with pytest.raises(ProblemError):
+            NAMES.require_own_page(headers)

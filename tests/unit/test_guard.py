@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.server.auth import OwnNames, Rule
+from gpumem_exporter.server.guard import ACTIONS_PATH, MAX_BODY_BYTES, MAX_REPORT_BYTES, Guard
+from gpumem_exporter.server.tokens import TokenFile
+
+REPORTS = "/api/v1/reports"
+JSON = (b"content-type", b"application/json")
+HOST = (b"host", b"localhost:9844")
+
+
+@dataclass
+class Exchange:
+    """One request through the guard, and what came of it."""
+
+    status: int = 0
+    headers: dict[bytes, bytes] = field(default_factory=dict)
+    problem: dict[str, Any] = field(default_factory=dict)
+    seen: list[bytes] = field(default_factory=list)
+    seen_method: str = ""
+    after_body: str = ""
+    received: int = 0
+    outcomes: list[str] = field(default_factory=list)
+
+
+def pass_through(
+    path: str,
+    *,
+    method: str = "POST",
+    headers: Sequence[tuple[bytes, bytes]] = (HOST, JSON),
+    chunks: Sequence[bytes] = (b"{}",),
+    client: str = "127.0.0.1",
+    token: Path | None = None,
+    cut_off: bool = False,
+) -> Exchange:
+    exchange = Exchange()
+
+    async def route(scope: Any, receive: Any, send: Any) -> None:
+        exchange.seen_method = scope["method"]
+        exchange.seen.append((await receive())["body"] if method == "POST" else b"")
+        exchange.after_body = (await receive())["type"]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    messages = [
+        {"type": "http.request", "body": chunk, "more_body": cut_off or i + 1 < len(chunks)}
+        for i, chunk in enumerate(chunks)
+    ]
+
+    async def receive() -> Any:
+        if messages and (method == "POST"):
+            exchange.received += 1
+            return messages.pop(0)
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            exchange.status = message["status"]
+            exchange.headers = dict(message["headers"])
+        elif message["body"]:
+            exchange.problem = json.loads(message["body"])
+
+    rule = Rule("things", "--x.token-file", TokenFile(token) if token else None, 1000)
+    guard = Guard(route, OwnNames(["node-7"]), rule, rule, exchange.outcomes.append)
+    scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "client": (client, 1)}
+    asyncio.run(guard(scope, receive, send))
+    return exchange
+
+
+@pytest.mark.parametrize("path", [REPORTS, ACTIONS_PATH])
+def test_a_right_request_reaches_its_route_with_its_whole_body(path: str) -> None:
+    exchange = pass_through(path, chunks=(b'{"a"', b":1}", b""))
+    assert exchange.status == 200
+    assert exchange.seen == [b'{"a":1}']
+    assert exchange.after_body == "http.disconnect"
+
+
+@pytest.mark.parametrize("path", [REPORTS, ACTIONS_PATH, ACTIONS_PATH + "/some-id"])
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({"client": "10.0.0.5"}, 403),
+        ({"headers": [(b"host", b"evil.example"), JSON]}, 403),
+        ({"headers": [HOST, JSON, (b"origin", b"http://evil.example")]}, 403),
+        ({"headers": [HOST]}, 415),
+        ({"headers": [HOST, (b"content-type", b"text/plain")]}, 415),
+        ({"headers": [HOST, (b"content-type", b"application/x-www-form-urlencoded")]}, 415),
+        ({"headers": [HOST, JSON, (b"content-encoding", b"gzip")]}, 415),
+    ],
+)
+def test_what_a_web_page_or_a_stranger_could_send_is_refused_before_its_body_is_read(
+    path: str, changed: dict[str, Any], status: int
+) -> None:
+    exchange = pass_through(path, **changed)
+    assert exchange.status == status
+    assert exchange.headers[b"content-type"] == b"application/problem+json"
+    assert exchange.problem["status"] == status
+    assert exchange.problem["detail"]
+    assert exchange.seen == []
+    assert exchange.received == 0
+
+
+def test_parameters_of_the_media_type_are_fine() -> None:
+    headers = [HOST, (b"content-type", b"Application/JSON; charset=utf-8")]
+    assert pass_through(REPORTS, headers=headers).status == 200
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/health", "/", "/api/v1/devices"])
+def test_what_only_shows_is_open_to_whoever_can_reach_it_under_any_name(path: str) -> None:
+    headers = [(b"host", b"gpumem.monitoring.svc:9844"), (b"origin", b"http://grafana.example")]
+    assert pass_through(path, method="GET", headers=headers, client="10.0.0.5").status == 200
+
+
+def test_the_audit_log_is_guarded_like_the_actions() -> None:
+    assert pass_through(ACTIONS_PATH, method="GET", headers=[HOST], client="10.0.0.5").status == 403
+    assert pass_through(ACTIONS_PATH, method="GET", headers=[(b"host", b"evil.example")]).status == 403
+    assert pass_through(ACTIONS_PATH, method="GET", headers=[HOST]).status == 200
+
+
+def test_whoever_has_the_token_may_use_a_name_that_only_its_network_knows(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("right")
+    host = (b"host", b"node-7.cluster.example:9844")
+    bearer = (b"authorization", b"Bearer right")
+    assert pass_through(ACTIONS_PATH, headers=[host, JSON, bearer], client="10.0.0.5", token=token).status == 200
+    assert pass_through(ACTIONS_PATH, headers=[host, JSON], client="10.0.0.5", token=token).status == 401
+    page = (b"origin", b"http://evil.example")
+    assert pass_through(ACTIONS_PATH, headers=[host, JSON, bearer, page], token=token).status == 403
+
+
+@pytest.mark.parametrize(("path", "limit"), [(REPORTS, MAX_REPORT_BYTES), (ACTIONS_PATH, MAX_BODY_BYTES)])
+def test_a_body_at_its_limit_passes_and_one_byte_more_does_not(path: str, limit: int) -> None:
+    assert pass_through(path, chunks=(b"x" * limit,)).status == 200
+    assert pass_through(path, chunks=(b"x" * (limit + 1),)).status == 413
+
+
+@pytest.mark.parametrize("length", [b"1048577", b"99999999999999999999999", b"x", b"-1"])
+def test_a_body_that_says_it_is_too_long_is_not_read_at_all(length: bytes) -> None:
+    exchange = pass_through(REPORTS, headers=[HOST, JSON, (b"content-length", length)])
+    assert exchange.status == 413
+    assert exchange.received == 0
+    assert exchange.outcomes == ["too_large"]
+
+
+def test_a_body_without_a_length_is_given_up_as_soon_as_it_is_too_long() -> None:
+    exchange = pass_through(REPORTS, chunks=(b"x" * 300_000,) * 30)
+    assert exchange.status == 413
+    assert exchange.received == 4
+    assert exchange.seen == []
+
+
+def test_a_client_that_goes_away_while_sending_reaches_no_route_and_gets_no_answer() -> None:
+    exchange = pass_through(REPORTS, chunks=(b'{"a"',), cut_off=True)
+    assert exchange.seen == []
+    assert exchange.status == 0
+
+
+@pytest.mark.parametrize(
+    ("changed", "outcome"),
+    [
+        ({"client": "10.0.0.5"}, "unauthorized"),
+        ({"headers": [HOST]}, "invalid"),
+        ({"chunks": (b"x" * (MAX_REPORT_BYTES + 1),)}, "too_large"),
+    ],
+)
+def test_refused_reports_are_counted_and_refused_actions_are_not_reports(changed: dict[str, Any], outcome: str) -> None:
+    assert pass_through(REPORTS, **changed).outcomes == [outcome]
+    assert pass_through(ACTIONS_PATH, **changed).outcomes == []
+
+
+def test_head_is_answered_like_get() -> None:
+    exchange = pass_through("/health", method="HEAD", headers=[HOST])
+    assert exchange.seen_method == "GET"

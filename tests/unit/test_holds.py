@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.server.holds import GONE, RELEASED, Holds
+
+
+class Client:
+    """The far end of a request: silent until it goes."""
+
+    def __init__(self) -> None:
+        self.gone = asyncio.Event()
+
+    async def receive(self) -> Any:
+        await self.gone.wait()
+        return {"type": "http.disconnect"}
+
+
+async def soon(condition: Any) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+def test_what_is_waited_for_is_handed_on() -> None:
+    async def scenario() -> None:
+        holds, client = Holds(), Client()
+        result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+        async def awaited() -> str:
+            return await result
+
+        waiting = asyncio.ensure_future(holds.until(awaited(), client.receive))
+        await soon(lambda: len(holds) == 1)
+        result.set_result("command")
+        assert await waiting == "command"
+        assert len(holds) == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_goes_ends_its_own_wait_and_no_other() -> None:
+    async def scenario() -> None:
+        holds, going, staying = Holds(), Client(), Client()
+        cancelled = asyncio.Event()
+
+        async def awaited() -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.set()
+                raise
+
+        ends = asyncio.ensure_future(holds.until(awaited(), going.receive))
+        stays = asyncio.ensure_future(holds.until(asyncio.Event().wait(), staying.receive))
+        await soon(lambda: len(holds) == 2)
+        going.gone.set()
+        assert await ends is GONE
+        await cancelled.wait()
+        assert len(holds) == 1
+        holds.release()
+        assert await stays is RELEASED
+
+    asyncio.run(scenario())
+
+
+def test_an_exporter_that_stops_lets_every_wait_go_and_begins_none() -> None:
+    async def scenario() -> None:
+        holds = Holds()
+        waits = [asyncio.ensure_future(holds.until(asyncio.Event().wait(), Client().receive)) for _ in range(3)]
+        await soon(lambda: len(holds) == 3)
+        holds.release()
+        assert await asyncio.gather(*waits) == [RELEASED] * 3
+        assert await holds.until(asyncio.Event().wait(), Client().receive) is RELEASED
+
+    asyncio.run(scenario())
+
+
+def test_what_goes_wrong_in_the_wait_is_not_swallowed() -> None:
+    async def scenario() -> None:
+        async def awaited() -> None:
+            raise LookupError("boom")
+
+        with pytest.raises(LookupError, match="boom"):
+            await Holds().until(awaited(), Client().receive)
+
+    asyncio.run(scenario())

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from typing import Any
+
+from gpumem_exporter.server.logs import JsonFormatter, LogfmtFormatter, iso_time
+
+
+def record(message: str, fields: dict[str, Any] | None = None, *, failing: bool = False) -> logging.LogRecord:
+    exc_info = None
+    if failing:
+        try:
+            raise LookupError('no\nsuch "thing"')
+        except LookupError:
+            exc_info = sys.exc_info()
+    made = logging.LogRecord("gpumem_exporter.x", logging.WARNING, "f", 1, message, (), exc_info)
+    made.created = 1_700_000_000.25
+    if fields is not None:
+        made.fields = fields
+    return made
+
+
+def test_logfmt_is_one_line_of_keys_and_values() -> None:
+    line = LogfmtFormatter().format(record("action finished", {"n": 3, "path": "/a b", "none": None, "s": 0.25}))
+    assert line == (
+        "ts=2023-11-14T22:13:20.250Z level=warning logger=gpumem_exporter.x "
+        'msg="action finished" n=3 path="/a b" none="" s=0.25'
+    )
+
+
+def test_whatever_somebody_sends_stays_within_its_value() -> None:
+    line = LogfmtFormatter().format(
+        record("x", {"reason": 'a" level=error\nts=now \x1b[31m \x9b32m', "exception_text": "=\\"})
+    )
+    assert "\n" not in line
+    assert "\x1b" not in line
+    assert "\x9b" not in line
+    values = dict(part.split("=", 1) for part in shlex.split(line))
+    assert values["level"] == "warning"
+
+
+def test_an_exception_is_part_of_the_line() -> None:
+    line = LogfmtFormatter().format(record("x", failing=True))
+    assert "\n" not in line
+    assert "LookupError" in line
+
+
+def test_json_lines_carry_the_same_fields() -> None:
+    line = JsonFormatter().format(record("x", {"n": 3, "odd": {1}}, failing=True))
+    assert "\n" not in line
+    document = json.loads(line)
+    assert list(document)[:6] == ["ts", "level", "logger", "msg", "n", "odd"]
+    assert document["n"] == 3
+    assert "LookupError" in document["exception"]
+
+
+def test_times_are_utc_to_the_millisecond() -> None:
+    assert iso_time(0) == "1970-01-01T00:00:00.000Z"

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.server.negotiation import accepts_gzip, prefers_openmetrics
+
+PROMETHEUS_2 = (
+    "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1"
+)
+PROMETHEUS_3 = (
+    "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.5,application/openmetrics-text;version=0.0.1;"
+    "q=0.4,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.3,text/plain;version=0.0.4;q=0.2,*/*;q=0.1"
+)
+
+
+@pytest.mark.parametrize(
+    ("accept", "openmetrics"),
+    [
+        ("", False),
+        ("*/*", False),
+        ("text/plain", False),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", False),
+        (PROMETHEUS_2, True),
+        (PROMETHEUS_3, True),
+        ("application/openmetrics-text", True),
+        ("Application/OpenMetrics-Text; Version=1.0.0; charset=utf-8", True),
+        ('application/openmetrics-text;version="1.0.0"', True),
+        ("application/openmetrics-text;version=2.0.0", False),
+        ("application/openmetrics-text;version=0.0.1,text/plain;q=0.5", False),
+        ("application/openmetrics-text;q=0,text/plain;q=0", False),
+        ("application/openmetrics-text;q=0.4,text/plain;q=0.5", False),
+        ("application/openmetrics-text;q=0.5,text/plain;q=0.5", True),
+        ("application/openmetrics-text;q=0.5,*/*;q=0.9", False),
+        ("application/openmetrics-text;q=0.5,text/plain;q=0.1,*/*;q=0.9", True),
+        ("application/openmetrics-text;q=zero,text/plain", False),
+        ("application/openmetrics-text;q=7", False),
+        (",;,=;q,", False),
+    ],
+)
+def test_the_form_is_the_one_the_scraper_likes_best(accept: str, openmetrics: bool) -> None:
+    assert prefers_openmetrics(accept) is openmetrics
+
+
+@pytest.mark.parametrize(
+    ("encodings", "gzip"),
+    [
+        ("", False),
+        ("identity", False),
+        ("gzip", True),
+        ("deflate, GZIP;q=0.5", True),
+        ("gzip;q=0", False),
+        ("gzip;q=0.0, *", False),
+        ("*", True),
+        ("br, *;q=0", False),
+        ("x-gzip", True),
+        ("gzipped", False),
+    ],
+)
+def test_the_page_is_compressed_only_for_whoever_can_read_it(encodings: str, gzip: bool) -> None:
+    assert accepts_gzip(encodings) is gzip
