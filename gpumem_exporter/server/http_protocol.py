@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -70,7 +71,7 @@ class GuardedProtocol(HttpToolsProtocol):
         """Begin: who is it, and is there room."""
         super().connection_made(transport)
         self._credentials = _peer_credentials(transport)
-        self.idle_since = self.loop.time()
+        self.idle_since = time.monotonic()
         if len(self.connections) > self._limits.max_connections and not self._make_room():
             self._one_too_many = True
         self._start_request_timer()
@@ -148,7 +149,7 @@ class GuardedProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """It is answered."""
         super().on_response_complete()
-        self.idle_since = self.loop.time()
+        self.idle_since = time.monotonic()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
         """It is not HTTP."""
@@ -195,7 +196,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _make_room(self) -> bool:
-        now = self.loop.time()
+        now = time.monotonic()
         idle = [
             (connection.idle_since, id(connection), connection)
             for connection in self.connections

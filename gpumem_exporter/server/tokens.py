@@ -57,8 +57,10 @@ class TokenFile:
         try:
             status = self.path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size, status.st_ino):
+                rotated = self._seen is not None
                 self.read()
-                _log.info("token read", extra={"fields": {"file": str(self.path)}})
+                if rotated:
+                    _log.info("token replaced", extra={"fields": {"file": str(self.path)}})
             self._unreadable = False
         except (OSError, ValueError) as error:
             if not self._unreadable:

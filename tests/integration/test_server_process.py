@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -165,8 +166,10 @@ def test_several_addresses_are_listened_at_side_by_side() -> None:
 
 def test_one_address_that_cannot_be_had_frees_the_others() -> None:
     port = free_port()
-    with pytest.raises(BindError, match=r"cannot listen at 192\.0\.2\.1:1"):
-        bind([f"127.0.0.1:{port}", "192.0.2.1:1"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        wrong = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(BindError, match=f"cannot listen at {re.escape(wrong)}"):
+            bind([f"127.0.0.1:{port}", wrong])
     socket.create_server(("127.0.0.1", port)).close()
 
 
@@ -230,3 +233,16 @@ def test_a_socket_that_was_replaced_meanwhile_is_not_removed(tmp_path: Path) -> 
         path.unlink()
         leave_a_socket_file(path)
     assert path.exists()
+
+
+def test_the_exporter_starts_without_what_it_does_not_need() -> None:
+    script = """
+import sys
+from gpumem_exporter.server import serving, settings
+from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
+serving.create_app(settings.load_settings({}, {}), provider=PynvmlProvider(), host=serving.LinuxHost())
+needless = ("typer", "rich", "yaml", "pydantic.v1", "httpx", "gpumem_exporter.demo")
+print([name for name in needless if name in sys.modules])
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert ended.stdout == "[]\n"

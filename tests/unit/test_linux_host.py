@@ -109,8 +109,12 @@ def clock() -> Clock:
 def child() -> Iterator[subprocess.Popen[bytes]]:
     """A child process that runs until its standard input ends."""
     process = subprocess.Popen(
-        [sys.executable, "-u", "-c", "import sys; sys.stdin.read()", "--token", "secret"], stdin=subprocess.PIPE
+        [sys.executable, "-u", "-c", "import sys; print('here'); sys.stdin.read()", "--token", "secret"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
+    assert process.stdout is not None
+    process.stdout.readline()  # in the first moment after exec, /proc has no command line of it yet
     yield process
     process.kill()
     process.communicate()
