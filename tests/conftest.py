@@ -7,12 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.emulation.fixtures import emulation, make_node, node, start_torch
 from tests.emulation.node import EmulatedNode
 from tests.exporter_process import ExporterProcess
 
 __all__ = ["emulation", "make_node", "node", "start_exporter", "start_torch"]
+
+# A slow machine is no failure.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 StartExporter = Callable[..., ExporterProcess]
 

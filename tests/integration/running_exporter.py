@@ -31,7 +31,7 @@ T = TypeVar("T")
 ACTIONS = "/api/v1/actions"
 
 
-def eventually(read: Callable[[], T], wanted: Callable[[T], bool] = bool, seconds: float = 5.0) -> T:
+def eventually(read: Callable[[], T], wanted: Callable[[T], bool] = bool, seconds: float = 30.0) -> T:
     """Read until it is as wanted; fails with the last value that was not."""
     deadline = time.monotonic() + seconds
     while not wanted(value := read()):

