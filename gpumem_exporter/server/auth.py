@@ -35,7 +35,9 @@ class Caller:
     def of(cls, scope: Mapping[str, Any]) -> Caller:
         """The caller of an ASGI request."""
         client = scope.get("client")
-        return cls(client[0] if client else "", scope.get("state", {}).get("peer_credentials"))
+        # A socket that listens for both families calls an IPv4 peer by its IPv6-mapped address.
+        host = client[0].removeprefix("::ffff:") if client else ""
+        return cls(host, scope.get("state", {}).get("peer_credentials"))
 
     def __str__(self) -> str:
         if self.credentials is not None:

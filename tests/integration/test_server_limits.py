@@ -23,7 +23,7 @@ def exporter() -> Iterator[RunningExporter]:
 
 
 def connect(exporter: RunningExporter) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", exporter.port), timeout=5)
+    return socket.create_connection(("127.0.0.1", exporter.port), timeout=30)
 
 
 def read_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:

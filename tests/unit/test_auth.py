@@ -161,3 +161,10 @@ def test_only_the_exporters_own_page_may_ask_through_a_browser(headers: dict[byt
     else:
         with pytest.raises(ProblemError):
             NAMES.require_own_page(headers)
+
+
+@pytest.mark.parametrize(
+    ("peer", "name"), [("::ffff:127.0.0.1", "tcp:127.0.0.1"), ("::1", "tcp:::1"), ("10.0.0.5", "tcp:10.0.0.5")]
+)
+def test_an_ipv4_caller_is_called_by_its_ipv4_address_on_a_socket_for_both_families(peer: str, name: str) -> None:
+    assert str(Caller.of({"client": (peer, 4711)})) == name
