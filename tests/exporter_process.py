@@ -34,13 +34,23 @@ def wait_for(condition: Callable[[], T], what: str, timeout_seconds: float = 30.
         time.sleep(0.01)
 
 
+def wait_until_equal(read: Callable[[], T], wanted: T, what: str, timeout_seconds: float = 30.0) -> None:
+    """Read again and again until it is what is wanted; fails with what it was last."""
+    end = time.monotonic() + timeout_seconds
+    while (found := read()) != wanted:
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {timeout_seconds} s for {what}:\n{wanted!r}\nit is still\n{found!r}")
+        time.sleep(0.01)
+
+
 class ExporterProcess:
     """`gpumem-exporter serve` on a unix socket in `folder`; its flags follow.
 
     Args:
         folder: where its socket and its log lie.
         *flags: further flags of `serve`.
-        environment: of the process, whole; the test's own where it is not given.
+        environment: of the process, whole; the test's own where it is not given. PYTHONPATH is kept, behind this
+            repository.
     """
 
     def __init__(self, folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
@@ -48,7 +58,9 @@ class ExporterProcess:
         self.url = f"unix://{self.socket}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._flags = flags
-        self._environment = {**(os.environ if environment is None else environment), "PYTHONPATH": str(REPOSITORY)}
+        self._environment = dict(os.environ if environment is None else environment)
+        path = filter(None, (str(REPOSITORY), self._environment.get("PYTHONPATH")))
+        self._environment["PYTHONPATH"] = os.pathsep.join(path)
         self._popen: subprocess.Popen[bytes] | None = None
         self._connection = Connection(self.url, timeout_seconds=30.0)
         self.start()
@@ -96,9 +108,7 @@ class ExporterProcess:
         """All that it has written."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
-    def request(
-        self, method: str, path: str, document: Any = None, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    def request(self, method: str, path: str, document: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
         """One request on the kept connection; `document` is sent as JSON."""
         body = None if document is None else json.dumps(document).encode()
         sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}

@@ -1,0 +1,381 @@
+"""A driver that is missing, fails, forgets or hangs: the exporter goes on, and what it shows is right to the byte.
+
+The real exporter in its own process, on an emulated node with a real PyTorch process that reports. Every scrape made
+here has its ledgers added up.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.emulation.node import (
+    GIB,
+    MIB,
+    NVML_ERROR_DRIVER_NOT_LOADED,
+    NVML_ERROR_NO_PERMISSION,
+    NVML_ERROR_NOT_SUPPORTED,
+    EmulatedNode,
+)
+from tests.emulation.torch_process import TorchProcess
+from tests.exporter_process import ExporterProcess, Metrics, wait_for, wait_until_equal
+
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
+ATTACH_SECONDS = 60.0
+"""Longer than the longest pause between two attempts to attach."""
+ANSWER_SECONDS = 1.0
+"""What a page may take to answer, whatever the driver does."""
+FOREIGN_PID = 4_000_001
+"""A process that is no reporter; above every pid that Linux gives out here."""
+
+DEVICE_SERIES = (
+    "gpumem_device_memory_total_bytes",
+    "gpumem_device_memory_used_bytes",
+    "gpumem_device_memory_free_bytes",
+    "gpumem_device_memory_reserved_bytes",
+    "gpumem_device_utilization_ratio",
+    "gpumem_ledger_bytes",
+    "gpumem_process_memory_used_bytes",
+)
+"""Every series of a device that only its driver knows, but for `_info` and `_up`."""
+
+
+class Watched:
+    """An exporter and the one PyTorch process that reports to it."""
+
+    def __init__(self, node: EmulatedNode, exporter: ExporterProcess, process: TorchProcess) -> None:
+        self.node = node
+        self.exporter = exporter
+        self.process = process
+        self.slowest_seconds = 0.0
+
+    def scrape(self) -> Metrics:
+        begun = time.monotonic()
+        metrics = self.exporter.metrics()
+        self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - begun)
+        metrics.assert_ledgers_add_up()
+        return metrics
+
+    def health(self) -> tuple[int, dict[str, Any]]:
+        begun = time.monotonic()
+        answer = self.exporter.request("GET", "/health")
+        self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - begun)
+        document: dict[str, Any] = json.loads(answer.body)
+        return answer.status, document
+
+    def wait_for_health(self, status: int, word: str, timeout_seconds: float = 30.0) -> dict[str, Any]:
+        last: dict[str, Any] = {}
+
+        def read() -> tuple[int, Any]:
+            nonlocal last
+            code, last = self.health()
+            return code, last["status"]
+
+        wait_until_equal(read, (status, word), "this health", timeout_seconds)
+        return last
+
+    def stats(self, device: int) -> dict[str, int]:
+        stats: dict[str, int] = self.process.call("stats", device=device)
+        return stats
+
+    def devices_up(self) -> list[int]:
+        """The values of `gpumem_device_up` in the driver's order; empty while no device is known."""
+        found = self.scrape().samples.get("gpumem_device_up", {}).items()
+        return [int(value) for _, value in sorted((int(dict(labels)["gpu"]), value) for labels, value in found)]
+
+    def assert_torch_series_flow(self, device: int, gpu: str | None = None) -> None:
+        """What the process allocates now is on the page; its device is called `gpu` there ("" while not known)."""
+        self.process.call("alloc", nbytes=6 * MIB, device=device)
+        now = float(self.stats(device)["allocated_bytes.all.current"])
+        wanted = {"uuid": self.node.uuid(device), "pid": str(self.process.pid)}
+        if gpu is not None:
+            wanted["gpu"] = gpu
+        wait_until_equal(
+            lambda: self.scrape().values("gpumem_torch_allocated_bytes", **wanted), [now], f"bytes on {wanted}"
+        )
+
+    def expected(self, device: int) -> dict[str, Any]:
+        book = self.node.books()[device]
+        ledger = {
+            "torch_allocated": 0,
+            "torch_reclaimable": 0,
+            "torch_fragmented": 0,
+            "non_torch": 0,
+            "other_processes": sum(used for pid, used in book.processes.items() if pid != self.process.pid),
+            "driver_reserved": book.reserved_bytes,
+            "unattributed": book.unattributed_bytes,
+            "free": book.free_bytes,
+        }
+        if self.process.pid in book.processes:
+            stats = self.stats(device)
+            reserved, allocated = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
+            reclaimable = reserved - stats["active_bytes.all.current"] - stats["inactive_split_bytes.all.current"]
+            ledger["torch_allocated"] = allocated
+            ledger["torch_reclaimable"] = reclaimable
+            ledger["torch_fragmented"] = reserved - allocated - reclaimable
+            ledger["non_torch"] = book.processes[self.process.pid] - reserved
+        return {
+            "ledger": ledger,
+            "total": [book.total_bytes],
+            "used": [book.used_bytes],
+            "free": [book.free_bytes],
+            "reserved": [book.reserved_bytes],
+            "processes": {str(pid): used for pid, used in book.processes.items()},
+        }
+
+    def wait_until_all_is_right(self, *devices: int) -> Metrics:
+        """A scrape in which every series of these devices is what the node's own books and the process itself say."""
+        wanted = {device: self.expected(device) for device in devices}
+        metrics = self.scrape()
+
+        def read() -> dict[int, Any]:
+            nonlocal metrics
+            metrics = self.scrape()
+            return {device: ledger_and_memory(metrics, self.node.uuid(device)) for device in devices}
+
+        wait_until_equal(read, wanted, "devices right to the byte")
+        return metrics
+
+
+def ledger_and_memory(metrics: Metrics, uuid: str) -> dict[str, Any]:
+    memory = {
+        name: metrics.values(f"gpumem_device_memory_{name}_bytes", uuid=uuid)
+        for name in ("total", "used", "free", "reserved")
+    }
+    processes = {
+        dict(labels)["pid"]: int(value)
+        for labels, value in metrics.samples.get("gpumem_process_memory_used_bytes", {}).items()
+        if dict(labels)["uuid"] == uuid
+    }
+    return {"ledger": metrics.ledgers().get(uuid, {}), **memory, "processes": processes}
+
+
+@pytest.fixture
+def watch(start_exporter: StartExporter, start_torch: StartTorch) -> Any:
+    """Watches a node: starts an exporter on it, and a PyTorch process that holds a heap on each of `devices`."""
+
+    def watched(
+        node: EmulatedNode, devices: tuple[int, ...] = (0,), environment: Mapping[str, str] | None = None
+    ) -> Any:
+        exporter = start_exporter(node, *QUICK, environment=environment or {})
+        process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
+        process.call("start_client", workload="faults")
+        for device in devices:
+            process.call("random_heap", device=device, seed=device, blocks=60)
+        exporter.wait_for_processes(process.pid)
+        return Watched(node, exporter, process)
+
+    return watched
+
+
+def assert_no_figures(metrics: Metrics, uuid: str, *, but: tuple[str, ...] = ()) -> None:
+    """The device has no series at all that only the driver can give."""
+    for name in set(DEVICE_SERIES) - set(but):
+        assert metrics.values(name, uuid=uuid) == [], name
+
+
+def test_without_a_driver_it_stays_up_and_attaches_when_one_comes(node: EmulatedNode, watch: Any) -> None:
+    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+    watched = watch(node)
+    health = watched.wait_for_health(200, "degraded")
+    assert health["nvml"]["up"] is False
+    assert "the NVIDIA driver is not loaded" in health["nvml"]["error"]
+    assert (health["devices"], health["processes"]) == (0, 1)
+    metrics = watched.scrape()
+    assert metrics.value("gpumem_nvml_up") == 0
+    assert metrics.samples.get("gpumem_device_up", {}) == {}
+    for device in (0, 1):
+        assert_no_figures(metrics, node.uuid(device))
+    watched.assert_torch_series_flow(0, gpu="")
+    node.set_init_error(0)
+    wait_until_equal(watched.devices_up, [1, 1], "devices that answer", ATTACH_SECONDS)
+    metrics = watched.wait_until_all_is_right(0, 1)
+    assert metrics.value("gpumem_nvml_up") == 1
+    watched.assert_torch_series_flow(0, gpu="0")
+    assert watched.wait_for_health(200, "ok")["nvml"] == {"up": True, "error": ""}
+
+
+def test_a_driver_installed_after_the_exporter_was_started_is_found(
+    node: EmulatedNode, watch: Any, tmp_path: Path
+) -> None:
+    libraries = tmp_path / "libraries"
+    libraries.mkdir()
+    watched = watch(node, environment={"LD_LIBRARY_PATH": str(libraries)})
+    health = watched.wait_for_health(200, "degraded")
+    assert health["nvml"]["up"] is False
+    watched.assert_torch_series_flow(0, gpu="")
+    (libraries / "libnvidia-ml.so.1").symlink_to(node.libraries / "libnvidia-ml.so.1")
+    wait_until_equal(watched.devices_up, [1, 1], "devices that answer", ATTACH_SECONDS)
+    watched.wait_until_all_is_right(0, 1)
+    watched.wait_for_health(200, "ok")
+
+
+@pytest.mark.timeout(240)
+def test_one_lost_device_among_eight_goes_alone_and_comes_back_by_itself(make_node: MakeNode, watch: Any) -> None:
+    node = make_node(devices=8, total_bytes=[(8 + device) * GIB + device for device in range(8)])
+    for device in range(8):
+        node.set_process(FOREIGN_PID + device % 3, device, 100 * MIB + device)
+        node.set_unattributed(device, (device - 3) * MIB + 1)
+        node.set_utilization(device, 10 * device)
+    watched = watch(node, devices=(2, 3))
+    watched.wait_until_all_is_right(*range(8))
+    lost = 3
+    node.lose_device(lost)
+    wait_until_equal(watched.devices_up, [int(device != lost) for device in range(8)], "devices that answer")
+    others = [device for device in range(8) if device != lost]
+    for device in others:  # what was known before is not shown again: it must be the present that is right
+        node.set_process(FOREIGN_PID + device % 3, device, 200 * MIB + device)
+    metrics = watched.wait_until_all_is_right(*others)
+    assert_no_figures(metrics, node.uuid(lost))
+    assert metrics.value("gpumem_device_up", uuid=node.uuid(lost), gpu=str(lost)) == 0
+    assert metrics.values("gpumem_device_utilization_ratio") == [device / 10 for device in others]
+    health = watched.wait_for_health(200, "degraded")
+    assert health["devices"] == 8
+    detail = health["checks"]["devices"]["detail"]
+    assert "1 of 8" in detail
+    assert f"{lost}: " in detail
+    assert "GPU is lost" in detail
+    watched.assert_torch_series_flow(2, gpu="2")
+    watched.assert_torch_series_flow(lost, gpu=str(lost))
+    node.heal_device(lost)
+    wait_until_equal(watched.devices_up, [1] * 8, "devices that answer", 90.0)
+    watched.wait_until_all_is_right(*range(8))
+    watched.wait_for_health(200, "ok")
+
+
+def test_memory_that_one_device_does_not_have_leaves_all_else(node: EmulatedNode, watch: Any) -> None:
+    watched = watch(node, devices=(0, 1))
+    watched.wait_until_all_is_right(0, 1)
+    pid = str(watched.process.pid)
+    with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED, device=1) as rule:
+        rule.wait_for_hits(4)  # both forms of the call, of a poll that began after the first
+        wait_for(lambda: not watched.scrape().values("gpumem_device_memory_total_bytes", gpu="1"), "its memory to go")
+        watched.assert_torch_series_flow(1, gpu="1")
+        metrics = watched.wait_until_all_is_right(0)
+        uuid = node.uuid(1)
+        assert_no_figures(metrics, uuid, but=("gpumem_process_memory_used_bytes", "gpumem_device_utilization_ratio"))
+        assert metrics.value("gpumem_device_up", uuid=uuid) == 1
+        used = node.books()[1].processes[watched.process.pid]
+        reserved = watched.stats(1)["reserved_bytes.all.current"]
+        wait_until_equal(
+            lambda: watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid, pid=pid),
+            [used],
+            "the driver's figure",
+        )
+        assert watched.scrape().value("gpumem_torch_non_torch_bytes", uuid=uuid, pid=pid) == used - reserved
+        assert watched.health()[0] == 200
+    watched.wait_until_all_is_right(0, 1)
+
+
+def test_a_process_list_that_may_not_be_read_is_not_made_up(node: EmulatedNode, watch: Any) -> None:
+    node.set_process(FOREIGN_PID, 0, GIB)
+    watched = watch(node, devices=(0, 1))
+    watched.wait_until_all_is_right(0, 1)
+    uuid, pid = node.uuid(0), str(watched.process.pid)
+    with node.fail("nvmlDeviceGetComputeRunningProcesses*", NVML_ERROR_NO_PERMISSION, device=0):
+        wait_for(lambda: not watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid), "the list to go")
+        watched.assert_torch_series_flow(0, gpu="0")
+        watched.wait_until_all_is_right(1)
+        whole = watched.expected(0)["ledger"]
+        assert whole["other_processes"] == GIB
+        # Who owns the rest of what is used cannot be known, and so it is nobody's.
+        unowned = whole.pop("other_processes") + whole.pop("non_torch") + whole.pop("unattributed")
+        wanted = {**whole, "unattributed": unowned}
+        wait_until_equal(lambda: watched.scrape().ledgers()[uuid], wanted, "a ledger without owners")
+        metrics = watched.scrape()
+        assert metrics.values("gpumem_torch_non_torch_bytes", uuid=uuid, pid=pid) == []
+        assert metrics.value("gpumem_device_up", uuid=uuid) == 1
+    watched.wait_until_all_is_right(0, 1)
+
+
+def test_a_driver_call_that_hangs_hangs_no_page_and_freezes_no_figure(node: EmulatedNode, watch: Any) -> None:
+    watched = watch(node)
+    watched.wait_until_all_is_right(0, 1)
+    with node.hang("nvmlDeviceGetMemoryInfo*") as hang:
+        hang.wait_for_waiting()
+        health = watched.wait_for_health(503, "failing")
+        assert health["checks"]["poller"]["status"] == "failing"
+        assert "has not answered" in health["checks"]["poller"]["detail"]
+        wait_until_equal(watched.devices_up, [], "devices that answer")
+        metrics = watched.scrape()
+        assert metrics.values("gpumem_nvml_up") == [0]
+        for device in (0, 1):
+            assert_no_figures(metrics, node.uuid(device))
+        watched.assert_torch_series_flow(0, gpu="")
+        # what the reporter can do needs no driver of the exporter's
+        action = watched.exporter.act("empty_cache", target={"pid": watched.process.pid})
+        assert action["state"] == "done"
+        assert hang.waiting == 1
+    wait_until_equal(watched.devices_up, [1, 1], "devices that answer")
+    watched.wait_until_all_is_right(0, 1)
+    watched.wait_for_health(200, "ok")
+    watched.assert_torch_series_flow(0, gpu="0")
+    assert watched.slowest_seconds < ANSWER_SECONDS
+
+
+@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex*", "nvmlDeviceGetCount*"])
+def test_wherever_the_driver_hangs_every_route_answers(node: EmulatedNode, watch: Any, function: str) -> None:
+    watched = watch(node)
+    watched.wait_until_all_is_right(0, 1)
+    with node.hang(function) as hang:
+        hang.wait_for_waiting()
+        for path in ("/metrics", "/health", "/-/healthy", "/-/ready", "/", "/api/v1/devices", "/api/v1/processes"):
+            begun = time.monotonic()
+            assert watched.exporter.request("GET", path).status in (200, 503)
+            assert time.monotonic() - begun < ANSWER_SECONDS, path
+        watched.assert_torch_series_flow(0)
+    watched.wait_until_all_is_right(0, 1)
+
+
+def test_a_driver_that_restarts_is_attached_again_and_the_figures_are_right(node: EmulatedNode, watch: Any) -> None:
+    watched = watch(node)
+    watched.wait_until_all_is_right(0, 1)
+    init = node.slow("nvmlInit*", 0)
+    node.restart_driver()
+    init.wait_for_hits(1, timeout_seconds=30)
+    watched.assert_torch_series_flow(0, gpu="0")
+    node.set_process(FOREIGN_PID, 1, 300 * MIB)
+    watched.wait_until_all_is_right(0, 1)
+    assert watched.scrape().value("gpumem_nvml_up") == 1
+    watched.wait_for_health(200, "ok")
+
+
+def test_process_memory_that_the_driver_keeps_to_itself_is_nobodys(node: EmulatedNode, watch: Any) -> None:
+    node.set_process(FOREIGN_PID, 0, GIB)
+    watched = watch(node)
+    watched.wait_until_all_is_right(0)
+    node.hide_process_memory(0)
+    uuid = node.uuid(0)
+    wait_for(lambda: not watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid), "the figures to go")
+    watched.assert_torch_series_flow(0, gpu="0")
+    whole = watched.expected(0)["ledger"]
+    owners = ("other_processes", "non_torch", "unattributed")
+    unowned = sum(whole.pop(name) for name in owners)
+
+    def read() -> tuple[dict[str, int], int]:
+        ledger = watched.scrape().ledgers()[uuid]
+        nobodys = sum(ledger.pop(name, 0) for name in owners)
+        return ledger, nobodys
+
+    wait_until_equal(read, (whole, unowned), "a ledger without owners")
+    assert watched.scrape().values("gpumem_torch_non_torch_bytes", uuid=uuid) == []
+    node.hide_process_memory(0, False)
+    watched.wait_until_all_is_right(0, 1)
+
+
+def test_the_exporter_ends_when_it_is_told_to_while_the_driver_hangs(node: EmulatedNode, watch: Any) -> None:
+    watched = watch(node)
+    with node.hang("nvml*") as hang:
+        hang.wait_for_waiting()
+        begun = time.monotonic()
+        assert watched.exporter.stop() == 0
+        assert time.monotonic() - begun < 5.0
+    watched.process.call("alloc", nbytes=MIB)
+    assert watched.process.finish() == 0
