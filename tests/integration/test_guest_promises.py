@@ -227,9 +227,7 @@ def test_an_action_that_a_stopped_process_never_fetched_expires_and_is_not_run_l
     exporter.wait_for_processes(process.pid)
     process.signal(signal.SIGSTOP)
     stat = Path(f"/proc/{process.pid}/task")
-    wait_for(
-        lambda: {parse_stat_state((task / "stat").read_text()) for task in stat.iterdir()} == {"T"}, "all to stop"
-    )
+    wait_for(lambda: {parse_stat_state((task / "stat").read_text()) for task in stat.iterdir()} == {"T"}, "all to stop")
     action = exporter.act(
         "empty_cache", target={"pid": process.pid}, deadline_seconds=0.5, wait_seconds=0.1, expect=202
     )

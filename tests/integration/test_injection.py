@@ -575,6 +575,8 @@ def test_an_exporter_url_that_is_wrong_or_leads_nowhere_does_not_touch_the_progr
     said, stderr = run_to_the_end(program)
     assert said == [MIB, MIB]
     assert "Traceback" not in stderr
+    # an exporter that is not there is no news; an address that cannot be one is
+    assert ("this process is not reported" in stderr) == (not url.startswith("unix:///"))
 
 
 def test_what_fails_inside_of_us_does_not_touch_the_program(start_script: StartScript, tmp_path: Path) -> None:

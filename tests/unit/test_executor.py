@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -103,3 +104,30 @@ def test_results_are_remembered_boundedly(bench: Bench) -> None:
     for number in range(200):
         bench.run("collect_garbage" if number == 0 else "reset_peak", id=str(number))
     assert len(bench.executor._results) == 64
+
+
+def test_the_program_s_switch_interval_is_as_it_was_after_a_command(bench: Bench) -> None:
+    usual = sys.getswitchinterval()
+    during: list[float] = []
+    clear = bench.allocator.empty_cache
+
+    def watched() -> None:
+        during.append(sys.getswitchinterval())
+        clear()
+
+    bench.allocator.empty_cache = watched
+    bench.run()
+    assert during[0] < usual == sys.getswitchinterval()
+    bench.allocator.error = RuntimeError("CUDA error")
+    bench.run(id="b")
+    assert sys.getswitchinterval() == usual
+
+
+def test_a_switch_interval_that_the_program_sets_meanwhile_stays(bench: Bench) -> None:
+    usual = sys.getswitchinterval()
+    bench.allocator.empty_cache = lambda: sys.setswitchinterval(0.02)
+    try:
+        bench.run()
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(usual)

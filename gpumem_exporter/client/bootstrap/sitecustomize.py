@@ -51,7 +51,12 @@ def _begin(package):
             _load("gpumem_exporter", package + "/__init__.py", package)
     from gpumem_exporter import client
 
-    client.start()
+    try:
+        client.start()
+    except Exception as error:  # noqa: BLE001 - an address that is none, say: the program runs, but somebody should know
+        import logging
+
+        logging.getLogger("gpumem_exporter.client").warning("this process is not reported: %s", error)
 
 
 def _inject():
