@@ -92,10 +92,12 @@ class Connection:
         self, method: str, path: str, body: bytes | None, headers: Mapping[str, str], timeout_seconds: float
     ) -> Answer:
         connection = self._http
+        if connection.sock is None and not self._interrupted:
+            connection.connect()
+        # Asked once the socket can be seen: `interrupt` sets this before it looks for the socket, so that one of the
+        # two always notices the other.
         if self._interrupted:
             raise ConnectionAbortedError("interrupted")
-        if connection.sock is None:
-            connection.connect()
         connection.sock.settimeout(timeout_seconds)
         connection.request(method, path, body=body, headers=dict(headers))
         with connection.getresponse() as response:
