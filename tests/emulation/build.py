@@ -33,6 +33,16 @@ _UNITS = {
 }
 # Units whose names must not leave their library: each library has a mapping of the node of its own.
 _PRIVATE = {"node.c", "control.c"}
+_NEWEST_NVML = (
+    "nvmlDeviceGetComputeRunningProcesses_v3",
+    "nvmlDeviceGetGraphicsRunningProcesses_v3",
+    "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+)
+# The same library as older drivers have it: in a folder of that name, without these functions.
+_OLD_NVML = {
+    "v2": _NEWEST_NVML,
+    "v1": (*_NEWEST_NVML, "nvmlDeviceGetMemoryInfo_v2", *(name.replace("_v3", "_v2") for name in _NEWEST_NVML)),
+}
 _TORCH_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so")
 # Plain text lookups, which need no device: the real libraries answer them.
 _LEFT_TO_THE_REAL = re.compile(r"cudaGetError(Name|String)|cublas(Lt)?GetStatus(Name|String)")
@@ -150,6 +160,11 @@ def _generated(tools: _Toolchain, folder: Path, name: str, head: str, missing: s
     return _compile(tools, source, folder)
 
 
+def _link(tools: _Toolchain, library: str, made: list[Path], folder: Path, *flags: str) -> None:
+    link = ["-shared", f"-Wl,-soname,{library}", "-Wl,-z,defs", *flags, *map(str, made), "-ldl", "-lpthread"]
+    _run([tools.gcc, *link, "-o", str(folder / library)])
+
+
 def _build_into(tools: _Toolchain, folder: Path) -> None:
     units = sorted({unit for units in _UNITS.values() for unit in units})
     compiled = {unit: _compile(tools, SOURCES / unit, folder) for unit in units}
@@ -177,8 +192,12 @@ def _build_into(tools: _Toolchain, folder: Path) -> None:
     objects[NVML].append(_generated(tools, folder, "unsupported_nvml.c", _UNSUPPORTED_NVML, known))
 
     for library, made in objects.items():
-        link = ["-shared", f"-Wl,-soname,{library}", "-Wl,-z,defs", *map(str, made), "-ldl", "-lpthread"]
-        _run([tools.gcc, *link, "-o", str(folder / library)])
+        _link(tools, library, made, folder)
+    for version, missing in _OLD_NVML.items():
+        (folder / version).mkdir()
+        script = folder / f"{version}.map"
+        script.write_text(f"{{ local: {' '.join(f'{name};' for name in missing)} }};\n")
+        _link(tools, NVML, objects[NVML], folder / version, f"-Wl,--version-script={script}")
     _run(
         [tools.gcc, str(_compile(tools, SOURCES / "hammer.c", folder)), "-o", str(folder / HAMMER), "-ldl", "-lpthread"]
     )
@@ -204,7 +223,7 @@ def build() -> Path:
         _build_into(tools, Path(aside))
         ready = Path(aside) / "ready"
         ready.mkdir()
-        for made in (*_UNITS, HAMMER):
+        for made in (*_UNITS, HAMMER, *_OLD_NVML):
             (Path(aside) / made).rename(ready / made)
         try:
             ready.rename(folder)

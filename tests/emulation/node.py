@@ -41,7 +41,7 @@ class _ControlDevice(ctypes.Structure):
         ("parent", ctypes.c_int32),
         ("gpu_instance", ctypes.c_int32),
         ("compute_instance", ctypes.c_int32),
-        ("spare", ctypes.c_int32),
+        ("gone", ctypes.c_int32),
         ("uuid", ctypes.c_char * 96),
         ("name", ctypes.c_char * 96),
     )
@@ -66,6 +66,7 @@ class DeviceBook:
         used_bytes: what NVML calls used: the processes' bytes and the unattributed ones.
         unattributed_bytes: used that no process owns; negative when the driver's two answers disagree that way.
         processes: bytes of each process by the pid that NVML gives it, its context included.
+        gone: a MIG device that was destroyed.
     """
 
     index: int
@@ -77,6 +78,7 @@ class DeviceBook:
     used_bytes: int
     unattributed_bytes: int
     processes: Mapping[int, int]
+    gone: bool = False
 
     @property
     def free_bytes(self) -> int:
@@ -162,6 +164,8 @@ class EmulatedNode:
         reserved_bytes: what the driver keeps for itself on each GPU (and on each MIG device).
         context_bytes: what a process' first use of a device costs beyond its tensors.
         mig: for a device's index, the MIG devices it is split into.
+        nvml: an older driver's library: "v2" lacks the third version of the process lists, "v1" also the second, and
+            the second of the memory call.
     """
 
     def __init__(
@@ -176,11 +180,14 @@ class EmulatedNode:
         driver_version: str = "580.159.04",
         cuda_version: int = 13020,
         mig: Mapping[int, Sequence[MigSlice]] | None = None,
+        nvml: str = "",
     ) -> None:
         totals = [total_bytes] * devices if isinstance(total_bytes, int) else list(total_bytes)
         if len(totals) != devices:
             raise ValueError(f"{devices} devices and {len(totals)} totals")
         self.libraries = build.build()
+        self._search = f"{self.libraries / nvml}:{self.libraries}" if nvml else str(self.libraries)
+        self._name, self._reserved_bytes = name, reserved_bytes
         self.path = path
         self.state_file = path / "node"
         self.device_count = devices
@@ -197,18 +204,8 @@ class EmulatedNode:
         ]
         for index, slices in sorted((mig or {}).items()):
             for instance, part in enumerate(slices):
-                number = len(entries)
-                entries.append(
-                    _ControlDevice(
-                        total=part.total_bytes,
-                        reserved=min(reserved_bytes, part.total_bytes // 32),
-                        parent=index,
-                        gpu_instance=instance + 7,
-                        compute_instance=0,
-                        uuid=f"MIG-{number + 16:08x}-5555-6666-7777-{number + 0x888800000000:012x}".encode(),
-                        name=f"{name} MIG {part.profile}".encode(),
-                    )
-                )
+                entries.append(self._mig_device(index, part, len(entries)))
+                entries[-1].gpu_instance = instance + 7
         self._entries = len(entries)
         self._uuids: list[str] = [entry.uuid.decode() for entry in entries]
         self._control = _load_control(self.libraries / build.CONTROL)
@@ -229,6 +226,15 @@ class EmulatedNode:
         self._handle: ctypes.c_void_p | None = handle
         self._rules: list[Rule] = []
 
+    def _mig_device(self, parent: int, part: MigSlice, number: int) -> _ControlDevice:
+        return _ControlDevice(
+            total=part.total_bytes,
+            reserved=min(self._reserved_bytes, part.total_bytes // 32),
+            parent=parent,
+            uuid=f"MIG-{number + 16:08x}-5555-6666-7777-{number + 0x888800000000:012x}".encode(),
+            name=f"{self._name} MIG {part.profile}".encode(),
+        )
+
     def close(self) -> None:
         """Lets every hanging call go, and the state with it. Programs that still run keep their mapping."""
         if self._handle is not None:
@@ -246,7 +252,7 @@ class EmulatedNode:
         """The environment of a program on this node: `base` (default: this process') and what joins it to the node."""
         joined = dict(os.environ if base is None else base)
         for name, value, sep in (
-            ("LD_LIBRARY_PATH", str(self.libraries), ":"),
+            ("LD_LIBRARY_PATH", self._search, ":"),
             ("LD_PRELOAD", str(self.libraries / build.RUNTIME), ":"),
         ):
             joined[name] = value + sep + joined[name] if joined.get(name) else value
@@ -279,6 +285,7 @@ class EmulatedNode:
                     used_bytes=entry.used,
                     unattributed_bytes=entry.unattributed,
                     processes=processes[index],
+                    gone=bool(entry.gone),
                 )
                 for index, entry in enumerate(devices)
             )
@@ -314,6 +321,44 @@ class EmulatedNode:
         """Voids every open NVML session: all its calls answer UNINITIALIZED until it is shut down and opened again."""
         self._control.emu_control_restart_driver(self._handle)
 
+    def restart_driver_reordered(self, order: Sequence[int]) -> None:
+        """The driver restarts, and its index i is from now on the device that was made as number `order[i]`."""
+        if sorted(order) != list(range(self.device_count)):
+            raise ValueError(f"{order} is no order of {self.device_count} devices")
+        self._control.emu_control_restart_reordered(self._handle, (ctypes.c_int32 * len(order))(*order))
+
+    # MIG while programs run. A device's number is never given to another.
+
+    def set_mig(self, device: int, enabled: bool) -> None:
+        """Switches a GPU's MIG mode.
+
+        Raises:
+            OSError: EBUSY while a process has a context on it, or it still has MIG devices.
+        """
+        _check(self._control.emu_control_set_mig(self._handle, self._entry(device), int(enabled)), f"device {device}")
+
+    def create_mig(self, device: int, part: MigSlice) -> int:
+        """Makes a MIG device in the GPU's first free slot; answers its number."""
+        made = self._mig_device(self._entry(device), part, self._entries)
+        number = int(self._control.emu_control_create_mig(self._handle, ctypes.byref(made)))
+        _check(max(0, -number), f"device {device}")
+        self._uuids.append(made.uuid.decode())
+        self._entries = number + 1
+        return number
+
+    def destroy_mig(self, number: int) -> None:
+        """Ends a MIG device.
+
+        Raises:
+            OSError: EBUSY while a process has a context on it.
+        """
+        _check(self._control.emu_control_destroy_mig(self._handle, self._entry(number)), f"device {number}")
+
+    @property
+    def nvml_device_file(self) -> Path:
+        """What a program has open for as long as its NVML session lasts, as it has /dev/nvidiactl on a real node."""
+        return self.state_file.with_name(f"{self.state_file.name}.nvidiactl")
+
     def set_utilization(self, device: int, percent: int | None) -> None:
         """GPU utilisation that NVML gives; None: not supported."""
         self._control.emu_control_set_utilization(self._handle, self._entry(device), -1 if percent is None else percent)
@@ -321,6 +366,10 @@ class EmulatedNode:
     def hide_process_memory(self, device: int, hidden: bool = True) -> None:
         """NVML lists the device's processes, but calls their memory not available."""
         self._control.emu_control_hide_processes(self._handle, self._entry(device), int(hidden))
+
+    def hide_memory(self, device: int, hidden: bool = True) -> None:
+        """NVML answers NVML_VALUE_NOT_AVAILABLE for every figure of the device's memory."""
+        self._control.emu_control_hide_memory(self._handle, self._entry(device), int(hidden))
 
     def set_unattributed(self, device: int, nbytes: int) -> None:
         """Memory that NVML calls used and no process owns; may be negative."""
@@ -406,6 +455,11 @@ def _load_control(path: Path) -> ctypes.CDLL:
         ("set_device_error", (node, number, code), None),
         ("set_init_error", (node, code), None),
         ("restart_driver", (node,), None),
+        ("restart_reordered", (node, ctypes.POINTER(code)), None),
+        ("set_mig", (node, number, code), number),
+        ("create_mig", (node, devices), number),
+        ("destroy_mig", (node, number), number),
+        ("hide_memory", (node, number, code), None),
         ("set_utilization", (node, number, code), None),
         ("hide_processes", (node, number, code), None),
         ("set_unattributed", (node, number, ctypes.c_int64), None),

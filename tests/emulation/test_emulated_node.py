@@ -17,6 +17,7 @@ from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, Emulate
 from tests.emulation.programs import NVML, Program, hammer, run
 
 CONTEXT = 512 * MIB
+INVALID_ARGUMENT = 2
 OUT_OF_MEMORY, INITIALIZATION_ERROR, NO_DEVICE = 2, 3, 100
 CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 LOST, UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION = 15, 1, 3, 4
@@ -390,6 +391,92 @@ say([nvml.nvmlDeviceGetCount(), nvml.nvmlDeviceGetMigMode(whole), [nvml.nvmlDevi
         assert node.books().by_uuid(mig).parent_uuid == node.uuid(1)
 
 
+def test_mig_is_switched_and_sliced_anew_while_programs_run_but_not_under_them(make_node: MakeNode) -> None:
+    node = make_node(mig={1: [MigSlice("1g.10gb", GIB), MigSlice("1g.10gb", GIB)]})
+    code = """
+whole = nvml.nvmlDeviceGetHandleByIndex(1)
+first = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, 0)
+def slots():
+    say([nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, i))
+         if not code(nvml.nvmlDeviceGetMigDeviceHandleByIndex, whole, i) else "" for i in range(3)])
+slots(); wait(); slots(); say(code(nvml.nvmlDeviceGetUUID, first)); wait(); slots(); wait()
+say(nvml.nvmlDeviceGetMigMode(whole))
+"""
+    with (
+        Program(node, code, NVML) as watcher,
+        Program(node, "say(malloc(1 << 20)[0]); wait()", environment={"CUDA_VISIBLE_DEVICES": node.uuid(3)}) as holder,
+    ):
+        assert watcher.heard() == [node.uuid(2), node.uuid(3), ""]
+        assert holder.heard() == 0
+        with pytest.raises(OSError, match="busy"):
+            node.destroy_mig(3)
+        node.destroy_mig(2)
+        assert node.books()[2].gone
+        watcher.go()
+        assert watcher.heard() == ["", node.uuid(3), ""]
+        assert watcher.heard() == INVALID_ARGUMENT
+        made = [node.create_mig(1, MigSlice("2g.20gb", 2 * GIB)) for _ in range(2)]
+        assert made == [4, 5]
+        watcher.go()
+        assert watcher.heard() == [node.uuid(4), node.uuid(3), node.uuid(5)]
+        holder.kill()
+        for number in (3, 4, 5):
+            with pytest.raises(OSError, match="busy"):
+                node.set_mig(1, False)
+            node.destroy_mig(number)
+        node.set_mig(1, False)
+        watcher.go()
+        assert watcher.heard() == [0, 0]
+
+
+def test_a_driver_that_restarts_can_count_its_devices_in_another_order(node: EmulatedNode) -> None:
+    code = """
+def uuids():
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]
+    say([[nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetIndex(handle)] for handle in handles])
+uuids(); wait(); say(code(nvml.nvmlDeviceGetCount)); nvml.nvmlShutdown(); nvml.nvmlInit(); uuids()
+"""
+    with Program(node, code, NVML) as program:
+        assert program.heard() == [[node.uuid(0), 0], [node.uuid(1), 1]]
+        node.restart_driver_reordered([1, 0])
+        program.go()
+        assert program.heard() == UNINITIALIZED
+        assert program.heard() == [[node.uuid(1), 0], [node.uuid(0), 1]]
+
+
+def test_a_session_has_the_drivers_file_open_until_it_is_shut_down_as_often_as_initialised(node: EmulatedNode) -> None:
+    code = """
+def held():
+    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(file).endswith(".nvidiactl") for file in files if os.path.lexists(file))
+found = [held()]
+for change in (nvml.nvmlInit, nvml.nvmlShutdown, nvml.nvmlShutdown, nvml.nvmlInit):
+    change()
+    found.append(held())
+say(found)
+"""
+    assert run(node, code, NVML) == [1, 1, 1, 0, 1]
+    assert node.nvml_device_file.exists()
+
+
+def test_memory_figures_can_be_not_available(node: EmulatedNode) -> None:
+    node.hide_memory(0)
+    assert run(node, "say([set(memory(0).values()) == {2**64 - 1}, memory(1)['total']])", NVML) == [True, 8 * GIB]
+
+
+@pytest.mark.parametrize(
+    ("version", "kept"), [("v1", [False, False, True, False, True]), ("v2", [False, True, True, True, True])]
+)
+def test_older_drivers_libraries_lack_the_newer_calls(make_node: MakeNode, version: str, kept: list[bool]) -> None:
+    code = """
+import ctypes
+library = ctypes.CDLL("libnvidia-ml.so.1")
+say([hasattr(library, "nvmlDeviceGetComputeRunningProcesses" + suffix) for suffix in ("_v3", "_v2", "")]
+    + [hasattr(library, "nvmlDeviceGetMemoryInfo" + suffix) for suffix in ("_v2", "")])
+"""
+    assert run(make_node(nvml=version), code, NVML) == kept
+
+
 def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:
     with Program(node, "malloc(1 << 30); say(1); wait()") as program:
         program.heard()
@@ -421,6 +508,8 @@ def test_building_at_the_same_time_gives_one_folder(tmp_path: Path, monkeypatch:
         build.NVML,
         build.CONTROL,
         build.HAMMER,
+        "v1",
+        "v2",
     }
 
 

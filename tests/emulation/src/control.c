@@ -16,7 +16,7 @@
 struct control_device { /* mirrored in node.py */
     uint64_t total, reserved;
     int64_t unattributed, used;
-    int32_t parent, gpu_instance, compute_instance, spare;
+    int32_t parent, gpu_instance, compute_instance, gone;
     char uuid[96], name[96];
 };
 
@@ -28,6 +28,10 @@ API int emu_control_create(const char *path, uint32_t physical, uint32_t entries
     int lock_file = open(lock_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (lock_file < 0) return errno;
     close(lock_file);
+    snprintf(lock_path, sizeof lock_path, "%s.nvidiactl", path);
+    int device_file = open(lock_path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+    if (device_file < 0) return errno;
+    close(device_file);
     int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd < 0) return errno;
     struct emu_state *state = MAP_FAILED;
@@ -51,6 +55,7 @@ API int emu_control_create(const char *path, uint32_t physical, uint32_t entries
     snprintf(state->driver_version, sizeof state->driver_version, "%s", driver_version);
     for (uint32_t i = 0; i < entries; i++) {
         struct emu_device *device = &state->device[i];
+        if (i < physical) state->order[i] = (int32_t)i;
         device->total = devices[i].total;
         device->reserved = devices[i].reserved;
         device->parent = devices[i].parent;
@@ -101,7 +106,8 @@ API int emu_control_books(struct emu_node *node, struct control_device *devices,
                                              .used = emu_used_locked(node, (int)i),
                                              .parent = device->parent,
                                              .gpu_instance = device->gpu_instance,
-                                             .compute_instance = device->compute_instance};
+                                             .compute_instance = device->compute_instance,
+                                             .gone = device->gone};
         memcpy(devices[i].uuid, device->uuid, sizeof device->uuid);
         memcpy(devices[i].name, device->name, sizeof device->name);
         int count = emu_uses_locked(node, (int)i, uses, EMU_MAX_PROCESSES);
@@ -187,12 +193,92 @@ API void emu_control_restart_driver(struct emu_node *node) {
     emu_unlock(node->state);
 }
 
+/* The driver restarts and counts the physical devices in another order: order[i] is the entry of NVML index i. */
+API void emu_control_restart_reordered(struct emu_node *node, const int32_t *order) {
+    emu_lock(node->state);
+    memcpy(node->state->order, order, node->state->physical * sizeof *order);
+    node->state->restart_generation = ++node->state->generation;
+    emu_unlock(node->state);
+}
+
+/* Whether a process has a context on the device or on a MIG device of it. */
+static int is_used(struct emu_node *node, int device) {
+    struct emu_use use;
+    for (uint32_t i = 0; i < node->state->entries; i++)
+        if (((int)i == device || node->state->device[i].parent == device) && emu_uses_locked(node, (int)i, &use, 1))
+            return 1;
+    return 0;
+}
+
+/* MIG on or off: EBUSY while a program uses the GPU, or MIG devices of it are there. */
+API int emu_control_set_mig(struct emu_node *node, int device, int32_t enabled) {
+    struct emu_state *state = node->state;
+    int error = 0;
+    emu_lock(state);
+    emu_reap(node);
+    if (state->device[device].parent >= 0) error = EINVAL;
+    else if (is_used(node, device)) error = EBUSY;
+    for (uint32_t i = state->physical; i < state->entries; i++)
+        if (state->device[i].parent == device && !state->device[i].gone) error = EBUSY;
+    if (!error) state->device[device].mig_enabled = enabled;
+    emu_unlock(state);
+    return error;
+}
+
+static int slot_is_taken(struct emu_state *state, int parent, int slot) {
+    for (uint32_t i = state->physical; i < state->entries; i++)
+        if (state->device[i].parent == parent && !state->device[i].gone &&
+            state->device[i].gpu_instance == EMU_FIRST_GPU_INSTANCE + slot)
+            return 1;
+    return 0;
+}
+
+/* A MIG device more, in its GPU's first free slot. Returns its entry, or a negative errno. */
+API int emu_control_create_mig(struct emu_node *node, const struct control_device *made) {
+    struct emu_state *state = node->state;
+    int entry = -EINVAL;
+    emu_lock(state);
+    if (state->entries == EMU_MAX_DEVICES) entry = -ENOSPC;
+    else if (state->device[made->parent].mig_enabled) {
+        entry = (int)state->entries;
+        struct emu_device *device = &state->device[entry];
+        memset(device, 0, sizeof *device);
+        device->total = made->total;
+        device->reserved = made->reserved;
+        device->parent = made->parent;
+        device->gpu_instance = EMU_FIRST_GPU_INSTANCE;
+        while (slot_is_taken(state, made->parent, device->gpu_instance - EMU_FIRST_GPU_INSTANCE)) device->gpu_instance++;
+        memcpy(device->uuid, made->uuid, sizeof device->uuid);
+        memcpy(device->name, made->name, sizeof device->name);
+        __atomic_store_n(&state->entries, state->entries + 1, __ATOMIC_RELEASE);
+    }
+    emu_unlock(state);
+    return entry;
+}
+
+/* EBUSY while a process has a context on it. */
+API int emu_control_destroy_mig(struct emu_node *node, int entry) {
+    struct emu_state *state = node->state;
+    int error = 0;
+    emu_lock(state);
+    emu_reap(node);
+    if (state->device[entry].parent < 0 || state->device[entry].gone) error = EINVAL;
+    else if (is_used(node, entry)) error = EBUSY;
+    else state->device[entry].gone = 1;
+    emu_unlock(state);
+    return error;
+}
+
 API void emu_control_set_utilization(struct emu_node *node, int device, int32_t percent) {
     __atomic_store_n(&node->state->device[device].utilization, percent, __ATOMIC_RELEASE);
 }
 
 API void emu_control_hide_processes(struct emu_node *node, int device, int32_t hidden) {
     __atomic_store_n(&node->state->device[device].processes_hidden, hidden, __ATOMIC_RELEASE);
+}
+
+API void emu_control_hide_memory(struct emu_node *node, int device, int32_t hidden) {
+    __atomic_store_n(&node->state->device[device].memory_hidden, hidden, __ATOMIC_RELEASE);
 }
 
 API void emu_control_set_unattributed(struct emu_node *node, int device, int64_t bytes) {

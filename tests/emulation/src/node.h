@@ -16,8 +16,9 @@
 #include <stdint.h>
 
 #define EMU_MAGIC 0x454d554e4f444531ull
-#define EMU_LAYOUT 1u
+#define EMU_LAYOUT 2u
 enum { EMU_MAX_DEVICES = 64, EMU_MAX_PROCESSES = 1024, EMU_MAX_RULES = 32, EMU_ANY_DEVICE = -1 };
+enum { EMU_FIRST_GPU_INSTANCE = 7 }; /* a MIG device's slot is its GPU instance's number less this */
 enum emu_process_state { EMU_FREE = 0, EMU_LIVE = 1, EMU_FOREIGN = 2 };
 enum emu_rule_action { EMU_RULE_ERROR = 1, EMU_RULE_DELAY = 2, EMU_RULE_HANG = 3 };
 
@@ -31,6 +32,8 @@ struct emu_device {
     uint32_t lost_generation;  /* NVML sessions opened before this generation keep seeing a lost device as lost */
     int32_t utilization;       /* percent, -1: not supported */
     int32_t processes_hidden;  /* per-process memory is "not available", as under WDDM */
+    int32_t memory_hidden;     /* every figure of the device's memory is "not available" */
+    int32_t gone;              /* a MIG device that was destroyed: no entry is used twice */
     char uuid[96], name[96];
 };
 
@@ -58,6 +61,7 @@ struct emu_state {
     int32_t cuda_version;
     char driver_version[44];
     pthread_mutex_t mutex;
+    int32_t order[EMU_MAX_DEVICES]; /* entry of each NVML index */
     struct emu_device device[EMU_MAX_DEVICES];
     struct emu_process process[EMU_MAX_PROCESSES];
     struct emu_rule rule[EMU_MAX_RULES];

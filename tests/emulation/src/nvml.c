@@ -2,8 +2,12 @@
  * other name that the installed pynvml knows answers "not supported", as a driver does for a card that lacks it. */
 #define _GNU_SOURCE
 #include "node.h"
+#include <fcntl.h>
+#include <limits.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 /* Laid out as nvml.h and pynvml's ctypes structures are. */
 typedef int nvmlReturn_t;
@@ -63,6 +67,14 @@ static const unsigned NO_INSTANCE = ~0u;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int session_references;
 static uint32_t session_generation;
+static int device_file = -1; /* open for as long as a session is, as /dev/nvidiactl is */
+
+static void open_device_file(void) {
+    char path[PATH_MAX];
+    const char *state = getenv("EMULATED_NODE");
+    if (state && snprintf(path, sizeof path, "%s.nvidiactl", state) < (int)sizeof path)
+        device_file = open(path, O_RDWR | O_CLOEXEC);
+}
 
 static nvmlReturn_t init(const char *function) {
     struct emu_node *node = emu_node();
@@ -71,8 +83,10 @@ static nvmlReturn_t init(const char *function) {
     if (!error) error = __atomic_load_n(&node->state->init_error, __ATOMIC_ACQUIRE);
     if (error) return error;
     pthread_mutex_lock(&mutex);
-    if (!session_references++)
+    if (!session_references++) {
+        open_device_file();
         __atomic_store_n(&session_generation, __atomic_load_n(&node->state->generation, __ATOMIC_ACQUIRE), __ATOMIC_RELEASE);
+    }
     pthread_mutex_unlock(&mutex);
     return NVML_SUCCESS;
 }
@@ -106,6 +120,7 @@ static nvmlReturn_t begin_device(const char *function, nvmlDevice_t handle, int 
     struct emu_node *node = emu_node();
     intptr_t number = (intptr_t)handle - 1;
     if (number < 0 || number >= (intptr_t)node->state->entries) return NVML_ERROR_INVALID_ARGUMENT;
+    if (node->state->device[number].gone) return NVML_ERROR_INVALID_ARGUMENT;
     *entry = (int)number;
     int error = emu_gate(node, function, *entry);
     if (error) return error;
@@ -143,7 +158,10 @@ nvmlReturn_t nvmlInitWithFlags(unsigned flags) {
 nvmlReturn_t nvmlShutdown(void) {
     pthread_mutex_lock(&mutex);
     nvmlReturn_t result = session_references ? NVML_SUCCESS : NVML_ERROR_UNINITIALIZED;
-    if (session_references) session_references--;
+    if (session_references && !--session_references && device_file >= 0) {
+        close(device_file);
+        device_file = -1;
+    }
     pthread_mutex_unlock(&mutex);
     return result;
 }
@@ -196,12 +214,12 @@ nvmlReturn_t nvmlDeviceGetCount_v2(unsigned *count) {
 }
 nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice_t *handle) {
     BEGIN();
-    return index < state->physical ? handle_of((int)index, handle) : NVML_ERROR_INVALID_ARGUMENT;
+    return index < state->physical ? handle_of(state->order[index], handle) : NVML_ERROR_INVALID_ARGUMENT;
 }
 nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *handle) {
     BEGIN();
     for (uint32_t i = 0; i < state->entries; i++)
-        if (!strcmp(state->device[i].uuid, uuid)) return handle_of((int)i, handle);
+        if (!state->device[i].gone && !strcmp(state->device[i].uuid, uuid)) return handle_of((int)i, handle);
     return NVML_ERROR_NOT_FOUND;
 }
 nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *id, nvmlDevice_t *handle) {
@@ -219,7 +237,7 @@ static int physical_of(struct emu_state *state, int entry) {
 nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t handle, unsigned *index) {
     BEGIN_DEVICE(handle);
     if (device->parent >= 0) return NVML_ERROR_NOT_SUPPORTED;
-    *index = (unsigned)entry;
+    for (*index = 0; state->order[*index] != entry;) ++*index;
     return NVML_SUCCESS;
 }
 nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t handle, unsigned *number) {
@@ -251,6 +269,10 @@ nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t handle, nvmlPciInfo_t *pci) {
 /* The first form of the call counts the driver's reserve as used; the second tells it apart. */
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) {
     BEGIN_DEVICE(handle);
+    if (device->memory_hidden) {
+        *memory = (nvmlMemory_t){NOT_AVAILABLE, NOT_AVAILABLE, NOT_AVAILABLE};
+        return NVML_SUCCESS;
+    }
     memory->total = device->total;
     memory->used = (unsigned long long)(emu_used(emu_node(), entry) + (int64_t)device->reserved);
     memory->free = memory->total - memory->used;
@@ -259,6 +281,10 @@ nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) 
 nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t handle, nvmlMemory_v2_t *memory) {
     BEGIN_DEVICE(handle);
     if (memory->version != (sizeof *memory | 2u << 24)) return NVML_ERROR_ARGUMENT_VERSION_MISMATCH;
+    if (device->memory_hidden) {
+        *memory = (nvmlMemory_v2_t){memory->version, NOT_AVAILABLE, NOT_AVAILABLE, NOT_AVAILABLE, NOT_AVAILABLE};
+        return NVML_SUCCESS;
+    }
     memory->total = device->total;
     memory->reserved = device->reserved;
     memory->used = (unsigned long long)emu_used(emu_node(), entry);
@@ -375,7 +401,9 @@ nvmlReturn_t nvmlDeviceGetMaxMigDeviceCount(nvmlDevice_t handle, unsigned *count
 nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t handle, unsigned index, nvmlDevice_t *mig) {
     BEGIN_DEVICE(handle);
     for (uint32_t i = state->physical; i < state->entries; i++)
-        if (state->device[i].parent == entry && !index--) return handle_of((int)i, mig);
+        if (state->device[i].parent == entry && !state->device[i].gone &&
+            state->device[i].gpu_instance == EMU_FIRST_GPU_INSTANCE + (int)index)
+            return handle_of((int)i, mig);
     return NVML_ERROR_NOT_FOUND;
 }
 nvmlReturn_t nvmlDeviceIsMigDeviceHandle(nvmlDevice_t handle, unsigned *is_mig) {

@@ -43,7 +43,7 @@ static int named_entry(struct emu_state *state, const char *word) {
     int found = -1;
     if (strncmp(word, "GPU-", 4) && strncmp(word, "MIG-", 4)) return -1;
     for (uint32_t i = 0; i < state->entries; i++)
-        if (!strncasecmp(state->device[i].uuid, word, strlen(word))) {
+        if (!state->device[i].gone && !strncasecmp(state->device[i].uuid, word, strlen(word))) {
             if (found >= 0) return -1;
             found = (int)i;
         }
@@ -60,7 +60,7 @@ static void choose_devices(struct emu_state *state) {
             if (state->device[i].mig_enabled) { /* of a card split by MIG a process sees its first instance */
                 entry = -1;
                 for (uint32_t k = state->physical; k < state->entries && entry < 0; k++)
-                    if (state->device[k].parent == (int)i) entry = (int)k;
+                    if (state->device[k].parent == (int)i && !state->device[k].gone) entry = (int)k;
             }
             visible[visible_count++] = entry;
         }
