@@ -29,6 +29,7 @@ __all__ = [
     "CommandResult",
     "DeviceResult",
     "DeviceSample",
+    "OutOfMemory",
     "ProcessIdentity",
     "Reply",
     "Report",
@@ -67,6 +68,10 @@ class ProcessIdentity:
     torch_version: str = ""
     allocator_settings: str = ""
     client_version: str = ""
+    slurm_job_id: str = ""
+    """SLURM_JOB_ID of its environment."""
+    ray_job_id: str = ""
+    """RAY_JOB_ID of its environment: Ray sets it for its workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +90,15 @@ class DeviceSample:
     private_pools_bytes: int | None = None
     """Reserved by live private pools (CUDA graphs, `torch.cuda.MemPool`)."""
     reclaimable_bytes: int | None = None
-    """What `empty_cache()` would give back to the driver now."""
+    """What `empty_cache()` would give back to the driver now, memory pending on another stream included.
+
+    Exact where PyTorch's statistics tell it (classic segments, no private pool) or where the heap is walked for the
+    sample. Between the walks over a large heap that keeps changing (expandable segments, private pools) it is reserved
+    − allocated − what could not be returned at the last walk, 500 times its cost ago at most: 5 s at 20,000 blocks.
+    None for larger heaps, for pages of unknown size and for allocators that tell too little. Memory cached in a private
+    pool counts once it is certain that nothing holds the pool: so it may be too low, by a graph that died under torch
+    before 2.14 or by tensors that outlived their `MemPool`, until somebody empties the cache.
+    """
     alloc_retries: int | None = None
     ooms: int | None = None
     segments_allocated: int | None = None
@@ -94,10 +107,32 @@ class DeviceSample:
     """`segment.all.freed`: segments ever given back."""
     cache_flushes: int | None = None
     """`num_sync_all_streams`: flushes of the cache, wanted or forced."""
+    peak_resets: int | None = None
+    """How often the peaks were seen to have been reset, by whomever, since the reporter started."""
     phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """Peak of allocated bytes in each phase the program named."""
     component_bytes: Mapping[str, int] = field(default_factory=dict)
     """Allocated bytes by component: parameters, gradients, optimizer_state, other."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """An allocation that found no memory even after PyTorch gave its cache back. The program may have caught it."""
+
+    uuid: str
+    number: int
+    """Counts a session's errors from 1: one that is sent twice is told by it."""
+    age_seconds: float = 0.0
+    """How long before sending it happened, on the reporter's monotonic clock."""
+    requested_bytes: int | None = None
+    """What the allocator asked the driver for: the request, rounded up to a segment. None where it was only counted."""
+    device_free_bytes: int | None = None
+    """Free on the device at that moment, as the driver said."""
+    limit_bytes: int | None = None
+    """The device's memory, or what the process' memory fraction leaves of it."""
+    step: int | None = None
+    sample: DeviceSample | None = None
+    """The device's allocator at that moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +178,8 @@ class Report:
     """Pinned host memory held by this process' caching host allocator."""
     step: int | None = None
     results: tuple[CommandResult, ...] = ()
+    ooms: tuple[OutOfMemory, ...] = ()
+    """Those since the last report."""
     actions: tuple[str, ...] = ()
     """The actions this reporter can run."""
     hold_seconds: float = 0.0
@@ -179,7 +216,7 @@ class Reply:
 
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in fields(cls))
-    for cls in (ProcessIdentity, DeviceSample, DeviceResult, CommandResult, Report, Command, Reply)
+    for cls in (ProcessIdentity, DeviceSample, OutOfMemory, DeviceResult, CommandResult, Report, Command, Reply)
 }
 
 

@@ -20,6 +20,10 @@ _REMEMBERED = 64
 """Results kept, so that a command that is given twice is run once."""
 
 
+_NOT_SUPPORTED = "does not yet support"
+"""What torch says where an allocator (a pluggable one, cudaMallocAsync) lacks something."""
+
+
 class Executor:
     """Runs commands; for the reporter's thread alone.
 
@@ -81,7 +85,8 @@ class Executor:
                 duration = self._clock() - begun
                 devices = tuple(self._compare(index, *measured) for index, measured in before.items())
         except Exception as error:  # noqa: BLE001 - whatever torch or a finalizer raises is this command's result
-            return CommandResult(command.id, "failed", f"{type(error).__name__}: {error}"[:500], self._clock() - begun)
+            outcome = "unsupported" if _NOT_SUPPORTED in str(error) else "failed"
+            return CommandResult(command.id, outcome, f"{type(error).__name__}: {error}"[:500], self._clock() - begun)
         return CommandResult(command.id, "done", "", duration, devices)
 
     def _empty_cache(self, command: Command) -> None:
@@ -146,7 +151,11 @@ def _current(state: DeviceState | None, name: str, metric: str = "current") -> i
 def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
     """What went back to the driver: the growth of the allocator's own count of freed reserved bytes.
 
-    The difference of reserved would miss what another thread reserved anew in between.
+    The difference of reserved would miss what another thread reserved anew in between. It is taken where there is no
+    such count (cudaMallocAsync).
     """
     begun, ended = _current(before, "reserved_bytes", "freed"), _current(after, "reserved_bytes", "freed")
-    return ended - begun if begun is not None and ended is not None else None
+    if begun is not None and ended is not None:
+        return ended - begun
+    held, left = _current(before, "reserved_bytes"), _current(after, "reserved_bytes")
+    return max(0, held - left) if held is not None and left is not None else None

@@ -13,47 +13,53 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from gpumem_exporter.client._heap import returnable_bytes
+from gpumem_exporter.client._captures import Captures
+from gpumem_exporter.client._heap import LARGE_PAGE_BYTES, Heap, read_heaps
+from gpumem_exporter.client._ooms import OutOfMemoryObserver
+from gpumem_exporter.client._peaks import PeakWatch
+from gpumem_exporter.client._reclaimable import DeviceState, Reclaimable, known
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["Allocator", "DeviceState"]
 
-DeviceState = dict[str, Any]
-"""One device's nested statistics, as torch gives them."""
-
-_WALK_SHARE = 2000
-"""A walk over the heap that took t seconds is not repeated before 2000 t have passed: 0.05 % of a core."""
-_WALK_BLOCKS_MAX = 50_000
-"""A heap with more blocks is not walked: it would stop the interpreter for tens of milliseconds."""
 _MANY_POOLS = 32
-"""Torch never forgets a dead private pool; with this many, the statistics that list them are asked for rarely."""
-_MANY_POOLS_SECONDS = 10.0
+"""Torch never forgets a dead private pool; with more than this, the statistics that list them are not asked for."""
+_LARGE_PAGE_SETTING = "large_segment_size_mb"
+_ASYNC_FIGURES = ("allocated_bytes", "reserved_bytes", "active_bytes")
+"""All that the cudaMallocAsync backend fills in; the rest of its statistics is a constant 0."""
 
 
 class Allocator:
     """PyTorch's caching allocator in this process.
 
-    One thread at a time, except `capturing`, which any may read. `attach` makes one.
+    One thread at a time, except where a method says that any may call it. `attach` makes one.
     """
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self._c = torch._C
         self._uuids: dict[int, str] = {}
-        self._unreturnable: dict[int, int] = {}
-        self._walked_at: tuple[Any, ...] = ()
-        self._next_walk_seconds = 0.0
-        self._pools: dict[int, tuple[float, int | None]] = {}
-        self._captures = 0
-        self._removers: list[Callable[[], None]] = []
+        self._many_pools: set[int] = set()
+        self._peaks = PeakWatch()
+        self._captures = Captures(
+            torch.cuda,
+            getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False),
+            self._c._cuda_hasPrimaryContext,
+        )
+        self._removers: list[Callable[[], None]] = list(self._captures.hooks())
         self.torch_version = str(getattr(torch, "__version__", ""))
-        self.settings = _allocator_settings(self._c)
-        self._expandable = "expandable_segments:true" in self.settings.lower()
-        self._watch_captures()
+        backend = getattr(torch.cuda, "get_allocator_backend", None)
+        self._backend = backend() if backend is not None else "native"
+        self._large_pages = {_large_page(_environment_settings()) or LARGE_PAGE_BYTES}
+        self._seen_settings = ""
+        self._reclaimable = Reclaimable(
+            self._walk,
+            self._captures.version,
+            expandable_from_the_start="expandable_segments:true" in self._notice_settings().lower(),
+        )
 
     @classmethod
     def attach(cls) -> Allocator | None:
@@ -68,15 +74,32 @@ class Allocator:
         return cls(torch) if initialised is not None and initialised() else None
 
     @property
-    def capturing(self) -> bool:
-        """A CUDA graph is being captured somewhere in this process.
+    def settings(self) -> str:
+        """The allocator's settings as torch tells them: what the environment says, or what was last set since.
 
-        Known from torch 2.14 on, which has hooks for it; before, only the calling thread's stream can be asked.
+        Before torch 2.10, which tells them, what the environment asked for.
         """
-        if self._captures > 0:
-            return True
-        asked = getattr(self._c, "_cuda_isCurrentStreamCapturing", None)
-        return bool(asked()) if asked is not None else False
+        try:
+            return str(self._c._accelerator_getAllocatorSettings())
+        except (AttributeError, RuntimeError):
+            return _environment_settings()
+
+    @property
+    def capturing(self) -> bool:
+        """A CUDA graph is being captured somewhere in this process (see `Captures`)."""
+        return self._captures.under_way
+
+    @property
+    def flushing(self) -> bool:
+        """Another thread is emptying the cache: whoever asks for statistics waits for it, with the GIL.
+
+        Known of `empty_cache()` alone. The flush before an allocation's last try looks like any operation.
+        """
+        codes = {
+            getattr(getattr(sys.modules.get(name), "empty_cache", None), "__code__", None)
+            for name in ("torch.cuda.memory", "torch.accelerator.memory")
+        }
+        return any(frame.f_code in codes for frame in sys._current_frames().values())
 
     def after_each_step(self, callback: Callable[[Any], None]) -> bool:
         """Have `callback(optimizer)` called after each step of any optimizer; False if this torch cannot."""
@@ -85,6 +108,14 @@ class Allocator:
         if register is None:
             return False
         self._removers.append(register(lambda optimizer, _args, _kwargs: callback(optimizer)).remove)
+        return True
+
+    def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
+        """Have the observer called at each out-of-memory error, for ever; False where this allocator cannot."""
+        try:
+            self._c._cuda_attach_out_of_memory_observer(observer)
+        except (AttributeError, RuntimeError):
+            return False
         return True
 
     def detach(self) -> None:
@@ -112,18 +143,41 @@ class Allocator:
         return known
 
     def state(self, index: int) -> DeviceState | None:
-        """The device's statistics now; None from an allocator that keeps none."""
+        """The device's statistics now; None from an allocator that keeps none. Any thread may ask.
+
+        `private_pools_bytes` is added, where they tell it.
+        """
         try:
-            stats: DeviceState = self._c._cuda_memoryStats(index)
+            if index in self._many_pools:
+                return dict(self._c._accelerator_getDeviceStats(index))
+            state: dict[str, Any] = self._c._cuda_memoryStats(index)
         except (AttributeError, RuntimeError):
             return None
-        return stats
+        if self._backend == "cudaMallocAsync":
+            return {
+                name: {"all": {metric: state[name]["all"][metric] for metric in ("current", "peak")}}
+                for name in _ASYNC_FIGURES
+            }
+        pools = state.get("reserved_bytes_by_private_pools")  # 2.13 and later
+        if pools is not None:
+            state["private_pools_bytes"] = _current_sum(pools)
+            if len(pools) > _MANY_POOLS and hasattr(self._c, "_accelerator_getDeviceStats"):
+                self._many_pools.add(index)
+        return state
 
     def samples(self) -> tuple[DeviceSample, ...]:
         """One sample of each device that this process uses and that can be named."""
-        states = [(index, self._cheap_state(index)) for index in self.devices() if self.uuid(index)]
-        returnable = self._returnable(states)
-        return tuple(self._sample(index, state, returnable.get(index)) for index, state in states)
+        self._notice_settings()
+        states = {index: self.state(index) for index in self.devices() if self.uuid(index)}
+        told = {index: state for index, state in states.items() if state is not None}
+        for index, state in told.items():
+            self._peaks.look(index, state)
+        self._reclaimable.look(told)
+        return tuple(self._sample(index, state) for index, state in states.items())
+
+    def sample_now(self, index: int) -> DeviceSample:
+        """One device's sample without a walk over the heap; unlike the rest, any thread may call this."""
+        return self._sample(index, self.state(index))
 
     def pinned_host_bytes(self) -> int | None:
         """Pinned host memory that torch's caching host allocator holds (2.7 and later)."""
@@ -148,125 +202,57 @@ class Allocator:
     def reset_peak(self, index: int) -> None:
         """Let the peaks of one device begin anew at the present values."""
         self._c._cuda_resetPeakMemoryStats(index)
+        self._peaks.reset(index)
 
-    def _cheap_state(self, index: int) -> DeviceState | None:
-        now = time.monotonic()
-        asked_seconds, pools = self._pools.get(index, (0.0, None))
-        if asked_seconds and now - asked_seconds < _MANY_POOLS_SECONDS:
-            state: DeviceState = dict(self._c._accelerator_getDeviceStats(index))
-            state["private_pools_bytes"] = pools
-            return state
-        asked = self.state(index)
-        if asked is None:
-            return None
-        listed = asked.get("reserved_bytes_by_private_pools")
-        live = None if listed is None else sum(pool["all"]["current"] for pool in listed.values())
-        asked["private_pools_bytes"] = live
-        if listed is not None and len(listed) > _MANY_POOLS and hasattr(self._c, "_accelerator_getDeviceStats"):
-            self._pools[index] = (now, live)
-        return asked
+    def _notice_settings(self) -> str:
+        settings = self.settings
+        if settings != self._seen_settings:
+            self._seen_settings = settings
+            page = _large_page(settings)
+            if page is not None:
+                self._large_pages.add(page)
+        return settings
 
-    def _returnable(self, states: list[tuple[int, DeviceState | None]]) -> dict[int, int]:
-        """What a clear would return, by device, where the statistics alone do not say it."""
-        complex_heaps = {
-            index: state
-            for index, state in states
-            if state is not None
-            and _known(state, "active_bytes") is not None
-            and (state["private_pools_bytes"] or self._expandable)
-        }
-        if not complex_heaps:
-            return {}
-        heap = tuple(_heap_version(state) for state in complex_heaps.values())
-        now = time.monotonic()
-        blocks = sum(state.get("active", {}).get("all", {}).get("current", 0) for state in complex_heaps.values())
-        if heap != self._walked_at and now >= self._next_walk_seconds and blocks <= _WALK_BLOCKS_MAX:
-            segments = self._walk()
-            if segments is None:
-                return {}
-            returnable = returnable_bytes(segments)
-            self._unreturnable = {
-                index: _unused(state) - returnable.get(index, 0) for index, state in complex_heaps.items()
-            }
-            self._walked_at = heap
-            taken = time.monotonic() - now
-            self._next_walk_seconds = now + taken * _WALK_SHARE
-        return {
-            index: max(0, _unused(state) - self._unreturnable[index])
-            for index, state in complex_heaps.items()
-            if index in self._unreturnable
-        }
-
-    def _walk(self) -> Any | None:
+    def _walk(self) -> Mapping[int, Heap] | None:
         try:
             snapshot = self._torch.cuda.memory_snapshot
             # traces (2.11 and later can leave them out) may be hundreds of thousands of entries
-            return snapshot(include_traces=False) if "include_traces" in _parameters(snapshot) else snapshot()
-        except RuntimeError:
+            segments = snapshot(include_traces=False) if "include_traces" in _parameters(snapshot) else snapshot()
+        except (AttributeError, RuntimeError):
             return None
+        # None comes alive again: what is dead after the snapshot may at most have been alive in it.
+        heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
+        self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
+        return heaps
 
-    def _sample(self, index: int, state: DeviceState | None, returnable: int | None) -> DeviceSample:
+    def _sample(self, index: int, state: DeviceState | None) -> DeviceSample:
         uuid = self.uuid(index)
         if state is None:
             return DeviceSample(uuid)
-        allocated = _known(state, "allocated_bytes")
-        reserved = _known(state, "reserved_bytes")
-        if returnable is None and not state["private_pools_bytes"] and not self._expandable:
-            # Classic segments in the default pool: exact. Elsewhere only a walk tells.
-            active, split = _known(state, "active_bytes"), _known(state, "inactive_split_bytes")
-            if reserved is not None and active is not None and split is not None:
-                returnable = reserved - active - split
+        private = state.get("private_pools_bytes")
         segments = state.get("segment", {}).get("all", {})
         return DeviceSample(
             uuid=uuid,
-            allocated_bytes=allocated,
-            reserved_bytes=reserved,
-            active_bytes=_known(state, "active_bytes"),
-            inactive_split_bytes=_known(state, "inactive_split_bytes"),
-            requested_bytes=_known(state, "requested_bytes"),
-            allocated_peak_bytes=_known(state, "allocated_bytes", "peak"),
-            reserved_peak_bytes=_known(state, "reserved_bytes", "peak"),
-            private_pools_bytes=state["private_pools_bytes"],
-            reclaimable_bytes=returnable,
+            allocated_bytes=known(state, "allocated_bytes"),
+            reserved_bytes=known(state, "reserved_bytes"),
+            active_bytes=known(state, "active_bytes"),
+            inactive_split_bytes=known(state, "inactive_split_bytes"),
+            requested_bytes=known(state, "requested_bytes"),
+            allocated_peak_bytes=known(state, "allocated_bytes", "peak"),
+            reserved_peak_bytes=known(state, "reserved_bytes", "peak"),
+            private_pools_bytes=self._reclaimable.private_bytes(index, state) if private is None else private,
+            reclaimable_bytes=self._reclaimable.bytes(index, state),
             alloc_retries=state.get("num_alloc_retries"),
             ooms=state.get("num_ooms"),
             segments_allocated=segments.get("allocated"),
             segments_freed=segments.get("freed"),
             cache_flushes=state.get("num_sync_all_streams"),
+            peak_resets=None if known(state, "allocated_bytes", "peak") is None else self._peaks.resets(index),
         )
 
-    def _watch_captures(self) -> None:
-        """Count graph captures under way; torch swallows what these hooks raise, and runs them on any thread."""
-        graphs = sys.modules.get("torch.cuda.graphs")
-        for name, change in (("start", 1), ("end", -1)):
-            register = getattr(graphs, f"register_graph_capture_{name}_hook", None)
-            if register is not None:
-                self._removers.append(register(self._capture_counter(change)).remove)
 
-    def _capture_counter(self, change: int) -> Callable[[Any], None]:
-        def count(_graph: Any) -> None:
-            self._captures = max(0, self._captures + change)
-
-        return count
-
-
-def _known(state: DeviceState, name: str, metric: str = "current") -> int | None:
-    value: int | None = state.get(name, {}).get("all", {}).get(metric)
-    return value
-
-
-def _unused(state: DeviceState) -> int:
-    """Reserved bytes in no block that is in use or still pending on a stream."""
-    return int(state["reserved_bytes"]["all"]["current"]) - int(state["active_bytes"]["all"]["current"])
-
-
-def _heap_version(state: DeviceState) -> tuple[int, ...]:
-    """Changes whenever a block was taken or given back: two equal versions are one heap."""
-    return tuple(
-        state[name]["all"][metric]
-        for name in ("active_bytes", "reserved_bytes")
-        for metric in ("current", "allocated", "freed")
-    )
+def _current_sum(pools: Mapping[Any, Any]) -> int:
+    return sum(pool["all"]["current"] for pool in pools.values())
 
 
 def _parameters(function: Callable[..., Any]) -> Iterator[str]:
@@ -274,10 +260,15 @@ def _parameters(function: Callable[..., Any]) -> Iterator[str]:
     return iter(code.co_varnames[: code.co_argcount] if code is not None else ())
 
 
-def _allocator_settings(c: Any) -> str:
-    """The allocator's settings in force; before torch 2.10, which tells them, what the environment asked for."""
-    try:
-        return str(c._accelerator_getAllocatorSettings())
-    except (AttributeError, RuntimeError):
-        # With both set, the older name wins (CUDAAllocatorConfig.h).
-        return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF", "")
+def _environment_settings() -> str:
+    """What the environment says: the older name wins, even when it is empty (CUDAAllocatorConfig.h)."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+
+
+def _large_page(settings: str) -> int | None:
+    """The page size that they give to expandable segments of the large pool, in bytes (2.10 and later)."""
+    for setting in settings.replace(" ", "").split(","):
+        name, _, value = setting.partition(":")
+        if name == _LARGE_PAGE_SETTING and value.isdigit():
+            return int(value) << 20
+    return None

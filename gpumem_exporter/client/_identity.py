@@ -30,4 +30,6 @@ def current_process(
         torch_version=torch_version[:MAX_LABEL_LENGTH],
         allocator_settings=allocator_settings[:MAX_LABEL_LENGTH],
         client_version=__version__,
+        slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
+        ray_job_id=os.environ.get("RAY_JOB_ID", "")[:MAX_LABEL_LENGTH],
     )

@@ -2,7 +2,7 @@
 
 A sample in the training thread at a step boundary never meets that thread's own cache flush; one from another thread
 might, and would stop the interpreter for as long as the flush takes. So the reporter's thread samples only while no
-step runs, and the two never at once.
+step runs, and the two never at once. While the program is in `empty_cache()` it does not look either.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _QUIET_STEPS = 3.0
 """Steps are over when none has come for three times the last one's length…"""
 _QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
 """…and for at least two seconds, or for a minute at most."""
+_FLUSH_SECONDS_MAX = 10.0
+"""A sample is given again, with its age, while the cache is being emptied; one that is older says nothing any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +95,21 @@ class Sampler:
         except Exception as error:  # noqa: BLE001 - as above
             self._swallow(error)
 
+    @property
+    def step(self) -> int | None:
+        """How many steps have ended; None before the first. Any thread may ask."""
+        return self._steps or None
+
     def current(self, next_report_seconds: float) -> Sample:
         """The sample to report now, and when the next one will be wanted.
 
-        While steps run that is the last step's; otherwise one is taken here.
+        While steps run that is the last step's; otherwise one is taken here, unless the program is emptying the cache:
+        looking would wait for that, and stop the interpreter meanwhile. Then it is the last one, and, if there is none
+        or it is too old, one without devices: what cannot be known is not told.
         """
         latest = self._latest
         if latest is None or not self._steps_run():
-            latest = self.take()
+            latest = self._last_known(latest) if self._allocator.flushing else self.take()
         interval = next_report_seconds - self._clock()
         self._wanted_from_seconds = next_report_seconds - interval * _LEAD
         return latest
@@ -136,10 +145,16 @@ class Sampler:
             taken_seconds=self._clock(),
             devices=self._allocator.samples(),
             pinned_host_bytes=self._allocator.pinned_host_bytes(),
-            step=self._steps or None,
+            step=self.step,
         )
         self._latest = sample
         return sample
+
+    def _last_known(self, latest: Sample | None) -> Sample:
+        now = self._clock()
+        if latest is not None and now - latest.taken_seconds < _FLUSH_SECONDS_MAX:
+            return latest
+        return Sample(taken_seconds=now, devices=(), pinned_host_bytes=None, step=self.step)
 
     def _steps_run(self) -> bool:
         if self._last_step_seconds is None:

@@ -8,10 +8,12 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from gpumem_exporter.client._actions import Executor
 from gpumem_exporter.client._allocator import Allocator
 from gpumem_exporter.client._identity import current_process
+from gpumem_exporter.client._ooms import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._transport import Connection
@@ -23,7 +25,16 @@ from gpumem_exporter.errors import (
     ExporterUnreachableError,
     WireError,
 )
-from gpumem_exporter.protocol import REPORTS_PATH, CommandResult, Reply, Report, reply_from_wire, to_wire
+from gpumem_exporter.protocol import (
+    MAX_LABEL_LENGTH,
+    REPORTS_PATH,
+    CommandResult,
+    OutOfMemory,
+    Reply,
+    Report,
+    reply_from_wire,
+    to_wire,
+)
 
 __all__ = ["Worker"]
 
@@ -45,16 +56,24 @@ class Worker:
     Args:
         settings: where to, and under which labels.
         troubles: where errors go.
+        observer: of out-of-memory errors; the process' one.
         sampler_ready: called once, in the thread, with the sampler to be fed with steps.
     """
 
     def __init__(
-        self, settings: ReporterSettings, troubles: Troubles, sampler_ready: Callable[[Sampler], None]
+        self,
+        settings: ReporterSettings,
+        troubles: Troubles,
+        observer: OutOfMemoryObserver,
+        sampler_ready: Callable[[Sampler], None],
     ) -> None:
         self._settings = settings
         self._troubles = troubles
+        self._observer = observer
         self._sampler_ready = sampler_ready
         self._stopping = threading.Event()
+        self._woken = threading.Event()
+        self._ooms = OutOfMemoryLog(self._wake)
         self._connection: Connection | None = None
         self._allocator: Allocator | None = None
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
@@ -68,11 +87,16 @@ class Worker:
     def stop(self, timeout_seconds: float) -> None:
         """Say goodbye and end; returns after `timeout_seconds` at the latest, whatever the network does."""
         self._stopping.set()
+        self._wake()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout_seconds)
+
+    def _wake(self) -> None:
+        """Have the next report sent now. Any thread may call it; it does not wait."""
+        self._woken.set()
         connection = self._connection
         if connection is not None:
             connection.interrupt()
-        if self._thread is not threading.current_thread():
-            self._thread.join(timeout_seconds)
 
     def abandon(self) -> None:
         """In a forked child, where the thread does not exist: take the parent's hooks out of torch.
@@ -80,6 +104,7 @@ class Worker:
         A sample there would show the parent's bytes, or wait for ever for a lock that was held when it forked. The
         connection is a copy: closing it leaves the parent's open, keeping it would hide the parent's end.
         """
+        self._observer.listener = None
         if self._allocator is not None:
             self._allocator.detach()
         if self._connection is not None:
@@ -94,6 +119,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - a guest's thread ends quietly
             self._troubles.note("reporter stopped", error)
         finally:
+            self._observer.listener = None
             allocator.detach()
             if self._connection is not None:
                 self._connection.close()
@@ -105,7 +131,7 @@ class Worker:
                 allocator = Allocator.attach()
                 if allocator is not None:
                     return allocator
-            self._stopping.wait(_CUDA_POLL_SECONDS)
+            self._woken.wait(_CUDA_POLL_SECONDS)
         return None
 
     def _report_until_stopped(self, allocator: Allocator) -> None:
@@ -115,15 +141,23 @@ class Worker:
             self._settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
         )
         self._sampler_ready(sampler)
+        self._observe_ooms(allocator, sampler)
         watching_steps = False
         results: tuple[CommandResult, ...] = ()
-        while not self._stopping.is_set():
+        while True:
+            self._woken.clear()
+            if self._stopping.is_set():  # asked after clearing, or a stop in between would go unnoticed for a second
+                break
             begun, hold_seconds = time.monotonic(), self._interval_seconds
             reply = None
             watching_steps = watching_steps or allocator.after_each_step(sampler.on_optimizer_step)
             with self._troubles.swallowed("cannot sample"):
                 sample = sampler.current(begun + hold_seconds)
+                if not self._observer.attached:
+                    self._ooms.compare(sample.devices, sample.step)
+                ooms = self._ooms.waiting()
                 self._sequence += 1
+                identity = replace(identity, allocator_settings=allocator.settings[:MAX_LABEL_LENGTH])
                 reply = self._deliver(
                     Report(
                         process=identity,
@@ -133,12 +167,15 @@ class Worker:
                         pinned_host_bytes=sample.pinned_host_bytes,
                         step=sample.step,
                         results=results,
+                        ooms=ooms,
                         actions=executor.actions,
                         hold_seconds=hold_seconds,
                     )
                 )
+                if reply is not None:
+                    self._ooms.reported(ooms)
             if reply is None:
-                self._stopping.wait(hold_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
+                self._wait(hold_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
                 continue
             self._interval_seconds = min(reply.report_interval_seconds, _INTERVAL_SECONDS_MAX)
             # A reply may lie unread while the process is stopped, but it was not sent later than the hold allows:
@@ -146,24 +183,46 @@ class Worker:
             sent = min(time.monotonic(), begun + hold_seconds)
             results = tuple(executor.run(command, sent_seconds=sent) for command in reply.commands)
             if not results:
-                self._stopping.wait(max(0.0, begun + self._interval_seconds - time.monotonic()))
+                self._wait(begun + self._interval_seconds - time.monotonic())
         try:
-            self._farewell(Report(process=identity, sequence=self._sequence + 1, results=results, final=True))
+            ooms = self._ooms.waiting()
+            self._farewell(Report(identity, self._sequence + 1, results=results, ooms=ooms, final=True))
         except (ExporterError, WireError, ValueError, OSError) as error:
             self._troubles.note("no goodbye", error, level=logging.INFO)
+
+    def _observe_ooms(self, allocator: Allocator, sampler: Sampler) -> None:
+        def listen(device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
+            self._ooms.note(
+                OutOfMemory(
+                    uuid=allocator.uuid(device),
+                    number=0,
+                    requested_bytes=requested_bytes,
+                    device_free_bytes=device_free_bytes,
+                    limit_bytes=limit_bytes,
+                    step=sampler.step,
+                    sample=allocator.sample_now(device),
+                )
+            )
+
+        self._observer.listener = listen
+        self._observer.attached = self._observer.attached or allocator.observe_ooms(self._observer)
+
+    def _wait(self, seconds: float) -> None:
+        """Until the time is over, or something must be reported at once."""
+        self._woken.wait(max(0.0, seconds))
 
     def _deliver(self, report: Report) -> Reply | None:
         """Post a report and read the reply; None when there is none, after saying why once."""
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds)
         except ExporterUnreachableError as error:
-            if not self._stopping.is_set():
+            if not self._woken.is_set():
                 # An exporter that is not there is no news to the program: no line at the default level.
                 self._troubles.note("no exporter", error, level=logging.INFO)
             return None
         except ExporterAnswerError as error:
             self._troubles.note(f"the exporter refused a report ({error.status})", error)
-            self._stopping.wait(self._interval_seconds * (_REFUSED_INTERVALS - 1))
+            self._wait(self._interval_seconds * (_REFUSED_INTERVALS - 1))
             return None
         except (WireError, ValueError) as error:
             self._troubles.note("the exporter's reply makes no sense", error)

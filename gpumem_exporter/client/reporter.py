@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 
 from gpumem_exporter.client._cuda_start import when_cuda_starts
+from gpumem_exporter.client._ooms import OutOfMemoryObserver
 from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._transport import Connection
@@ -37,6 +38,7 @@ class Reporter:
         self._settings: ReporterSettings | None = None
         self._worker: Worker | None = None
         self._sampler: Sampler | None = None
+        self._observer = OutOfMemoryObserver()
         self._hooked = False
         self._waiting_for_cuda = False
 
@@ -83,7 +85,7 @@ class Reporter:
             self._waiting_for_cuda = False
             if self._settings is None or self._worker is not None:
                 return
-            worker = Worker(self._settings, Troubles(self._on_trouble), self._take_sampler)
+            worker = Worker(self._settings, Troubles(self._on_trouble), self._observer, self._take_sampler)
             worker.start()
             self._worker = worker
 

@@ -16,6 +16,7 @@ class FakeAllocator:
     def __init__(self) -> None:
         self.looks = 0
         self.capturing = False
+        self.flushing = False
         self.cleared = 0
         self.resets: list[int] = []
         self.reserved = 100

@@ -49,6 +49,26 @@ def test_freed_is_what_the_allocator_gave_back_even_if_another_thread_reserved_a
     assert (device.reserved_after_bytes, device.freed_bytes) == (510, 90)
 
 
+def test_without_a_count_of_freed_bytes_the_difference_of_reserved_is_what_was_freed(bench: Bench) -> None:
+    count = bench.allocator.state
+
+    def without_count(index: int) -> dict[str, Any]:
+        state: dict[str, Any] = count(index)
+        del state["reserved_bytes"]["all"]["freed"]
+        return state
+
+    bench.allocator.state = without_count
+    (device,) = bench.run().devices
+    assert device.freed_bytes == 90
+
+
+def test_what_an_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.")
+    result = bench.run()
+    assert result.outcome == "unsupported"
+    assert "does not yet support emptyCache" in result.reason
+
+
 def test_a_command_that_comes_twice_runs_once_and_answers_the_same(bench: Bench) -> None:
     assert bench.run() == bench.run()
     assert bench.allocator.cleared == 1

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_exporter.client._heap import returnable_bytes
+from gpumem_exporter.client._heap import read_heaps
 
 MIB = 1 << 20
 
@@ -11,6 +11,7 @@ def _segment(*blocks: tuple[int, str], **changes: Any) -> dict[str, Any]:
     return {
         "device": 0,
         "total_size": sum(size for size, _ in blocks),
+        "allocated_size": sum(size for size, state in blocks if state == "active_allocated"),
         "segment_type": "large",
         "segment_pool_id": (0, 0),
         "is_expandable": False,
@@ -19,38 +20,88 @@ def _segment(*blocks: tuple[int, str], **changes: Any) -> dict[str, Any]:
     }
 
 
+def _expandable(*blocks: tuple[int, str], **changes: Any) -> dict[str, Any]:
+    return _segment(*blocks, is_expandable=True, **changes)
+
+
+def _returnable(*segments: dict[str, Any], **given: Any) -> int | None:
+    return read_heaps(segments, **given)[0].returnable_bytes
+
+
 def test_a_classic_segment_goes_back_whole_or_not_at_all() -> None:
     free = _segment((20 * MIB, "inactive"))
     split = _segment((5 * MIB, "active_allocated"), (15 * MIB, "inactive"))
-    pending = _segment((20 * MIB, "active_pending_free"))
-    assert returnable_bytes([free, split, pending]) == {0: 20 * MIB}
+    assert _returnable(free, split) == 20 * MIB
+
+
+def test_a_clear_waits_for_what_is_pending_on_another_stream() -> None:
+    pending = _segment((15 * MIB, "active_pending_free"), (5 * MIB, "inactive"))
+    assert _returnable(pending) == 20 * MIB
+    held = _segment((15 * MIB, "active_pending_free"), (5 * MIB, "active_allocated"))
+    assert _returnable(held) == 0
 
 
 def test_of_an_expandable_segment_whole_pages_inside_free_blocks_go_back() -> None:
-    segment = _segment(
+    segment = _expandable(
         (5 * MIB, "active_allocated"),
         (50 * MIB, "inactive"),  # from 5 to 55 MiB: the page from 20 to 40 lies inside
         (5 * MIB, "active_allocated"),
         (40 * MIB, "inactive"),  # from 60 to 100 MiB: two pages
-        is_expandable=True,
     )
-    assert returnable_bytes([segment]) == {0: 60 * MIB}
+    assert _returnable(segment) == 60 * MIB
+
+
+def test_a_pending_block_merges_with_its_free_neighbours_before_it_goes() -> None:
+    segment = _expandable(
+        (MIB, "active_allocated"), (25 * MIB, "inactive"), (10 * MIB, "active_pending_free"), (4 * MIB, "inactive")
+    )
+    assert _returnable(segment) == 20 * MIB
 
 
 def test_a_free_block_smaller_than_a_page_keeps_it() -> None:
-    segment = _segment((3 * MIB, "active_allocated"), (19 * MIB, "inactive"), is_expandable=True)
-    assert returnable_bytes([segment]) == {0: 0}
+    assert _returnable(_expandable((3 * MIB, "active_allocated"), (17 * MIB, "inactive"))) == 0
 
 
 def test_pages_of_the_small_pool_are_smaller() -> None:
-    segment = _segment((MIB, "active_allocated"), (5 * MIB, "inactive"), is_expandable=True, segment_type="small")
-    assert returnable_bytes([segment]) == {0: 4 * MIB}
+    blocks = (MIB, "active_allocated"), (5 * MIB, "inactive")
+    assert _returnable(_expandable(*blocks, segment_type="small")) == 4 * MIB
 
 
-def test_private_pools_keep_what_they_have() -> None:
-    assert returnable_bytes([_segment((20 * MIB, "inactive"), segment_pool_id=(0, 1))]) == {}
+def test_pages_are_as_large_as_the_settings_made_them() -> None:
+    segment = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
+    assert _returnable(segment, large_pages={64 * MIB}) == 256 * MIB
+    assert _returnable(segment, large_pages={20 * MIB}) == 280 * MIB
 
 
-def test_devices_are_told_apart() -> None:
-    segments = [_segment((MIB, "inactive")), _segment((2 * MIB, "inactive"), device=1)]
-    assert returnable_bytes(segments) == {0: MIB, 1: 2 * MIB}
+def test_which_of_two_page_sizes_a_segment_has_is_told_by_what_divides_it_or_not_at_all() -> None:
+    blocks = (30 * MIB, "active_allocated"), (34 * MIB, "inactive")
+    assert _returnable(_expandable(*blocks), large_pages={20 * MIB, 64 * MIB}) == 0
+    either = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
+    assert _returnable(either, large_pages={20 * MIB, 64 * MIB}) is None
+    assert _returnable(_segment((MIB, "inactive")), either, large_pages={20 * MIB, 64 * MIB}) is None
+    neither = _expandable((30 * MIB, "active_allocated"), (MIB, "inactive"))
+    assert _returnable(neither) is None
+
+
+def test_private_pools_keep_what_they_have_until_they_are_dead() -> None:
+    segments = [
+        _segment((20 * MIB, "inactive"), segment_pool_id=(1, 0)),
+        _segment((40 * MIB, "inactive"), segment_pool_id=(2, 0)),
+        _segment((MIB, "active_allocated"), segment_pool_id=(2, 0)),
+    ]
+    assert _returnable(*segments) == 0
+    assert _returnable(*segments, dead_pools={(2, 0)}) == 40 * MIB
+    assert read_heaps(segments)[0].private_bytes == 61 * MIB
+
+
+def test_a_heap_adds_up_by_device() -> None:
+    heaps = read_heaps(
+        [
+            _segment((MIB, "inactive")),
+            _expandable((20 * MIB, "active_allocated"), device=1),
+            _segment((MIB, "active_allocated"), (MIB, "active_pending_free"), device=1),
+        ]
+    )
+    assert (heaps[0].reserved_bytes, heaps[0].allocated_bytes, heaps[0].expandable) == (MIB, 0, False)
+    assert (heaps[1].reserved_bytes, heaps[1].allocated_bytes, heaps[1].expandable) == (22 * MIB, 21 * MIB, True)
+    assert [heap.returnable_bytes for heap in heaps.values()] == [MIB, 0]

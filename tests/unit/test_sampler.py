@@ -116,3 +116,24 @@ def test_a_step_does_not_wait_while_the_cache_is_being_cleared(bench: Bench) -> 
         assert bench.allocator.looks == 0
     bench.step()
     assert bench.allocator.looks == 1
+
+
+def test_while_the_program_empties_its_cache_the_last_sample_is_given_with_its_age(bench: Bench) -> None:
+    bench.report()
+    bench.allocator.flushing = True
+    bench.now += 3.0
+    assert bench.report() == 3.0
+    assert bench.allocator.looks == 1
+    bench.allocator.flushing = False
+    assert bench.report() == 0.0
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["an old sample", "no sample"])
+def test_what_cannot_be_known_during_a_long_flush_is_not_told(bench: Bench, begun: bool) -> None:
+    if begun:
+        bench.report()
+    bench.allocator.flushing = True
+    bench.now += 10.0
+    sample = bench.sampler.current(bench.now + 1.0)
+    assert (sample.devices, sample.taken_seconds) == ((), bench.now)
+    assert bench.allocator.looks == begun

@@ -1,0 +1,100 @@
+"""Out-of-memory errors reach the exporter: whole, once, and even when the process ends of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.exporter_process import REPOSITORY, wait_for
+from tests.recording_exporter import RecordingExporter
+
+RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
+
+
+def _ooms(exporter: RecordingExporter) -> dict[int, dict[str, Any]]:
+    return {oom["number"]: oom for report in exporter.reports for oom in report.get("ooms", [])}
+
+
+def test_an_error_is_reported_with_the_allocator_s_state_at_that_moment_and_the_program_gets_its_own(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.call("start_client")
+        process.call("random_heap", device=1, seed=3)
+        wait_for(lambda: exporter.reports, "the first report")
+        caught = process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError as error:\n    result = str(error)")
+        assert "Tried to allocate 1024.00 GiB" in caught
+        # the first report is held for half a minute: only an error is reason enough to end that
+        wait_for(lambda: _ooms(exporter), "the error")
+        stats = process.call("stats", device=1)
+        (oom,) = _ooms(exporter).values()
+        book = node.books()[1]
+        assert oom["requested_bytes"] == 1 << 40
+        assert oom["uuid"] == oom["sample"]["uuid"] == book.uuid
+        assert oom["sample"]["allocated_bytes"] == stats["allocated_bytes.all.current"]
+        assert oom["sample"]["reserved_bytes"] == stats["reserved_bytes.all.current"]
+        assert oom["sample"]["ooms"] == stats["num_ooms"] == 1
+        assert oom["device_free_bytes"] == book.free_bytes
+        assert oom["limit_bytes"] == book.total_bytes - book.reserved_bytes
+
+
+PROGRAM = """
+import os, sys, time, torch
+from gpumem_exporter import client
+client.start()
+torch.empty(1 << 20, dtype=torch.uint8, device='cuda:1')
+sys.stdin.readline()
+"""
+
+ENDINGS = {
+    "an uncaught error": RUN_OUT,
+    "a caught one": f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    sys.exit(1)",
+    "os._exit a moment later": (
+        f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    time.sleep(0.5)\n    os._exit(1)"
+    ),
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_error_that_ends_the_process_is_reported_all_the_same(
+    node: EmulatedNode, tmp_path: Path, ending: str
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM + ENDINGS[ending]],
+            env=node.environment(GPUMEM_EXPORTER_URL=exporter.url, PYTHONPATH=str(REPOSITORY)),
+            stdin=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            wait_for(lambda: exporter.reports, "the first report", 90.0)
+            _, stderr = process.communicate("now\n", timeout=60)
+        finally:
+            process.kill()
+            process.communicate()
+        assert process.returncode == 1
+        assert ("OutOfMemoryError" in stderr) == (ending == "an uncaught error")
+        wait_for(lambda: _ooms(exporter), "the error")
+        assert [oom["requested_bytes"] for oom in _ooms(exporter).values()] == [1 << 40]
+
+
+def test_errors_under_another_allocator_are_told_by_their_count(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=0.1) as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+        process.call("start_client")
+        process.call("alloc", nbytes=1 << 20, device=1)
+        wait_for(lambda: exporter.reports, "the first report")
+        process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass")
+        counted = process.call("stats", device=1).get("num_ooms", 0)
+        wait_for(lambda: len(_ooms(exporter)) == counted, f"{counted} errors")
+        assert all("requested_bytes" not in oom for oom in _ooms(exporter).values())

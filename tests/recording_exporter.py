@@ -1,0 +1,74 @@
+"""Stands where the exporter should be, keeps every report that comes, and answers as a test says."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import socketserver
+import threading
+from pathlib import Path
+from typing import Any
+
+
+class RecordingExporter:
+    """Takes reports on a unix socket and holds each for `hold_seconds`.
+
+    Args:
+        path: of the socket.
+        hold_seconds: how long an answer is held, but for that of a final report.
+        interval_seconds: what reporters are told to wait between two reports.
+    """
+
+    def __init__(self, path: Path, *, hold_seconds: float = 0.0, interval_seconds: float = 0.2) -> None:
+        self.url = f"unix://{path}"
+        self.reports: list[dict[str, Any]] = []
+        self.commands: list[dict[str, Any]] = []
+        """Given with the next answer."""
+        self._closing = threading.Event()
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            wbufsize = -1
+
+            def do_POST(self) -> None:
+                report = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.reports.append(report)
+                if report["hold_seconds"]:
+                    outer._closing.wait(min(hold_seconds, 60.0))
+                commands, outer.commands = outer.commands, []
+                body = json.dumps({"commands": commands, "report_interval_seconds": interval_seconds}).encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                try:
+                    self.wfile.write(body)
+                    self.wfile.flush()
+                except OSError:
+                    self.close_connection = True
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def address_string(self) -> str:
+                return "unix"
+
+        class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+            daemon_threads = True
+            block_on_close = False
+
+            def handle_error(self, *_: Any) -> None:
+                pass
+
+        self._server = Server(str(path), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05})
+
+    def __enter__(self) -> RecordingExporter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._server.shutdown()
+        self._thread.join(30)
+        self._server.server_close()

@@ -1,0 +1,163 @@
+"""The client's fence round torch, against C modules of several releases and backends."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._allocator import Allocator
+
+MIB = 1 << 20
+
+
+def _stat(current: int, freed: int = 0) -> dict[str, Any]:
+    return {"all": {"current": current, "peak": current, "allocated": current + freed, "freed": freed}}
+
+
+class C:
+    """`torch._C` of a release: one device, 100 MiB reserved, of which 40 allocated and 10 in split blocks."""
+
+    def __init__(self) -> None:
+        self.listings = 0
+        self.pools: dict[tuple[int, int], int] | None = {}
+        self.reserved = 100 * MIB
+        self.settings = ""
+
+    def _cuda_hasPrimaryContext(self, index: int) -> bool:  # noqa: N802 - torch's name
+        return index == 0
+
+    def _statistics(self) -> dict[str, Any]:
+        return {
+            "reserved_bytes": _stat(self.reserved),
+            "allocated_bytes": _stat(40 * MIB),
+            "active_bytes": _stat(40 * MIB),
+            "inactive_split_bytes": _stat(10 * MIB),
+            "requested_bytes": _stat(39 * MIB),
+            "segment": _stat(4),
+            "num_ooms": 0,
+        }
+
+    def _cuda_memoryStats(self, index: int) -> dict[str, Any]:  # noqa: N802 - torch's name
+        self.listings += 1
+        pools = (
+            {}
+            if self.pools is None
+            else {"reserved_bytes_by_private_pools": {p: _stat(b) for p, b in self.pools.items()}}
+        )
+        return {**self._statistics(), **pools}
+
+    def _cuda_hostMemoryStats(self) -> dict[str, Any]:  # noqa: N802 - torch's name
+        return {"allocated_bytes": {"current": 7}}
+
+
+class NewC(C):
+    """With what 2.9 and 2.10 added."""
+
+    def _accelerator_getDeviceStats(self, index: int) -> dict[str, Any]:  # noqa: N802 - torch's name
+        return self._statistics()
+
+    def _accelerator_getAllocatorSettings(self) -> str:  # noqa: N802 - torch's name
+        return self.settings
+
+
+class Torch:
+    """A torch whose snapshot is one classic segment a pool, wholly free but for the default pool's."""
+
+    __version__ = "2.x"
+
+    def __init__(self, c: C, backend: str = "native") -> None:
+        self._C = c
+        self.snapshots = 0
+        self.private: dict[tuple[int, int], int] = {}
+        self.cuda = SimpleNamespace(
+            device_count=lambda: 2,
+            get_allocator_backend=lambda: backend,
+            get_device_properties=lambda index: SimpleNamespace(uuid=f"uuid-{index}", name="NVIDIA H100"),
+            memory_snapshot=self._snapshot,
+        )
+
+    def _snapshot(self, mempool_id: Any = None, include_traces: bool = True) -> list[dict[str, Any]]:
+        assert not include_traces
+        self.snapshots += 1
+        free = self._C.reserved - 50 * MIB - sum(self.private.values())
+        segments = [((0, 0), 50 * MIB, 40 * MIB), ((0, 0), free, 0)] + [(p, b, 0) for p, b in self.private.items()]
+        return [
+            {"device": 0, "total_size": size, "allocated_size": allocated, "segment_pool_id": pool, "blocks": []}
+            for pool, size, allocated in segments
+        ]
+
+
+def test_a_torch_without_anything_new_still_tells_what_it_knows() -> None:
+    torch = Torch(C())
+    torch._C.pools = None
+    allocator = Allocator(torch)
+    for _ in range(10):
+        (sample,) = allocator.samples()
+        assert (sample.uuid, sample.reserved_bytes, sample.reclaimable_bytes) == ("GPU-uuid-0", 100 * MIB, 50 * MIB)
+        assert (sample.private_pools_bytes, sample.alloc_retries, sample.cache_flushes) == (0, None, None)
+    assert torch.snapshots == 1
+    assert allocator.pinned_host_bytes() == 7
+
+
+def test_private_pools_that_an_older_torch_does_not_list_are_not_reclaimable() -> None:
+    torch = Torch(C())
+    torch._C.pools = None
+    torch.private = {(1, 0): 30 * MIB}
+    (sample,) = Allocator(torch).samples()
+    assert (sample.reclaimable_bytes, sample.private_pools_bytes) == (20 * MIB, 30 * MIB)
+
+
+def test_with_many_pools_the_statistics_that_list_them_are_asked_for_once() -> None:
+    torch = Torch(NewC())
+    torch._C.pools = {(0, number): 0 for number in range(1000)}
+    allocator = Allocator(torch)
+    samples = [allocator.samples()[0] for _ in range(100)]
+    assert {(sample.private_pools_bytes, sample.reclaimable_bytes) for sample in samples} == {(0, 50 * MIB)}
+    assert torch._C.listings == 1
+    assert torch.snapshots <= 2
+
+
+def test_an_older_torch_has_only_the_statistics_that_list_pools() -> None:
+    torch = Torch(C())
+    torch._C.pools = {(0, number): 0 for number in range(1000)}
+    allocator = Allocator(torch)
+    assert [allocator.samples()[0].reclaimable_bytes for _ in range(10)] == [50 * MIB] * 10
+    assert torch._C.listings == 10
+
+
+def test_the_asynchronous_backends_constant_zeroes_are_not_figures() -> None:
+    (sample,) = Allocator(Torch(NewC(), "cudaMallocAsync")).samples()
+    assert (sample.allocated_bytes, sample.reserved_bytes, sample.active_bytes) == (40 * MIB, 100 * MIB, 40 * MIB)
+    for name in ("requested_bytes", "inactive_split_bytes", "private_pools_bytes", "reclaimable_bytes", "ooms"):
+        assert getattr(sample, name) is None, name
+
+
+def test_an_allocator_that_raises_tells_its_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
+
+    torch = Torch(NewC(), "pluggable")
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", refuse)
+    (sample,) = Allocator(torch).samples()
+    assert sample.uuid == "GPU-uuid-0"
+    assert (sample.reserved_bytes, sample.reclaimable_bytes, sample.peak_resets) == (None, None, None)
+
+
+def test_the_older_variable_wins_even_when_empty_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:2")
+    assert Allocator(Torch(C())).settings == "max_split_size_mb:2"
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "")
+    assert Allocator(Torch(C())).settings == ""
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    assert Allocator(Torch(C())).settings == "max_split_size_mb:1"
+
+
+def test_settings_are_those_of_the_moment() -> None:
+    torch = Torch(NewC())
+    allocator = Allocator(torch)
+    assert allocator.settings == ""
+    torch._C.settings = "garbage_collection_threshold:0.8"
+    assert allocator.settings == "garbage_collection_threshold:0.8"

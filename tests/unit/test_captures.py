@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._captures import Captures
+
+
+class Graph:
+    """A CUDA graph's wrapper: it knows its pool once it has been captured, and until it is reset."""
+
+    def __init__(self, pool: tuple[int, int]) -> None:
+        self.id: tuple[int, int] | None = pool
+
+    def pool(self) -> tuple[int, int]:
+        if self.id is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self.id
+
+
+class Bench:
+    """A `torch.cuda` with one current stream, and the two hooks."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.hooks: dict[str, Callable[[Any], None]] = {}
+        self.own = SimpleNamespace(device_index=0)
+        self.stream = self.own
+        self.other = SimpleNamespace(device_index=1)
+        self.capturing: list[Any] = []
+        self.contexts = {0, 1}
+        graphs = SimpleNamespace(
+            register_graph_capture_start_hook=lambda hook: self._register("start", hook),
+            register_graph_capture_end_hook=lambda hook: self._register("end", hook),
+        )
+        monkeypatch.setitem(sys.modules, "torch.cuda.graphs", graphs)
+        self.captures = Captures(self, lambda: self.stream in self.capturing, self.contexts.__contains__)
+        self.removers = list(self.captures.hooks())
+
+    def _register(self, name: str, hook: Callable[[Any], None]) -> Any:
+        self.hooks[name] = hook
+        return SimpleNamespace(remove=lambda: self.hooks.pop(name))
+
+    def current_stream(self) -> Any:
+        return self.stream
+
+    def set_stream(self, stream: Any) -> None:
+        self.stream = stream
+
+    def default_stream(self, device_index: int) -> Any:
+        return SimpleNamespace(device_index=device_index)
+
+    def begin(self, graph: Graph) -> None:
+        """In another thread, whose stream is `other`."""
+        here, self.stream = self.stream, self.other
+        self.capturing.append(self.other)
+        self.hooks["start"](graph)
+        self.stream = here
+
+    def end(self, graph: Graph, *, well: bool = True) -> None:
+        self.capturing.remove(self.other)
+        if well:  # otherwise torch runs no hook
+            self.hooks["end"](graph)
+
+    def under_way(self) -> bool:
+        return self.captures.under_way
+
+    def capture(self, pool: tuple[int, int]) -> Graph:
+        graph = Graph(pool)
+        self.begin(graph)
+        self.end(graph)
+        return graph
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+def test_a_capture_in_another_thread_is_under_way_until_it_ends(bench: Bench) -> None:
+    graph = Graph((1, 0))
+    assert not bench.under_way()
+    bench.begin(graph)
+    assert bench.under_way()
+    assert bench.stream is bench.own
+    bench.end(graph)
+    assert not bench.under_way()
+
+
+def test_a_capture_whose_end_failed_is_over_although_no_hook_tells_it(bench: Bench) -> None:
+    graph = Graph((1, 0))
+    bench.begin(graph)
+    bench.end(graph, well=False)
+    assert not bench.under_way()
+
+
+def test_asking_never_goes_back_to_a_device_without_a_context(bench: Bench) -> None:
+    bench.contexts.discard(0)
+    graph = Graph((1, 0))
+    bench.begin(graph)
+    assert bench.under_way()
+    assert bench.stream.device_index == 1
+    assert bench.stream is not bench.other
+
+
+def test_a_graphs_pool_is_dead_when_the_last_graph_in_it_is(bench: Bench) -> None:
+    first, second = bench.capture((1, 0)), bench.capture((1, 0))
+    assert not bench.captures.dead_pools()
+    del first
+    assert not bench.captures.dead_pools()
+    del second
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+
+
+def test_a_graph_that_was_reset_or_captured_anew_holds_its_old_pool_no_more(bench: Bench) -> None:
+    reset, anew = bench.capture((1, 0)), bench.capture((2, 0))
+    reset.id = None
+    anew.id = (3, 0)
+    assert set(bench.captures.dead_pools()) == {(1, 0), (2, 0)}
+
+
+def test_a_pool_that_the_program_made_is_never_called_dead(bench: Bench) -> None:
+    graph = bench.capture((0, 4))
+    del graph
+    assert not bench.captures.dead_pools()
+
+
+def test_no_pool_is_called_dead_while_a_capture_that_began_may_hold_it(bench: Bench) -> None:
+    dead = bench.capture((1, 0))
+    del dead
+    failed = Graph((1, 0))
+    bench.begin(failed)
+    version = bench.captures.version()
+    assert not bench.captures.dead_pools()
+    bench.end(failed, well=False)
+    assert not bench.captures.dead_pools()
+    del failed
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+    assert bench.captures.version() != version
+
+
+def test_the_version_changes_with_each_death_and_only_then(bench: Bench) -> None:
+    graphs = [bench.capture((number, 0)) for number in range(1, 4)]
+    versions = {bench.captures.version() for _ in range(3)}
+    while graphs:
+        graphs.pop()
+        versions |= {bench.captures.version() for _ in range(3)}
+    assert len(versions) == 4
+    bench.captures.keep_only({(1, 0), (9, 0)})
+    assert set(bench.captures.dead_pools()) == {(1, 0)}
+    assert bench.captures.version() in versions
+
+
+def test_hooks_can_be_taken_out(bench: Bench) -> None:
+    assert set(bench.hooks) == {"start", "end"}
+    for remove in bench.removers:
+        remove()
+    assert bench.hooks == {}
+
+
+def test_a_torch_without_hooks_tells_of_the_calling_thread_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace())
+    captures = Captures(bench, lambda: bench.stream in bench.capturing, bench.contexts.__contains__)
+    assert list(captures.hooks()) == []
+    bench.capturing.append(bench.other)
+    assert not captures.under_way
+    bench.capturing.append(bench.own)
+    assert captures.under_way

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._ooms import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_exporter.protocol import DeviceSample, OutOfMemory
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.wakes = 0
+        self.log = OutOfMemoryLog(self._wake, clock=lambda: self.now)
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def note(self, **changes: Any) -> None:
+        self.log.note(OutOfMemory("GPU-0", 0, **changes))
+
+    def counted(self, ooms: int | None) -> None:
+        self.log.compare([DeviceSample("GPU-0", ooms=ooms)], step=7)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_errors_are_numbered_and_age_until_they_are_sent(bench: Bench) -> None:
+    bench.note(requested_bytes=5)
+    bench.now += 2.0
+    bench.note()
+    bench.now += 1.0
+    assert [(oom.number, oom.age_seconds) for oom in bench.log.waiting()] == [(1, 3.0), (2, 1.0)]
+
+
+def test_an_error_is_told_until_a_report_that_carried_it_was_answered(bench: Bench) -> None:
+    bench.note()
+    sent = bench.log.waiting()
+    bench.note()
+    bench.log.reported(())
+    assert len(bench.log.waiting()) == 2
+    bench.log.reported(sent)
+    assert [oom.number for oom in bench.log.waiting()] == [2]
+
+
+def test_many_errors_hasten_one_report_and_the_last_are_kept(bench: Bench) -> None:
+    for _ in range(100):
+        bench.note()
+    assert bench.wakes == 1
+    assert [oom.number for oom in bench.log.waiting()] == list(range(69, 101))
+    bench.now += 0.5
+    bench.note()
+    assert bench.wakes == 2
+
+
+def test_where_nobody_observes_the_growth_of_the_count_is_told(bench: Bench) -> None:
+    for ooms in (3, 3, 5):
+        bench.counted(ooms)
+    assert [(oom.number, oom.step, oom.requested_bytes) for oom in bench.log.waiting()] == [(1, 7, None), (2, 7, None)]
+
+
+def test_a_count_that_was_reset_or_is_not_known_tells_nothing(bench: Bench) -> None:
+    for ooms in (3, 0, None, 0):
+        bench.counted(ooms)
+    assert bench.log.waiting() == ()
+    bench.counted(1)
+    assert len(bench.log.waiting()) == 1
+
+
+def test_an_observer_without_a_listener_does_nothing_and_raises_nothing() -> None:
+    observer = OutOfMemoryObserver()
+    observer(0, 1, 2, 3)
+
+    def fail(*_: int) -> None:
+        raise KeyboardInterrupt
+
+    observer.listener = fail
+    observer(0, 1, 2, 3)

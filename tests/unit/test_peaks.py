@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_exporter.client._peaks import PeakWatch
+
+
+def state(allocated_peak: int, reserved_peak: int = 100, **other: int) -> dict[str, Any]:
+    peaks = {"allocated_bytes": allocated_peak, "reserved_bytes": reserved_peak, **other}
+    return {name: {"all": {"peak": peak, "current": 0}} for name, peak in peaks.items()}
+
+
+def test_peaks_that_rise_or_stand_were_not_reset() -> None:
+    watch = PeakWatch()
+    for peak in (10, 10, 20, 90):
+        watch.look(0, state(peak))
+    assert watch.resets(0) == 0
+
+
+def test_a_peak_that_falls_was_reset_and_several_that_fall_at_once_were_reset_once() -> None:
+    watch = PeakWatch()
+    watch.look(0, state(50, 100))
+    watch.look(0, state(20, 100))
+    assert watch.resets(0) == 1
+    watch.look(0, state(10, 40))
+    assert watch.resets(0) == 2
+    watch.look(0, state(10, 40))
+    assert watch.resets(0) == 2
+
+
+def test_a_reset_is_seen_by_any_peak_though_those_of_bytes_have_risen_again() -> None:
+    watch = PeakWatch()
+    watch.look(0, state(50, 100, segment=8))
+    watch.look(0, state(60, 100, segment=3))
+    assert watch.resets(0) == 1
+
+
+def test_devices_are_counted_apart() -> None:
+    watch = PeakWatch()
+    for index, peak in ((0, 50), (1, 50), (1, 10), (0, 50)):
+        watch.look(index, state(peak))
+    assert (watch.resets(0), watch.resets(1), watch.resets(2)) == (0, 1, 0)
+
+
+def test_a_reset_that_the_reporter_makes_is_counted_once_whether_or_not_it_shows() -> None:
+    watch = PeakWatch()
+    watch.look(0, state(50))
+    watch.reset(0)
+    watch.look(0, state(10))
+    watch.reset(0)
+    watch.look(0, state(10))
+    assert watch.resets(0) == 2
+
+
+def test_a_figure_that_this_torch_does_not_have_is_no_fall() -> None:
+    watch = PeakWatch()
+    watch.look(0, state(50, active_bytes=50))
+    watch.look(0, state(50))
+    watch.look(0, {})
+    watch.look(0, state(50, active_bytes=50))
+    assert watch.resets(0) == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=50))
+def test_a_count_never_exceeds_the_resets_there_were_and_misses_none_that_lowers_a_peak(
+    events: list[tuple[bool, int]],
+) -> None:
+    watch, peak, resets, lowering = PeakWatch(), 0, 0, 0
+    watch.look(0, state(peak))
+    for reset, current in events:
+        before = peak
+        if reset:
+            resets += 1
+            peak = current
+            lowering += peak < before
+        else:
+            peak = max(peak, current)
+        watch.look(0, state(peak))
+    assert lowering == watch.resets(0) <= resets

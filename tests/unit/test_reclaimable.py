@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._heap import Heap
+from gpumem_exporter.client._reclaimable import Reclaimable
+
+MIB = 1 << 20
+
+
+class Bench:
+    """One device whose true heap is written down here; counts the walks over it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.now = self.cpu = 100.0
+        self.walks = 0
+        self.walk_seconds = 0.001
+        self.heaps: Mapping[int, Heap] | None = {}
+        self.pools_version = 0
+        self.reclaimable = Reclaimable(
+            self.walk,
+            lambda: self.pools_version,
+            clock=lambda: self.now,
+            cpu_clock=lambda: self.cpu,
+            **options,
+        )
+
+    def walk(self) -> Mapping[int, Heap] | None:
+        self.walks += 1
+        self.cpu += self.walk_seconds
+        return self.heaps
+
+    def look(self, state: dict[str, Any]) -> int | None:
+        self.reclaimable.look({0: state})
+        return self.reclaimable.bytes(0, state)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def state(
+    reserved: int = 100,
+    allocated: int = 40,
+    *,
+    pending: int = 0,
+    split: int = 10,
+    private: int | None = 0,
+    mapped: int = 0,
+    blocks: int = 10,
+    operations: int = 0,
+) -> dict[str, Any]:
+    """Statistics with these figures; `operations` moves what was ever allocated and freed."""
+
+    def stat(current: int) -> dict[str, Any]:
+        return {"all": {"current": current, "allocated": current + operations, "freed": operations}}
+
+    made = {
+        "reserved_bytes": {"all": {"current": reserved, "allocated": reserved, "freed": 0}},
+        "allocated_bytes": stat(allocated),
+        "active_bytes": stat(allocated + pending),
+        "inactive_split_bytes": stat(split),
+        "segment": {"all": {"current": 5, "allocated": 5, "freed": 0}},
+        "active": stat(blocks),
+        "num_device_alloc": 5 + mapped,
+    }
+    return made if private is None else {**made, "private_pools_bytes": private}
+
+
+def test_classic_segments_are_told_by_the_statistics_alone_once_a_walk_has_shown_them_to_be_that(bench: Bench) -> None:
+    for operations in range(100):
+        assert bench.look(state(operations=operations)) == 50
+        bench.now += 10
+    assert bench.walks == 1
+
+
+def test_a_heap_that_was_watched_from_its_beginning_needs_no_walk(bench: Bench) -> None:
+    for reserved in (0, 100, 200):
+        assert bench.look(state(reserved=reserved, allocated=0, split=0)) == reserved
+        bench.now += 10
+    assert bench.walks == 0
+
+
+def test_counters_that_were_reset_prove_nothing(bench: Bench) -> None:
+    bench.look(state())
+    bench.now += 10
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    assert bench.look({**state(), "num_device_alloc": 0, "segment": {"all": {"allocated": 0}}}) == 33
+    assert bench.walks == 2
+
+
+@pytest.mark.parametrize(
+    "unsettled", [{"private": 20}, {"pending": 5}, {"mapped": 1}, {"private": None}], ids=lambda given: str(given)
+)
+def test_other_heaps_are_walked_once_as_long_as_they_stay_the_same(bench: Bench, unsettled: dict[str, Any]) -> None:
+    bench.heaps = {0: Heap(reserved_bytes=100, allocated_bytes=40, private_bytes=20, returnable_bytes=33)}
+    for _ in range(100):
+        assert bench.look(state(**unsettled)) == 33
+        bench.now += 10
+    assert bench.walks == 1
+
+
+def test_a_changing_heap_is_walked_when_500_times_a_walks_cost_have_passed(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    bench.walk_seconds = 1 / 1024
+    for operations in range(100):
+        bench.look(state(mapped=1, operations=operations))
+        bench.now += 0.125
+    assert bench.walks == 25  # each 500/1024 s: at every fourth of these
+
+
+def test_between_walks_what_could_not_be_returned_still_cannot(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    assert bench.look(state(mapped=1)) == 33
+    assert bench.look(state(reserved=200, allocated=90, mapped=1, operations=1)) == 200 - 90 - 27
+    assert bench.look(state(reserved=100, allocated=95, mapped=1, operations=2)) == 0
+    assert bench.walks == 1
+
+
+def test_a_pool_that_dies_shows_although_no_statistic_changes(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=10)}
+    assert bench.look(state(private=20)) == 10
+    bench.now += 1
+    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=30)}
+    bench.pools_version += 1
+    assert bench.look(state(private=20)) == 30
+
+
+def test_a_heap_that_has_grown_too_large_to_walk_is_unknown_not_old(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    assert bench.look(state(mapped=1)) == 33
+    bench.now += 1
+    assert bench.look(state(mapped=1, blocks=20_001, operations=1)) is None
+    assert bench.walks == 1
+    assert bench.look(state(mapped=1, operations=2)) == 33
+
+
+def test_without_a_snapshot_it_is_unknown_and_not_asked_for_all_the_time(bench: Bench) -> None:
+    bench.heaps = None
+    for operations in range(10):
+        assert bench.look(state(mapped=1, operations=operations)) is None
+        bench.now += 0.1
+    assert bench.walks == 2
+
+
+def test_pages_of_unknown_size_make_it_unknown(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=None)}
+    assert bench.look(state(mapped=1)) is None
+
+
+def test_expandable_segments_are_remembered_when_the_counters_are_reset(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    bench.look(state(mapped=1))
+    bench.now += 10
+    assert bench.look(state(mapped=0, operations=1)) == 33
+    assert bench.walks == 2
+
+
+def test_where_no_counter_shows_them_the_settings_do() -> None:
+    bench = Bench(expandable_from_the_start=True)
+    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
+    old = state()
+    del old["num_device_alloc"]
+    assert bench.look(old) == 33
+
+
+def test_statistics_without_private_pools_ask_for_a_walk_only_when_segments_come_or_go(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, returnable_bytes=50)}
+    for operations in range(100):
+        assert bench.look(state(private=None, operations=operations)) == 50
+        bench.now += 10
+    assert bench.walks == 1
+    bench.heaps = {0: Heap(120, 40, private_bytes=20, returnable_bytes=50)}
+    grown = state(reserved=120, private=None)
+    assert bench.look(grown) == 50
+    assert bench.reclaimable.private_bytes(0, grown) == 20
+    assert bench.walks == 2
+
+
+def test_private_bytes_of_a_walk_do_not_outlive_its_segments(bench: Bench) -> None:
+    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=50)}
+    walked = state(private=None)
+    bench.look(walked)
+    assert bench.reclaimable.private_bytes(0, state(private=None, operations=7)) == 20
+    assert bench.reclaimable.private_bytes(0, state(reserved=101, private=None)) is None
+
+
+def test_an_allocator_that_lacks_a_figure_tells_nothing(bench: Bench) -> None:
+    for name in ("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment"):
+        lacking = state()
+        del lacking[name]
+        assert bench.look(lacking) is None
+    assert bench.walks == 0
+
+
+def test_another_threads_change_between_statistics_and_walk_is_not_held_for_fragmentation(bench: Bench) -> None:
+    bench.heaps = {0: Heap(180, 40, expandable=True, returnable_bytes=113)}  # 80 more were reserved in between
+    assert bench.look(state(mapped=1)) == 33
