@@ -14,6 +14,7 @@ from gpumem_exporter.protocol import MAX_LABEL_LENGTH
 
 __all__ = [
     "describe_command",
+    "parse_stat_program",
     "parse_stat_start_time",
     "parse_stat_state",
     "pid_namespace",
@@ -99,6 +100,20 @@ def parse_stat_state(stat_text: str) -> str:
         ValueError: the text is not such a line.
     """
     return _fields_after_name(stat_text)[0]
+
+
+def parse_stat_program(stat_text: str) -> tuple[int, str, int] | None:
+    """What tells the program that a process runs from any other that it, or another with its pid, runs or ran.
+
+    Start time, the kernel's short name, and the address of the stack, which every exec draws anew (0 where the kernel
+    does not show it to this user). None for a process that has ended, or a text that is no such line.
+    """
+    try:
+        fields = _fields_after_name(stat_text)
+        start_stack = int(fields[25]) if len(fields) > 25 else 0
+        return None if fields[0] in "ZXx" else (int(fields[19]), stat_text[: stat_text.rindex(")")], start_stack)
+    except ValueError:
+        return None
 
 
 def _fields_after_name(stat_text: str) -> list[str]:

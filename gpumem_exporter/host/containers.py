@@ -1,16 +1,21 @@
-"""Which container a process is in, told by its cgroup. Pure."""
+"""Which container and which Kubernetes pod a process is in, told by its cgroup. Pure."""
 
 from __future__ import annotations
 
 import re
 
-__all__ = ["container_id"]
+__all__ = ["container_id", "pod_uid"]
 
 # docker, containerd, CRI-O and podman all name a container's cgroup after its id, 64 hexadecimal digits: alone
 # (cgroupfs driver), or behind a prefix and before `.scope` (systemd driver), or behind a colon.
 _ID = re.compile(r"(?:^|[-:])([0-9a-f]{64})(?:\.scope)?$")
 # The monitor beside a container lives in a cgroup with the container's id in its name, and is not in the container.
 _MONITOR = "-conmon-"
+# The kubelet names a pod's cgroup after its uid: `podUID` (cgroupfs driver), or `kubepods-burstable-podUID.slice` with
+# the dashes of the uid as underscores (systemd driver). A static pod's uid is a hash without dashes.
+_POD = re.compile(
+    r"(?:^|-)pod([0-9a-f]{8}(?:([-_])[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{4}\2[0-9a-f]{12}|[0-9a-f]{24}))(?:\.slice)?(?::|$)"
+)
 
 
 def container_id(cgroup_text: str) -> str:
@@ -21,4 +26,14 @@ def container_id(cgroup_text: str) -> str:
             found = _ID.search(segment)
             if found is not None and _MONITOR not in segment:
                 return found.group(1)
+    return ""
+
+
+def pod_uid(cgroup_text: str) -> str:
+    """The uid of the innermost pod in the text of /proc/PID/cgroup, as Kubernetes writes it; empty outside of pods."""
+    for line in cgroup_text.splitlines():
+        for segment in reversed(line.split(":", 2)[-1].split("/")):
+            found = _POD.search(segment)
+            if found is not None:
+                return found.group(1).replace("_", "-")
     return ""

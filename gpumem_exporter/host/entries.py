@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from gpumem_exporter.procfs import parse_stat_start_time, parse_stat_state
@@ -11,6 +12,7 @@ __all__ = ["HiddenError", "ProcEntries"]
 
 _ENDED = "ZXx"
 _LONGEST_READ = 1 << 16
+_LONGEST_ENVIRONMENT = 1 << 22
 
 
 class HiddenError(Exception):
@@ -31,8 +33,8 @@ class ProcEntries:
         """The path of one file of a process."""
         return f"{self._proc}/{pid}/{name}"
 
-    def read(self, pid: int | str, name: str) -> bytes | None:
-        """Read one file, its first 64 KiB; None when there is no such process.
+    def read(self, pid: int | str, name: str, longest_bytes: int = _LONGEST_READ) -> bytes | None:
+        """Read the beginning of one file; None when there is no such process.
 
         Raises:
             HiddenError: the process is there and the file may not be read.
@@ -41,7 +43,7 @@ class ProcEntries:
             # Unbuffered and without pathlib: this runs for every process on every device, each second.
             descriptor = os.open(self.path(pid, name), os.O_RDONLY | os.O_CLOEXEC)
             try:
-                return os.read(descriptor, _LONGEST_READ)
+                return os.read(descriptor, longest_bytes)
             finally:
                 os.close(descriptor)
         except (FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -65,6 +67,21 @@ class ProcEntries:
             return None if parse_stat_state(text) in _ENDED else parse_stat_start_time(text)
         except ValueError:
             return None
+
+    def variables(self, pid: int | str, names: Sequence[str]) -> tuple[str, ...]:
+        """These variables of the environment that a process was started with, empty where they are not set.
+
+        Nothing else of it is decoded, kept or returned: an environment holds secrets.
+
+        Raises:
+            HiddenError: the process is there and its environment may not be read.
+        """
+        environment = b"\0" + (self.read(pid, "environ", _LONGEST_ENVIRONMENT) or b"")
+        values = []
+        for name in names:
+            _, _, found = environment.partition(b"\0" + name.encode() + b"=")
+            values.append(found.partition(b"\0")[0].decode("utf-8", "replace"))
+        return tuple(values)
 
     def pids(self) -> list[str]:
         """The numbers of all processes that this user is shown."""

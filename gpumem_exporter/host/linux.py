@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.host.containers import container_id
+from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
-from gpumem_exporter.procfs import describe_command, pid_namespace, split_cmdline
+from gpumem_exporter.procfs import describe_command, parse_stat_program, pid_namespace, split_cmdline
 from gpumem_exporter.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 
 __all__ = ["LinuxHost"]
@@ -22,20 +22,22 @@ __all__ = ["LinuxHost"]
 # PROC_PID_INIT_INO of the kernel's proc_ns.h: the namespace in which every process has the pid that the driver uses.
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 _READ_AGAIN_SECONDS = 60.0
+_JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     facts: ProcessFacts
-    entry: tuple[int, int]
+    program: tuple[int, str, int]
+    """As `parse_stat_program`: another one after the pid was used again, or after an exec."""
     read_seconds: float
 
 
 class LinuxHost:
     """What /proc says of processes. Thread-safe.
 
-    A file that the kernel hides (another user's process, `hidepid`) costs its own fact and no other. Facts are kept
-    for a minute, since a process may exec or rename itself, and for no longer than the process lives.
+    A file that the kernel hides (another user's process, `hidepid`) costs its own fact and no other. Facts are kept for
+    as long as the process runs the same program, and for a minute at most, since it may rename itself.
 
     Args:
         proc: where the proc file system is mounted; in a container with the host's PID namespace, /proc itself.
@@ -62,25 +64,19 @@ class LinuxHost:
         """Who a process is; None when there is no such process (any more). What cannot be read is left empty."""
         now = self._clock()
         self._sweep(now)
-        try:
-            status = os.stat(f"{self._proc}/{pid}")  # noqa: PTH116 - once a process and second
-        except OSError:
-            with self._lock:
-                self._known.pop(pid, None)
-            return None
-        # The directory's inode is made anew for each process, and now and then for the same one: while it has not
-        # changed, the process has not, and nothing need be read to know it.
-        entry = (status.st_ino, status.st_ctime_ns)
-        known = self._known.get(pid)
-        if known is not None and known.entry == entry and now - known.read_seconds < _READ_AGAIN_SECONDS:
+        program = self._program(pid)
+        known = self._known.get(pid) if program is not None else None
+        if known is not None and known.program == program and now - known.read_seconds < _READ_AGAIN_SECONDS:
             return known.facts
-        facts = self._read_facts(pid, status.st_uid)
+        facts = None if program is None else self._read_facts(pid, program[0])
+        # It may have ended, or begun another program, while it was read: what was read may then be of either.
+        settled = facts is not None and program is not None and self._program(pid) == program
         with self._lock:
-            if facts is None:
+            if facts is None or program is None or not settled:
                 self._known.pop(pid, None)
             else:
-                self._known[pid] = _Known(facts, entry, now)
-        return facts
+                self._known[pid] = _Known(facts, program, now)
+        return facts if settled else None
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         """The pid by which the driver calls a reporter; None when it cannot be known, never a guess.
@@ -90,6 +86,11 @@ class LinuxHost:
         shows to have this pid there.
         """
         return self._translator.host_pid(identity, peer_pid)
+
+    def program(self, host_pid: int) -> int | None:
+        """Where its stack begins, which every exec draws anew; the kernel shows that to those who may trace it."""
+        program = self._program(host_pid)
+        return program[2] or None if program is not None else None
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         """This very process still runs. One whose `stat` the kernel hides is there, for all that can be known."""
@@ -108,20 +109,42 @@ class LinuxHost:
             for pid in stale:
                 del self._known[pid]
 
-    def _read_facts(self, pid: int, owner_uid: int) -> ProcessFacts | None:
+    def _program(self, pid: int) -> tuple[int, str, int] | None:
+        """Which process and program this is now, at the price of one read; None when there is none, or it has ended."""
         try:
-            start_time_ticks = self._entries.start_time_ticks(pid)
+            stat = self._entries.read(pid, "stat")
         except HiddenError:
-            start_time_ticks = 0
-        if start_time_ticks is None:
+            try:
+                entry = os.stat(f"{self._proc}/{pid}")  # noqa: PTH116 - pathlib costs ten times as much
+            except OSError:
+                return None
+            return (0, f"{entry.st_ino} {entry.st_ctime_ns}", 0)  # made anew for each process
+        return None if stat is None else parse_stat_program(stat.decode("utf-8", "replace"))
+
+    def _read_facts(self, pid: int, start_time_ticks: int) -> ProcessFacts | None:
+        try:
+            owner_uid = os.stat(f"{self._proc}/{pid}").st_uid  # noqa: PTH116 - pathlib costs ten times as much
+        except OSError:
             return None
+        cgroup = self._text(pid, "cgroup")
+        slurm_job_id, ray_job_id = self._jobs(pid)
         return ProcessFacts(
             pid=pid,
             start_time_ticks=start_time_ticks,
             command=self._command(pid),
             user=self._user(pid, owner_uid),
-            container_id=container_id(self._text(pid, "cgroup")),
+            container_id=container_id(cgroup),
+            k8s_pod_uid=pod_uid(cgroup),
+            slurm_job_id=slurm_job_id,
+            ray_job_id=ray_job_id,
         )
+
+    def _jobs(self, pid: int) -> tuple[str, str]:
+        try:
+            slurm_job_id, ray_job_id = self._entries.variables(pid, _JOB_VARIABLES)
+        except HiddenError:
+            return ("", "")
+        return (slurm_job_id[:MAX_LABEL_LENGTH], ray_job_id[:MAX_LABEL_LENGTH])
 
     def _text(self, pid: int, name: str) -> str:
         try:

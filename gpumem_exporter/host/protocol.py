@@ -26,6 +26,10 @@ class Host(Protocol):
         """
         ...
 
+    def program(self, host_pid: int) -> int | None:
+        """A number that is another after each exec of a process; None where it cannot be known, or it has ended."""
+        ...
+
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         """This very process still runs, not a later one with the same pid; one that waits to be reaped does not."""
         ...

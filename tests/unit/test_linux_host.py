@@ -65,15 +65,18 @@ class Tree:
         cgroup: str = "0::/\n",
         namespace: str = "own",
         inner_pids: tuple[int, ...] = (),
+        stack: int = 0,
+        environ: bytes = b"",
     ) -> Path:
         directory = self.root / str(pid)
         (directory / "ns").mkdir(parents=True)
         numbers = " ".join(str(number) for number in (pid, *inner_pids))
         fields = " ".join("0" for _ in range(18))
-        (directory / "stat").write_text(f"{pid} ({name}) {state} {fields} {start} 0 0\n")
+        (directory / "stat").write_text(f"{pid} ({name}) {state} {fields} {start} 0 0 0 0 0 {stack}\n")
         uids = f"Uid:\t{uid}\t{uid}\t{uid}\t{uid}\n" if uid is not None else ""
         (directory / "status").write_text(f"Name:\t{name}\n{uids}NSpid:\t{numbers}\n")
         (directory / "cmdline").write_bytes(cmdline)
+        (directory / "environ").write_bytes(environ)
         (directory / "comm").write_text(f"{name}\n")
         (directory / "cgroup").write_text(cgroup)
         (directory / "ns/pid").hardlink_to(self.root / f"namespace-{namespace}")
@@ -202,6 +205,75 @@ def test_a_pid_that_is_used_again_is_another_process(tree: Tree) -> None:
     assert host.alive(30, 200)
 
 
+def test_a_process_that_runs_another_program_is_described_anew(tree: Tree) -> None:
+    host = LinuxHost(tree.root)
+    tree.process(30, stack=1)
+    first = host.facts(30)
+    assert host.facts(30) is first
+    tree.remove(30)
+    tree.process(30, stack=2, cmdline=b"python\0serve.py\0", environ=b"SLURM_JOB_ID=7\0")
+    again = host.facts(30)
+    assert first is not None
+    assert again == replace(first, command="python serve.py", slurm_job_id="7")
+
+
+def test_a_real_process_that_execs_is_described_anew_at_once() -> None:
+    code = "import os, sys; sys.stdin.readline(); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    after = "import sys; print('after', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-X", "dev", "-Wignore", "-c", code, after], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        host = LinuxHost()
+        assert host.facts(process.pid) is not None
+        began = host._known[process.pid]
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"after\n"
+        assert host.facts(process.pid) is not None
+        assert host._known[process.pid].program != began.program
+        assert host._known[process.pid].facts.start_time_ticks == began.facts.start_time_ticks
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("environ", "slurm", "ray"),
+    [
+        (b"PATH=/bin\0SLURM_JOB_ID=4242\0RAY_JOB_ID=01000000\0SECRET=x\0", "4242", "01000000"),
+        (b"SLURM_JOB_ID=4242", "4242", ""),
+        (b"MY_SLURM_JOB_ID=1\0NOTE=SLURM_JOB_ID=2\0SLURM_JOB_ID_OLD=3\0", "", ""),
+        (b"SLURM_JOB_ID=\0RAY_JOB_ID=" + b"9" * 1000 + b"\0", "", "9" * 256),
+        (b"X=" + b"x" * 1_000_000 + b"\0RAY_JOB_ID=01\0", "", "01"),
+        (b"RAY_JOB_ID=\xff\0", "", "\ufffd"),
+        (b"", "", ""),
+    ],
+)
+def test_the_jobs_of_slurm_and_ray_are_read_from_the_environment_and_nothing_else(
+    tree: Tree, environ: bytes, slurm: str, ray: str
+) -> None:
+    tree.process(30, environ=environ)
+    facts = LinuxHost(tree.root).facts(30)
+    assert facts is not None
+    assert (facts.slurm_job_id, facts.ray_job_id) == (slurm, ray)
+    assert facts.command == "python train.py"
+
+
+def test_the_job_of_a_real_process_is_known() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", "print('here', flush=True); input()"],
+        env={**os.environ, "SLURM_JOB_ID": "77"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        facts = LinuxHost().facts(process.pid)
+        process.kill()
+    assert facts is not None
+    assert (facts.slurm_job_id, facts.ray_job_id) == ("77", "")
+
+
 def test_processes_that_are_gone_or_no_longer_asked_for_are_forgotten(tree: Tree, clock: Clock) -> None:
     host = LinuxHost(tree.root, clock=clock)
     for pid in (30, 31, 32):
@@ -224,12 +296,13 @@ def test_processes_that_are_gone_or_no_longer_asked_for_are_forgotten(tree: Tree
         ("status", {}),
         ("stat", {"start_time_ticks": 0}),
         ("comm", {}),
+        ("environ", {"slurm_job_id": ""}),
     ],
 )
 def test_a_file_that_the_kernel_hides_costs_its_own_fact_alone(
     tree: Tree, hidden: str, lost: dict[str, object]
 ) -> None:
-    tree.process(30, uid=os.geteuid(), cgroup=f"0::/docker/{ID}\n")
+    tree.process(30, uid=os.geteuid(), cgroup=f"0::/docker/{ID}\n", environ=b"SLURM_JOB_ID=7\0")
     whole = LinuxHost(tree.root).facts(30)
     tree.hide(30, hidden)
     assert whole is not None

@@ -1,0 +1,122 @@
+"""The kubelet's pod-resources API: asked over real gRPC, and what comes of it on the page."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from gpumem_exporter.core.samples import NodeReading, ProcessFacts
+from gpumem_exporter.host.pod_resources import PodResources, list_given
+from gpumem_exporter.host.pods import Container
+from tests.exporter_process import wait_for
+from tests.kubelet import Kubelet
+from tests.unit.builders import UUIDS, device
+
+TRAINER = ("ml", "llm-0", "trainer")
+SERVER = ("web", "chat-0", "server")
+
+
+@pytest.fixture
+def socket(tmp_path: Path) -> Path:
+    return tmp_path / "kubelet.sock"
+
+
+def reading(began_ticks: int = 1) -> NodeReading:
+    """One process in a pod, on device 0."""
+    facts = {7: ProcessFacts(7, began_ticks, container_id="c", k8s_pod_uid="p")}
+    return NodeReading(0, 0, 0, True, devices=(device(UUIDS[0], processes={7: 1}),), facts=facts)
+
+
+def told(pods: PodResources, known: NodeReading | None = None) -> tuple[str, str, str]:
+    facts = pods.name(known or reading()).facts[7]
+    return facts.k8s_namespace, facts.k8s_pod, facts.k8s_container
+
+
+def test_each_device_is_given_to_the_containers_that_the_kubelet_lists(socket: Path) -> None:
+    with Kubelet(socket) as kubelet:
+        kubelet.containers = {
+            TRAINER: (UUIDS[0], UUIDS[1]),
+            SERVER: (f"{UUIDS[2]}::0",),
+            ("web", "chat-1", "server"): (f"{UUIDS[2]}::1",),
+            ("kube-system", "proxy", "proxy"): (),
+            ("gke", "named-otherwise", "x"): ("nvidia0",),
+        }
+        before = time.clock_gettime(time.CLOCK_BOOTTIME) * 100
+        given = list_given(socket, 30)
+    assert given.by_device == {
+        UUIDS[0]: {Container(*TRAINER)},
+        UUIDS[1]: {Container(*TRAINER)},
+        UUIDS[2]: {Container(*SERVER), Container("web", "chat-1", "server")},
+    }
+    assert before - 1 <= given.asked_ticks <= time.clock_gettime(time.CLOCK_BOOTTIME) * 100
+
+
+def test_a_kubelet_that_hangs_is_left_at_the_deadline(socket: Path) -> None:
+    with Kubelet(socket) as kubelet:
+        kubelet.hanging.set()
+        with pytest.raises(grpc.RpcError) as caught:
+            list_given(socket, 0.2)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_a_kubelet_that_comes_goes_fails_and_comes_again_costs_the_names_alone(
+    socket: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pods = PodResources(socket)
+    pods.start()
+    try:
+        assert told(pods) == ("", "", "")
+        with Kubelet(socket) as kubelet:
+            kubelet.containers = {TRAINER: (UUIDS[0],)}
+            wait_for(lambda: told(pods) == TRAINER, "the names")
+            kubelet.error = "the kubelet is starting"
+            young = reading(began_ticks=1 << 60)  # has the kubelet asked again and again
+            asked = kubelet.questions
+            wait_for(lambda: told(pods, young) == ("", "", "") and kubelet.questions > asked + 1, "two more questions")
+            assert told(pods) == TRAINER, "what was said lately is still believed"
+            kubelet.error = ""
+            kubelet.containers = {SERVER: (UUIDS[0],)}
+            wait_for(lambda: told(pods, young) == ("", "", "") and told(pods) == SERVER, "the new names")
+        messages = [record.getMessage() for record in caplog.records if "gpumem" in record.name]
+        assert [message for message in messages if "the kubelet is starting" in message] == [
+            f"the kubelet at {socket} does not tell its pods: UNAVAILABLE: the kubelet is starting"
+        ]
+    finally:
+        pods.stop()
+    pods._thread.join(30)
+
+
+def test_without_a_socket_grpc_is_never_imported_and_without_grpc_the_mend_is_said(socket: Path) -> None:
+    code = (
+        "import logging, sys, time\n"
+        "class Refuse:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name.split('.')[0] in ('grpc', 'google'): raise ImportError(f'No module named {name!r}')\n"
+        "sys.meta_path.insert(0, Refuse())\n"
+        "logging.basicConfig(format='%(message)s')\n"
+        "from pathlib import Path\n"
+        "from gpumem_exporter.host.pod_resources import PodResources\n"
+        "import gpumem_exporter.server.app\n"
+        "pods = PodResources(Path(sys.argv[1]))\n"
+        "pods.start()\n"
+        "pods._thread.join(30 if Path(sys.argv[1]).exists() else 0.5)\n"
+        "print(pods._thread.is_alive())\n"
+    )
+
+    def run() -> Any:
+        command = [sys.executable, "-c", code, str(socket)]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+
+    absent = run()
+    assert (absent.stdout, absent.stderr) == ("True\n", "")
+    socket.touch()
+    present = run()
+    assert present.stdout == "False\n"
+    assert "pip install 'gpumem-exporter[kubernetes]'" in present.stderr
+    assert len(present.stderr.splitlines()) == 1
