@@ -30,9 +30,7 @@ class ActionOptions(ConnectionOptions):
     uuid: Annotated[
         str | None, typer.Option("--uuid", metavar="UUID", help="Processes on this device: GPU-… or MIG-….")
     ] = None
-    pid: Annotated[
-        int | None, typer.Option("--pid", metavar="PID", min=1, help="This process, as `info` lists it.")
-    ] = None
+    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", help="This process, as `info` lists it.")] = None
     workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="This workload's processes.")] = (
         None
     )
@@ -55,9 +53,10 @@ class ActionOptions(ConnectionOptions):
         """The target as the API takes it.
 
         Raises:
-            ConfigurationError: nothing is chosen, or `--all` stands beside something narrower.
+            ConfigurationError: nothing is chosen, `--all` stands beside something narrower, or the pid is none.
         """
-        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": self.pid, "workload": self.workload, "rank": self.rank}
+        pid = None if self.pid is None else _pid(self.pid)
+        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": pid, "workload": self.workload, "rank": self.rank}
         chosen = {name: value for name, value in given.items() if value is not None}
         if self.everything and chosen:
             names = ", ".join(f"--{name}" for name in chosen)
@@ -65,6 +64,15 @@ class ActionOptions(ConnectionOptions):
         if not self.everything and not chosen:
             raise ConfigurationError("no target; choose with --gpu, --uuid, --pid, --workload, --rank, or say --all")
         return {"all": True} if self.everything else chosen
+
+
+def _pid(text: str) -> int | str:
+    """A process as the API has it: a number, or a text where two processes have the same pid in their namespaces."""
+    number, at, namespace = text.partition("@")
+    parts = (number, namespace) if at else (number,)
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigurationError(f"--pid {text}: must be an integer of 1 or more, or a text such as 1@4026532007")
+    return text if at else int(number)
 
 
 def request_body(action: str, options: ActionOptions, *, collect_garbage: bool = False) -> dict[str, Any]:

@@ -99,6 +99,19 @@ class ExporterApi:
         """
         return self._document(self._request("GET", path), (200, *also))
 
+    def post(self, path: str, document: Mapping[str, Any], *, hold_seconds: float) -> dict[str, Any]:
+        """Post one JSON document; the exporter may take `hold_seconds` longer to answer (200, or 202 for later).
+
+        Raises:
+            ExporterUnreachableError: no address answers.
+            ExporterAnswerError: it answers with an error.
+        """
+        headers = {"Content-Type": "application/json"}
+        answer = self._request(
+            "POST", path, json.dumps(document).encode(), headers, self._timeout_seconds + hold_seconds
+        )
+        return self._document(answer, (200, 202))
+
     def act(self, request: Mapping[str, Any], *, wait_seconds: float) -> dict[str, Any]:
         """Ask for an action and wait for its end; returns it as it stands when that comes, or when the wait is over.
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.samples import NodeReading
 from gpumem_exporter.host.protocol import Host
@@ -14,7 +14,7 @@ from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.nvml.reader import NodeReader
 from gpumem_exporter.nvml.trouble_log import TroubleLog
 
-__all__ = ["SOON_SECONDS", "Poller", "PollerStatus", "Schedule"]
+__all__ = ["SOON_SECONDS", "Poller", "PollerStatus", "Release", "Schedule"]
 
 _logger = logging.getLogger(__name__)
 
@@ -23,6 +23,19 @@ SOON_SECONDS = 0.05
 
 _STUCK_SECONDS = 5.0
 _STUCK_INTERVALS = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Somebody wants the driver let go, until somebody wants it back."""
+
+    requested_by: str
+    requested_unix_seconds: float
+    reason: str = ""
+
+    def __str__(self) -> str:
+        because = f" ({self.reason})" if self.reason else ""
+        return f"released on request by {self.requested_by}{because}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,18 @@ class PollerStatus:
     """A poll has been running for longer than 5 s and than three intervals: the driver hangs."""
     error: str
     """Why the last poll found no driver; empty when it did."""
+    release: Release | None = None
+    """The request to let the driver go that is in force."""
+    settled: bool = True
+    """The last poll knew of the last request to release or to attach, and has done it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """What was asked for last."""
+
+    number: int = 0
+    release: Release | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +74,8 @@ class _Progress:
     busy_since_seconds: float | None = None
     last_finished_seconds: float | None = None
     error: str = ""
+    order: int = 0
+    """Number of the order that the last poll obeyed."""
 
 
 class Schedule:
@@ -103,6 +130,9 @@ class Poller:
         self._troubles = TroubleLog(_logger, clock)
         self._stopping = threading.Event()
         self._woken = threading.Event()
+        self._wall_clock = wall_clock
+        self._ordering = threading.Lock()
+        self._order = _Order()
         self._progress = _Progress()  # replaced whole, by the poller's thread alone: readers need no lock
         self._thread = threading.Thread(target=self._run, name="gpumem-poller", daemon=True)
 
@@ -121,6 +151,24 @@ class Poller:
         """
         self._woken.set()
 
+    def release(self, requested_by: str, reason: str = "") -> None:
+        """Have the driver let go at the next poll, which comes soon, and not taken up again before `attach`.
+
+        Done once `status` says that it is settled, which a driver that hangs delays. While it is released, polls go on
+        and publish that there is no driver. Any thread may call it; a second request changes nothing.
+        """
+        with self._ordering:
+            if self._order.release is None:
+                release = Release(requested_by, self._wall_clock(), reason)
+                self._order = _Order(self._order.number + 1, release)
+        self._woken.set()
+
+    def attach(self) -> None:
+        """Take a released driver up again, or look for a missing one at once. Any thread may call it."""
+        with self._ordering:
+            self._order = _Order(self._order.number + 1)
+        self._woken.set()
+
     def stop(self, timeout_seconds: float) -> bool:
         """Ask the thread to end and wait for it, no longer than the timeout; any thread may call it, also twice.
 
@@ -136,7 +184,7 @@ class Poller:
 
     def status(self, now_seconds: float) -> PollerStatus:
         """How it is doing at this moment of its clock; any thread may ask, and is not kept waiting."""
-        progress = self._progress
+        progress, order = self._progress, self._order
         busy_seconds = None
         if progress.busy_since_seconds is not None:
             busy_seconds = max(0.0, now_seconds - progress.busy_since_seconds)
@@ -148,6 +196,8 @@ class Poller:
             last_finished_seconds=progress.last_finished_seconds,
             stuck=busy_seconds is not None and busy_seconds > limit_seconds,
             error=progress.error,
+            release=order.release,
+            settled=progress.order == order.number,
         )
 
     def _run(self) -> None:
@@ -161,11 +211,11 @@ class Poller:
         self._reader.close()
 
     def _poll(self) -> None:
-        before = self._progress
-        self._progress = _Progress(before.polls, self._clock(), before.last_finished_seconds, before.error)
+        before, order = self._progress, self._order
+        self._progress = replace(before, busy_since_seconds=self._clock())
         error = before.error
         try:
-            reading = self._reader.read()
+            reading = self._read(order, is_new=order.number != before.order)
             error = reading.error
             if not self._stopping.is_set():
                 self._publish(reading)
@@ -174,4 +224,11 @@ class Poller:
             self._troubles.begin("poll", error, exc_info=True)
         else:
             self._troubles.end("poll")
-        self._progress = _Progress(before.polls + 1, None, self._clock(), error)
+        self._progress = _Progress(before.polls + 1, None, self._clock(), error, order.number)
+
+    def _read(self, order: _Order, *, is_new: bool) -> NodeReading:
+        if order.release is not None:
+            return self._reader.release(str(order.release))
+        if is_new:
+            self._reader.attach_soon()
+        return self._reader.read()

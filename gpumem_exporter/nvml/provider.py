@@ -44,7 +44,11 @@ class Provider(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the driver. Never raises; on a closed one, nothing."""
+        """End the session with the driver. Never raises; on a closed one, nothing."""
+        ...
+
+    def release(self) -> None:
+        """Close, and let go of the driver's library too, so that the driver can be unloaded. Never raises."""
         ...
 
     def driver_version(self) -> str:

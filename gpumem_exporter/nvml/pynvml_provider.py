@@ -6,7 +6,9 @@ Everything here is called by the poller's thread alone; ctypes lets go of the GI
 from __future__ import annotations
 
 import _ctypes
+import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -22,6 +24,7 @@ from gpumem_exporter.errors import (
 from gpumem_exporter.nvml.process_lists import ProcessLists, known_bytes
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.return_codes import LIB_RM_VERSION_MISMATCH, NOT_FOUND, error_of
+from gpumem_exporter.nvml.unified_memory import host_memory, is_integrated
 
 __all__ = ["PynvmlProvider"]
 
@@ -34,12 +37,14 @@ class PynvmlProvider:
 
     Args:
         nvml: the pynvml module, or what stands in for it.
+        meminfo: where the kernel tells of the host's memory.
     """
 
     source = "nvml"
 
-    def __init__(self, nvml: Any = pynvml) -> None:
+    def __init__(self, nvml: Any = pynvml, meminfo: Path = Path("/proc/meminfo")) -> None:
         self._nvml = nvml
+        self._meminfo = meminfo
         self._open = False
         self._process_lists: ProcessLists | None = None
         self._handles: dict[str, Any] = {}
@@ -74,6 +79,11 @@ class PynvmlProvider:
             self._nvml.nvmlShutdown()
         except self._nvml.NVMLError:
             return
+
+    def release(self) -> None:
+        """Close, and unload libnvidia-ml.so.1: the next `open` loads the one that lies there then."""
+        self.close()
+        self._unload_library()
 
     def driver_version(self) -> str:
         """The driver's version, such as `580.159.04`.
@@ -123,14 +133,23 @@ class PynvmlProvider:
         """Read the frame-buffer memory of one device.
 
         All values are bytes of one `nvmlDeviceGetMemoryInfo_v2` call, so they agree with each other. A driver that has
-        only the first version of the call counts what it holds back as used: reserved is then unknown.
+        only the first version of the call counts what it holds back as used: reserved is then unknown. Of an integrated
+        GPU, which NVML gives no memory, it is the host's.
 
         Raises:
-            NvmlNotSupportedError: the device has no such figure (a GPU that shares the host's memory has none).
+            NvmlNotSupportedError: the device has no such figure.
             NvmlDeviceLostError: the device fell off the bus.
             NvmlError: it does not answer.
         """
         handle = self._handle(uuid)
+        try:
+            return self._own_memory(handle)
+        except NvmlNotSupportedError:
+            if not is_integrated(self._descriptions[uuid][0]):
+                raise
+            return host_memory(self._meminfo)
+
+    def _own_memory(self, handle: Any) -> DeviceMemory:
         try:
             memory = self._ask(self._nvml.nvmlDeviceGetMemoryInfo, handle, self._nvml.nvmlMemory_v2)
         except NvmlNotSupportedError:
@@ -229,13 +248,14 @@ class PynvmlProvider:
         return described
 
     def _unload_library(self) -> None:
-        # The driver was replaced under a process that had loaded the old one's library: dlopen would go on answering
-        # with that, and this exporter would never attach again. So that the next `open` loads the new one, it goes.
+        # Of a driver that was replaced under a process that had loaded the old one's library, dlopen would go on
+        # answering with that, and this exporter would never attach again.
         library = self._nvml.nvmlLib
         self._nvml.nvmlLib = None
         self._nvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - it holds pointers into the library
         if library is not None:
-            _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no public way
+            with contextlib.suppress(OSError):
+                _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no public way
 
 
 def _device_memory(total: int, free: int, reserved: int | None) -> DeviceMemory:

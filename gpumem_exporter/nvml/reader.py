@@ -76,8 +76,28 @@ class NodeReader:
         self._want_reattach(devices)
         return self._reading(started, up=True, devices=devices)
 
+    def attach_soon(self) -> None:
+        """Try a driver that is not there at the next poll, however lately it was tried."""
+        self._attach_backoff.succeeded()
+
+    def release(self, reason: str) -> NodeReading:
+        """Let go of the driver and of its library, and say so in a reading; the next `read` attaches again.
+
+        What was known of devices is forgotten: they may be others when the driver comes back.
+        """
+        started = self._clock()
+        self.close()
+        self._provider.release()
+        self._roster = Roster()
+        self._reattach_wanted = False
+        self._lost_backoff.succeeded()
+        self._attach_backoff.succeeded()
+        self._error = reason
+        self._troubles.retain(set())
+        return self._reading(started, up=False)
+
     def close(self) -> None:
-        """Release the driver."""
+        """End the session with the driver."""
         self._attached = False
         self._provider.close()
 

@@ -106,6 +106,7 @@ def test_every_byte_that_the_node_books_is_read(node: EmulatedNode, poll: Ask) -
             "used_bytes": book.used_bytes,
             "free_bytes": book.free_bytes,
             "reserved_bytes": RESERVED,
+            "of_host": False,
         }
         assert {p["pid"]: p["used_bytes"] for p in device["processes"]} == book.processes
     assert reading["devices"][0]["utilization_ratio"] == 0.37
@@ -129,6 +130,7 @@ def test_a_driver_without_the_second_memory_call_leaves_reserved_unknown_and_in_
         "used_bytes": GIB + RESERVED,
         "free_bytes": 7 * GIB - RESERVED,
         "reserved_bytes": None,
+        "of_host": False,
     }
 
 

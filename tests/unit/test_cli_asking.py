@@ -45,7 +45,8 @@ def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) 
     [
         (ActionOptions(everything=True), {"all": True}),
         (ActionOptions(gpu="0:1", rank="3"), {"gpu": "0:1", "rank": "3"}),
-        (ActionOptions(uuid="GPU-1", pid=7, workload="llm"), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
+        (ActionOptions(pid="1@4026532007"), {"pid": "1@4026532007"}),
+        (ActionOptions(uuid="GPU-1", pid="7", workload="llm"), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
         (ActionOptions(workload=""), {"workload": ""}),
     ],
 )
@@ -60,7 +61,7 @@ def test_no_target_is_refused_before_anything_is_asked() -> None:
 
 def test_all_beside_something_narrower_is_refused_and_named() -> None:
     with pytest.raises(ConfigurationError, match="--gpu, --pid"):
-        request_body("empty_cache", ActionOptions(everything=True, gpu="0", pid=3))
+        request_body("empty_cache", ActionOptions(everything=True, gpu="0", pid="3"))
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
@@ -76,7 +77,7 @@ def test_a_wait_that_is_no_time_is_refused(seconds: float) -> None:
 
 
 def test_the_request_carries_what_the_api_takes() -> None:
-    options = ActionOptions(pid=7, dry_run=True, deadline_seconds=5.0, reason="room")
+    options = ActionOptions(pid="7", dry_run=True, deadline_seconds=5.0, reason="room")
     assert request_body("empty_cache", options, collect_garbage=True) == {
         "action": "empty_cache",
         "target": {"pid": 7},

@@ -41,6 +41,7 @@ class Node:
         self.failures: dict[tuple[str, str], Exception] = {}
         self.opened_at: list[float] = []
         self.is_open = False
+        self.released = 0
         self.clock = Clock()
         self.processes = (ProcessMemory(30, 5),)
 
@@ -55,6 +56,10 @@ class Node:
 
     def close(self) -> None:
         self.is_open = False
+
+    def release(self) -> None:
+        self.close()
+        self.released += 1
 
     def driver_version(self) -> str:
         self._fail("driver_version")
@@ -91,6 +96,9 @@ class Host:
         return self.processes.get(pid)
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        return None
+
+    def program(self, host_pid: int) -> int | None:
         return None
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
@@ -385,6 +393,44 @@ def test_a_device_that_does_not_answer_fails_alone(reader: NodeReader, node: Nod
     assert len(up(reading)) == 7
     assert device(reading, "GPU-3").memory is None
     assert device(reading, "GPU-3").error
+
+
+def test_a_released_driver_is_let_go_whole_and_taken_up_at_the_next_reading(reader: NodeReader, node: Node) -> None:
+    reader.read()
+    reading = reader.release("released on request")
+    assert (reading.up, reading.error, reading.devices) == (False, "released on request", ())
+    assert (node.is_open, node.released) == (False, 1)
+    assert len(up(reader.read())) == 8
+
+
+def test_releasing_a_driver_that_is_not_there_lets_go_of_its_library_and_it_is_tried_again_at_once(
+    reader: NodeReader, node: Node
+) -> None:
+    node.failures["open", ""] = NvmlUnavailableError("no driver")
+    poll_for(reader, node, 20)
+    attempts = len(node.opened_at)
+    reader.release("released on request")
+    assert node.released == 1
+    reader.read()
+    assert len(node.opened_at) == attempts + 1
+
+
+def test_a_device_that_was_lost_before_a_release_is_not_remembered_after_it(reader: NodeReader, node: Node) -> None:
+    reader.read()
+    node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
+    reader.read()
+    reader.release("a GPU is taken out")
+    del node.listed[3]
+    assert "GPU-3" not in [device.uuid for device in reader.read().devices]
+
+
+def test_a_driver_that_is_asked_for_is_tried_however_lately_it_was_tried(reader: NodeReader, node: Node) -> None:
+    node.failures["open", ""] = NvmlUnavailableError("no driver")
+    poll_for(reader, node, 20)
+    node.failures.clear()
+    assert not reader.read().up
+    reader.attach_soon()
+    assert reader.read().up
 
 
 def test_a_trouble_is_logged_when_it_begins_and_when_it_ends_and_not_each_second(

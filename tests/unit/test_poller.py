@@ -28,6 +28,7 @@ class OneGpu:
     def __init__(self, hook: Callable[[], None] = lambda: None) -> None:
         self.hook = hook
         self.closed = threading.Event()
+        self.released = 0
         self.threads: set[str] = set()
 
     def open(self) -> None:
@@ -36,6 +37,10 @@ class OneGpu:
     def close(self) -> None:
         self.threads.add(threading.current_thread().name)
         self.closed.set()
+
+    def release(self) -> None:
+        self.close()
+        self.released += 1
 
     def driver_version(self) -> str:
         return "580.159.04"
@@ -60,6 +65,9 @@ class NoHost:
         return None
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        return None
+
+    def program(self, host_pid: int) -> int | None:
         return None
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
@@ -212,6 +220,64 @@ def test_between_polls_it_is_not_busy_and_says_when_it_last_was(start: Start) ->
     poller.stop(SOON)
     status = poller.status(9.0)
     assert (status.busy_seconds, status.last_finished_seconds, status.polls, status.stuck) == (None, 7.0, 1, False)
+
+
+def test_a_release_is_done_by_its_thread_soon_and_told_in_every_reading_until_it_attaches(start: Start) -> None:
+    provider, published = OneGpu(), Published()
+    poller = start(provider, published, interval_seconds=0.2, wall_clock=lambda: 1e9)
+    published.wait_for(1)
+    poller.release("ada", "new driver")
+    poller.release("bob")  # changes nothing
+    wanted = "released on request by ada (new driver)"
+    while not (status := poller.status(0.0)).settled:
+        published.wait_for(len(published.readings) + 1)
+    assert status.release is not None
+    assert (status.release.requested_by, status.release.requested_unix_seconds) == ("ada", 1e9)
+    assert (status.error, provider.released >= 1) == (wanted, True)
+    since = len(published.readings)
+    published.wait_for(since + 2)
+    assert {(reading.up, reading.error) for reading in published.readings[since:]} == {(False, wanted)}
+    poller.attach()
+    while not (status := poller.status(0.0)).settled:
+        published.wait_for(len(published.readings) + 1)
+    assert (status.release, status.error) == (None, "")
+    assert published.readings[-1].up
+    assert provider.threads == {"gpumem-poller"}
+
+
+def test_a_release_waits_for_a_driver_that_hangs_and_says_that_it_does(start: Start) -> None:
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        assert go_on.wait(SOON)
+
+    provider, published = OneGpu(hang), Published()
+    poller = start(provider, published, interval_seconds=10.0)
+    assert hanging.wait(SOON)
+    poller.release("ada")
+    status = poller.status(0.0)
+    assert (status.settled, status.release is not None, provider.released) == (False, True, 0)
+    go_on.set()
+    published.wait_for(2)
+    assert published.readings[-1].error == "released on request by ada"
+
+
+def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: Start) -> None:
+    missing = True
+
+    def no_driver() -> None:
+        if missing:
+            raise NvmlUnavailableError("no driver")
+
+    published = Published()
+    poller = start(OneGpu(no_driver), published, interval_seconds=0.5, clock=lambda: 0.0)
+    published.wait_for(1)
+    missing = False
+    poller.attach()
+    while not poller.status(0.0).settled:
+        published.wait_for(len(published.readings) + 1)
+    assert published.readings[-1].up
 
 
 def test_a_thread_that_hangs_does_not_keep_the_interpreter() -> None:

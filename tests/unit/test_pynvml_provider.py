@@ -6,6 +6,7 @@ import _ctypes
 import ctypes
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -387,6 +388,93 @@ def test_a_library_of_another_version_than_the_driver_is_loaded_afresh_at_the_ne
     monkeypatch.setattr(pynvml, "CDLL", lambda name: replaced)
     provider.open()
     assert uuids(provider) == ["GPU-9"]
+
+
+def test_a_released_driver_is_shut_down_and_its_library_unloaded_and_the_next_attempt_loads_the_present_one(
+    provider: PynvmlProvider, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unloaded: list[int] = []
+    monkeypatch.setattr(_ctypes, "dlclose", unloaded.append)
+    provider.release()
+    provider.release()
+    assert (library.calls.count("nvmlShutdown"), unloaded) == (1, [4711])
+    monkeypatch.setattr(pynvml, "CDLL", lambda name: Library(Gpu("GPU-9")))
+    provider.open()
+    assert uuids(provider) == ["GPU-9"]
+
+
+def test_a_library_whose_driver_did_not_initialise_is_unloaded_on_release(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unloaded: list[int] = []
+
+    def refuse(handle: int) -> None:
+        unloaded.append(handle)
+        raise OSError("not unloaded")
+
+    monkeypatch.setattr(_ctypes, "dlclose", refuse)
+    library.codes["nvmlInitWithFlags"] = 9
+    provider = PynvmlProvider()
+    with pytest.raises(errors.NvmlUnavailableError):
+        provider.open()
+    provider.release()
+    assert unloaded == [4711]
+
+
+@pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)", "NVIDIA Jetson AGX Orin"])
+@pytest.mark.parametrize("figures", ["not supported", "none"])
+def test_an_integrated_gpu_that_has_no_memory_of_its_own_has_the_hosts(
+    library: Library, tmp_path: Path, name: str, figures: str
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  125492480 kB\nMemFree:  100 kB\nMemAvailable:  118744156 kB\nCached:  7 kB\n")
+    shared = Gpu("GPU-0", name=name)
+    if figures == "none":
+        shared.total = shared.free = shared.used = shared.reserved = 0
+    else:
+        shared.codes = {"nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetMemoryInfo_v2": 3}
+    library.gpus = [shared, Gpu("GPU-1")]
+    provider = PynvmlProvider(meminfo=meminfo)
+    provider.open()
+    provider.devices()
+    total, available = 125492480 * 1024, 118744156 * 1024
+    assert provider.read_memory("GPU-0") == DeviceMemory(total, total - available, available, None, of_host=True)
+    assert not provider.read_memory("GPU-1").of_host
+
+
+def test_an_integrated_gpu_whose_driver_gives_its_memory_has_what_the_driver_says(
+    library: Library, tmp_path: Path
+) -> None:
+    library.gpus = [Gpu("GPU-0", name="NVIDIA GB10")]
+    provider = PynvmlProvider(meminfo=tmp_path / "none")
+    provider.open()
+    provider.devices()
+    assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 19 * GIB, 60 * GIB, GIB)
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("NVIDIA H100 80GB HBM3", 3, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB100", 3, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 4, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 15, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
+        ("NVIDIA GB10", 3, "MemTotal: 9 kB\n"),
+    ],
+    ids=["not integrated", "a name that only begins so", "no permission", "lost", "an old kernel"],
+)
+def test_the_hosts_memory_stands_for_nothing_else(
+    library: Library, tmp_path: Path, name: str, code: int, text: str
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(text)
+    library.gpus = [Gpu("GPU-0", name=name)]
+    provider = PynvmlProvider(meminfo=meminfo)
+    provider.open()
+    provider.devices()
+    library.gpus[0].codes = {"nvmlDeviceGetMemoryInfo": code, "nvmlDeviceGetMemoryInfo_v2": code}
+    with pytest.raises(RETURN_CODES[code].error):
+        provider.read_memory("GPU-0")
 
 
 def test_opening_and_closing_twice_is_doing_it_once(provider: PynvmlProvider, library: Library) -> None:

@@ -54,7 +54,9 @@ def check_health(health: Mapping[str, Any]) -> Iterator[Finding]:
         return
     troubles = "; ".join(_troubles(health.get("checks") or {})) or nvml.get("error") or "no reason given"
     if status == "degraded":
-        mend = "it attaches by itself once the driver answers; see the driver's line" if not nvml.get("up") else ""
+        mend = "" if nvml.get("up") else "it attaches by itself once the driver answers; see the driver's line"
+        if str(nvml.get("error", "")).startswith("released on request"):
+            mend = "`gpumem-exporter attach-nvml` once the maintenance is over"
         yield Finding("health", WARN, f"degraded: {troubles} ({counts}{demo})", mend)
     else:
         mend = "see the exporter's log; restart it, and the node if the driver hangs"

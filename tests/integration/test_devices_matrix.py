@@ -1,0 +1,289 @@
+"""Devices that are sliced, lost, old, unified, counted anew: what is shown is right to the byte, or is not shown."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.emulation.node import GIB, MIB, NVML_ERROR_NOT_SUPPORTED, EmulatedNode, MigSlice
+from tests.emulation.torch_process import TorchProcess
+from tests.exporter_process import ExporterProcess, Metrics, wait_for
+
+from .device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, series_of, shown, truth, wait_until_right
+
+
+def start_reporting(
+    start_torch: StartTorch, node: EmulatedNode, exporter: ExporterProcess, devices: tuple[int, ...] = (0,), **env: str
+) -> TorchProcess:
+    """A process that reports, with a heap on each of its devices."""
+    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url, **env)
+    process.call("start_client")
+    for device in devices:
+        process.call("random_heap", device=device, seed=device, blocks=40, largest_bytes=16 * MIB)
+    exporter.wait_for_processes(process.pid)
+    return process
+
+
+def gpu_of(metrics: Metrics, uuid: str) -> str:
+    """The index that a device has on the page."""
+    (gpu,) = [dict(labels)["gpu"] for labels in metrics.samples["gpumem_device_up"] if dict(labels)["uuid"] == uuid]
+    return gpu
+
+
+def wait_for_devices(exporter: ExporterProcess, *uuids: str) -> Metrics:
+    """The first scrape that shows these devices and no other."""
+
+    def there() -> Metrics | None:
+        metrics = scrape(exporter)
+        found = {dict(labels)["uuid"] for labels in metrics.samples.get("gpumem_device_up", {})}
+        return metrics if found == set(uuids) else None
+
+    return wait_for(there, f"the devices {uuids}", ATTACH_SECONDS)
+
+
+def test_mig_devices_that_come_and_go_take_their_series_along_and_leave_their_sibling_right(
+    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    node = make_node(mig={1: [MigSlice("1g.10gb", 2 * GIB), MigSlice("1g.10gb", 3 * GIB)]})
+    first, second = 2, 3
+    exporter = start_exporter(node, *QUICK)
+    process = start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(second))
+    node.set_process(FOREIGN_PID, first, 100 * MIB)
+    node.set_process(FOREIGN_PID, 0, 7 * MIB)
+    metrics = wait_until_right(exporter, node, (0, first, second), {second: [process]})
+    assert [gpu_of(metrics, node.uuid(i)) for i in (0, first, second)] == ["0", "1:0", "1:1"]
+    assert series_of(metrics, uuid=node.uuid(1)) == []  # its MIG devices stand for the GPU
+
+    with pytest.raises(OSError, match="busy") as refused:
+        node.destroy_mig(second)
+    assert refused.value.errno == errno.EBUSY
+    node.remove_process(FOREIGN_PID)
+    node.destroy_mig(first)
+    metrics = wait_for_devices(exporter, node.uuid(0), node.uuid(second))
+    assert series_of(metrics, uuid=node.uuid(first)) == []
+    metrics = wait_until_right(exporter, node, (0, second), {second: [process]})
+    assert gpu_of(metrics, node.uuid(second)) == "1:1"
+
+    third = node.create_mig(1, MigSlice("2g.20gb", 1 * GIB))
+    node.set_process(FOREIGN_PID, third, 33 * MIB)
+    metrics = wait_until_right(exporter, node, (0, second, third), {second: [process]})
+    assert gpu_of(metrics, node.uuid(third)) == "1:0"  # the slot of the one that went, but another device
+    (info,) = [dict(labels) for labels in metrics.samples["gpumem_device_info"] if ("gpu", "1:0") in labels]
+    assert (info["uuid"], info["mig_profile"], info["parent_uuid"]) == (node.uuid(third), "2g.20gb", node.uuid(1))
+
+
+def test_switching_mig_on_and_off_exchanges_the_gpu_for_its_parts_and_back(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_reporting(start_torch, node, exporter)
+    wait_until_right(exporter, node, (0, 1), {0: [process]})
+    node.set_mig(1, True)
+    metrics = wait_for_devices(exporter, node.uuid(0))
+    assert series_of(metrics, uuid=node.uuid(1)) == []
+    part = node.create_mig(1, MigSlice("1g.10gb", GIB))
+    inside = start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(part))
+    wait_until_right(exporter, node, (0, part), {0: [process], part: [inside]})
+    inside.kill()
+    wait_until_right(exporter, node, (part,), {})
+    metrics = scrape(exporter)
+    assert series_of(metrics, uuid=node.uuid(part), pid=str(inside.pid)) == []
+    node.destroy_mig(part)
+    node.set_mig(1, False)
+    metrics = wait_for_devices(exporter, node.uuid(0), node.uuid(1))
+    assert series_of(metrics, uuid=node.uuid(part)) == []
+    wait_until_right(exporter, node, (0, 1), {0: [process]})
+
+
+def test_a_lost_gpu_takes_its_mig_devices_with_it_by_name_and_brings_them_back(
+    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    node = make_node(mig={1: [MigSlice("1g.10gb", 2 * GIB), MigSlice("1g.10gb", 2 * GIB)]})
+    exporter = start_exporter(node, *QUICK)
+    process = start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(3))
+    wait_until_right(exporter, node, (0, 2, 3), {3: [process]})
+    node.lose_device(1)
+    wait_for(lambda: scrape(exporter).values("gpumem_device_up", gpu="1:1") == [0], "the loss to show")
+    metrics = scrape(exporter)
+    assert {gpu_of(metrics, node.uuid(i)): metrics.value("gpumem_device_up", uuid=node.uuid(i)) for i in (0, 2, 3)} == {
+        "0": 1,
+        "1:0": 0,
+        "1:1": 0,
+    }
+    for part in (2, 3):
+        assert shown(metrics, node.uuid(part))["ledger"] == {}
+        assert shown(metrics, node.uuid(part))["processes"] == {}
+    allocated = process.call("stats")["allocated_bytes.all.current"]
+    assert metrics.value("gpumem_torch_allocated_bytes", uuid=node.uuid(3)) == allocated
+    node.heal_device(1)
+    wait_until_right(exporter, node, (0, 2, 3), {3: [process]})
+
+
+def test_series_follow_the_uuid_when_the_driver_counts_its_devices_in_another_order(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    processes = [start_reporting(start_torch, node, exporter, CUDA_VISIBLE_DEVICES=node.uuid(i)) for i in (0, 1)]
+    node.set_process(FOREIGN_PID, 1, 11 * MIB)
+    reporting = {0: [processes[0]], 1: [processes[1]]}
+    metrics = wait_until_right(exporter, node, (0, 1), reporting)
+    assert [gpu_of(metrics, node.uuid(i)) for i in (0, 1)] == ["0", "1"]
+    for order in ([1, 0], [0, 1], [1, 0]):
+        node.restart_driver_reordered(order)
+        wanted = {node.uuid(device): str(index) for index, device in enumerate(order)}
+
+        def counted_anew(wanted: dict[str, str] = wanted) -> bool:
+            found = scrape(exporter).samples.get("gpumem_device_up", {})
+            return {dict(labels)["uuid"]: dict(labels)["gpu"] for labels in found} == wanted
+
+        wait_for(counted_anew, f"the order {order}", ATTACH_SECONDS)
+        metrics = wait_until_right(exporter, node, (0, 1), reporting)
+        # Every series of a device carries its present index, those of reports that came before the restart too.
+        for name, samples in metrics.samples.items():
+            for labels in map(dict, samples):
+                if "uuid" in labels:
+                    assert labels["gpu"] == wanted[labels["uuid"]], (name, labels)
+        action = exporter.act("empty_cache", target={"gpu": wanted[node.uuid(0)]})
+        assert [(row["pid"], row["uuid"]) for row in action["results"]] == [(processes[0].pid, node.uuid(0))]
+        processes[0].call("random_heap", seed=order[0], blocks=20)
+
+
+@pytest.mark.parametrize("version", ["v1", "v2"])
+def test_an_older_drivers_structures_give_the_same_bytes(
+    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch, version: str
+) -> None:
+    node = make_node(nvml=version)
+    exporter = start_exporter(node, *QUICK)
+    process = start_reporting(start_torch, node, exporter)
+    for number in range(1, 40):
+        node.set_process(FOREIGN_PID + number, 0, number * 1_000_003)
+    if version == "v2":
+        wait_until_right(exporter, node, (0, 1), {0: [process]})
+        return
+    # The first memory call counts what the driver holds back as used, and does not tell how much that is.
+    whole = truth(node.books()[0], {process.pid: process.call("stats")})
+    ledger = dict(whole["ledger"])
+    ledger["unattributed"] += ledger.pop("driver_reserved")
+    wanted = {**whole, "ledger": ledger, "used": [whole["used"][0] + whole["reserved"][0]], "reserved": []}
+    wait_for(
+        lambda: shown(scrape(exporter), node.uuid(0)) == wanted,
+        f"{wanted}; it is {shown(scrape(exporter), node.uuid(0))}",
+    )
+
+
+def test_memory_figures_that_are_not_available_are_absent_and_the_rest_is_right(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_reporting(start_torch, node, exporter)
+    wait_until_right(exporter, node, (0, 1), {0: [process]})
+    uuid = node.uuid(0)
+    node.hide_memory(0)
+    wait_for(lambda: not scrape(exporter).values("gpumem_device_memory_total_bytes", uuid=uuid), "its memory to go")
+    metrics = wait_until_right(exporter, node, (1,), {})
+    now = shown(metrics, uuid)
+    whole = truth(node.books()[0], {process.pid: process.call("stats")})
+    assert [now[name] for name in ("ledger", "total", "used", "free", "reserved")] == [{}, [], [], [], []]
+    assert [now[name] for name in ("processes", "allocated")] == [whole["processes"], whole["allocated"]]
+    assert metrics.value("gpumem_device_up", uuid=uuid) == 1
+    assert not re.search(r" 1\.8446744\d*e\+19$| 18446744073709551615$", metrics.text, re.MULTILINE)
+    node.hide_memory(0, False)
+    wait_until_right(exporter, node, (0, 1), {0: [process]})
+
+
+def test_an_integrated_gpu_has_the_hosts_memory_and_says_so(
+    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    node = make_node(devices=1, name="NVIDIA GB10")
+    with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED):
+        exporter = start_exporter(node, *QUICK)
+        process = start_reporting(start_torch, node, exporter)
+        node.set_process(FOREIGN_PID, 0, 9 * MIB)
+        uuid, stats = node.uuid(0), process.call("stats")
+        whole = truth(node.books()[0], {process.pid: stats})
+        wait_for(
+            lambda: (
+                shown(scrape(exporter), uuid)["processes"] == whole["processes"]
+                and shown(scrape(exporter), uuid)["allocated"] == whole["allocated"]
+            ),
+            "a poll of this state",
+        )
+        metrics = scrape(exporter)
+    now = shown(metrics, uuid)
+    assert now["total"] == [meminfo("MemTotal")]
+    assert now["reserved"] == []
+    assert now["used"][0] + now["free"][0] == now["total"][0]
+    assert 0 < now["free"][0] < now["total"][0]
+    assert metrics.value("gpumem_device_memory_is_host", uuid=uuid) == 1
+    assert metrics.value("gpumem_device_up", uuid=uuid) == 1
+    owned = ("torch_allocated", "torch_reclaimable", "torch_fragmented", "non_torch", "other_processes")
+    assert {name: now["ledger"][name] for name in owned} == {name: whole["ledger"][name] for name in owned}
+    # What the CPU's programs use is nobody's here, and the ledger's sum holds all the same (`scrape` has added it up).
+    assert now["ledger"]["unattributed"] == now["used"][0] - sum(whole["ledger"][name] for name in owned)
+    (device,) = exporter.get("/api/v1/devices")["devices"]
+    assert device["memory"]["of_host"] is True
+    assert device["memory"]["total_bytes"] == meminfo("MemTotal")
+
+
+def test_a_discrete_gpu_without_memory_figures_is_not_given_the_hosts(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED, device=0):
+        exporter = start_exporter(node, *QUICK)
+        metrics = wait_until_right(exporter, node, (1,), {})
+        assert shown(metrics, node.uuid(0))["total"] == []
+        assert metrics.values("gpumem_device_memory_is_host") == []
+        assert metrics.value("gpumem_device_up", uuid=node.uuid(0)) == 1
+
+
+def meminfo(name: str) -> int:
+    """A figure of this machine's memory, in bytes."""
+    (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
+
+
+def test_ledgers_add_up_while_hundreds_of_processes_come_and_go_between_the_drivers_answers(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, "--report.interval", "0.2", "--collect.interval", "0.1")
+    process = start_reporting(start_torch, node, exporter)
+    stop, failures = threading.Event(), []
+
+    def come_and_go() -> None:
+        try:
+            for wave in itertools.count():
+                pids = range(FOREIGN_PID, FOREIGN_PID + 40 + 97 * wave % 260)
+                for pid in pids:
+                    node.set_process(pid, 0, pid % 1_000_003)
+                for pid in pids:
+                    node.remove_process(pid)
+                if stop.is_set():
+                    return
+        except Exception as error:  # noqa: BLE001 - told by the test
+            failures.append(error)
+
+    churn = threading.Thread(target=come_and_go)
+    churn.start()
+    seen: set[Any] = set()
+    try:
+        wait_for(
+            lambda: (
+                seen.add(len(scrape(exporter).values("gpumem_process_memory_used_bytes", gpu="0"))) or len(seen) > 30
+            ),
+            "thirty different numbers of processes",
+            60.0,
+        )
+    finally:
+        stop.set()
+        churn.join(60)
+    assert failures == []
+    metrics = wait_until_right(exporter, node, (0, 1), {0: [process]})
+    assert not [pid for pid in shown(metrics, node.uuid(0))["processes"] if int(pid) >= FOREIGN_PID]

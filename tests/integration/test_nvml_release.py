@@ -1,0 +1,269 @@
+"""The driver let go on request and taken up again, below an exporter that goes on: on the emulated node."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._transport import Answer
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
+from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+
+from .device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
+from .running_exporter import ScriptedProvider, eventually, problem, running_exporter
+
+RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
+
+
+def ask(exporter: ExporterProcess, path: str, expect: int = 200, **body: Any) -> Any:
+    answer = exporter.request("POST", path, body)
+    assert answer.status == expect, answer
+    return json.loads(answer.body)
+
+
+def held(exporter: ExporterProcess, node: EmulatedNode) -> set[str]:
+    """What of the driver the exporter has loaded, mapped or open, by the kernel: NVML's library, its device file."""
+    process = Path(f"/proc/{exporter.pid}")
+    links = [str(link.readlink()) for link in (process / "fd").iterdir() if link.is_symlink()]
+    mapped = [line.split(maxsplit=5)[5] for line in (process / "maps").read_text().splitlines() if line.count("/")]
+    names = {"libnvidia-ml": "library", node.nvml_device_file.name: "device file"}
+    return {what for path in (*links, *mapped) for part, what in names.items() if part in path}
+
+
+def test_a_released_driver_is_held_by_nothing_and_torch_series_stay(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.call("random_heap", blocks=30)
+    exporter.wait_for_processes(process.pid)
+    wait_until_right(exporter, node, (0, 1), {0: [process]})
+    assert held(exporter, node) == {"library", "device file"}
+
+    answer = ask(exporter, RELEASE, reason="driver upgrade")
+    assert held(exporter, node) == set()
+    who = f"unix:uid={os.geteuid()}:pid={os.getpid()}"
+    said = f"released on request by {who} (driver upgrade)"
+    assert (answer["state"], answer["error"], answer["held"]) == ("released", said, [])
+    metrics = scrape(exporter)
+    assert metrics.value("gpumem_nvml_up") == 0
+    gone = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
+    for device in (0, 1):
+        assert [name for name in series_of(metrics, uuid=node.uuid(device)) if name.startswith(gone)] == []
+    health = exporter.get("/health")
+    assert (health["status"], health["nvml"]) == ("degraded", {"up": False, "error": said})
+
+    # It stays so, by itself, for longer than any attempt to attach would wait, whatever else is asked of it.
+    node.restart_driver()
+    init = node.slow("nvmlInit*", 0)
+    process.call("alloc", nbytes=6 * MIB)
+    allocated = process.call("stats")["allocated_bytes.all.current"]
+    labels = {"pid": str(process.pid), "uuid": node.uuid(0)}
+    wait_for(
+        lambda: scrape(exporter).values("gpumem_torch_allocated_bytes", **labels) == [allocated],
+        "what the process holds now",
+    )
+    assert exporter.act("empty_cache", target={"pid": process.pid})["state"] == "done"
+    polls = exporter.metrics().value("gpumem_poll_timestamp_seconds")
+    wait_for(lambda: exporter.metrics().value("gpumem_poll_timestamp_seconds") > polls + 2, "two seconds of polls")
+    assert ask(exporter, RELEASE, reason="again") == answer
+    assert (init.hits, held(exporter, node)) == (0, set())
+
+    attached = ask(exporter, ATTACH, reason="done")
+    assert (attached["state"], attached["error"], attached["requested_by"]) == ("attached", "", None)
+    assert held(exporter, node) == {"library", "device file"}
+    wait_until_right(exporter, node, (0, 1), {0: [process]})
+    assert exporter.get("/health")["status"] == "ok"
+    assert ask(exporter, ATTACH)["state"] == "attached"
+    actions = [entry for entry in exporter.get("/api/v1/actions")["actions"] if entry["action"].startswith("nvml_")]
+    assert [(entry["action"], entry["requested_by"], entry["reason"], entry["state"]) for entry in actions] == [
+        ("nvml_attach", who, "done", "done"),
+        ("nvml_release", who, "driver upgrade", "done"),
+    ]
+    assert exporter.log().count("driver released on request") == exporter.log().count("driver attached on request") == 1
+
+
+def test_releasing_and_attaching_again_and_again_leaves_nothing_behind(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    for _ in range(20):
+        assert ask(exporter, RELEASE)["state"] == "released"
+        assert held(exporter, node) == set()
+        assert ask(exporter, ATTACH)["state"] == "attached"
+    files = [link.readlink() for link in Path(f"/proc/{exporter.pid}/fd").iterdir() if link.is_symlink()]
+    assert files.count(node.nvml_device_file) == 1
+    wait_until_right(exporter, node, (0, 1), {})
+
+
+def test_another_driver_is_loaded_after_a_release(
+    make_node: MakeNode, start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    node = make_node(nvml="v1")
+    there = tmp_path / "driver"
+    there.symlink_to(node.libraries / "v1")
+    library_path = f"{there}:{os.environ.get('LD_LIBRARY_PATH', '')}"
+    exporter = start_exporter(node, *QUICK, environment={"LD_LIBRARY_PATH": library_path})
+    node.set_process(FOREIGN_PID, 0, 5 * MIB)
+    wait_for(lambda: scrape(exporter).values("gpumem_process_memory_used_bytes") == [5 * MIB], "the process")
+    assert scrape(exporter).values("gpumem_device_memory_reserved_bytes") == []  # the old one cannot tell
+    ask(exporter, RELEASE)
+    there.unlink()
+    there.symlink_to(node.libraries)
+    ask(exporter, ATTACH)
+    wait_until_right(exporter, node, (0, 1), {})
+
+
+def test_a_release_while_the_driver_hangs_is_told_to_wait_and_done_when_it_goes_on(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    with node.hang("nvmlDeviceGetMemoryInfo*") as hang:
+        hang.wait_for_waiting()
+        answer = ask(exporter, RELEASE, expect=202, wait_seconds=0.1)
+        assert (answer["state"], "device file" in held(exporter, node)) == ("releasing", True)
+    assert ask(exporter, RELEASE, wait_seconds=60)["state"] == "released"
+    assert held(exporter, node) == set()
+
+
+def test_a_driver_that_comes_while_it_is_released_is_not_taken_up_before_it_is_asked_for(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+    exporter = start_exporter(node, *QUICK)
+    assert ask(exporter, ATTACH)["state"] == "absent"
+    assert held(exporter, node) == {"library"}
+    assert ask(exporter, RELEASE)["state"] == "released"
+    assert held(exporter, node) == set()
+    absent = ask(exporter, ATTACH)
+    assert (absent["state"], "driver is not loaded" in absent["error"]) == ("absent", True)
+    ask(exporter, RELEASE)
+    node.set_init_error(0)
+    polls = exporter.metrics().value("gpumem_poll_timestamp_seconds")
+    wait_for(lambda: exporter.metrics().value("gpumem_poll_timestamp_seconds") > polls + 1, "a second of polls")
+    assert exporter.metrics().value("gpumem_nvml_up") == 0
+    assert ask(exporter, ATTACH)["state"] == "attached"
+
+
+def test_a_missing_driver_that_is_asked_for_is_tried_at_once(node: EmulatedNode, start_exporter: StartExporter) -> None:
+    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+    exporter = start_exporter(node, *QUICK)
+    with node.slow("nvmlInit*", 0) as init:
+        init.wait_for_hits(2, timeout_seconds=ATTACH_SECONDS)
+        node.set_init_error(0)
+        assert ask(exporter, ATTACH)["state"] == "attached"
+
+
+def test_a_restarted_exporter_attaches(node: EmulatedNode, start_exporter: StartExporter) -> None:
+    exporter = start_exporter(node, *QUICK)
+    ask(exporter, RELEASE)
+    assert exporter.stop() == 0
+    exporter.start()
+    wait_until_right(exporter, node, (0, 1), {})
+
+
+def test_the_commands_release_and_attach_and_their_exit_codes_tell(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+
+    def command(*words: str, code: int | None = 0) -> str:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "GPUMEM_EXPORTER_URL": exporter.url}
+        done = subprocess.run(
+            [sys.executable, "-m", "gpumem_exporter", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert code in (done.returncode, None), done
+        return done.stdout + done.stderr
+
+    assert "holds nothing of the driver" in command("release-nvml", "--reason", "driver upgrade")
+    assert held(exporter, node) == set()
+    assert json.loads(command("release-nvml", "--json"))["reason"] == "driver upgrade"
+    assert "gpumem-exporter attach-nvml" in command("doctor", code=None)
+    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+    assert "as soon as it does" in command("attach-nvml", code=1)
+    node.set_init_error(0)
+    assert "reads the driver again" in command("attach-nvml")
+    with node.hang("nvmlDeviceGetMemoryInfo*") as hang:
+        hang.wait_for_waiting()
+        assert "lets it go as soon as it does" in command("release-nvml", "--wait", "0.1", code=1)
+    assert "--wait" in command("release-nvml", "--wait", "61", code=2)
+    assert "--wait" in command("attach-nvml", "--wait", "-1", code=2)
+
+
+@pytest.fixture
+def scripted() -> Iterator[Any]:
+    with running_exporter(collect_interval=60) as running:
+        yield running
+
+
+def test_a_release_is_answered_without_waiting_for_the_interval_and_the_provider_is_let_go(scripted: Any) -> None:
+    answer: Answer = scripted.request("POST", RELEASE, {"wait_seconds": 30})
+    assert json.loads(answer.body)["state"] == "released"
+    assert scripted.provider.let_go >= 1
+    assert scripted.document("/api/v1/devices")["nvml"]["error"].startswith("released on request by tcp:127.0.0.1")
+
+
+@pytest.mark.parametrize("path", [RELEASE, ATTACH])
+def test_who_may_not_act_may_not_release_or_attach(path: str, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-long-enough-token-for-a-test\n")
+    with running_exporter(action_token_file=str(token)) as running:
+        problem(running.request("POST", path, {}), 401)
+        problem(running.request("POST", path, {}, Origin="http://evil.example"), 403)
+        allowed = running.request("POST", path, {}, Authorization=f"Bearer {token.read_text().strip()}")
+        assert allowed.status == 200
+    with running_exporter() as running:
+        problem(running.request("POST", path, {}, Host="evil.example"), 403)
+        problem(running.request("POST", path, {}, Origin="http://evil.example"), 403)
+        problem(running.request("POST", path, body=b"{}", Content_Type="text/plain"), 415)
+        assert running.request("GET", path).status == 405
+        assert running.provider.let_go == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [({"wait_seconds": 61}, "wait_seconds"), ({"wait_seconds": "1"}, "wait_seconds"), ({"reson": "typo"}, "reson")],
+)
+def test_a_request_that_is_not_right_names_the_field_and_changes_nothing(
+    scripted: Any, body: dict[str, Any], field: str
+) -> None:
+    document = problem(scripted.request("POST", RELEASE, body), 422)
+    assert [error["field"] for error in document["errors"]] == [field]
+    assert scripted.document("/health")["nvml"]["up"]
+
+
+def test_the_api_describes_both_routes(scripted: Any) -> None:
+    document = scripted.document("/openapi.json")
+    for path in (RELEASE, ATTACH):
+        operation = document["paths"][path]["post"]
+        assert operation["summary"]
+        assert set(operation["responses"]) >= {"200", "202", "401", "403", "422"}
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": "#/components/schemas/NvmlBody"}
+    assert set(document["components"]["schemas"]["NvmlBody"]["properties"]) == {"reason", "wait_seconds"}
+
+
+def test_a_stuck_exporter_answers_in_the_time_that_was_asked_for() -> None:
+    provider = ScriptedProvider()
+    with running_exporter(provider=provider) as running:
+        provider.hanging.set()
+        assert provider.stuck.wait(10)
+        answers = [running.request("POST", RELEASE, {"wait_seconds": wait}) for wait in (0, 0.1)]
+        assert [answer.status for answer in answers] == [202, 202]
+        provider.hanging.clear()
+        provider.released.set()
+        eventually(lambda: running.document("/health")["nvml"]["error"], lambda error: "released on request" in error)

@@ -1,0 +1,187 @@
+"""Samples, readings and actions of different moments: what is shown belongs together, or the residual says that not."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.exporter_process import ExporterProcess, Metrics, wait_for
+from tests.unit.builders import UUIDS, report, sample
+
+from .device_truth import QUICK, scrape, series_of, shown, truth, wait_until_right
+from .running_exporter import RunningExporter, running_exporter
+
+EXPIRY_SECONDS = 3.0
+
+
+@pytest.fixture
+def scripted() -> Iterator[RunningExporter]:
+    with running_exporter(report_interval=20, report_expiry=60) as running:
+        yield running
+
+
+def test_a_sample_is_shown_with_the_moment_it_was_taken_and_not_that_of_its_report(scripted: RunningExporter) -> None:
+    before = time.time()
+    assert scripted.report(report(7, devices=(sample(UUIDS[0], 5),), sample_age_seconds=12.5)).status == 200
+    after = time.time()
+    received = scripted.sample("gpumem_reporter_last_report_timestamp_seconds", pid="7")
+    taken = scripted.sample("gpumem_reporter_sample_timestamp_seconds", pid="7")
+    assert received is not None
+    assert before <= received <= after
+    assert taken == received - 12.5
+    (entry,) = scripted.document("/api/v1/processes")["processes"]
+    assert 12.5 <= entry["sample_age_seconds"] <= 12.5 + time.time() - before
+
+
+def test_while_steps_run_the_page_shows_the_last_steps_end_and_says_of_when_that_is(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.call("alloc", nbytes=6 * MIB)
+    exporter.wait_for_processes(process.pid)
+    labels = {"pid": str(process.pid)}
+    for _ in range(3):  # slow steps: the reporter waits for the next one for three times their length
+        process.call("client_step")
+        process.exec("import time; time.sleep(1.5)")
+    at_step = process.call("stats")["allocated_bytes.all.current"]
+    process.call("client_step")
+    stepped = time.time()
+    process.call("alloc", nbytes=50 * MIB)
+    wait_for(
+        lambda: exporter.metrics().value("gpumem_reporter_last_report_timestamp_seconds", **labels) > stepped + 0.5,
+        "a report from after the step",
+    )
+    metrics = scrape(exporter)
+    taken = metrics.value("gpumem_reporter_sample_timestamp_seconds", **labels)
+    assert metrics.value("gpumem_reporter_last_report_timestamp_seconds", **labels) > taken
+    allocated = metrics.value("gpumem_torch_allocated_bytes", **labels)
+    now = process.call("stats")["allocated_bytes.all.current"]
+    assert now == at_step + 50 * MIB
+    # Whichever of the two it shows, it says of when it is.
+    assert allocated == (at_step if taken <= stepped else now)
+
+
+def test_a_stopped_process_goes_within_the_expiry_and_its_bytes_are_others_in_the_same_scrape(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--report.expiry", str(EXPIRY_SECONDS))
+    process, sibling = [start_torch(node, GPUMEM_EXPORTER_URL=exporter.url) for _ in range(2)]
+    for number, one in enumerate((process, sibling)):
+        one.call("start_client", workload=f"job-{number}")
+        one.call("random_heap", seed=number, blocks=40, largest_bytes=16 * MIB)
+    exporter.wait_for_processes(process.pid, sibling.pid)
+    wait_until_right(exporter, node, (0, 1), {0: [process, sibling]})
+    stats = {one.pid: one.call("stats") for one in (process, sibling)}
+    uuid, pid = node.uuid(0), str(process.pid)
+    believed, given_up = (truth(node.books()[0], known) for known in (stats, {sibling.pid: stats[sibling.pid]}))
+    assert given_up["ledger"]["other_processes"] == node.books()[0].processes[process.pid]
+
+    process.signal(signal.SIGSTOP)
+    try:
+        silent = False
+        while not silent:
+            begun = time.time()
+            metrics = scrape(exporter)
+            last_report = metrics.value("gpumem_reporter_last_report_timestamp_seconds", pid=pid)
+            silent = metrics.value("gpumem_reporter_up", pid=pid) == 0
+            # Nothing between the two: a process is believed with all its series or with none.
+            assert shown(metrics, uuid) == (given_up if silent else believed)
+            assert silent or begun <= last_report + EXPIRY_SECONDS
+            time.sleep(0.02)
+        torch_series = [name for name in series_of(metrics, pid=pid) if name.startswith("gpumem_torch_")]
+        assert torch_series == []
+        assert series_of(metrics, pid=pid, uuid=uuid) == ["gpumem_process_memory_used_bytes"]
+        assert metrics.values("gpumem_reporter_sample_timestamp_seconds", pid=pid) == []
+        (entry,) = [e for e in exporter.get("/api/v1/processes")["processes"] if e["pid"] == process.pid]
+        assert (entry["reporting"], entry["state"]) == (False, "silent")
+    finally:
+        process.signal(signal.SIGCONT)
+    metrics = wait_until_right(exporter, node, (0, 1), {0: [process, sibling]})
+    assert metrics.value("gpumem_reporter_up", pid=pid) == 1
+
+
+def peaks(metrics: Metrics, pid: int) -> tuple[float, float, float]:
+    names = ("torch_allocated_peak_bytes", "torch_reserved_peak_bytes", "torch_peak_resets_total")
+    allocated, reserved, resets = (metrics.value(f"gpumem_{name}", pid=str(pid), gpu="0") for name in names)
+    return allocated, reserved, resets
+
+
+def wait_for_peaks(exporter: ExporterProcess, pid: int, wanted: tuple[float, float, float]) -> None:
+    wait_for(lambda: peaks(scrape(exporter), pid) == wanted, f"{wanted}; it is {peaks(scrape(exporter), pid)}")
+
+
+def test_peaks_are_shown_as_torch_has_them_and_whoever_resets_them_is_counted(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+
+    def as_torch_has_them(resets: int) -> tuple[float, float, float]:
+        stats = process.call("stats")
+        return stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"], resets
+
+    def make_a_peak() -> None:
+        process.call("free", numbers=[process.call("alloc", nbytes=64 * MIB)])
+
+    make_a_peak()
+    exporter.wait_for_processes(process.pid)
+    assert as_torch_has_them(0)[:2] == (64 * MIB, 64 * MIB)
+    wait_for_peaks(exporter, process.pid, as_torch_has_them(0))
+    process.call("reset_peak")  # the program itself
+    assert as_torch_has_them(1)[:2] == (0, 64 * MIB)
+    wait_for_peaks(exporter, process.pid, as_torch_has_them(1))
+    make_a_peak()
+    wait_for_peaks(exporter, process.pid, as_torch_has_them(1))
+    exporter.act("reset_peak", target={"pid": process.pid})
+    wait_for_peaks(exporter, process.pid, as_torch_has_them(2))
+    exporter.act("reset_peak", target={"pid": process.pid})  # nothing falls: it was one all the same
+    wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
+    process.call("empty_cache")
+    process.call("random_heap", seed=3, blocks=30)
+    wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
+    exporter.stop(signal.SIGKILL)
+    exporter.start()
+    exporter.wait_for_processes(process.pid)
+    wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
+
+
+def test_after_an_action_the_driver_is_read_at_once_and_until_then_the_residual_shows_the_difference(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, "--report.interval", "0.2", "--collect.interval", "600")
+    process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.call("random_heap", seed=5, blocks=60)
+    exporter.wait_for_processes(process.pid)
+    uuid, pid = node.uuid(0), process.pid
+    # Its one poll may have been before the process: the first action has the driver read.
+    exporter.act("empty_cache", target={"pid": pid})
+    wait_until_right(exporter, node, (0,), {0: [process]})
+    context_bytes = node.books()[0].processes[pid] - process.call("stats")["reserved_bytes.all.current"]
+
+    process.call("free")
+    reserved = process.call("stats")["reserved_bytes.all.current"]
+    wait_for(
+        lambda: scrape(exporter).ledgers()[uuid]["torch_reclaimable"] == reserved > 0, "a report of the free cache"
+    )
+    assert exporter.act("empty_cache", target={"pid": pid})["freed_bytes"] == reserved
+    seen = []
+    while not seen or seen[-1] != (0, reserved):
+        metrics = scrape(exporter)
+        ledger = metrics.ledgers()[uuid]
+        used = int(metrics.value("gpumem_process_memory_used_bytes", pid=str(pid), uuid=uuid))
+        reported = ledger["torch_allocated"] + ledger["torch_reclaimable"] + ledger["torch_fragmented"]
+        # A report and a reading of one moment leave exactly the context; what lies between them is all in the residual.
+        assert ledger["non_torch"] - context_bytes == (used - context_bytes) - reported
+        seen.append((reported, context_bytes + reserved - used))
+        assert set(seen[-1]) <= {0, reserved}, seen
+    wait_until_right(exporter, node, (0,), {0: [process]})
