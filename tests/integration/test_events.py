@@ -1,0 +1,439 @@
+"""Events are kept: whatever happened is there again, and only what is kept was ever acknowledged."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.errors import ExporterUnreachableError
+from gpumem_exporter.events.storage import FILE_NAME
+from gpumem_exporter.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.integration.running_exporter import RunningExporter, problem, running_exporter
+from tests.unit.builders import UUIDS, identity, report, sample
+
+EVENTS = "/api/v1/events"
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
+
+
+def events(exporter: ExporterProcess, **query: Any) -> list[dict[str, Any]]:
+    """All events that match, page by page."""
+    after, found = query.pop("after", 0), []
+    asked = "".join(f"&{name}={value}" for name, value in query.items())
+    while True:
+        page = exporter.get(f"{EVENTS}?limit=200&after={after}{asked}")
+        found += page["events"]
+        if not page["more"]:
+            return found
+        after = page["next_after"]
+
+
+def health(exporter: ExporterProcess) -> dict[str, Any]:
+    document: dict[str, Any] = exporter.get("/health")
+    return document
+
+
+def keeps(exporter: ExporterProcess) -> bool:
+    return bool(health(exporter)["checks"]["events"]["status"] == "ok")
+
+
+def oom_report(reporter: int, number: int, sequence: int | None = None) -> bytes:
+    """A report of a process in a namespace that nobody else is in, with one out-of-memory error."""
+    who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
+    oom = OutOfMemory(UUIDS[0], number, requested_bytes=number)
+    return json.dumps(to_wire(Report(who, sequence=sequence or number, ooms=(oom,)))).encode()
+
+
+def post(connection: Connection, body: bytes) -> None:
+    answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
+    assert answer.status == 200, answer
+
+
+def tell(exporter: ExporterProcess, *numbers: int, reporter: int = 1) -> None:
+    connection = Connection(exporter.url, timeout_seconds=30.0)
+    for number in numbers:
+        post(connection, oom_report(reporter, number))
+    connection.close()
+
+
+def told(exporter: ExporterProcess) -> list[tuple[str, int]]:
+    return [(event["workload"], event["detail"]["number"]) for event in events(exporter, type="oom")]
+
+
+# --- nothing acknowledged is lost
+
+
+def test_an_exporter_killed_in_the_midst_of_a_thousand_writes_has_all_that_it_acknowledged_and_starts_again(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    exporter = start_exporter(None, "--storage.path", str(tmp_path / "events"))
+    reporters, each = 4, 250
+    answered: set[tuple[str, int]] = set()
+    shown: set[tuple[str, int]] = set()
+    enough = threading.Event()
+
+    def send(reporter: int) -> None:
+        connection = Connection(exporter.url, timeout_seconds=30.0)
+        try:
+            for number in range(1, each + 1):
+                post(connection, oom_report(reporter, number))
+                answered.add((f"w{reporter}", number))
+                if len(answered) >= 300:
+                    enough.set()
+        except ExporterUnreachableError:
+            return
+        finally:
+            connection.close()
+
+    with ThreadPoolExecutor() as pool:
+        sending = [pool.submit(send, reporter) for reporter in range(1, reporters + 1)]
+        while not enough.wait(0):
+            shown.update(told(exporter))
+        exporter.stop(signal.SIGKILL)
+        for each_sent in sending:
+            each_sent.result(60)
+    assert 300 <= len(answered) < reporters * each, "it was not killed in the midst"
+    assert shown
+    exporter.start()
+    kept = told(exporter)
+    assert len(kept) == len(set(kept))
+    assert answered <= set(kept)
+    assert shown <= set(kept)
+    # what a reporter was not answered it sends again, and some of that had been kept
+    for reporter in range(1, reporters + 1):
+        tell(exporter, *range(1, each + 1), reporter=reporter)
+    kept = told(exporter)
+    assert sorted(kept) == [(f"w{reporter}", n) for reporter in range(1, reporters + 1) for n in range(1, each + 1)]
+    assert keeps(exporter)
+
+
+def test_ids_and_cursors_go_on_over_a_restart_with_and_without_a_folder(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    for flags in ((), ("--storage.path", str(tmp_path / "events"))):
+        exporter = start_exporter(None, *flags)
+        tell(exporter, 1, 2, 3)
+        cursor = exporter.get(EVENTS)["next_after"]
+        assert exporter.stop() == 0
+        exporter.start()
+        assert len(told(exporter)) == (3 if flags else 0)
+        tell(exporter, 4)
+        assert [event["detail"].get("number") for event in events(exporter, after=cursor, type="oom")] == [4]
+
+
+# --- disks that do not take them
+
+
+def test_a_disk_that_takes_no_more_is_told_outlived_and_made_up_for(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    folder = tmp_path / "events"
+    exporter = start_exporter(None, "--storage.path", str(folder), "--log.level", "error")
+    numbers = iter(range(1, 10_000))
+    tell(exporter, *(next(numbers) for _ in range(20)))
+    kept = told(exporter)
+    _, hard = resource.prlimit(exporter.pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(exporter.pid, resource.RLIMIT_FSIZE, (8192, hard))  # a commit writes more pages than two
+    while keeps(exporter):
+        tell(exporter, next(numbers))
+    refused = [next(numbers) for _ in range(20)]
+    tell(exporter, *refused)  # answered all the same
+    check = health(exporter)
+    assert check["status"] == "degraded"
+    assert str(folder) in check["checks"]["events"]["detail"]
+    assert exporter.request("GET", "/metrics").status == 200
+    assert len(exporter.processes()) == 1
+    resource.prlimit(exporter.pid, resource.RLIMIT_FSIZE, (hard, hard))
+    wait_for(lambda: keeps(exporter), "the disk to be taken back")
+    wait_for(lambda: told(exporter)[-1] == ("w1", refused[-1]), "what had waited")
+    assert told(exporter) == [("w1", number) for number in range(1, refused[-1] + 1)]
+    assert told(exporter)[: len(kept)] == kept
+    assert exporter.metrics().value("gpumem_events_dropped_total") == 0
+    assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
+    exporter.start()
+    assert told(exporter) == [("w1", number) for number in range(1, refused[-1] + 1)]
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_counted_and_begun_when_it_can(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    in_the_way = tmp_path / "a file"
+    in_the_way.write_text("")
+    exporter = start_exporter(None, "--storage.path", str(in_the_way / "events"))
+    wait_for(lambda: not keeps(exporter), "the trouble")
+    check = health(exporter)
+    assert check["status"] == "degraded"
+    assert "Not a directory" in check["checks"]["events"]["detail"]
+    tell(exporter, 1, 2)
+    answer = exporter.request("GET", EVENTS)
+    assert answer.status == 503
+    assert "cannot be read" in json.loads(answer.body)["detail"]
+    assert answer.headers["retry-after"] == "1"
+    in_the_way.unlink()
+    wait_for(lambda: keeps(exporter), "the folder")
+    assert told(exporter) == [("w1", 1), ("w1", 2)]
+    assert (in_the_way / "events" / FILE_NAME).exists()
+
+
+def test_what_a_disk_never_took_is_counted(start_exporter: StartExporter) -> None:
+    exporter = start_exporter(None, "--storage.path", "/proc/gpumem", "--log.level", "error")
+    wait_for(lambda: not keeps(exporter), "the trouble")
+    connection = Connection(exporter.url, timeout_seconds=30.0)
+    who = identity(1, pid_namespace=7)
+    for sequence in range(1, 73):  # 64 errors a report, and room for 4096 events
+        ooms = tuple(OutOfMemory(UUIDS[0], 64 * sequence + n) for n in range(64))
+        post(connection, json.dumps(to_wire(Report(who, sequence=sequence, ooms=ooms))).encode())
+    connection.close()
+    dropped = exporter.metrics().value("gpumem_events_dropped_total")
+    assert dropped % 64 == 0
+    assert 72 * 64 - 4096 <= dropped < 72 * 64 - 4096 + 2 * 64
+    assert f"{dropped:.0f} were lost" in health(exporter)["checks"]["events"]["detail"]
+
+
+def test_a_damaged_file_is_put_aside_and_told(start_exporter: StartExporter, tmp_path: Path) -> None:
+    file = tmp_path / "events" / FILE_NAME
+    file.parent.mkdir()
+    file.write_bytes(os.urandom(50_000))
+    exporter = start_exporter(None, "--storage.path", str(file.parent))
+    tell(exporter, 1)
+    assert told(exporter) == [("w1", 1)]
+    assert "put aside" in health(exporter)["checks"]["events"]["detail"]
+    assert "damaged" in exporter.log()
+    assert file.with_name(FILE_NAME + ".damaged").stat().st_size == 50_000
+
+
+def test_a_second_exporter_in_the_same_folder_serves_on_and_says_why_it_keeps_nothing(
+    start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    first = start_exporter(None, "--storage.path", str(tmp_path / "events"))
+    wait_for(lambda: keeps(first), "the first")
+    second = start_exporter(None, "--storage.path", str(tmp_path / "events"))
+    wait_for(lambda: not keeps(second), "the second")
+    assert "another exporter uses it" in health(second)["checks"]["events"]["detail"]
+    tell(second, 1)
+    assert first.stop() == 0
+    wait_for(lambda: keeps(second), "the second")
+    assert told(second) == [("w1", 1)]
+
+
+# --- what is told of real processes on the emulated node
+
+RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
+
+
+def test_an_error_of_a_real_process_is_an_event_with_the_node_s_and_the_process_s_own_figures(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="greedy", rank=2)
+    process.call("random_heap", device=1, seed=5)
+    exporter.wait_for_processes(process.pid)
+    for _ in range(2):
+        process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass")
+    stats, book = process.call("stats", device=1), node.books()[1]
+    wait_for(lambda: len(events(exporter, type="oom")) == 2, "both errors")
+    for number, event in enumerate(events(exporter, type="oom", pid=process.pid), 1):
+        assert (event["gpu"], event["uuid"], event["pid"]) == ("1", book.uuid, process.pid)
+        assert (event["workload"], event["rank"]) == ("greedy", "2")
+        detail, allocator = event["detail"], event["detail"]["allocator"]
+        assert detail["number"] == number
+        assert detail["requested_bytes"] == 1 << 40
+        assert detail["device_free_bytes"] == book.free_bytes
+        assert detail["limit_bytes"] == book.total_bytes - book.reserved_bytes
+        assert allocator["allocated_bytes"] == stats["allocated_bytes.all.current"]
+        assert allocator["reserved_bytes"] == stats["reserved_bytes.all.current"]
+        assert allocator["requested_bytes"] == stats["requested_bytes.all.current"]
+        assert allocator["ooms"] == number
+    lines = [line for line in exporter.log().splitlines() if 'msg="out of memory"' in line]
+    assert len(lines) == 2
+    assert f"workload=greedy rank=2 pid={process.pid} gpu=1" in lines[0]
+    assert f"requested_bytes={1 << 40} device_free_bytes={book.free_bytes}" in lines[0]
+    exporter.metrics().assert_ledgers_add_up()
+
+
+PROGRAM = f"""
+import sys, torch
+from gpumem_exporter import client
+client.start(workload="doomed")
+ballast = torch.empty(1 << 28, dtype=torch.uint8, device='cuda:1')
+sys.stdin.readline()
+{RUN_OUT}
+"""
+
+
+def test_a_process_that_dies_of_its_error_leaves_the_error_and_its_end_with_its_last_ledger_row(
+    node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        env=node.environment(GPUMEM_EXPORTER_URL=exporter.url, PYTHONPATH=str(REPOSITORY)),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        wait_for(lambda: exporter.metrics().values("gpumem_torch_allocated_bytes") == [1 << 28], "its reports", 90.0)
+        used = node.books()[1].processes[process.pid]
+        wait_for(lambda: exporter.metrics().values("gpumem_process_memory_used_bytes", gpu="1") == [used], "a poll")
+        _, stderr = process.communicate("now\n", timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert "OutOfMemoryError" in stderr
+    wait_for(lambda: events(exporter, type="process_ended"), "its end")
+    started, oom, ended = events(exporter, pid=process.pid)
+    assert [started["type"], oom["type"], ended["type"]] == ["process_started", "oom", "process_ended"]
+    assert {event["workload"] for event in (started, oom, ended)} == {"doomed"}
+    assert oom["detail"]["requested_bytes"] == 1 << 40
+    assert oom["detail"]["allocator"]["allocated_bytes"] == 1 << 28
+    (row,) = [row for row in ended["detail"]["devices"] if row["gpu"] == "1"]
+    assert row["uuid"] == node.books()[1].uuid
+    assert row["used_bytes"] == used
+    assert row["allocated_bytes"] == 1 << 28
+    assert row["non_torch_bytes"] == used - row["reserved_bytes"]
+    wait_for(lambda: f'pid="{process.pid}"' not in exporter.metrics().text, "its series to go")
+    exporter.metrics().assert_ledgers_add_up()
+
+
+def test_a_killed_process_has_ended_and_one_that_lives_through_a_killed_exporter_has_started_once(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
+    lives, dies = (start_torch(GPUMEM_EXPORTER_URL=exporter.url) for _ in range(2))
+    for process in (lives, dies):
+        process.call("start_client")
+        process.call("alloc", nbytes=3 << 20, device=0)
+    exporter.wait_for_processes(lives.pid, dies.pid)
+    dies.kill()
+    wait_for(lambda: events(exporter, type="process_ended"), "its end")
+    assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
+    exporter.start()
+    exporter.wait_for_processes(lives.pid)
+    exporter.act("empty_cache", target={"pid": lives.pid})
+    (ended,) = events(exporter, type="process_ended")
+    assert (ended["pid"], ended["detail"]["reason"]) == (dies.pid, "the process has gone")
+    assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
+    assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action"]
+    lives.call("stop_client")
+    wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its farewell")
+    last = events(exporter, pid=lives.pid)[-1]
+    assert (last["type"], last["detail"]["reason"]) == ("process_ended", "its reporter stopped")
+    assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
+
+
+def test_a_lost_device_is_told_once_and_its_return_also_after_a_restart_in_between(
+    node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
+
+    def changes() -> list[tuple[str, str]]:
+        return [(event["type"], event["uuid"]) for event in events(exporter, type="device_lost,device_returned")]
+
+    assert changes() == []
+    lost, uuid = ("device_lost", node.uuid(1)), node.uuid(1)
+    node.lose_device(1)
+    wait_for(lambda: changes() == [lost], "the loss")
+    (event,) = events(exporter, type="device_lost")
+    assert event["gpu"] == "1"
+    assert event["detail"]["error"]
+    exporter.metrics().assert_ledgers_add_up()
+    assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
+    exporter.start()  # the device is lost still: no news
+    tell(exporter, 1)
+    assert changes() == [lost]
+    assert exporter.stop() == 0
+    node.heal_device(1)
+    exporter.start()
+    wait_for(lambda: changes() == [lost, ("device_returned", uuid)], "the return")
+    exporter.metrics().assert_ledgers_add_up()
+
+
+# --- the route
+
+
+@pytest.fixture
+def served() -> Any:
+    with running_exporter() as exporter:
+        yield exporter
+
+
+def numbers(exporter: RunningExporter, query: str = "") -> list[int]:
+    found = exporter.document(f"{EVENTS}?type=oom{query}")["events"]
+    return [event["detail"]["number"] for event in found]
+
+
+def test_the_route_pages_by_a_cursor_and_filters(served: RunningExporter) -> None:
+    for pid in (1, 2):
+        ooms = tuple(OutOfMemory(UUIDS[0], number) for number in range(1, 6))
+        served.report(report(pid, devices=(sample(),), session=str(pid), ooms=ooms))
+    assert numbers(served) == [1, 2, 3, 4, 5] * 2
+    assert numbers(served, "&pid=2") == [1, 2, 3, 4, 5]
+    page = served.document(f"{EVENTS}?type=oom&pid=1&limit=3&after=0")
+    assert (len(page["events"]), page["more"]) == (3, True)
+    rest = served.document(f"{EVENTS}?type=oom&pid=1&limit=3&after={page['next_after']}")
+    assert [event["detail"]["number"] for event in rest["events"]] == [4, 5]
+    assert not rest["more"]
+    assert numbers(served, "&limit=2") == [4, 5]
+    first = page["events"][0]
+    assert len(numbers(served, f"&since={first['time']}&limit=1000")) == 10
+    assert numbers(served, "&since=2999-01-01T00:00:00Z") == []
+    assert served.request("HEAD", EVENTS).status == 200
+
+
+def test_a_report_with_an_error_is_answered_when_that_is_to_be_seen(served: RunningExporter) -> None:
+    for number in range(1, 51):
+        served.report(report(1, devices=(sample(),), sequence=number, ooms=(OutOfMemory(UUIDS[0], number),)))
+        assert numbers(served, "&limit=1") == [number]
+
+
+def test_an_action_is_an_event_of_each_process_that_it_was_meant_for(served: RunningExporter) -> None:
+    for pid in (1, 2, 3):
+        served.report(report(pid, devices=(sample(),), actions=("empty_cache",), workload="w" if pid < 3 else "x"))
+    served.act(action="empty_cache", target={"workload": "w"}, dry_run=True)
+    served.act(action="reset_peak", target={"workload": "w"})  # which they cannot
+    found = {pid: served.document(f"{EVENTS}?type=action&pid={pid}")["events"] for pid in (1, 2, 3)}
+    assert found[3] == []
+    assert found[1] == found[2]
+    (event,) = found[1]
+    assert (event["detail"]["action"], event["detail"]["target"]) == ("reset_peak", {"workload": "w"})
+    assert [(row["pid"], row["outcome"]) for row in event["detail"]["results"]] == [
+        (1, "unsupported"),
+        (2, "unsupported"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("query", "field"), [("since=x", "since"), ("type=x", "type"), ("pid=x", "pid"), ("limit=0", "limit"), ("x=1", "x")]
+)
+def test_a_parameter_that_is_wrong_is_a_problem_that_names_it(query: str, field: str) -> None:
+    with running_exporter() as served:
+        document = problem(served.get(f"{EVENTS}?{query}"), 422)
+    assert [error["field"] for error in document["errors"]] == [field]
+
+
+def test_whoever_may_not_read_the_audit_log_may_not_read_the_events(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret")
+    with running_exporter(action_token_file=str(token)) as served:
+        assert "--action.token-file" in problem(served.get(EVENTS), 401)["detail"]
+        assert served.get(EVENTS, Authorization="Bearer s3cret").status == 200
+    with running_exporter() as served:
+        problem(served.get(EVENTS, Host="evil.example"), 403)
+        problem(served.get(EVENTS, Origin="http://evil.example"), 403)
+        problem(served.get(EVENTS, X_Forwarded_For="10.0.0.1"), 403)

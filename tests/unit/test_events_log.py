@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import pytest
+
+from gpumem_exporter.errors import StorageError
+from gpumem_exporter.events import Event, EventLog, Page, Query, Storage
+
+WAIT = 30.0
+
+
+class ScriptedDisk(Storage):
+    """Keeps events in memory, but fails, hangs or raises as a test says."""
+
+    def __init__(self) -> None:
+        super().__init__(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=time.time)
+        self.error = ""
+        self.poison = ""
+        self.hanging = False
+        self.stuck = threading.Event()
+        self.released = threading.Event()
+        self.attempts = 0
+        self.closed_in = ""
+
+    def _trouble(self) -> None:
+        self.attempts += 1
+        if self.hanging:
+            self.stuck.set()
+            assert self.released.wait(WAIT)
+        if self.error:
+            raise StorageError(self.error)
+
+    def tend(self) -> None:
+        self._trouble()
+        super().tend()
+
+    def append(self, events: Sequence[Event]) -> None:
+        self._trouble()
+        if any(event.workload == self.poison for event in events if self.poison):
+            raise ValueError("cannot be written")
+        super().append(events)
+
+    def read(self, query: Query) -> Page:
+        self._trouble()
+        return super().read(query)
+
+    def close(self) -> None:
+        self.closed_in = threading.current_thread().name
+        super().close()
+
+
+class Bench:
+    def __init__(self, max_waiting: int = 100) -> None:
+        self.disk = ScriptedDisk()
+        self.dropped: list[int] = []
+        self.log = EventLog(
+            self.disk,
+            clock=time.monotonic,
+            on_dropped=self.dropped.append,
+            retry_seconds=0.01,
+            max_waiting=max_waiting,
+        )
+
+    def put(self, *names: str) -> Future[bool]:
+        return self.log.put([Event("oom", 1.0, workload=name) for name in names])
+
+    def kept(self) -> list[str | None]:
+        return [event.workload for event in self.log.read(Query(after=0, limit=1000)).result(WAIT).events]
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + WAIT
+        while not condition():
+            assert time.monotonic() < end, self.log.status()
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.disk.released.set()
+    assert bench.log.stop(WAIT)
+
+
+def test_what_was_put_is_true_once_it_is_kept(bench: Bench) -> None:
+    bench.log.start()
+    assert bench.put("a").result(WAIT)
+    assert bench.put("b", "c").result(WAIT)
+    assert bench.kept() == ["a", "b", "c"]
+    status = bench.log.status()
+    assert (status.where, status.alive, status.error, status.waiting, status.dropped) == ("memory", True, "", 0, 0)
+
+
+def test_what_is_put_before_it_is_started_is_kept_as_well(bench: Bench) -> None:
+    kept = bench.put("early")
+    bench.log.start()
+    assert kept.result(WAIT)
+
+
+def test_nobody_waits_for_a_disk_that_hangs_and_the_status_says_how_long_it_does(bench: Bench) -> None:
+    bench.disk.hanging = True
+    bench.log.start()
+    assert bench.disk.stuck.wait(WAIT)
+    kept = bench.put("a")
+    page = bench.log.read(Query())
+    assert not kept.done()
+    assert not page.done()
+    bench.until(lambda: not bench.log.status().prompt)
+    assert (bench.log.status().busy_seconds or 0) >= 1
+    assert bench.log.status().waiting == 1
+    bench.disk.hanging = False
+    bench.disk.released.set()
+    assert kept.result(WAIT)
+    assert bench.kept() == ["a"]
+    assert bench.log.status().prompt
+
+
+def test_what_a_failing_disk_does_not_take_waits_and_is_kept_when_it_does(bench: Bench) -> None:
+    bench.disk.error = "disk full"
+    bench.log.start()
+    bench.until(lambda: bench.log.status().error == "disk full")
+    assert bench.put("a").result(WAIT) is False
+    assert bench.put("b").result(WAIT) is False
+    with pytest.raises(StorageError, match="disk full"):
+        bench.log.read(Query()).result(WAIT)
+    assert bench.log.status().waiting == 2
+    bench.disk.error = ""
+    bench.until(lambda: bench.log.status().waiting == 0)
+    assert bench.kept() == ["a", "b"]
+    assert bench.log.status().error == ""
+    assert bench.dropped == []
+
+
+def test_readers_do_not_keep_a_failing_disk_from_being_tried_again(bench: Bench) -> None:
+    bench.disk.error = "disk full"
+    bench.log.start()
+    bench.until(lambda: bench.log.status().error != "")
+    before = bench.disk.attempts
+    for _ in range(200):
+        with pytest.raises(StorageError):
+            bench.log.read(Query()).result(WAIT)
+        time.sleep(0.001)
+    assert bench.disk.attempts > before + 200
+
+
+def test_what_finds_the_queue_full_is_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(max_waiting=3)
+    bench.put("a", "b")
+    with caplog.at_level(logging.WARNING):
+        assert bench.put("c", "d").result(0) is False
+        bench.put("e")
+        assert bench.put("f").result(0) is False
+        assert bench.put("g").result(0) is False
+    assert bench.dropped == [2, 1, 1]
+    assert bench.log.status().dropped == 4
+    assert [record.getMessage() for record in caplog.records] == ["events are lost"]
+    bench.log.start()
+    assert bench.kept() == ["a", "b", "e"]
+    assert bench.log.stop(WAIT)
+
+
+def test_an_event_that_cannot_be_written_does_not_stand_in_the_others_way(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.disk.poison = "poison"
+    kept = [bench.put(name) for name in ("a", "poison", "b")]
+    bench.log.start()
+    assert [future.result(WAIT) for future in kept] == [True, False, True]
+    assert bench.kept() == ["a", "b"]
+    assert bench.dropped == [1]
+    assert "cannot be written" in caplog.text
+
+
+def test_what_waits_is_kept_before_it_ends_and_the_thread_closes_what_it_opened() -> None:
+    bench = Bench()
+    bench.log.start()
+    kept = [bench.put(str(number)) for number in range(50)]
+    assert bench.log.stop(WAIT)
+    assert all(future.result(0) for future in kept)
+    assert bench.disk.closed_in == "gpumem-events"
+    assert not bench.log.status().alive
+    assert bench.put("late").result(0) is False
+    with pytest.raises(StorageError, match="stops"):
+        bench.log.read(Query()).result(0)
+    assert bench.dropped == [1]
+
+
+def test_what_a_failing_disk_did_not_take_until_the_end_is_counted_as_lost() -> None:
+    bench = Bench()
+    bench.disk.error = "disk full"
+    kept = bench.put("a", "b")
+    bench.log.start()
+    assert bench.log.stop(WAIT)
+    assert kept.result(0) is False
+    assert bench.dropped == [2]
+
+
+def test_too_many_readers_are_refused_and_the_others_answered(bench: Bench) -> None:
+    pages = [bench.log.read(Query()) for _ in range(20)]
+    bench.log.start()
+    answered = [future for future in pages if future.exception(WAIT) is None]
+    assert len(answered) == 16
+
+
+def test_one_that_has_given_up_waiting_harms_nobody(bench: Bench) -> None:
+    kept, page = bench.put("a"), bench.log.read(Query())
+    assert kept.cancel()
+    assert page.cancel()
+    bench.log.start()
+    assert bench.put("b").result(WAIT)
+    assert bench.kept() == ["a", "b"]

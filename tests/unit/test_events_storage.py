@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.errors import StorageError
+from gpumem_exporter.events import Event, Page, Query, Storage
+from gpumem_exporter.events.storage import FILE_NAME, MEMORY_BYTES
+
+DAY = 86400.0
+
+
+class Bench:
+    """A storage on a clock that stands until it is moved."""
+
+    def __init__(self, folder: Path | None, **options: Any) -> None:
+        self.now = 1.7e9
+        self.folder = folder
+        self.options = {"retention_seconds": 7 * DAY, "max_bytes": 64 << 20, **options}
+        self.storage = self.again()
+
+    def again(self) -> Storage:
+        """Another storage in the same place."""
+        self.storage = Storage(self.folder, wall_clock=lambda: self.now, **self.options)
+        return self.storage
+
+    def put(self, *numbers: int, **changes: Any) -> None:
+        self.storage.append([oom(number, **{"time_unix_seconds": self.now, **changes}) for number in numbers])
+
+    def page(self, **asked: Any) -> Page:
+        return self.storage.read(Query(**asked))
+
+    def numbers(self, **asked: Any) -> list[int]:
+        return [event.detail["number"] for event in self.page(**asked).events]
+
+
+def oom(number: int, **changes: Any) -> Event:
+    return Event(**{"type": "oom", "time_unix_seconds": 0.0, "detail": {"number": number}, **changes})
+
+
+@pytest.fixture(params=["memory", "file"])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
+    return Bench(None if request.param == "memory" else tmp_path / "not" / "yet")
+
+
+def test_an_event_comes_back_as_it_was_put(bench: Bench) -> None:
+    event = Event(
+        "oom", 1.5, gpu="0", uuid="GPU-1", pid=7, workload='a "b"', rank="", detail={"deep": [{"x": None}, 2**62]}
+    )
+    bench.storage.append([event, Event("action", 2.0), Event("oom", 3.0, pid="1@4026532007")])
+    first, second, third = bench.page(since_unix_seconds=0).events
+    assert first == Event(**{name: getattr(event, name) for name in Event.__slots__ if name != "id"}, id=first.id)
+    assert (second.gpu, second.uuid, second.pid, second.workload, second.rank) == (None,) * 5
+    assert third.pid == "1@4026532007"
+    bench.storage.close()
+
+
+def test_pages_give_every_event_once_in_the_order_in_which_it_came(bench: Bench) -> None:
+    bench.put(*range(10))
+    got: list[int] = []
+    page = bench.page(after=0, limit=4)
+    while True:
+        got += [event.detail["number"] for event in page.events]
+        if not page.more:
+            break
+        page = bench.page(after=page.next_after, limit=4)
+    assert got == list(range(10))
+    assert bench.numbers(after=page.next_after) == []
+    bench.put(10)
+    assert bench.numbers(after=page.next_after) == [10]
+    bench.storage.close()
+
+
+def test_without_a_beginning_the_last_ones_are_meant(bench: Bench) -> None:
+    bench.put(*range(10))
+    page = bench.page(limit=3)
+    assert [event.detail["number"] for event in page.events] == [7, 8, 9]
+    assert not page.more
+    assert bench.numbers(after=page.next_after) == []
+    bench.storage.close()
+
+
+def test_what_is_asked_for_narrows_each_other(bench: Bench) -> None:
+    bench.put(0, pid=7)
+    bench.now += 10
+    bench.put(1, pid=8)
+    bench.put(2, pid=7, type="device_lost")
+    bench.put(3, pid=7)
+    since = bench.now
+    assert bench.numbers(pid="7") == [0, 2, 3]
+    assert bench.numbers(pid="7", types=("oom",)) == [0, 3]
+    assert bench.numbers(pid="7", types=("oom", "device_lost"), since_unix_seconds=since) == [2, 3]
+    assert bench.numbers(types=("action",)) == []
+    bench.storage.close()
+
+
+def test_an_action_is_about_each_process_that_it_was_meant_for(bench: Bench) -> None:
+    results = [{"pid": 7}, {"pid": 8}, {"pid": "1@5"}]
+    bench.storage.append([Event("action", bench.now, detail={"number": 1, "results": results})])
+    bench.storage.append([Event("oom", bench.now, detail={"number": 2, "results": results})])
+    for pid in ("7", "8", "1@5"):
+        assert bench.numbers(pid=pid) == [1]
+    assert bench.numbers(pid="9") == []
+    bench.storage.close()
+
+
+def test_a_page_is_bounded_by_its_size_and_goes_on_where_it_ended(bench: Bench) -> None:
+    bench.storage.append(
+        [oom(n, time_unix_seconds=bench.now, detail={"number": n, "x": "y" * 300_000}) for n in range(9)]
+    )
+    page = bench.page(after=0)
+    assert page.more
+    assert 1 <= len(page.events) < 9
+    assert bench.numbers(after=page.next_after, limit=1) == [len(page.events)]
+    bench.storage.close()
+
+
+def test_what_was_told_before_is_no_news(bench: Bench) -> None:
+    bench.put(1, subject="oom:a:1")
+    bench.put(1, 2, subject="oom:a:1")
+    assert bench.numbers() == [1]
+    bench.put(3, subject="p", type="process_started")
+    bench.put(4, subject="p", type="process_started")
+    bench.put(5, subject="p", type="process_ended")
+    bench.put(6, subject="p", type="process_started")
+    assert bench.numbers() == [1, 3, 5, 6]
+    bench.storage.close()
+
+
+def test_a_return_is_news_only_after_a_loss_where_it_says_so(bench: Bench) -> None:
+    returned = {"subject": "d", "type": "device_returned", "only_after": "device_lost"}
+    bench.put(1, **returned)
+    assert bench.numbers() == []
+    bench.put(2, subject="d", type="device_lost")
+    bench.put(3, **returned)
+    bench.put(4, **returned)
+    assert bench.numbers() == [2, 3]
+    bench.storage.close()
+
+
+def test_old_events_go(bench: Bench) -> None:
+    bench.put(1)
+    bench.now += 6 * DAY
+    bench.put(2)
+    bench.now += 2 * DAY
+    bench.storage.tend()
+    assert bench.numbers() == [2]
+    bench.storage.close()
+
+
+def test_a_name_that_is_no_text_and_a_time_before_all_time_are_kept_as_far_as_they_can(bench: Bench) -> None:
+    bench.put(1, workload="caf\udce9", subject="\udce9")
+    (event,) = bench.page().events
+    assert event.workload == "caf?"
+    bench.storage.close()
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["file", "memory"])
+def test_the_oldest_go_when_there_are_too_many(tmp_path: Path, stored: bool) -> None:
+    bench = Bench(tmp_path if stored else None, max_bytes=8 << 20)
+    for batch in range(120):
+        bench.put(*range(batch * 10, batch * 10 + 10), detail={"number": batch, "x": "y" * 20_000})
+    kept = bench.numbers(after=0, limit=10_000)[0], bench.page(limit=1).events[0].detail["number"]
+    assert kept[1] == 119
+    assert 0 < kept[0] < 119
+    if stored:
+        used = sum(path.stat().st_size for path in tmp_path.iterdir())
+        assert 4 << 20 < used <= 8 << 20
+    else:
+        (pages,) = bench.storage._open().execute("PRAGMA page_count").fetchone()
+        assert 4 << 20 < pages * 4096 <= MEMORY_BYTES
+    bench.storage.close()
+
+
+def test_ids_rise_over_a_restart_whether_events_were_kept_or_not(tmp_path: Path) -> None:
+    for folder in (None, tmp_path):
+        bench = Bench(folder)
+        bench.put(*range(100))
+        (last,) = bench.page(limit=1).events
+        bench.storage.close()
+        bench.now += 1
+        bench.again()
+        bench.put(100)
+        (event,) = bench.page(limit=1).events
+        assert event.id > last.id
+        bench.storage.close()
+
+
+def test_ids_rise_while_the_clock_is_set_back(bench: Bench) -> None:
+    bench.put(1)
+    bench.now -= 3600
+    bench.put(2)
+    assert bench.numbers() == [1, 2]
+    bench.storage.close()
+
+
+def test_kept_events_are_there_again_and_still_no_news(tmp_path: Path) -> None:
+    bench = Bench(tmp_path / "events")
+    bench.put(1, subject="oom:a:1")
+    bench.storage.close()
+    bench.again()
+    bench.put(1, subject="oom:a:1")
+    bench.put(2, subject="oom:a:2")
+    assert bench.numbers() == [1, 2]
+    bench.storage.close()
+    assert (tmp_path / "events").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_second_exporter_in_the_same_folder_is_told_so_until_the_first_has_ended(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1)
+    other = Storage(tmp_path, retention_seconds=DAY, max_bytes=64 << 20, wall_clock=lambda: bench.now)
+    with pytest.raises(StorageError, match="another exporter uses it"):
+        other.tend()
+    bench.storage.close()
+    other.tend()
+    assert [event.detail["number"] for event in other.read(Query()).events] == [1]
+    other.close()
+
+
+def test_a_full_disk_loses_nothing_that_was_kept_and_takes_more_when_there_is_room(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1)
+    connection = bench.storage._open()
+    (pages,) = connection.execute("PRAGMA page_count").fetchone()
+    connection.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(StorageError, match="full"):
+        bench.put(*range(2, 500), detail={"number": 2, "x": "y" * 1000})
+    bench.put(500)
+    assert bench.numbers() == [1, 500]
+    bench.storage.close()
+
+
+@pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "a page is spoilt"])
+def test_a_damaged_file_is_put_aside_and_a_new_one_begun(tmp_path: Path, damage: bytes | None) -> None:
+    bench = Bench(tmp_path)
+    bench.put(*range(200))
+    bench.storage.close()
+    file = tmp_path / FILE_NAME
+    content = bytearray(file.read_bytes())
+    content[4096:8192] = b"\xff" * 4096
+    file.write_bytes(damage or content)
+    bench.again()
+    bench.put(1000)
+    assert bench.numbers() == [1000]
+    assert bench.storage.put_aside == str(tmp_path / (FILE_NAME + ".damaged"))
+    assert Path(bench.storage.put_aside).read_bytes() == (damage or content)
+    bench.storage.close()
+
+
+def test_a_file_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE_NAME) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+    bench = Bench(tmp_path)
+    with pytest.raises(StorageError, match="another version"):
+        bench.put(1)
+    assert bench.storage.put_aside == ""
+    assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
+
+
+def test_where_no_folder_can_be_made_it_says_why_and_begins_when_one_can(tmp_path: Path) -> None:
+    (tmp_path / "in the way").write_text("a file")
+    bench = Bench(tmp_path / "in the way" / "events")
+    with pytest.raises(StorageError, match=r"in the way.*Not a directory"):
+        bench.put(1)
+    (tmp_path / "in the way").unlink()
+    bench.put(2)
+    assert bench.numbers() == [2]
+    bench.storage.close()
+
+
+def test_a_file_that_somebody_removed_is_begun_anew(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.put(1)
+    (tmp_path / FILE_NAME).unlink()
+    bench.put(2)
+    bench.storage.close()
+    bench.again()
+    assert bench.numbers() == [2]
+    bench.storage.close()
