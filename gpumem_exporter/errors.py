@@ -5,6 +5,7 @@ The tree:
     GpumemError
     ├── ConfigurationError            a flag, an environment variable or a file is wrong (exit code 2)
     ├── WireError                     a message does not follow the protocol; names the field
+    ├── StorageError                  what is to be kept cannot be written or read (disk full, read-only, locked)
     ├── NvmlError                     the driver's library answered with an error
     │   ├── NvmlUnavailableError      no driver, no library, or it cannot be initialised
     │   ├── NvmlDeviceLostError       the device fell off the bus; it stays lost until NVML is initialised again
@@ -41,6 +42,7 @@ __all__ = [
     "NvmlUnavailableError",
     "ReportRefusedError",
     "ReporterSupersededError",
+    "StorageError",
     "TargetNotFoundError",
     "TooManyProcessesError",
     "UnknownDeviceError",
@@ -66,6 +68,10 @@ class WireError(GpumemError):
     def __init__(self, message: str, field: str = "") -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
+
+
+class StorageError(GpumemError):
+    """What is to be kept cannot be written or read; the message names the file and why."""
 
 
 class NvmlError(GpumemError):

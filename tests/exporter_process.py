@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,13 +51,21 @@ class ExporterProcess:
         *flags: further flags of `serve`.
         environment: of the process, whole; the test's own where it is not given. PYTHONPATH is kept, behind this
             repository.
+        launcher: what stands before the interpreter, such as `("unshare", "--pid", "--fork")`.
     """
 
-    def __init__(self, folder: Path, *flags: str, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> None:
         self.socket = folder / "exporter.sock"
         self.url = f"unix://{self.socket}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._flags = flags
+        self._launcher = launcher
         self._environment = dict(os.environ if environment is None else environment)
         path = filter(None, (str(REPOSITORY), self._environment.get("PYTHONPATH")))
         self._environment["PYTHONPATH"] = os.pathsep.join(path)
@@ -75,7 +83,7 @@ class ExporterProcess:
         """Start it, and wait until its first poll is done."""
         self._popen = subprocess.Popen(
             [
-                *(sys.executable, "-m", "gpumem_exporter", "serve"),
+                *(*self._launcher, sys.executable, "-m", "gpumem_exporter", "serve"),
                 *("--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(self.socket), *self._flags),
             ],
             env=self._environment,

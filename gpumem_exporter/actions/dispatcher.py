@@ -2,8 +2,8 @@
 
 An action becomes one command for each process. A command stays pending until its result has come, its deadline has
 passed or its process has gone: a reply that was lost on the way is simply given again with the next report, and a
-reporter that gets a command twice answers with the first result. Commands are bound to the process (pid, namespace and
-start time), so that none reaches a later process with the same pid.
+reporter that gets a command twice answers with the first result. Commands are bound to the reporter (pid, namespace,
+start time and session), so that none reaches a later process with the same pid, or another program in the same process.
 
 For the event loop only: not thread-safe.
 """
@@ -17,7 +17,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, gpu_labels
+from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target, gpu_labels
+from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionNotAllowedError, IdempotencyConflictError, TargetNotFoundError
@@ -34,6 +35,8 @@ class _Order:
     """A command on its way to one process."""
 
     command: Command
+    pid: int | str
+    """The process' name when it was chosen."""
     process: ReportingProcess
     samples: tuple[DeviceSample, ...]
     deadline_seconds: float
@@ -124,8 +127,8 @@ class Dispatcher:
                 self._by_idempotency_key.popitem(last=False)
         running = _Running(action, self._clock(), {}, asyncio.Event())
         self._running[action.id] = running
-        for process, samples in targets:
-            self._begin(running, request, process, samples, snapshot)
+        for pid, process, samples in targets:
+            self._begin(running, request, pid, process, samples, snapshot)
         self._finish_if_complete(running)
         return running.action
 
@@ -174,7 +177,7 @@ class Dispatcher:
             if running is None or order is None or not _same_process(order.process, process):
                 continue
             del running.orders[process.key]
-            self._add(running, _rows(process, order.samples, result, self._gpu_labels()))
+            self._add(running, _rows(order.pid, process, order.samples, result, self._gpu_labels()))
             self._finish_if_complete(running)
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
@@ -209,6 +212,12 @@ class Dispatcher:
         actions = [*self._finished.values(), *(running.action for running in self._running.values())]
         return tuple(sorted(actions, key=lambda action: action.created_unix_seconds, reverse=True))
 
+    def note(self, action: str, *, requested_by: str, reason: str) -> Action:
+        """Write down among the actions what was asked of the exporter itself and needs no process."""
+        noted = Action(uuid.uuid4().hex, action, "done", requested_by, self._wall_clock(), Target(), reason=reason)
+        self._remember(noted)
+        return noted
+
     def held(self) -> int:
         """How many requests are being held right now."""
         return len(self._waiting)
@@ -217,6 +226,7 @@ class Dispatcher:
         self,
         running: _Running,
         request: ActionRequest,
+        pid: int | str,
         process: ReportingProcess,
         samples: tuple[DeviceSample, ...],
         snapshot: Snapshot,
@@ -224,7 +234,7 @@ class Dispatcher:
         if request.action != "reset_peak":
             samples = process.report.devices  # torch clears and collects on every device of the process
         if request.dry_run:
-            self._add(running, _dry_rows(process, samples, request, gpu_labels(snapshot)))
+            self._add(running, _dry_rows(pid, process, samples, request, gpu_labels(snapshot)))
             return
         command = Command(
             id=running.action.id,
@@ -233,10 +243,10 @@ class Dispatcher:
             uuids=tuple(sample.uuid for sample in samples),
             collect_garbage=request.collect_garbage,
         )
-        order = _Order(command, process, samples, running.started_seconds + request.deadline_seconds)
+        order = _Order(command, pid, process, samples, running.started_seconds + request.deadline_seconds)
         if process.report.actions and request.action not in process.report.actions:
             refusal = CommandResult(command.id, "unsupported", f"it runs {', '.join(process.report.actions)}")
-            self._add(running, _rows(process, samples, refusal, gpu_labels(snapshot)))
+            self._add(running, _rows(pid, process, samples, refusal, gpu_labels(snapshot)))
             return
         running.orders[process.key] = order
         waiting = self._waiting.get(process.key)
@@ -261,7 +271,7 @@ class Dispatcher:
     def _give_up(self, running: _Running, order: _Order, outcome: str, reason: str) -> None:
         running.orders.pop(order.process.key, None)
         result = CommandResult(running.action.id, outcome, reason)
-        self._add(running, _rows(order.process, order.samples, result, self._gpu_labels()))
+        self._add(running, _rows(order.pid, order.process, order.samples, result, self._gpu_labels()))
         self._finish_if_complete(running)
 
     def _add(self, running: _Running, rows: Iterator[ActionResult]) -> None:
@@ -277,18 +287,23 @@ class Dispatcher:
             duration_seconds=self._clock() - running.started_seconds,
         )
         running.action = action
+        self._remember(action)
+        running.finished.set()
+        self._on_finished(action)
+
+    def _remember(self, action: Action) -> None:
         self._finished[action.id] = action
         while len(self._finished) > self._kept_actions:
             self._finished.popitem(last=False)
-        running.finished.set()
-        self._on_finished(action)
 
     def _gpu_labels(self) -> dict[str, str]:
         return gpu_labels(self._store.snapshot(self._clock()))
 
 
 def _same_process(one: ReportingProcess, other: ReportingProcess) -> bool:
-    return one.report.process.start_time_ticks == other.report.process.start_time_ticks
+    """The same process, and the same program in it: an exec has another session."""
+    a, b = one.report.process, other.report.process
+    return (a.start_time_ticks, a.session) == (b.start_time_ticks, b.session)
 
 
 def _final_state(results: tuple[ActionResult, ...]) -> str:
@@ -299,14 +314,18 @@ def _final_state(results: tuple[ActionResult, ...]) -> str:
 
 
 def _rows(
-    process: ReportingProcess, samples: tuple[DeviceSample, ...], result: CommandResult, gpus: dict[str, str]
+    pid: int | str,
+    process: ReportingProcess,
+    samples: tuple[DeviceSample, ...],
+    result: CommandResult,
+    gpus: dict[str, str],
 ) -> Iterator[ActionResult]:
     """One row a device that was measured; else one a device that was meant; else one for the process."""
     devices = result.devices or tuple(DeviceResult(sample.uuid) for sample in samples) or (DeviceResult(""),)
     identity = process.report.process
     for device in devices:
         yield ActionResult(
-            pid=int(process.label_pid),
+            pid=pid,
             workload=identity.workload,
             rank=identity.rank,
             gpu=gpus.get(device.uuid, ""),
@@ -325,7 +344,11 @@ def _rows(
 
 
 def _dry_rows(
-    process: ReportingProcess, samples: tuple[DeviceSample, ...], request: ActionRequest, gpus: dict[str, str]
+    pid: int | str,
+    process: ReportingProcess,
+    samples: tuple[DeviceSample, ...],
+    request: ActionRequest,
+    gpus: dict[str, str],
 ) -> Iterator[ActionResult]:
     """What the last report says would come back. What a garbage collection would find cannot be known beforehand."""
     devices = []
@@ -341,19 +364,20 @@ def _dry_rows(
                 freed_bytes=freed,
             )
         )
-    return _rows(process, samples, CommandResult("", "done", devices=tuple(devices)), gpus)
+    return _rows(pid, process, samples, CommandResult("", "done", devices=tuple(devices)), gpus)
 
 
 def _what_there_is(request: ActionRequest, snapshot: Snapshot) -> str:
     """Why nothing matched, and what could be named instead."""
-    if not snapshot.processes:
+    reporting = Names.of(snapshot).reporting
+    if not reporting:
         return f"nothing matches {request.target.describe()}: no process reports to this exporter"
     shown = [
-        f"pid={process.label_pid}"
+        f"pid={name}"
         + (f" workload={process.report.process.workload}" if process.report.process.workload else "")
         + (f" rank={process.report.process.rank}" if process.report.process.rank else "")
-        for process in snapshot.processes[:20]
+        for name, process in reporting[:20]
     ]
-    more = len(snapshot.processes) - len(shown)
+    more = len(reporting) - len(shown)
     listing = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
     return f"nothing matches {request.target.describe()}; reporting here: {listing}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
@@ -22,17 +23,21 @@ class Target:
 
     gpu: str | None = None
     uuid: str | None = None
-    pid: int | None = None
+    pid: int | str | None = None
+    """A name of `core.naming`: 4711, or "1@4026532007"."""
     workload: str | None = None
     rank: str | None = None
     all: bool = False
 
-    def select(self, snapshot: Snapshot) -> Iterator[tuple[ReportingProcess, tuple[DeviceSample, ...]]]:
-        """The processes meant, each with its samples of the devices meant; a process without such a device is out."""
+    def select(self, snapshot: Snapshot) -> Iterator[tuple[int | str, ReportingProcess, tuple[DeviceSample, ...]]]:
+        """The processes meant, each with its name and its samples of the devices meant.
+
+        A process without such a device is out.
+        """
         gpus = gpu_labels(snapshot)
-        for process in snapshot.processes:
+        for name, process in Names.of(snapshot).reporting:
             identity = process.report.process
-            if self.pid is not None and str(self.pid) != process.label_pid:
+            if self.pid is not None and str(self.pid) != name:
                 continue
             if self.workload is not None and self.workload != identity.workload:
                 continue
@@ -45,7 +50,7 @@ class Target:
                 and (self.gpu is None or self.gpu == gpus.get(sample.uuid))
             )
             if samples or (self.uuid is None and self.gpu is None):
-                yield process, samples
+                yield json_pid(name), process, samples
 
     def describe(self) -> str:
         """As a caller would write it: `gpu=0 workload=llm`."""
@@ -75,7 +80,8 @@ class ActionRequest:
 class ActionResult:
     """What became of it in one process on one device. Bytes; None where it was not measured."""
 
-    pid: int
+    pid: int | str
+    """The process' name, as in `Target`."""
     workload: str
     rank: str
     gpu: str

@@ -58,6 +58,7 @@ def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str
             (catalog.TORCH_SEGMENTS_ALLOCATED, sample.segments_allocated),
             (catalog.TORCH_SEGMENTS_FREED, sample.segments_freed),
             (catalog.TORCH_CACHE_FLUSHES, sample.cache_flushes),
+            (catalog.TORCH_PEAK_RESETS, sample.peak_resets),
             (catalog.TORCH_STEP, report.step),
         ):
             if value is not None:
@@ -84,7 +85,7 @@ def non_torch_samples(view: View) -> Iterator[Sample]:
     }
     nobody: dict[int, int | None] = {}
     for pid, process in view.reporting:
-        if process.host_pid is None:
+        if process.host_pid is None or view.node is None or not view.node.lists(process):
             continue
         who = (pid, process.report.process.workload, process.report.process.rank)
         for sample in _distinct(process.report.devices):

@@ -77,6 +77,14 @@ DEVICE_RESERVED = Metric(
     " gpumem_torch_reserved_bytes. Absent where the driver does not tell it apart from used.",
     _DEVICE,
 )
+DEVICE_HOST_MEMORY = Metric(
+    "gpumem_device_memory_is_host",
+    "gauge",
+    "1 for an integrated GPU, which has no memory of its own: total, free and used are the host's then (MemTotal and"
+    " MemAvailable of /proc/meminfo), and what programs on the CPU use is in used and in the ledger's unattributed."
+    " Absent for every other device.",
+    _DEVICE,
+)
 DEVICE_UTILIZATION = Metric(
     "gpumem_device_utilization_ratio",
     "gauge",
@@ -120,9 +128,12 @@ PROCESS_INFO = Metric(
         "command",
         "user",
         "container_id",
+        "k8s_pod_uid",
         "k8s_namespace",
         "k8s_pod",
         "k8s_container",
+        "slurm_job_id",
+        "ray_job_id",
         "reporting",
         "torch_version",
         "allocator_settings",
@@ -181,7 +192,9 @@ TORCH_RESERVED_PEAK = Metric(
 TORCH_RECLAIMABLE = Metric(
     "gpumem_torch_reclaimable_bytes",
     "gauge",
-    "Bytes that torch.cuda.empty_cache would give back to the driver now. Absent where that cannot be known.",
+    "Bytes that torch.cuda.empty_cache would give back to the driver now. Exact, but for heaps of more than some 4,000"
+    " blocks with expandable segments or private pools: those are walked every few seconds, and what could not be"
+    " returned then is taken off in between. Absent where it cannot be known.",
     _TORCH,
 )
 TORCH_FRAGMENTED = Metric(
@@ -251,6 +264,13 @@ TORCH_CACHE_FLUSHES = Metric(
     " Absent where PyTorch does not count them.",
     _TORCH,
 )
+TORCH_PEAK_RESETS = Metric(
+    "gpumem_torch_peak_resets_total",
+    "counter",
+    "Times that this process' peaks were seen to have been reset, by the program, a library or a reset_peak action: a"
+    " peak that fell between two samples. One that rose again in between is not seen. Begins anew with the reporter.",
+    _TORCH,
+)
 TORCH_STEP = Metric(
     "gpumem_torch_step",
     "gauge",
@@ -309,7 +329,15 @@ REPORTER_UP = Metric(
 REPORTER_TIMESTAMP = Metric(
     "gpumem_reporter_last_report_timestamp_seconds",
     "gauge",
-    "When the exporter took the process' last report, in seconds since the epoch.",
+    "When the exporter took the process' last report, in seconds since the epoch. What it reports may be older: see"
+    " gpumem_reporter_sample_timestamp_seconds.",
+    _REPORTER,
+)
+SAMPLE_TIMESTAMP = Metric(
+    "gpumem_reporter_sample_timestamp_seconds",
+    "gauge",
+    "When the process took the sample that its torch series show, in seconds since the epoch by the exporter's clock."
+    " While training steps run that is the last step's end, so that with long steps it may be a minute old.",
     _REPORTER,
 )
 COLLECTOR_SUCCESS = Metric(
@@ -355,6 +383,11 @@ ACTION_DURATION = Metric(
     "From the request of an action to its last result; dry runs left out.",
     ("action",),
 )
+EVENTS_DROPPED = Metric(
+    "gpumem_events_dropped_total",
+    "counter",
+    "Events that could not be kept: the disk took none, and too many waited for it. /health says why.",
+)
 POLICY_EVALUATIONS = Metric(
     "gpumem_policy_evaluations_total",
     "counter",
@@ -373,6 +406,7 @@ SCRAPED: tuple[Metric, ...] = (
     DEVICE_USED,
     DEVICE_FREE,
     DEVICE_RESERVED,
+    DEVICE_HOST_MEMORY,
     DEVICE_UTILIZATION,
     LEDGER,
     PROCESS_INFO,
@@ -395,12 +429,14 @@ SCRAPED: tuple[Metric, ...] = (
     TORCH_SEGMENTS_ALLOCATED,
     TORCH_SEGMENTS_FREED,
     TORCH_CACHE_FLUSHES,
+    TORCH_PEAK_RESETS,
     TORCH_STEP,
     TORCH_PHASE_PEAK,
     TORCH_COMPONENT,
     TORCH_NON_TORCH,
     REPORTER_UP,
     REPORTER_TIMESTAMP,
+    SAMPLE_TIMESTAMP,
     COLLECTOR_SUCCESS,
     COLLECTOR_DURATION,
 )
@@ -413,6 +449,7 @@ METRICS: tuple[Metric, ...] = (
     ACTIONS,
     ACTION_FREED,
     ACTION_DURATION,
+    EVENTS_DROPPED,
     POLICY_EVALUATIONS,
 )
 """Every metric there is; those after `SCRAPED` are counted by the exporter as things happen."""

@@ -28,6 +28,8 @@ def device_samples(view: View) -> Iterator[Sample]:
             yield catalog.DEVICE_FREE, labels, memory.free_bytes
             if memory.reserved_bytes is not None:
                 yield catalog.DEVICE_RESERVED, labels, memory.reserved_bytes
+            if memory.of_host:
+                yield catalog.DEVICE_HOST_MEMORY, labels, 1
         if device.utilization_ratio is not None:
             yield catalog.DEVICE_UTILIZATION, labels, device.utilization_ratio
 

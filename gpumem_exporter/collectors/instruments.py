@@ -25,6 +25,7 @@ class Instruments:
         self._dropped = _counter(catalog.PROCESSES_DROPPED, registry)
         self._actions = _counter(catalog.ACTIONS, registry)
         self._freed = _counter(catalog.ACTION_FREED, registry)
+        self._events_dropped = _counter(catalog.EVENTS_DROPPED, registry)
         metric = catalog.ACTION_DURATION
         self._duration = Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=_ACTION_SECONDS)
 
@@ -41,6 +42,10 @@ class Instruments:
     def count_dropped(self) -> None:
         """A report was turned away because too many processes report."""
         self._dropped.inc()
+
+    def count_events_dropped(self, count: int) -> None:
+        """So many events could not be kept."""
+        self._events_dropped.inc(count)
 
     def observe_action(self, action: Action) -> None:
         """An action is finished. A dry run did nothing and is not counted."""

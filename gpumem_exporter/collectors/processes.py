@@ -35,15 +35,17 @@ def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: se
             identity.workload,
             identity.rank,
             *_host_labels(facts, command=identity.command),
+            *_jobs(facts, identity.slurm_job_id, identity.ray_job_id),
             "true",
             identity.torch_version,
             identity.allocator_settings,
         )
     for pid, reporter in view.silent:
         facts = _facts(facts_by_pid, reporter.host_pid, reporter.start_time_ticks)
-        rows[pid] = (reporter.workload, reporter.rank, *_host_labels(facts), "false", "", "")
+        rows[pid] = (reporter.workload, reporter.rank, *_host_labels(facts), *_jobs(facts), "false", "", "")
     for listed_pid in listed_pids:
-        rows.setdefault(str(listed_pid), ("", "", *_host_labels(facts_by_pid.get(listed_pid)), "false", "", ""))
+        facts = facts_by_pid.get(listed_pid)
+        rows.setdefault(str(listed_pid), ("", "", *_host_labels(facts), *_jobs(facts), "false", "", ""))
     for pid in sorted(rows, key=pid_order):
         yield catalog.PROCESS_INFO, (pid, *rows[pid]), 1
 
@@ -59,12 +61,20 @@ def _facts(
 def _host_labels(facts: ProcessFacts | None, command: str = "") -> tuple[str, ...]:
     """Command to k8s_container. `command` is what the process says of itself, for where the host says nothing."""
     if facts is None:
-        return (command, "", "", "", "", "")
+        return (command, "", "", "", "", "", "")
     return (
         facts.command or command,
         facts.user,
         facts.container_id,
+        facts.k8s_pod_uid,
         facts.k8s_namespace,
         facts.k8s_pod,
         facts.k8s_container,
     )
+
+
+def _jobs(facts: ProcessFacts | None, slurm_job_id: str = "", ray_job_id: str = "") -> tuple[str, str]:
+    """Slurm's and Ray's job: what the process says of itself, else what the host could read."""
+    if facts is None:
+        return (slurm_job_id, ray_job_id)
+    return (slurm_job_id or facts.slurm_job_id, ray_job_id or facts.ray_job_id)

@@ -27,14 +27,16 @@ def poll_samples(view: View) -> Iterator[Sample]:
 
 
 def reporter_samples(view: View) -> Iterator[Sample]:
-    """Who reports, who fell silent, and since when."""
-    rows: dict[str, tuple[str, str, int, float]] = {}
+    """Who reports, of when that is, and who fell silent and when."""
+    rows: dict[str, tuple[str, str, int, float, float | None]] = {}
     for pid, process in view.reporting:
-        identity = process.report.process
-        rows[pid] = (identity.workload, identity.rank, 1, process.received_unix_seconds)
+        identity, received = process.report.process, process.received_unix_seconds
+        rows[pid] = (identity.workload, identity.rank, 1, received, received - process.report.sample_age_seconds)
     for pid, reporter in view.silent:
-        rows[pid] = (reporter.workload, reporter.rank, 0, reporter.last_report_unix_seconds)
+        rows[pid] = (reporter.workload, reporter.rank, 0, reporter.last_report_unix_seconds, None)
     for pid in sorted(rows, key=pid_order):
-        workload, rank, up, last_report_unix_seconds = rows[pid]
+        workload, rank, up, last_report_unix_seconds, sampled_unix_seconds = rows[pid]
         yield catalog.REPORTER_UP, (pid, workload, rank), up
         yield catalog.REPORTER_TIMESTAMP, (pid, workload, rank), last_report_unix_seconds
+        if sampled_unix_seconds is not None:
+            yield catalog.SAMPLE_TIMESTAMP, (pid, workload, rank), sampled_unix_seconds

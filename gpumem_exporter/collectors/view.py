@@ -1,12 +1,6 @@
-"""What all subjects of a scrape share: the devices in order, and the pid that each process carries on the page.
+"""What all subjects of a scrape share: the devices in order, and the name that each process carries on the page.
 
-Prometheus refuses a whole page for one doubled series, so a pid stands for one process here, always:
-
-- The driver's own pids come first. A reporter whose host pid is known carries it. If two do (the pid was used again and
-  the first has not yet expired), the one that reported last is shown and the other left out: it can no longer be alive.
-- A reporter whose host pid cannot be known carries its own. If that pid is also another's here, of the driver's or of a
-  reporter in another PID namespace (in containers, everybody is pid 1), it carries `pid@namespace` instead, and so
-  does every other reporter in that position: none of them is lost, and none inherits the series of another.
+The names are those of `core.naming`: Prometheus refuses a whole page for one doubled series.
 """
 
 from __future__ import annotations
@@ -15,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
+from gpumem_exporter.core.naming import Names, pid_order
 from gpumem_exporter.core.samples import (
     DeviceReading,
     NodeReading,
@@ -47,20 +42,14 @@ class View:
         """Put a snapshot in order."""
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
         devices = _in_order(node.devices) if node is not None else ()
-        reporting, silent = _by_pid(snapshot, devices)
+        names = Names.of(snapshot)
         listed = tuple([_listed(device) for device in devices])
-        return cls(snapshot, node, devices, listed, gpu_by_uuid(node), reporting, silent)
+        return cls(snapshot, node, devices, listed, gpu_by_uuid(node), names.reporting, names.silent)
 
 
 def gpu_by_uuid(node: NodeReading | None) -> dict[str, str]:
     """The `gpu` label of each device; empty while the driver does not answer."""
     return {} if node is None or not node.up else {device.uuid: device.gpu for device in node.devices}
-
-
-def pid_order(pid: str) -> tuple[int, int]:
-    """Sorts the pids that processes carry here by number, those with a namespace after the plain one."""
-    number, _, namespace = pid.partition("@")
-    return int(number), int(namespace or -1)
 
 
 def _listed(device: DeviceReading) -> tuple[ProcessMemory, ...]:
@@ -85,53 +74,3 @@ def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:
     parts = device.gpu.split(":")
     numbers = tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
     return numbers, device.gpu, device.uuid
-
-
-def _by_pid(
-    snapshot: Snapshot, devices: Iterable[DeviceReading]
-) -> tuple[tuple[tuple[str, ReportingProcess], ...], tuple[tuple[str, SilentReporter], ...]]:
-    reporters: tuple[ReportingProcess | SilentReporter, ...] = (*snapshot.processes, *snapshot.silent)
-    ambiguous = _ambiguous_pids(reporters, devices)
-    reporting: dict[str, ReportingProcess] = {}
-    for process in snapshot.processes:
-        pid = _pid(process, ambiguous)
-        other = reporting.get(pid)
-        if other is None or process.received_seconds >= other.received_seconds:
-            reporting[pid] = process
-    silent: dict[str, SilentReporter] = {}
-    for reporter in snapshot.silent:
-        pid = _pid(reporter, ambiguous)
-        last = silent.get(pid)
-        if pid not in reporting and (
-            last is None or reporter.last_report_unix_seconds >= last.last_report_unix_seconds
-        ):
-            silent[pid] = reporter
-    return tuple(sorted(reporting.items(), key=_item_order)), tuple(sorted(silent.items(), key=_item_order))
-
-
-def _item_order(item: tuple[str, object]) -> tuple[int, int]:
-    return pid_order(item[0])
-
-
-def _ambiguous_pids(
-    reporters: Iterable[ReportingProcess | SilentReporter], devices: Iterable[DeviceReading]
-) -> frozenset[int]:
-    """The pids that a reporter with no known host pid cannot carry alone."""
-    namespaces: dict[int, set[int]] = {}
-    hosts: set[int] = set()
-    for reporter in reporters:
-        if reporter.host_pid is None:
-            namespaces.setdefault(reporter.key.pid, set()).add(reporter.key.pid_namespace)
-        else:
-            hosts.add(reporter.host_pid)
-    if not namespaces:
-        return frozenset()
-    for device in devices:
-        hosts.update(listed.pid for listed in device.processes or ())
-    return frozenset(pid for pid, seen in namespaces.items() if len(seen) > 1 or pid in hosts)
-
-
-def _pid(reporter: ReportingProcess | SilentReporter, ambiguous: frozenset[int]) -> str:
-    if reporter.host_pid is None and reporter.key.pid in ambiguous:
-        return f"{reporter.key.pid}@{reporter.key.pid_namespace}"
-    return reporter.label_pid

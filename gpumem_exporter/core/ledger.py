@@ -12,6 +12,7 @@ hidden. It is negative, for instance, for as long as a reporter already counts w
 
 A report's bytes enter a device's ledger only where the driver lists the process on that device, or where the driver
 lists no processes at all. A reporter whose host pid is unknown stays out: its bytes already stand in `other_processes`.
+So does one whose pid had another process when the driver was asked.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
@@ -92,7 +94,9 @@ def node_ledgers(snapshot: Snapshot) -> dict[str, DeviceLedger]:
     if snapshot.node is None:
         return {}
     by_device: dict[str, dict[int | None, tuple[ReportingProcess, DeviceSample]]] = {}
-    for process in snapshot.processes:
+    for _, process in Names.of(snapshot).reporting:
+        if not snapshot.node.lists(process):
+            continue
         for sample in process.report.devices:
             by_device.setdefault(sample.uuid, {})[process.host_pid] = (process, sample)
     ledgers = {}

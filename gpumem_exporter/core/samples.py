@@ -34,6 +34,8 @@ class DeviceMemory:
     free_bytes: int
     reserved_bytes: int | None
     """Held back by driver and firmware; None where only the v1 call exists, whose `used` includes it."""
+    of_host: bool = False
+    """The device has no memory of its own: this is the host's, as /proc/meminfo gives it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,9 @@ class ProcessFacts:
     k8s_namespace: str = ""
     k8s_pod: str = ""
     k8s_container: str = ""
+    k8s_pod_uid: str = ""
+    slurm_job_id: str = ""
+    ray_job_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,17 @@ class NodeReading:
     devices: tuple[DeviceReading, ...] = ()
     facts: Mapping[int, ProcessFacts] = field(default_factory=dict)
     """By host pid, for the processes on the devices that the host still shows."""
+
+    def lists(self, process: ReportingProcess | SilentReporter) -> bool:
+        """What the driver lists under a reporter's host pid is that very process, for all that the host says.
+
+        It is not where the pid had another process when the driver was asked: one that died before the reporter's
+        began, or one that began after the reporter's died.
+        """
+        facts = self.facts.get(process.host_pid) if process.host_pid is not None else None
+        return (
+            facts is None or 0 in (ticks := (facts.start_time_ticks, process.start_time_ticks)) or ticks[0] == ticks[1]
+        )
 
 
 class ProcessKey(NamedTuple):
@@ -122,8 +138,13 @@ class ReportingProcess:
     received_unix_seconds: float
 
     @property
+    def start_time_ticks(self) -> int:
+        """When the process began, in clock ticks after boot: tells it from a later one with the same pid."""
+        return self.report.process.start_time_ticks
+
+    @property
     def label_pid(self) -> str:
-        """The pid that its series carry: the driver's where it is known, else its own."""
+        """The driver's pid where it is known, else its own: its name unless another has it too (see `core.naming`)."""
         return str(self.host_pid if self.host_pid is not None else self.key.pid)
 
     @property

@@ -51,6 +51,7 @@ class Figures:
     requested_bytes: int = 0
     allocated_peak_bytes: int = 0
     reserved_peak_bytes: int = 0
+    peak_resets: int = 0
     private_pools_bytes: int = 0
     alloc_retries: int = 0
     ooms: int = 0
@@ -158,6 +159,7 @@ class CachingAllocator:
 
     def reset_peaks(self) -> None:
         """Let the peaks start from what is held now."""
+        self.figures.peak_resets += 1
         self.figures.allocated_peak_bytes = self.figures.allocated_bytes
         self.figures.reserved_peak_bytes = self.figures.reserved_bytes
 

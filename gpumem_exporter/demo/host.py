@@ -25,6 +25,10 @@ class DemoHost:
         """A simulated process' own pid. Real processes that report to a demo are on none of its devices: None."""
         return identity.pid if self.alive(identity.pid, identity.start_time_ticks) else None
 
+    def program(self, host_pid: int) -> int | None:  # noqa: ARG002 - simulated processes do not exec
+        """Not known: simulated processes run what they run."""
+        return None
+
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         """That very simulated process is still there."""
         facts = self.facts(host_pid)

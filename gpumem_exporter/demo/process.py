@@ -272,6 +272,7 @@ def _sample(slot: _DeviceSlot) -> DeviceSample:
         requested_bytes=figures.requested_bytes,
         allocated_peak_bytes=figures.allocated_peak_bytes,
         reserved_peak_bytes=figures.reserved_peak_bytes,
+        peak_resets=figures.peak_resets,
         private_pools_bytes=figures.private_pools_bytes,
         reclaimable_bytes=slot.allocator.reclaimable_bytes,
         alloc_retries=figures.alloc_retries,

@@ -23,7 +23,10 @@ class DemoProvider:
         """There is nothing to initialise."""
 
     def close(self) -> None:
-        """There is nothing to release."""
+        """There is nothing to end."""
+
+    def release(self) -> None:
+        """There is nothing to let go of."""
 
     def driver_version(self) -> str:
         """A version that says what it is."""

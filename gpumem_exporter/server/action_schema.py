@@ -5,7 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from gpumem_exporter.actions.model import ACTIONS, MODES, Action, ActionRequest, Target
 from gpumem_exporter.protocol import MAX_LABEL_LENGTH
@@ -20,6 +29,22 @@ MAX_WAIT_SECONDS = 60.0
 _Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
 
 
+def _named_process(value: Any, known: ValidatorFunctionWrapHandler) -> Any:
+    """One message, not one for each form."""
+    try:
+        return known(value)
+    except ValidationError:
+        raise ValueError(
+            "must be an integer of 1 or more, or a text such as 1@4026532007 where the pid label is one"
+        ) from None
+
+
+_Pid = Annotated[
+    Annotated[int, Field(ge=1, le=2**31 - 1)] | Annotated[str, Field(pattern=r"^[0-9]{1,10}@[0-9]{1,20}$")],
+    WrapValidator(_named_process),
+]
+
+
 class _Strict(BaseModel):
     """No text counts as a number, and no key is ignored: a mistyped one would widen what is acted on."""
 
@@ -31,7 +56,9 @@ class TargetBody(_Strict):
 
     gpu: _Label | None = Field(None, description="NVML index; `parent:instance` for a MIG device", examples=["0"])
     uuid: _Label | None = Field(None, description="of the device, as NVML spells it")
-    pid: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = Field(None, description="as the metrics' label has it")
+    pid: _Pid | None = Field(
+        None, description="as the metrics' label has it; a text where that has an @", examples=[4711, "1@4026532007"]
+    )
     workload: _Label | None = None
     rank: _Label | None = None
     all: bool = Field(False, description="alone: every reporting process")

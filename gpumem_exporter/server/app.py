@@ -14,15 +14,18 @@ from starlette.routing import Route
 
 from gpumem_exporter import __version__
 from gpumem_exporter.host import Host
+from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.protocol import REPORTS_PATH
 from gpumem_exporter.server.guard import Guard
 from gpumem_exporter.server.housekeeping import keep_house
 from gpumem_exporter.server.problems import install_problem_handlers
 from gpumem_exporter.server.routes.actions import actions_router
+from gpumem_exporter.server.routes.events import events_router
 from gpumem_exporter.server.routes.health import health_router
 from gpumem_exporter.server.routes.landing import landing_router
 from gpumem_exporter.server.routes.metrics import MetricsRoute
+from gpumem_exporter.server.routes.nvml import nvml_router
 from gpumem_exporter.server.routes.reports import ReportsRoute
 from gpumem_exporter.server.routes.state import state_router
 from gpumem_exporter.server.runtime import Runtime, build_runtime
@@ -32,6 +35,8 @@ __all__ = ["create_app"]
 
 POLLER_STOP_SECONDS = 0.5
 """A poller that hangs in the driver is left behind: its thread is a daemon."""
+EVENTS_STOP_SECONDS = 1.0
+"""For events that are not kept yet."""
 
 _DESCRIPTION = "Where every byte of GPU memory went in PyTorch processes, and a way to give it back."
 
@@ -44,6 +49,7 @@ def create_app(
     clock: Callable[[], float] = time.monotonic,
     wall_clock: Callable[[], float] = time.time,
     registry: CollectorRegistry | None = None,
+    pods: PodResources | None = None,
 ) -> FastAPI:
     """Build the exporter. Its lifespan starts and stops the poller; `app.state.runtime` holds its parts.
 
@@ -54,6 +60,7 @@ def create_app(
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
         registry: where the exporter's own counters are registered; its own by default.
+        pods: names the pods and containers of processes, where there is a kubelet.
     """
     runtime = build_runtime(
         settings,
@@ -62,6 +69,7 @@ def create_app(
         clock=clock,
         wall_clock=wall_clock,
         registry=registry if registry is not None else CollectorRegistry(),
+        pods=pods,
     )
     app = FastAPI(
         title="gpumem-exporter",
@@ -70,7 +78,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        lifespan=_lifespan(runtime),
+        lifespan=_lifespan(runtime, pods),
         telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
     )
     app.state.runtime = runtime
@@ -79,8 +87,8 @@ def create_app(
         Route(REPORTS_PATH, ReportsRoute(runtime), include_in_schema=False),
         Route(settings.web_telemetry_path, MetricsRoute(runtime), include_in_schema=False),
     ]
-    for router in (state_router(runtime), actions_router(runtime), health_router(runtime), landing_router(runtime)):
-        app.include_router(router)
+    for router in (state_router, actions_router, events_router, nvml_router, health_router, landing_router):
+        app.include_router(router(runtime))
     app.add_middleware(
         Guard,
         own_names=runtime.own_names,
@@ -93,9 +101,14 @@ def create_app(
     return app
 
 
-def _lifespan(runtime: Runtime) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+def _lifespan(
+    runtime: Runtime, pods: PodResources | None
+) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        runtime.events.log.start()
+        if pods is not None:
+            pods.start()
         runtime.poller.start()
         house = asyncio.ensure_future(keep_house(runtime))
         try:
@@ -104,7 +117,10 @@ def _lifespan(runtime: Runtime) -> Callable[[FastAPI], contextlib.AbstractAsyncC
             runtime.holds.release()
             runtime.presence.close()
             house.cancel()
+            if pods is not None:
+                pods.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)
+            await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 
     return lifespan
 

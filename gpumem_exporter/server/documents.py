@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers
+from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["devices_document", "processes_document"]
 
 _SAMPLE_FIELDS = tuple(f.name for f in fields(DeviceSample) if f.name != "uuid")
-_FACTS = ("user", "container_id", "k8s_namespace", "k8s_pod", "k8s_container")
+_FACTS = ("user", "container_id", "k8s_pod_uid", "k8s_namespace", "k8s_pod", "k8s_container")
+_JOBS = ("slurm_job_id", "ray_job_id")
 
 
 def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
@@ -50,6 +52,7 @@ def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any
             "used_bytes": memory.used_bytes,
             "free_bytes": memory.free_bytes,
             "reserved_bytes": memory.reserved_bytes,
+            "of_host": memory.of_host,
         },
         "utilization_ratio": device.utilization_ratio,
         "ledger": None if ledger is None else dict(ledger.categories),
@@ -61,6 +64,8 @@ class _Seen:
     """One process, from whichever sides know it."""
 
     host_pid: int | None
+    pid: int | str
+    """What it is called; see `core.naming`."""
     reporter: ReportingProcess | None = None
     silent: SilentReporter | None = None
     shares: dict[str, ProcessShare] = field(default_factory=dict)
@@ -72,23 +77,29 @@ def processes_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     node = snapshot.node
     facts = node.facts if node else {}
     gpus = {device.uuid: device.gpu for device in node.devices} if node else {}
-    seen = [_Seen(process.host_pid, reporter=process) for process in snapshot.processes]
-    seen += [_Seen(silent.host_pid, silent=silent) for silent in snapshot.silent]
+    names = Names.of(snapshot)
+    seen = [_Seen(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
+    seen += [_Seen(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_host_pid = {one.host_pid: one for one in reversed(seen) if one.host_pid is not None}
     for uuid, ledger in node_ledgers(snapshot).items():
         for share in ledger.shares():
             host_pid = int(share.pid)
             one = by_host_pid.get(host_pid)
             if one is None:
-                one = by_host_pid[host_pid] = _Seen(host_pid)
+                one = by_host_pid[host_pid] = _Seen(host_pid, host_pid)
                 seen.append(one)
             one.shares[uuid] = share
     return {
         "source": source,
-        "processes": [
-            _process(one, facts.get(one.host_pid) if one.host_pid is not None else None, gpus, snapshot) for one in seen
-        ],
+        "processes": [_process(one, _facts(one, facts), gpus, snapshot) for one in seen],
     }
+
+
+def _facts(one: _Seen, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
+    """What the host says of this very process, not of another that had or has its pid."""
+    found = facts.get(one.host_pid) if one.host_pid is not None else None
+    known = one.reporter or one.silent
+    return found if found is None or known is None or known.start_time_ticks == found.start_time_ticks else None
 
 
 def _process(one: _Seen, facts: ProcessFacts | None, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
@@ -97,7 +108,7 @@ def _process(one: _Seen, facts: ProcessFacts | None, gpus: Mapping[str, str], sn
     identity = report.process if report else None
     known = reporter or silent
     return {
-        "pid": int(known.label_pid) if known else one.host_pid,
+        "pid": one.pid,
         "own_pid": known.key.pid if known else None,
         "host_pid": one.host_pid,
         "pid_namespace": known.key.pid_namespace if known else None,
@@ -107,6 +118,7 @@ def _process(one: _Seen, facts: ProcessFacts | None, gpus: Mapping[str, str], sn
         "rank": identity.rank if identity else silent.rank if silent else None,
         "command": (facts.command if facts else "") or (identity.command if identity else None),
         **{name: getattr(facts, name) if facts else None for name in _FACTS},
+        **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},
         "torch_version": identity.torch_version if identity else None,
         "allocator_settings": identity.allocator_settings if identity else None,
         "client_version": identity.client_version if identity else None,

@@ -16,9 +16,11 @@ from gpumem_exporter.protocol import REPORTS_PATH
 from gpumem_exporter.server.auth import Caller, OwnNames, Rule
 from gpumem_exporter.server.problems import ProblemError
 
-__all__ = ["ACTIONS_PATH", "MAX_BODY_BYTES", "MAX_REPORT_BYTES", "Guard"]
+__all__ = ["ACTIONS_PATH", "EVENTS_PATH", "MAX_BODY_BYTES", "MAX_REPORT_BYTES", "NVML_PATH", "Guard"]
 
 ACTIONS_PATH = "/api/v1/actions"
+EVENTS_PATH = "/api/v1/events"
+NVML_PATH = "/api/v1/nvml"
 
 MAX_REPORT_BYTES = 1 << 20
 """64 devices with 64 phases and components each take about a third of it."""
@@ -34,7 +36,7 @@ class Guard:
         app: what the request goes to once it has passed.
         own_names: what `Host` and `Origin` may say.
         reports: who may report.
-        actions: who may act and read the audit log.
+        actions: who may act, and read the audit log and the events.
         on_report_refused: told the outcome (`unauthorized`, `too_large`, `invalid`) of a report that got no further.
     """
 
@@ -52,7 +54,7 @@ class Guard:
         path, method = scope["path"], scope["method"]
         is_report = path == REPORTS_PATH
         try:
-            rule = self.reports if is_report else self.actions if _is_action(path) else None
+            rule = self.reports if is_report else self.actions if _needs_leave(path) else None
             if rule is not None:
                 self._admit(scope, rule)
                 if method == "POST":
@@ -90,8 +92,8 @@ class _GoneError(Exception):
     """The client went away while it was sending."""
 
 
-def _is_action(path: str) -> bool:
-    return path == ACTIONS_PATH or path.startswith(ACTIONS_PATH + "/")
+def _needs_leave(path: str) -> bool:
+    return path in (ACTIONS_PATH, EVENTS_PATH) or path.startswith((ACTIONS_PATH + "/", NVML_PATH + "/"))
 
 
 async def _read_body(scope: Scope, receive: Receive, is_report: bool) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.events import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus
 
 __all__ = ["health_document"]
@@ -12,7 +13,9 @@ __all__ = ["health_document"]
 _RANKS = ("ok", "degraded", "failing")
 
 
-def health_document(snapshot: Snapshot, poller: PollerStatus, *, source: str, version: str) -> dict[str, Any]:
+def health_document(
+    snapshot: Snapshot, poller: PollerStatus, events: EventLogStatus, *, source: str, version: str
+) -> dict[str, Any]:
     """The exporter's state: `failing` is what a restart may mend, `degraded` what the node lacks."""
     node = snapshot.node
     checks = {
@@ -20,6 +23,7 @@ def health_document(snapshot: Snapshot, poller: PollerStatus, *, source: str, ve
         "nvml": _nvml_check(snapshot, poller),
         "devices": _devices_check(snapshot),
         "reports": _reports_check(snapshot),
+        "events": _events_check(events),
     }
     status = max((check["status"] for check in checks.values()), key=_RANKS.index)
     up = bool(node and node.up)
@@ -67,6 +71,18 @@ def _devices_check(snapshot: Snapshot) -> dict[str, str]:
 def _reports_check(snapshot: Snapshot) -> dict[str, str]:
     silent = f", {len(snapshot.silent)} fell silent" if snapshot.silent else ""
     return _check("ok", f"{len(snapshot.processes)} processes report{silent}")
+
+
+def _events_check(events: EventLogStatus) -> dict[str, str]:
+    lost = f"; {events.waiting} wait, {events.dropped} were lost" if events.waiting or events.dropped else ""
+    if events.error:
+        return _check("degraded", events.error + lost)
+    if not events.alive:
+        return _check("degraded", f"nothing keeps events{lost}")
+    if not events.prompt:
+        return _check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
+    aside = f"; a damaged file was put aside as {events.put_aside}" if events.put_aside else ""
+    return _check("ok", f"kept in {events.where}{aside}{lost}")
 
 
 def _check(status: str, detail: str) -> dict[str, str]:

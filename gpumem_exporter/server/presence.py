@@ -26,6 +26,9 @@ class _Known:
     who: tuple[int, int | None]
     host_pid: int | None
     asked_seconds: float
+    session: str
+    program: int | None
+    """What it ran when this session was first heard."""
 
 
 class Presence:
@@ -37,6 +40,7 @@ class Presence:
         host: what the operating system says.
         clock: monotonic seconds.
         report_interval_seconds: a process that reported within two of these is not asked after.
+        on_gone: told of each process that is forgotten, and why.
     """
 
     def __init__(
@@ -47,11 +51,13 @@ class Presence:
         *,
         clock: Callable[[], float],
         report_interval_seconds: float,
+        on_gone: Callable[[ProcessKey, str], None] = lambda *_: None,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._host = host
         self._clock = clock
+        self._on_gone = on_gone
         self._quiet_seconds = 2 * report_interval_seconds
         self._host_pids: dict[ProcessKey, _Known] = {}
         self._watches: set[asyncio.Task[None]] = set()
@@ -67,21 +73,35 @@ class Presence:
             and known.who == who
             and (known.host_pid is not None or now - known.asked_seconds < _ASK_AGAIN_SECONDS)
         ):
-            return known.host_pid
-        host_pid = await asyncio.to_thread(self._host.host_pid, identity, peer_pid)
+            if known.session == identity.session:
+                return known.host_pid
+            host_pid, now = known.host_pid, known.asked_seconds
+        else:
+            host_pid = await asyncio.to_thread(self._host.host_pid, identity, peer_pid)
+        program = self._host.program(host_pid) if host_pid is not None else None
         while len(self._host_pids) > 2 * self._store.max_processes:
             del self._host_pids[next(iter(self._host_pids))]
-        self._host_pids[key] = _Known(who, host_pid, now)
+        self._host_pids[key] = _Known(who, host_pid, now, identity.session, program)
         return host_pid
 
     def forget(self, key: ProcessKey, reason: str) -> None:
         """Drop a process that has gone."""
+        self._on_gone(key, reason)
         self._store.forget(key)
         self._dispatcher.process_gone(key, reason)
         self._host_pids.pop(key, None)
 
+    def replaced(self, before: ReportingProcess, now: ReportingProcess) -> None:
+        """Another reporter fills a process' place: what waited for the one before must not reach it."""
+        if before.start_time_ticks != now.start_time_ticks:
+            reason = "the process has gone, and its pid has been used again"
+            self._on_gone(before.key, reason)
+        else:
+            reason = "another reporter speaks for the process since: it runs another program, or has started anew"
+        self._dispatcher.process_gone(before.key, reason)
+
     def sweep(self) -> None:
-        """Forget every quiet process that the host no longer has; called once a second."""
+        """Forget every quiet process that has gone, or that runs another program since; called once a second."""
         now = self._clock()
         snapshot = self._store.snapshot(now)
         for process in snapshot.processes:
@@ -112,7 +132,19 @@ class Presence:
                 return
 
     def _forget_if_dead(self, key: ProcessKey, host_pid: int | None, start_time_ticks: int) -> bool:
-        if host_pid is None or self._host.alive(host_pid, start_time_ticks):
+        if host_pid is None:
             return False
-        self.forget(key, "the process has gone")
+        if not self._host.alive(host_pid, start_time_ticks):
+            self.forget(key, "the process has gone")
+        elif self._runs_another_program(key, host_pid):
+            self.forget(key, "the process runs another program since (exec)")
+        else:
+            return False
         return True
+
+    def _runs_another_program(self, key: ProcessKey, host_pid: int) -> bool:
+        known = self._host_pids.get(key)
+        if known is None or known.program is None or known.host_pid != host_pid:
+            return False
+        program = self._host.program(host_pid)
+        return program is not None and program != known.program

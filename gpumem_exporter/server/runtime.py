@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.core.store import Store
+from gpumem_exporter.events import EventLog, Recorder, Storage
 from gpumem_exporter.host import Host
+from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.addresses import parse_listen_address
@@ -49,6 +52,7 @@ class Runtime:
     exposition: Exposition
     instruments: Instruments
     presence: Presence
+    events: Recorder
     holds: Holds
     own_names: OwnNames
     reports_rule: Rule
@@ -67,6 +71,7 @@ def build_runtime(
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
     registry: CollectorRegistry,
+    pods: PodResources | None = None,
 ) -> Runtime:
     """Build every part and connect them; starts nothing."""
     store = Store(
@@ -76,10 +81,20 @@ def build_runtime(
         max_processes=settings.report_max_processes,
     )
     instruments = Instruments(registry)
+    events = _recorder(settings, store, instruments, clock, wall_clock)
+
+    def polled(reading: NodeReading) -> None:
+        if pods is not None:
+            reading = pods.name(reading)
+        try:
+            events.take_reading(reading)  # first: what a page has shown of a process is in its last row
+        finally:
+            store.put_reading(reading)
+
     poller = Poller(
         provider,
         host,
-        store.put_reading,
+        polled,
         interval_seconds=settings.collect_interval,
         clock=clock,
         wall_clock=wall_clock,
@@ -88,6 +103,7 @@ def build_runtime(
     def finished(action: Action) -> None:
         instruments.observe_action(action)
         _log_action(action)
+        events.action_finished(action)
         if not action.dry_run:
             poller.poll_soon()  # or the ledger would set the report from after it against a reading from before it
 
@@ -115,11 +131,43 @@ def build_runtime(
             max_prepared_processes=settings.report_max_processes,
         ),
         instruments=instruments,
-        presence=Presence(store, dispatcher, host, clock=clock, report_interval_seconds=settings.report_interval),
+        presence=Presence(
+            store,
+            dispatcher,
+            host,
+            clock=clock,
+            report_interval_seconds=settings.report_interval,
+            on_gone=events.process_gone,
+        ),
+        events=events,
         holds=Holds(),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
+    )
+
+
+def _recorder(
+    settings: Settings,
+    store: Store,
+    instruments: Instruments,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> Recorder:
+    storage = Storage(
+        Path(settings.storage_path) if settings.storage_path else None,
+        retention_seconds=settings.storage_retention,
+        max_bytes=settings.storage_max_bytes,
+        wall_clock=wall_clock,
+    )
+    # Its thread waits in real time, whatever clock the rest is given.
+    log = EventLog(storage, clock=time.monotonic, on_dropped=instruments.count_events_dropped)
+    return Recorder(
+        log,
+        lambda: store.snapshot(clock()),
+        report_expiry_seconds=settings.report_expiry,
+        reading_expiry_seconds=store.reading_expiry_seconds,
+        wall_clock=wall_clock,
     )
 
 

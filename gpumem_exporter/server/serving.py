@@ -18,6 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from gpumem_exporter.host import Host, LinuxHost
+from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.addresses import ListenAddress
 from gpumem_exporter.server.app import create_app
@@ -63,7 +64,7 @@ def run(settings: Settings, *, demo: bool = False) -> int:
             return _run_demo(settings, listeners)
         from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 
-        return serve(settings, listeners, provider=PynvmlProvider(), host=LinuxHost())
+        return serve(settings, listeners, provider=PynvmlProvider(), host=LinuxHost(), pods=PodResources.of_this_node())
 
 
 def _run_demo(settings: Settings, listeners: Listeners) -> int:
@@ -90,6 +91,7 @@ def serve(
     *,
     provider: Provider,
     host: Host,
+    pods: PodResources | None = None,
     on_started: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve on bound sockets until told to stop; may run in a thread, which then takes no signals.
@@ -99,9 +101,10 @@ def serve(
         listeners: where to listen; closed by the caller.
         provider: the driver.
         host: what the operating system says of processes.
+        pods: names the pods and containers of processes, where there is a kubelet.
         on_started: called once, when requests are answered.
     """
-    app = create_app(settings, provider=provider, host=host)
+    app = create_app(settings, provider=provider, host=host, pods=pods)
     server = ExporterServer(app, settings, listeners, on_started)
     try:
         server.run(sockets=list(listeners.sockets))

@@ -75,6 +75,12 @@ def _socket_path(value: str) -> str:
     return value
 
 
+def _folder(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("expected the path of a folder")
+    return value
+
+
 def _telemetry_path(value: str) -> str:
     if not value.startswith("/") or any(c in value for c in "{}?#% \\") or not value.isprintable():
         raise ValueError("expected a path such as /metrics")
@@ -113,10 +119,21 @@ class Settings(BaseModel):
     report_max_processes: Annotated[int, BeforeValidator(_number), Field(ge=1, le=100_000)] = Field(
         512, description="how many reporting processes are kept at most"
     )
-    action_token_file: str = Field("", description="file with the token that actions and the audit log need")
+    action_token_file: str = Field(
+        "", description="file with the token that actions, the audit log and the events need"
+    )
     report_token_file: str = Field("", description="file with the token that reports need")
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_actions)] = Field(
         ACTIONS, description="the actions that may be asked for, or none"
+    )
+    storage_path: Annotated[str, AfterValidator(_folder)] = Field(
+        "", description="folder for what outlives the exporter: its events; made if it is not there"
+    )
+    storage_retention: Annotated[_Seconds, Field(ge=1, le=10 * 365 * 86400)] = Field(
+        604800.0, description="seconds after which an event goes"
+    )
+    storage_max_bytes: Annotated[int, BeforeValidator(_number), Field(ge=8 << 20, le=1 << 40)] = Field(
+        64 << 20, description="bytes that the events take at most: the oldest go"
     )
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],

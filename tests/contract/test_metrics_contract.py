@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -47,11 +48,12 @@ CONTRACT = {
     "gpumem_device_memory_used_bytes": f"gauge {DEVICE}",
     "gpumem_device_memory_free_bytes": f"gauge {DEVICE}",
     "gpumem_device_memory_reserved_bytes": f"gauge {DEVICE}",
+    "gpumem_device_memory_is_host": f"gauge {DEVICE}",
     "gpumem_device_utilization_ratio": f"gauge {DEVICE}",
     "gpumem_ledger_bytes": f"gauge {DEVICE} category",
     "gpumem_process_memory_used_bytes": f"gauge {DEVICE} pid",
-    "gpumem_process_info": f"gauge {REPORTER} command user container_id k8s_namespace k8s_pod k8s_container reporting"
-    " torch_version allocator_settings",
+    "gpumem_process_info": f"gauge {REPORTER} command user container_id k8s_pod_uid k8s_namespace k8s_pod k8s_container"
+    " slurm_job_id ray_job_id reporting torch_version allocator_settings",
     "gpumem_torch_allocated_bytes": f"gauge {TORCH}",
     "gpumem_torch_reserved_bytes": f"gauge {TORCH}",
     "gpumem_torch_active_bytes": f"gauge {TORCH}",
@@ -70,6 +72,7 @@ CONTRACT = {
     "gpumem_torch_segments_allocated_total": f"counter {TORCH}",
     "gpumem_torch_segments_freed_total": f"counter {TORCH}",
     "gpumem_torch_cache_flushes_total": f"counter {TORCH}",
+    "gpumem_torch_peak_resets_total": f"counter {TORCH}",
     "gpumem_torch_non_torch_bytes": f"gauge {TORCH}",
     "gpumem_torch_step": f"gauge {TORCH}",
     "gpumem_torch_phase_peak_bytes": f"gauge {TORCH} phase",
@@ -80,6 +83,7 @@ CONTRACT = {
     "gpumem_poll_timestamp_seconds": "gauge",
     "gpumem_reporter_up": f"gauge {REPORTER}",
     "gpumem_reporter_last_report_timestamp_seconds": f"gauge {REPORTER}",
+    "gpumem_reporter_sample_timestamp_seconds": f"gauge {REPORTER}",
     "gpumem_scrape_collector_success": "gauge collector",
     "gpumem_scrape_collector_duration_seconds": "gauge collector",
     "gpumem_reports_total": "counter outcome",
@@ -87,6 +91,7 @@ CONTRACT = {
     "gpumem_actions_total": "counter action outcome",
     "gpumem_action_freed_bytes_total": "counter action",
     "gpumem_action_duration_seconds": "histogram action",
+    "gpumem_events_dropped_total": "counter",
     "gpumem_policy_evaluations_total": "counter rule result",
 }
 """Every metric that users may depend on: its type and its labels. Taking a line away, or changing one, breaks them."""
@@ -171,6 +176,7 @@ def golden_page(*, openmetrics: bool) -> str:
 
 GPU_0 = "GPU-00000000-0000-0000-0000-000000000000"
 GPU_1 = "GPU-11111111-1111-1111-1111-111111111111"
+GPU_2 = "GPU-22222222-2222-2222-2222-222222222222"
 GPU_10 = "GPU-10101010-1010-1010-1010-101010101010"
 MIG = "MIG-22222222-2222-2222-2222-222222222222"
 
@@ -190,6 +196,7 @@ FULL = DeviceSample(
     segments_allocated=900,
     segments_freed=400,
     cache_flushes=5,
+    peak_resets=2,
     phase_peak_bytes={"forward": 25 * GIB, "backward": 28 * GIB},
     component_bytes={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer_state": 8 * GIB, "other": 4 * GIB + 512},
 )
@@ -201,6 +208,7 @@ def reporting(
     """One process that reports."""
     identity = ProcessIdentity(pid, 7000, namespace, f"session-{pid}", 12.5, **who)
     report = Report(identity, sequence=9, devices=samples, pinned_host_bytes=pinned, step=1200 if pinned else None)
+    report = replace(report, sample_age_seconds=0.125 if pinned else 0.0)
     return ReportingProcess(ProcessKey(namespace, pid), host_pid, report, 99.5, 1_700_000_000.25)
 
 
@@ -233,6 +241,13 @@ RICH = Snapshot(
                 utilization_ratio=0.0,
             ),
             DeviceReading(
+                gpu="2",
+                uuid=GPU_2,
+                name="NVIDIA GB10",
+                memory=DeviceMemory(120 * GIB, 20 * GIB, 100 * GIB, None, of_host=True),
+                processes=(),
+            ),
+            DeviceReading(
                 gpu="1:0",
                 uuid=MIG,
                 name="NVIDIA H100 80GB HBM3 MIG 1g.10gb",
@@ -252,6 +267,8 @@ RICH = Snapshot(
                 "ml",
                 "llm-pretrain-0",
                 "trainer",
+                k8s_pod_uid="0a1b2c3d-1111-2222-3333-444455556666",
+                slurm_job_id="4242",
             ),
             999: ProcessFacts(999, 8000, "Xorg", "root"),
             300: ProcessFacts(300, 7000, "python leak.py", "bob"),
@@ -277,6 +294,7 @@ RICH = Snapshot(
             52,
             DeviceSample(MIG, allocated_bytes=100 * MIB, reserved_bytes=600 * MIB, reclaimable_bytes=None),
             workload='notebook of "bob"',
+            ray_job_id="01000000",
             command="ipykernel",
             torch_version="2.1.0",
         ),

@@ -41,12 +41,16 @@ def eventually(read: Callable[[], T], wanted: Callable[[T], bool] = bool, second
 
 
 class ScriptedProvider:
-    """A driver with two devices. `hanging` makes every call block; `error` makes it unavailable."""
+    """A driver with two devices. `hanging` makes every call block; `error` makes it unavailable.
+
+    `let_go` counts how often it was released.
+    """
 
     source = "nvml"
 
     def __init__(self) -> None:
         self.error = ""
+        self.let_go = 0
         self.hanging = threading.Event()
         self.released = threading.Event()
         self.stuck = threading.Event()
@@ -64,6 +68,9 @@ class ScriptedProvider:
 
     def close(self) -> None:
         pass
+
+    def release(self) -> None:
+        self.let_go += 1
 
     def driver_version(self) -> str:
         return "999.1"
@@ -96,6 +103,9 @@ class ScriptedHost:
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         self.asked.append((identity.pid, peer_pid))
         return identity.pid
+
+    def program(self, host_pid: int) -> int | None:
+        return None
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         return host_pid not in self.dead

@@ -96,6 +96,9 @@ def test_the_api_describes_every_route_it_has(exporter: RunningExporter) -> None
         ("/api/v1/actions", "get"),
         ("/api/v1/actions", "post"),
         ("/api/v1/actions/{action_id}", "get"),
+        ("/api/v1/nvml/release", "post"),
+        ("/api/v1/nvml/attach", "post"),
+        ("/api/v1/events", "get"),
     }
 
 

@@ -484,11 +484,23 @@ def test_processes_are_described_by_the_host_where_it_knows_them_and_by_themselv
 
 
 def test_what_the_host_says_of_another_process_with_the_same_pid_is_not_shown() -> None:
-    facts = {70: ProcessFacts(70, 999, "somebody else", "mallory")}
-    known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(), facts=facts))
+    earlier = {70: ProcessFacts(70, 2, "somebody else", "mallory")}
+    known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=earlier))
 
     assert info(known)["70"]["command"] == "python own.py"
     assert info(known)["70"]["user"] == ""
+    assert lines(known, "gpumem_torch_allocated_bytes")
+    assert lines(known, "gpumem_torch_non_torch_bytes") == [], "the driver's figure is of the process before"
+
+
+def test_nothing_of_a_reporter_is_shown_once_its_pid_has_another_process() -> None:
+    later = {70: ProcessFacts(70, 10_000_000, "somebody else", "mallory")}
+    known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=later))
+
+    assert info(known)["70"]["command"] == "somebody else"
+    assert (info(known)["70"]["workload"], info(known)["70"]["reporting"]) == ("", "false")
+    assert lines(known, "gpumem_torch_") == []
+    assert any("other_processes" in line and line.endswith(" 999") for line in lines(known, "gpumem_ledger_bytes"))
 
 
 def test_processes_of_one_own_pid_in_two_namespaces_are_both_shown_under_names_of_their_own() -> None:
@@ -652,23 +664,19 @@ def test_bytes_that_are_no_utf8_cost_neither_page_anything_but_themselves() -> N
 # --- one failure never costs the page
 
 
-class _Broken(Mapping[int, ProcessFacts]):
-    """Facts that cannot be looked up."""
+class _Broken:
+    """Facts of a process that cannot be told."""
 
-    def __getitem__(self, pid: int) -> ProcessFacts:
+    start_time_ticks = 0
+
+    def __getattr__(self, name: str) -> str:
         raise RuntimeError("broken")
-
-    def __iter__(self) -> Iterator[int]:
-        raise RuntimeError("broken")
-
-    def __len__(self) -> int:
-        return 1
 
 
 def test_a_subject_that_fails_is_left_out_and_told_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
     writer = exposition()
     sound = snapshot(process(7, SAMPLE), on=node(device(processes={70: 50})))
-    broken = replace(sound, node=replace(sound.node, facts=_Broken()))  # type: ignore[type-var]
+    broken = replace(sound, node=replace(sound.node, facts={70: _Broken()}))  # type: ignore[type-var, dict-item]
     whole = writer.render(sound, openmetrics=False).decode().splitlines()
 
     with caplog.at_level(logging.ERROR):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.server.auth import OwnNames, Rule
-from gpumem_exporter.server.guard import ACTIONS_PATH, MAX_BODY_BYTES, MAX_REPORT_BYTES, Guard
+from gpumem_exporter.server.guard import ACTIONS_PATH, EVENTS_PATH, MAX_BODY_BYTES, MAX_REPORT_BYTES, Guard
 from gpumem_exporter.server.tokens import TokenFile
 
 REPORTS = "/api/v1/reports"
@@ -120,10 +120,11 @@ def test_what_only_shows_is_open_to_whoever_can_reach_it_under_any_name(path: st
     assert pass_through(path, method="GET", headers=headers, client="10.0.0.5").status == 200
 
 
-def test_the_audit_log_is_guarded_like_the_actions() -> None:
-    assert pass_through(ACTIONS_PATH, method="GET", headers=[HOST], client="10.0.0.5").status == 403
-    assert pass_through(ACTIONS_PATH, method="GET", headers=[(b"host", b"evil.example")]).status == 403
-    assert pass_through(ACTIONS_PATH, method="GET", headers=[HOST]).status == 200
+@pytest.mark.parametrize("path", [ACTIONS_PATH, EVENTS_PATH])
+def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) -> None:
+    assert pass_through(path, method="GET", headers=[HOST], client="10.0.0.5").status == 403
+    assert pass_through(path, method="GET", headers=[(b"host", b"evil.example")]).status == 403
+    assert pass_through(path, method="GET", headers=[HOST]).status == 200
 
 
 def test_whoever_has_the_token_may_use_a_name_that_only_its_network_knows(tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.events import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus
 from gpumem_exporter.server.health import health_document
 from tests.unit.builders import UUIDS, device, node, reporting
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, last_finished_seconds=1.0, stuck=False, error="")
 
+KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, put_aside="")
+
 
 def health(snapshot: Snapshot, **poller: Any) -> dict[str, Any]:
-    return health_document(snapshot, dataclasses.replace(WELL, **poller), source="nvml", version="1.2.3")
+    return health_document(snapshot, dataclasses.replace(WELL, **poller), KEEPING, source="nvml", version="1.2.3")
 
 
 def test_a_node_where_all_is_well_is_ok() -> None:
@@ -63,3 +66,29 @@ def test_a_reporter_that_fell_silent_is_told_and_is_nobodys_failure() -> None:
     document = health(Snapshot(0.0, node(device()), silent=(silent,)))
     assert document["status"] == "ok"
     assert "1 fell silent" in document["checks"]["reports"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (
+            {"error": "/e/events.db: disk full", "waiting": 3, "dropped": 2},
+            "/e/events.db: disk full; 3 wait, 2 were lost",
+        ),
+        ({"alive": False}, "nothing keeps events"),
+        ({"busy_seconds": 7.2}, "memory has not answered for 7 s"),
+    ],
+)
+def test_events_that_cannot_be_kept_are_degraded_and_said_why(events: dict[str, Any], said: str) -> None:
+    document = health_document(
+        Snapshot(0.0, node(device())), WELL, dataclasses.replace(KEEPING, **events), source="nvml", version="1"
+    )
+    assert document["status"] == "degraded"
+    assert document["checks"]["events"] == {"status": "degraded", "detail": said}
+
+
+def test_a_damaged_file_that_was_put_aside_is_told_and_no_trouble() -> None:
+    events = dataclasses.replace(KEEPING, put_aside="/e/events.db.damaged")
+    document = health_document(Snapshot(0.0, node(device())), WELL, events, source="nvml", version="1")
+    assert document["status"] == "ok"
+    assert "/e/events.db.damaged" in document["checks"]["events"]["detail"]

@@ -89,6 +89,28 @@ def test_non_torch_is_signed() -> None:
     assert [share.non_torch_bytes for share in ledger.shares()] == [-200]
 
 
+def test_a_report_and_a_reading_from_either_side_of_a_clear_differ_by_what_it_freed_and_the_residual_says_it() -> None:
+    context, tensors, freed = 50, 300, 200
+    total, driver = 1000, 10
+
+    def residuals(*, report_after: bool, reading_after: bool) -> dict[str, int]:
+        used = context + tensors + (0 if reading_after else freed)
+        reading = device(total=total, used=used, reserved=driver, processes={1: used})
+        sent = sample(allocated=tensors, reclaimable=0 if report_after else freed)
+        ledger = device_ledger(reading, [reporting(1, devices=(sent,))])
+        assert ledger is not None
+        assert sum(ledger.categories.values()) == total
+        assert ledger.categories["torch_reclaimable"] == (0 if report_after else freed)
+        assert ledger.categories["free"] == total - driver - used
+        return {name: ledger.categories[name] for name in ("non_torch", "unattributed")}
+
+    in_step = {"non_torch": context, "unattributed": 0}
+    assert residuals(report_after=False, reading_after=False) == in_step
+    assert residuals(report_after=True, reading_after=True) == in_step
+    assert residuals(report_after=False, reading_after=True) == {"non_torch": context - freed, "unattributed": 0}
+    assert residuals(report_after=True, reading_after=False) == {"non_torch": context + freed, "unattributed": 0}
+
+
 def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:
     reading = device(total=1000, used=400, processes={4711: 400})
     contained = reporting(7, host_pid=None, devices=(sample(allocated=300),))

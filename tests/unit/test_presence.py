@@ -19,6 +19,7 @@ class ScriptedHost:
     living: set[int] = field(default_factory=set)
     found: int | None = 4711
     asked: list[tuple[int, int | None]] = field(default_factory=list)
+    runs: int | None = None
 
     def facts(self, pid: int) -> ProcessFacts | None:
         return None
@@ -26,6 +27,9 @@ class ScriptedHost:
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         self.asked.append((identity.pid, peer_pid))
         return self.found
+
+    def program(self, host_pid: int) -> int | None:
+        return self.runs
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         return host_pid in self.living
@@ -97,6 +101,31 @@ def test_a_silent_reporter_goes_with_its_process() -> None:
     bench.host.living = set()
     bench.presence.sweep()
     assert bench.store.snapshot(bench.now).silent == ()
+
+
+def test_a_quiet_process_that_runs_another_program_is_forgotten_and_its_actions_end() -> None:
+    bench = Bench()
+    bench.host.living, bench.host.found, bench.host.runs = {1}, 1, 77
+
+    async def scenario() -> None:
+        for session in ("first", "second"):
+            bench.host.runs = 77 if session == "first" else 78
+            await bench.presence.host_pid(identity(1, session=session), None)
+            bench.take_report(1, host_pid=1)
+            bench.now += 2.1
+            bench.presence.sweep()
+            assert bench.pids() == [1], "it runs what it ran when it began to report"
+        bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by="t")
+        bench.host.runs = None
+        bench.presence.sweep()
+        assert bench.pids() == [1], "the kernel does not say"
+        bench.host.runs = 79
+        bench.presence.sweep()
+        assert bench.pids() == []
+
+    asyncio.run(scenario())
+    (action,) = bench.finished
+    assert [(result.outcome, "exec" in result.reason) for result in action.results] == [("gone", True)]
 
 
 def test_a_host_pid_is_looked_up_once_a_process() -> None:

@@ -34,6 +34,9 @@ def test_nothing_given_is_what_the_contract_says() -> None:
         "action_token_file": "",
         "report_token_file": "",
         "action_allow": ("empty_cache", "collect_garbage", "reset_peak"),
+        "storage_path": "",
+        "storage_retention": 604800.0,
+        "storage_max_bytes": 64 << 20,
         "log_level": "info",
         "log_format": "logfmt",
     }

@@ -15,7 +15,7 @@ __all__ = ["health_router"]
 
 _HEALTH: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "ok, or degraded: no driver, a lost device",
+        "description": "ok, or degraded: no driver, a lost device, events that cannot be kept",
         "content": {"application/json": {"schema": {"type": "object"}}},
     },
     503: {
@@ -34,7 +34,11 @@ def health_router(runtime: Runtime) -> APIRouter:
         """How the exporter and the driver are, with one check for each part."""
         now = runtime.clock()
         document = health_document(
-            runtime.store.snapshot(now), runtime.poller.status(now), source=runtime.source, version=runtime.version
+            runtime.store.snapshot(now),
+            runtime.poller.status(now),
+            runtime.events.log.status(),
+            source=runtime.source,
+            version=runtime.version,
         )
         return json_response(document, 503 if document["status"] == "failing" else 200)
 

@@ -36,6 +36,7 @@ _LINKS = (
     ("/api/v1/devices", "Devices, with the ledger of each: where every byte of its memory went"),
     ("/api/v1/processes", "Processes, with what each one's allocator holds and could give back"),
     ("/api/v1/actions", "Audit log of actions"),
+    ("/api/v1/events", "Events: out-of-memory errors, lost devices, processes that came and went, actions"),
     ("/openapi.json", "Description of the HTTP API"),
 )
 

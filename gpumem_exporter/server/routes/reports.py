@@ -13,11 +13,12 @@ from dataclasses import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 from gpumem_exporter.protocol import Command, Reply, Report, to_wire
 from gpumem_exporter.server.auth import Caller
 from gpumem_exporter.server.holds import GONE, Ended
+from gpumem_exporter.server.kept import wait_until_kept
 from gpumem_exporter.server.problems import FieldError, ProblemError, problem_response
 from gpumem_exporter.server.report_schema import ReportReader
 from gpumem_exporter.server.runtime import Runtime
@@ -62,9 +63,14 @@ class ReportsRoute:
             raise
         process = await self._take(report, Caller.of(scope))
         runtime.instruments.count_report("accepted")
+        kept = runtime.events.take_report(process)
         runtime.dispatcher.take_results(process)
         if report.final:
             runtime.presence.forget(process.key, "its reporter stopped")
+        if kept is not None:
+            # The reporter forgets what was answered: an error that is not on the disk yet would be nowhere.
+            await wait_until_kept(runtime.events.log, kept)
+        if report.final:
             return self._reply(())
         commands = await self._commands(process, report, receive)
         if commands is GONE:
@@ -82,6 +88,7 @@ class ReportsRoute:
         peer_pid = caller.credentials.pid if caller.credentials is not None and caller.credentials.pid > 0 else None
         host_pid = await runtime.presence.host_pid(report.process, peer_pid)
         now = runtime.clock()
+        before = runtime.store.find(ProcessKey(report.process.pid_namespace, report.process.pid))
         try:
             process = runtime.store.put_report(
                 report, host_pid=host_pid, now_seconds=now, now_unix_seconds=runtime.wall_clock()
@@ -95,6 +102,8 @@ class ReportsRoute:
             raise self._refused("unknown_device", 422, str(error)) from None
         if process.report is not report:
             return replace(process, report=report)  # overtaken: its sample is old news, its results may not be
+        if before is not None and before.report.process.session != report.process.session:
+            runtime.presence.replaced(before, process)
         runtime.exposition.prepare(process, runtime.store.snapshot(now).node)
         return process
 
