@@ -73,11 +73,11 @@ class Executor:
         runner = self._runners.get(command.action)
         if runner is None:
             return CommandResult(command.id, "unsupported", f"this reporter runs {', '.join(self._runners)}")
-        if self._allocator.capturing:
-            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
-            return CommandResult(command.id, "refused", "a CUDA graph is being captured")
         begun = self._clock()
         try:
+            if self._allocator.capturing:
+                # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
+                return CommandResult(command.id, "refused", "a CUDA graph is being captured")
             with self._sampler.exclusively(), _prompt_turns():
                 before = self._measure(command.uuids)
                 begun = self._clock()

@@ -50,7 +50,7 @@ class Captures:
 
         The hook for a capture's end does not run where ending it failed: hence the driver is asked.
         """
-        return self._capturing() or any(
+        return self._may_be_capturing() or any(
             graph() is not None and self._is_capturing(stream) for graph, stream in list(self._begun.values())
         )
 
@@ -93,6 +93,16 @@ class Captures:
             self._holders.setdefault(pool, []).append(weakref.ref(graph))
         self._begun.pop(id(graph), None)
 
+    def _may_be_capturing(self) -> bool:
+        """Whether this thread's stream is in a capture, or the driver will not say.
+
+        During some captures it forbids even the question on the legacy stream (cudaErrorStreamCaptureImplicit).
+        """
+        try:
+            return self._capturing()
+        except RuntimeError:
+            return True
+
     def _is_capturing(self, stream: Any) -> bool:
         """Whether a stream of any thread is in a capture. The driver may be asked at any time.
 
@@ -101,7 +111,7 @@ class Captures:
         here = self._cuda.current_stream()
         self._cuda.set_stream(stream)
         try:
-            return self._capturing()
+            return self._may_be_capturing()
         finally:
             # Going back to a device that this process does not use would give it a context there.
             used = self._has_context(here.device_index)

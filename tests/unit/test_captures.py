@@ -169,3 +169,10 @@ def test_a_torch_without_hooks_tells_of_the_calling_thread_alone(bench: Bench, m
     assert not captures.under_way
     bench.capturing.append(bench.own)
     assert captures.under_way
+
+
+def test_where_the_driver_forbids_the_question_a_capture_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden() -> bool:
+        raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
+
+    assert Captures(Bench(monkeypatch), forbidden, {0}.__contains__).under_way
