@@ -3,7 +3,8 @@
 PyTorch calls an observer in the allocating thread (an autograd thread, for instance) with the allocator's lock released
 and the GIL held, right before it raises. What the observer raises would replace the program's OutOfMemoryError, and it
 cannot be taken off again: so it is attached once in a process, swallows everything, and does microseconds of work.
-Where there is no observer (cudaMallocAsync, a pluggable allocator) the growth of PyTorch's own count is told instead.
+Where a PyTorch has no observer, the growth of its own count is told instead. With cudaMallocAsync or a pluggable
+allocator it neither calls nor counts, and nothing can be told.
 """
 
 from __future__ import annotations
