@@ -127,6 +127,8 @@ class Store:
         if node is None or not node.up:
             return
         known = {device.uuid for device in node.devices}
+        if "" in known:
+            return  # a device that was lost before it could be named here may be the one that is meant
         for i, sample in enumerate(report.devices):
             if sample.uuid not in known:
                 raise UnknownDeviceError(f"devices.{i}.uuid: the driver has no device {sample.uuid!r}")

@@ -111,3 +111,9 @@ def test_while_the_driver_is_down_every_device_may_be_right(store: Store) -> Non
     store.put_reading(node(up=False))
     _put(store, devices=(sample("GPU-anything"),))
     assert len(store.snapshot(0.0).processes) == 1
+
+
+def test_while_a_device_has_no_name_a_report_may_mean_that_one(store: Store) -> None:
+    store.put_reading(node(device(UUIDS[0]), device("", gpu="1")))
+    _put(store, devices=(sample(UUIDS[0]), sample(UUIDS[1])))
+    assert len(store.snapshot(0.0).processes) == 1
