@@ -1,0 +1,448 @@
+"""A random run over everything that happens on a node: no step of it leaves a wrong number on the page.
+
+    GPUMEM_RANDOM_STEPS=10000 python -m pytest -s tests/integration/test_random_node.py
+
+takes ten thousand steps; without the variable a few hundred are taken. The seed is printed, and `GPUMEM_RANDOM_SEED`
+sets it: the same choices are made again, while the moments at which reports and polls come are the machine's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import MakeNode
+from tests.emulation.node import GIB, MIB, EmulatedNode
+from tests.emulation.programs import Program
+from tests.emulation.torch_process import RemoteError, TorchProcess
+from tests.exporter_process import ExporterProcess, Metrics, wait_until_equal
+from tests.integration.device_truth import scrape, shown, truth
+from tests.integration.end_to_end_checks import COMPARED
+
+STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
+STEPS_EACH = 250
+"""Steps of one of Hypothesis' examples: it bounds the choices of each. The node and all on it outlive them."""
+QUIET_EVERY = 25
+DEVICES = (0, 1)
+TORCH_PROCESSES, PROGRAMS = 3, 6
+SETTLE_SECONDS = 90.0
+"""Longer than the longest pause after which a lost device or a driver is tried again."""
+
+PROGRAM = """
+import random
+rng, held = random.Random({seed}), []
+def step():
+    cuda.cudaSetDevice(rng.randrange(2))
+    if held and (len(held) > 5 or rng.random() < 0.4):
+        free(held.pop(rng.randrange(len(held))))
+    else:
+        code, pointer = malloc(rng.randrange(1, 64 << 20))
+        if not code: held.append(pointer)
+while True:
+    step()
+    say(len(held))
+    wait()
+"""
+"""A program without torch and without a reporter: each time it is told to go on it allocates or frees."""
+
+
+class World:
+    """The node, the exporter and the processes of the run."""
+
+    def __init__(self, node: EmulatedNode, exporter: ExporterProcess) -> None:
+        self.node = node
+        self.exporter = exporter
+        self.steps = 0
+        self.quiet_points = 0
+        self.taken: dict[str, int] = {}
+        self.last: dict[str, int] = {}
+        self.lost: set[int] = set()
+        self.torches: dict[TorchProcess, list[int]] = {}
+        self.starting: list[TorchProcess] = []
+        self.programs: list[Program] = []
+        self.ending: set[int] = set()
+        """Ended, and perhaps still on the page."""
+        self.gone: set[int] = set()
+        """Ended, and seen to be no longer on the page."""
+        self.broken: tuple[Exception, int] | None = None
+        """What failed, and at which moment of its example."""
+
+    def close(self) -> None:
+        for process in (*self.torches, *self.starting, *self.programs):
+            process.__exit__()
+
+    # Processes
+
+    def start_torch(self) -> None:
+        self.starting.append(TorchProcess(self.node, {"GPUMEM_EXPORTER_URL": self.exporter.url}))
+
+    def adopt_started(self) -> None:
+        """Wait for those that import torch."""
+        while self.starting:
+            process = self.starting[-1]
+            process.call("start_client", workload=f"job-{self.steps % 3}")
+            self.torches[self.starting.pop()] = [process.call("alloc", nbytes=MIB)]
+            self._began(process.pid)
+
+    def start_program(self, rng: random.Random) -> None:
+        self.programs.append(Program(self.node, PROGRAM.format(seed=rng.getrandbits(32))))
+        self.programs[-1].heard()
+        self._began(self.programs[-1].pid)
+
+    def _began(self, pid: int) -> None:
+        """Linux may give a pid again."""
+        self.ending.discard(pid)
+        self.gone.discard(pid)
+
+    def ended(self, process: TorchProcess | Program) -> None:
+        pid = process.pid
+        process.__exit__()
+        self.ending.add(pid)
+
+    def alive(self) -> set[int]:
+        return {process.pid for process in (*self.torches, *self.programs)}
+
+    # What must hold
+
+    def check(self) -> None:
+        """What holds in every scrape, however the last step left reports and readings."""
+        metrics = scrape(self.exporter)
+        on_page = {pid for pid in _labels(metrics, "pid") if pid.isdecimal()}
+        assert on_page <= {str(pid) for pid in self.alive() | self.ending}, "a process that is gone, or never was"
+        self.gone |= {pid for pid in self.ending if str(pid) not in on_page}
+        self.ending -= self.gone
+        assert {uuid for uuid in _labels(metrics, "uuid") if uuid} <= {self.node.uuid(i) for i in DEVICES}
+        for labels, up in metrics.samples.get("gpumem_device_up", {}).items():
+            uuid = dict(labels)["uuid"]
+            if up or not uuid:
+                continue
+            figures = shown(metrics, uuid)
+            assert not any(figures[name] for name in figures if name != "allocated"), "figures of a device that is down"
+
+    def check_quiet(self, rng: random.Random) -> None:
+        """What holds once reports and readings have come: every figure, to the byte."""
+        self.quiet_points += 1
+        self.adopt_started()
+        wanted = self._truth()
+        found: dict[str, Any] = {}
+
+        def read() -> dict[str, Any]:
+            nonlocal found
+            found = self._shown(scrape(self.exporter))
+            return found
+
+        wait_until_equal(read, wanted, "the page to be right to the byte", SETTLE_SECONDS)
+        self.check()
+        assert not self.ending, "still on the page"
+        self.check_clear(rng.choice(list(self.torches)))
+
+    def check_clear(self, process: TorchProcess) -> None:
+        """What is reclaimable is what a clear gives back, by everybody's word."""
+        pid = str(process.pid)
+
+        def reserved() -> int:
+            return sum(process.call("stats", device=device)["reserved_bytes.all.current"] for device in DEVICES)
+
+        before, books = reserved(), self._used()
+        reclaimable = sum(scrape(self.exporter).values("gpumem_torch_reclaimable_bytes", pid=pid))
+        action = self.exporter.act("empty_cache", target={"pid": process.pid})
+        assert {row["outcome"] for row in action["results"]} == {"done"}, action
+        assert {
+            "reclaimable": reclaimable,
+            "torch": before - reserved(),
+            "driver": books - self._used(),
+        } == dict.fromkeys(("reclaimable", "torch", "driver"), action["freed_bytes"])
+
+    def _used(self) -> int:
+        return sum(book.used_bytes for book in self.node.books().devices)
+
+    def _truth(self) -> dict[str, Any]:
+        books, whole = self.node.books(), {}
+        series: dict[str, dict[str, float]] = {name: {} for name in COMPARED}
+        for device in DEVICES:
+            uuid = self.node.uuid(device)
+            stats = {
+                process.pid: process.call("stats", device=device)
+                for process in self.torches
+                if process.pid in books[device].processes
+            }
+            page = dict(truth(books[device], stats))
+            if device in self.lost:
+                page |= {"ledger": {}, "total": [], "used": [], "free": [], "reserved": [], "processes": {}}
+            whole[uuid] = page
+            for name, key in COMPARED.items():
+                series[name] |= {f"{pid} on {uuid}": own[key] for pid, own in stats.items()}
+        pids = {process.pid for process in self.torches} | {
+            pid for device in set(DEVICES) - self.lost for pid in books[device].processes
+        }
+        return {"devices": whole, "series": series, "pids": {str(pid) for pid in pids}}
+
+    def _shown(self, metrics: Metrics) -> dict[str, Any]:
+        series = {
+            name: {
+                f"{dict(labels)['pid']} on {dict(labels)['uuid']}": value
+                for labels, value in metrics.samples.get(name, {}).items()
+            }
+            for name in COMPARED
+        }
+        devices = {self.node.uuid(device): shown(metrics, self.node.uuid(device)) for device in DEVICES}
+        return {"devices": devices, "series": series, "pids": _labels(metrics, "pid")}
+
+
+def _labels(metrics: Metrics, name: str) -> set[str]:
+    found = (dict(labels) for samples in metrics.samples.values() for labels in samples)
+    return {labels[name] for labels in found if name in labels}
+
+
+class RandomRun(RuleBasedStateMachine):
+    """One example: a few hundred steps in a world that was there before it.
+
+    The first example that Hypothesis makes is the simplest, one and the same step again and again: it is passed over.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+        self.rng = random.Random(0)
+        self.idle = True
+        self.moments = 0
+
+    @initialize(heading=st.integers(0, 2**64 - 1))
+    def head(self, heading: int) -> None:
+        self.rng = random.Random(heading)
+        self.idle = heading == 0
+
+    def step(self, name: str, act: Callable[[], object], *, when: object = True) -> None:
+        """Take a step; where it cannot be taken, allocate: what Hypothesis may choose must not depend on the world."""
+        world = self.world
+        if world.steps >= STEPS:
+            self.idle = True
+        if not when:
+            name, act = "allocate", lambda: self.allocate_in(0)
+
+        def taken() -> None:
+            world.steps += 1
+            world.taken[name] = world.taken.get(name, 0) + 1
+            world.last[name] = world.steps
+            print(f"{world.steps}: {name}: {act()}")
+
+        self.guarded(taken)
+
+    @invariant()
+    def holds(self) -> None:
+        def held() -> None:
+            self.world.check()
+            if self.world.steps % QUIET_EVERY == 0:
+                self.world.check_quiet(self.rng)
+
+        self.guarded(held)
+
+    def guarded(self, act: Callable[[], object]) -> None:
+        """Hypothesis runs a failing example again: the world is broken then, and fails at the same moment as before."""
+        self.moments += 1
+        if self.world.broken is not None:
+            error, moment = self.world.broken
+            if self.moments == moment:
+                raise error
+        elif not self.idle:
+            try:
+                act()
+            except Exception as error:
+                self.world.broken = error, self.moments
+                raise
+
+    def rested(self, name: str, steps: int) -> bool:
+        """Whether a step that costs seconds was last taken that long ago."""
+        return self.world.steps - self.world.last.get(name, -steps) >= steps
+
+    # The rules. Two allocate and two free, since they are cheap and what else happens depends on them.
+
+    def allocate_in(self, device: int) -> str:
+        process = self.rng.choice(list(self.world.torches))
+        nbytes = int(512 * (256 * MIB / 512) ** self.rng.random())
+        try:
+            self.world.torches[process].append(process.call("alloc", nbytes=nbytes, device=device))
+        except RemoteError as error:
+            if error.type != "OutOfMemoryError":
+                raise
+            return f"{process.pid} found no {nbytes} bytes on {device}"
+        return f"{process.pid} took {nbytes} bytes on {device}"
+
+    @rule()
+    def allocate(self) -> None:
+        self.step("allocate", lambda: self.allocate_in(0))
+
+    @rule()
+    def allocate_elsewhere(self) -> None:
+        self.step("allocate elsewhere", lambda: self.allocate_in(1))
+
+    @rule()
+    def free(self) -> None:
+        def act() -> str:
+            process = self.rng.choice(list(self.world.torches))
+            held = self.world.torches[process]
+            numbers = [number for number in held if self.rng.random() < 0.3]
+            self.world.torches[process] = [number for number in held if number not in numbers]
+            return f"{process.pid} freed {process.call('free', numbers=numbers)}"
+
+        self.step("free", act)
+
+    @rule()
+    def free_all(self) -> None:
+        def act() -> str:
+            process = self.rng.choice(list(self.world.torches))
+            self.world.torches[process] = []
+            return f"{process.pid} freed {process.call('free')}"
+
+        self.step("free all", act)
+
+    @rule()
+    def others_go_on(self) -> None:
+        def act() -> str:
+            program = self.rng.choice(self.world.programs)
+            program.go()
+            return f"{program.pid} holds {program.heard()}"
+
+        self.step("others go on", act, when=self.world.programs)
+
+    @rule()
+    def clear(self) -> None:
+        def act() -> str:
+            process = self.rng.choice(list(self.world.torches))
+            self.world.exporter.wait_for_processes(process.pid)
+            before = self.world._used()
+            action = self.world.exporter.act("empty_cache", target={"pid": process.pid})
+            assert {row["outcome"] for row in action["results"]} == {"done"}, action
+            assert action["freed_bytes"] == before - self.world._used()
+            return f"{process.pid} gave back {action['freed_bytes']}"
+
+        self.step("clear", act)
+
+    @rule()
+    def start(self) -> None:
+        self.step("start", lambda: self.world.start_program(self.rng), when=len(self.world.programs) < PROGRAMS)
+
+    @rule()
+    def start_with_torch(self) -> None:
+        self.step(
+            "start with torch",
+            self.world.start_torch,
+            when=len(self.world.torches) + len(self.world.starting) < TORCH_PROCESSES,
+        )
+
+    @rule()
+    def kill(self) -> None:
+        def act() -> str:
+            program = self.world.programs.pop(self.rng.randrange(len(self.world.programs)))
+            self.world.ended(program)
+            return str(program.pid)
+
+        self.step("kill", act, when=self.world.programs)
+
+    @rule()
+    def kill_with_torch(self) -> None:
+        def act() -> str:
+            process = self.rng.choice(list(self.world.torches))
+            pid = process.pid
+            del self.world.torches[process]
+            self.world.ended(process)
+            return str(pid)
+
+        self.step("kill with torch", act, when=len(self.world.torches) > 1 and self.rested("kill with torch", 100))
+
+    @rule()
+    def lose_device(self) -> None:
+        def act() -> str:
+            device = self.rng.choice(DEVICES)
+            self.world.lost.add(device)
+            self.world.node.lose_device(device)
+            return str(device)
+
+        self.step("lose a device", act, when=not self.world.lost and self.rested("lose a device", 60))
+
+    @rule()
+    def heal_device(self) -> None:
+        def act() -> str:
+            device = self.world.lost.pop()
+            self.world.node.heal_device(device)
+            return str(device)
+
+        self.step("heal a device", act, when=self.world.lost)
+
+    @rule()
+    def restart_exporter(self) -> None:
+        def act() -> str:
+            number = self.rng.choice([signal.SIGTERM, signal.SIGKILL])
+            assert self.world.exporter.stop(number) == (0 if number == signal.SIGTERM else -number)
+            self.world.exporter.start()
+            return number.name
+
+        self.step("restart the exporter", act, when=self.rested("restart the exporter", 60))
+
+    @rule()
+    def restart_driver(self) -> None:
+        self.step("restart the driver", self.world.node.restart_driver, when=self.rested("restart the driver", 60))
+
+
+@pytest.fixture
+def world(make_node: MakeNode, start_exporter: StartExporter) -> Iterator[World]:
+    node = make_node(devices=len(DEVICES), total_bytes=16 * GIB)
+    folder = Path(node.path) / "events"
+    flags = ("--report.interval", "0.1", "--collect.interval", "0.1", "--storage.path", str(folder))
+    world = World(node, start_exporter(node, *flags, "--log.level", "warning"))
+    try:
+        for _ in range(TORCH_PROCESSES):
+            world.start_torch()
+        world.adopt_started()
+        yield world
+    finally:
+        world.close()
+
+
+@pytest.mark.timeout(300 + STEPS)
+def test_a_random_run_breaks_no_invariant(world: World) -> None:
+    chosen = int(os.environ.get("GPUMEM_RANDOM_SEED") or random.SystemRandom().getrandbits(32))
+    print(f"GPUMEM_RANDOM_SEED={chosen} GPUMEM_RANDOM_STEPS={STEPS}")
+    begun = time.monotonic()
+    for more in range(1 + STEPS):
+        if world.steps >= STEPS:
+            break
+
+        @seed(chosen + more)
+        def run() -> RandomRun:
+            return RandomRun(world)
+
+        run_state_machine_as_test(
+            run,
+            settings=settings(
+                max_examples=1 + math.ceil((STEPS - world.steps) / STEPS_EACH),
+                stateful_step_count=STEPS_EACH,
+                deadline=None,
+                database=None,
+                derandomize=False,
+                phases=[Phase.generate],
+                print_blob=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+    print(f"{world.steps} steps, {world.quiet_points} quiet points, {time.monotonic() - begun:.0f} s: {world.taken}")
+    assert world.steps == STEPS
+    assert world.quiet_points >= STEPS // QUIET_EVERY
