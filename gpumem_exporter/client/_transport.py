@@ -77,7 +77,7 @@ class Connection:
         wait_seconds = timeout_seconds or self._timeout_seconds
         request = self._request(method, path, body, headers or {})
         try:
-            return self._exchange(request, wait_seconds)
+            return self._exchange(method, request, wait_seconds)
         except ConnectionError as error:
             self.close()
             if not reused or self._interrupted:
@@ -86,7 +86,7 @@ class Connection:
             self.close()
             raise self._unreachable(error) from error
         try:
-            return self._exchange(request, wait_seconds)
+            return self._exchange(method, request, wait_seconds)
         except (OSError, ValueError) as error:
             self.close()
             raise self._unreachable(error) from error
@@ -115,7 +115,7 @@ class Connection:
             raise self._unreachable(ValueError("a header with a line break in it"))
         return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + (body or b"")
 
-    def _exchange(self, request: bytes, wait_seconds: float) -> Answer:
+    def _exchange(self, method: str, request: bytes, wait_seconds: float) -> Answer:
         sock = self._socket
         if sock is None and not self._interrupted:
             sock = self._socket = _connect(self._address, self._timeout_seconds)
@@ -132,7 +132,8 @@ class Connection:
         try:
             sock.sendall(request)
             status, version, headers = self._head(sock)
-            body, ends = self._body(sock, status, headers)
+            bodiless = method == "HEAD" or status in (204, 304)
+            body, ends = (b"", False) if bodiless else self._body(sock, headers)
         except BlockingIOError:
             raise TimeoutError("timed out") from None
         said = headers.get("connection", "").lower()
@@ -160,10 +161,8 @@ class Connection:
                 headers[name.lower()] = value.strip()
         return status, version, headers
 
-    def _body(self, sock: socket.socket, status: int, headers: Mapping[str, str]) -> tuple[bytes, bool]:
+    def _body(self, sock: socket.socket, headers: Mapping[str, str]) -> tuple[bytes, bool]:
         """The body, and whether only the connection's end tells its end."""
-        if status in (204, 304):
-            return b"", False
         if headers.get("transfer-encoding", "").lower() == "chunked":
             return self._chunks(sock), False
         length = headers.get("content-length")

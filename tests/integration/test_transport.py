@@ -164,3 +164,29 @@ def test_a_waiting_request_can_be_interrupted_from_another_thread_and_is_not_rep
         with pytest.raises(ExporterUnreachableError, match="interrupted"):
             connection.request("GET", "/")
     assert numbers == [1]
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n"), ("GET", b"HTTP/1.1 204 No Content\r\n\r\n")],
+)
+def test_an_answer_that_has_no_body_is_not_waited_for(method: str, answer: bytes) -> None:
+    def talk(connection: socket.socket, number: int) -> None:
+        while True:
+            read_request(connection)
+            connection.sendall(answer)
+
+    with peer(talk) as url, connected(url) as connection:
+        assert [connection.request(method, "/").body for _ in range(2)] == [b"", b""]
+
+
+def test_a_body_in_chunks_is_put_together() -> None:
+    chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
+
+    def talk(connection: socket.socket, number: int) -> None:
+        while True:
+            read_request(connection)
+            connection.sendall(chunks)
+
+    with peer(talk) as url, connected(url) as connection:
+        assert [connection.request("GET", "/").body for _ in range(2)] == [b"abcde", b"abcde"]
