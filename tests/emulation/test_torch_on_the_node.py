@@ -25,8 +25,12 @@ def shared(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterato
 
 @pytest.fixture
 def lab(shared: Lab) -> Lab:
-    """A node of two 8 GiB GPUs and a PyTorch process on it that holds no tensor; one process for the whole module."""
+    """A node of two 8 GiB GPUs and a PyTorch process on it that holds a context on both and no tensor.
+
+    One process for the whole module. The contexts are made here, so that no test needs another one to have run before.
+    """
     _, process = shared
+    process.exec("for device in (0, 1): torch.empty(1, device=f'cuda:{device}')")
     process.call("free")
     process.exec("import gc; worker.models.clear(); gc.collect()")
     process.call("empty_cache")
