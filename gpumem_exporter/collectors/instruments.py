@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 
 from gpumem_exporter.actions.model import ACTIONS, Action
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.protocol import OUTCOMES
 
-__all__ = ["Instruments"]
+__all__ = ["Instruments", "process_registry"]
 
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+def process_registry() -> CollectorRegistry:
+    """A registry that has the `process_` metrics of this process already: its memory, CPU time and open files."""
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    return registry
 
 
 class Instruments:
