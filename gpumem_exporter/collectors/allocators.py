@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.lines import Column, Sample
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import ReportingProcess
@@ -21,7 +21,7 @@ REPORTED = tuple(
 """The families that follow from a report alone, in the order of the page."""
 
 
-def allocator_samples(view: View) -> Iterator[Sample]:
+def allocator_samples(view: View) -> Iterator[Sample | Column]:
     """Everything of every process."""
     for pid, process in view.reporting:
         yield from report_samples(process, pid, view.gpu_by_uuid)
@@ -76,26 +76,33 @@ def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str
         yield catalog.TORCH_PINNED_HOST, who, report.pinned_host_bytes
 
 
-def non_torch_samples(view: View) -> Iterator[Sample]:
+def non_torch_samples(view: View) -> Iterator[Column]:
     """What follows from the report and the driver's reading together: NVML's figure less what torch reserved."""
-    used: dict[str, dict[int, int | None]] = {
-        device.uuid: {process.pid: process.used_bytes for process in listed}
+    if view.node is None:
+        return
+    rows: dict[str, tuple[dict[int, int | None], list[tuple[str, ...]], list[int]]] = {
+        device.uuid: ({process.pid: process.used_bytes for process in listed}, [], [])
         for device, listed in zip(view.devices, view.listed, strict=True)
-        if listed
     }
-    nobody: dict[int, int | None] = {}
     for pid, process in view.reporting:
-        if process.host_pid is None or view.node is None or not view.node.lists(process):
+        host_pid = process.host_pid
+        if host_pid is None or not view.node.lists(process):
             continue
         who = (pid, process.report.process.workload, process.report.process.rank)
         for sample in _distinct(process.report.devices):
-            used_bytes = used.get(sample.uuid, nobody).get(process.host_pid)
+            row = rows.get(sample.uuid)
+            if row is None:
+                continue
+            used_bytes = row[0].get(host_pid)
             if used_bytes is not None and sample.reserved_bytes is not None:
-                labels = (view.gpu_by_uuid[sample.uuid], sample.uuid, *who)
-                yield catalog.TORCH_NON_TORCH, labels, used_bytes - sample.reserved_bytes
+                row[1].append(who)
+                row[2].append(used_bytes - sample.reserved_bytes)
+    for uuid, (_, tails, values) in rows.items():
+        yield Column(catalog.TORCH_NON_TORCH, (view.gpu_by_uuid[uuid], uuid), tuple(tails), values)
 
 
 def _distinct(samples: tuple[DeviceSample, ...]) -> tuple[DeviceSample, ...]:
     """One a device, the first, as everywhere."""
-    by_uuid = {sample.uuid: sample for sample in reversed(samples)}
-    return samples if len(by_uuid) == len(samples) else tuple(reversed(by_uuid.values()))
+    if len({sample.uuid for sample in samples}) == len(samples):
+        return samples
+    return tuple(reversed({sample.uuid: sample for sample in reversed(samples)}.values()))

@@ -10,7 +10,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Sample, printable
+from gpumem_exporter.collectors.lines import Sample, printable, single_samples
 from gpumem_exporter.collectors.reporters import build_sample
 from gpumem_exporter.collectors.subjects import SUBJECTS, Subject, SubjectRunner
 from gpumem_exporter.collectors.view import View
@@ -65,7 +65,7 @@ class GpumemCollector(Collector):
 
 
 def _listed(subject: Subject, view: View) -> list[Sample]:
-    return list(subject(view))
+    return list(single_samples(subject(view)))
 
 
 def _family(metric: catalog.Metric) -> GaugeMetricFamily | CounterMetricFamily:

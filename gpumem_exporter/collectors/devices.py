@@ -36,7 +36,7 @@ def device_samples(view: View) -> Iterator[Sample]:
 
 def ledger_samples(view: View) -> Iterator[Sample]:
     """The ledger of each device whose memory is known; a category that is not known is not there."""
-    ledgers = node_ledgers(view.snapshot)
+    ledgers = node_ledgers(view.snapshot, view.names)
     for device in view.devices:
         ledger = ledgers.get(device.uuid)
         if ledger is not None:

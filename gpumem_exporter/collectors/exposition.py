@@ -18,7 +18,7 @@ from prometheus_client.registry import Collector
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.allocators import non_torch_samples
-from gpumem_exporter.collectors.lines import LineWriter, Sample, header
+from gpumem_exporter.collectors.lines import Column, LineWriter, Sample, header
 from gpumem_exporter.collectors.prepared import PreparedReports
 from gpumem_exporter.collectors.reporters import build_sample
 from gpumem_exporter.collectors.subjects import SUBJECTS, TORCH, Subject, SubjectRunner
@@ -99,7 +99,7 @@ class Exposition:
             return {**self._prepared.families(view), **self._write(non_torch_samples(view))}
         return self._write(subject(view))
 
-    def _write(self, samples: Iterable[Sample]) -> dict[catalog.Metric, Iterable[bytes]]:
+    def _write(self, samples: Iterable[Sample | Column]) -> dict[catalog.Metric, Iterable[bytes]]:
         return {metric: (lines,) for metric, lines in self._writer.write(samples).items()}
 
     def _own_page(self, *, openmetrics: bool) -> bytes:
@@ -120,8 +120,7 @@ class _WithoutCreated(Collector):
         self._registry = registry
 
     def collect(self) -> Iterable[PrometheusMetric]:
-        for metric in self._registry.collect():
-            kept = PrometheusMetric(metric.name, metric.documentation, metric.type, metric.unit)
+        for metric in self._registry.collect():  # each time made anew, so that it may be changed
             created = f"{metric.name}_created"
-            kept.samples = [sample for sample in metric.samples if sample.name != created]
-            yield kept
+            metric.samples = [sample for sample in metric.samples if sample.name != created]
+            yield metric

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from gpumem_exporter.collectors.catalog import Metric
 
-__all__ = ["LineWriter", "Sample", "header", "label_text", "printable"]
+__all__ = ["Column", "LineWriter", "Sample", "header", "label_text", "printable", "single_samples"]
 
 Sample: TypeAlias = "tuple[Metric, tuple[str, ...], int | float]"
 """A metric, the values of its labels in the catalog's order, and its value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Samples of one metric whose labels are the same from page to page, as those of all processes on a device are.
+
+    Their text is looked up once for all of them: that is what makes a page of a thousand such lines cheap.
+    """
+
+    metric: Metric
+    head: tuple[str, ...]
+    """The values of the leading labels, which all have. On a page no other column of the metric has the same."""
+    tails: tuple[tuple[str, ...], ...]
+    """The values of the other labels of each."""
+    values: Sequence[int | float | None]
+    """One for each of `tails`; None where there is no sample."""
+
+    def samples(self) -> Iterator[Sample]:
+        """One by one."""
+        for tail, value in zip(self.tails, self.values, strict=True):
+            if value is not None:
+                yield self.metric, (*self.head, *tail), value
+
+
+def single_samples(samples: Iterable[Sample | Column]) -> Iterator[Sample]:
+    """The same, columns taken apart."""
+    for sample in samples:
+        if isinstance(sample, Column):
+            yield from sample.samples()
+        else:
+            yield sample
 
 
 def printable(text: str) -> str:
@@ -36,24 +68,37 @@ def header(metric: Metric, *, openmetrics: bool) -> bytes:
     return f"# HELP {name} {metric.help}\n# TYPE {name} {metric.type}\n".encode()
 
 
+_ColumnKey: TypeAlias = "tuple[Metric, tuple[str, ...]]"
+_ColumnTexts: TypeAlias = "tuple[tuple[tuple[str, ...], ...], list[str]]"
+"""The tails that were written, and their texts."""
+
+
 class LineWriter:
     """Writes lines and remembers the text of their labels from one page to the next.
 
-    Bounded: of each family it remembers at most about twice what its last page had. Not thread-safe.
+    Bounded: of columns it remembers what its last page had, of other families at most about twice that. Not
+    thread-safe.
     """
 
     def __init__(self) -> None:
         self._texts: dict[Metric, dict[tuple[str, ...], str]] = {}
+        self._columns: dict[_ColumnKey, _ColumnTexts] = {}
         self._written: dict[Metric, int] = {}
+        self._written_columns: dict[_ColumnKey, _ColumnTexts] = {}
 
     def __len__(self) -> int:
-        return sum(len(texts) for texts in self._texts.values())
+        texts: list[Sized] = [*self._texts.values(), *(texts for _, texts in self._columns.values())]
+        return sum(map(len, texts))
 
-    def write(self, samples: Iterable[Sample]) -> dict[Metric, bytes]:
+    def write(self, samples: Iterable[Sample | Column]) -> dict[Metric, bytes]:
         """The lines of each family, in the samples' order. A family is written in one call a page."""
         lines: dict[Metric, list[str]] = {}
         current: Metric | None = None
-        for metric, labels, value in samples:
+        for sample in samples:
+            if isinstance(sample, Column):
+                lines.setdefault(sample.metric, []).extend(self._column(sample))
+                continue
+            metric, labels, value = sample
             if metric is not current:
                 current = metric
                 family = lines.setdefault(metric, [])
@@ -66,9 +111,22 @@ class LineWriter:
             self._written[metric] = len(family)
         return {metric: "".join(family).encode("utf-8", "replace") for metric, family in lines.items()}
 
+    def _column(self, column: Column) -> list[str]:
+        key = column.metric, column.head
+        known = self._columns.get(key)
+        if known is None or known[0] != column.tails:
+            metric, head = column.metric, column.head
+            known = column.tails, [metric.name + label_text(metric.labels, (*head, *tail)) for tail in column.tails]
+        self._written_columns[key] = known
+        return [f"{text}{value}\n" for text, value in zip(known[1], column.values, strict=True) if value is not None]
+
     def end_page(self) -> None:
-        """Forget the texts of a family of which more than half were not on this page: the next page makes its own."""
+        """Forget the columns that were not on this page, and the texts of a family of which more than half were not.
+
+        The next page makes its own.
+        """
         for metric, texts in list(self._texts.items()):
             if len(texts) > 2 * self._written.get(metric, 0):
                 del self._texts[metric]
         self._written = {}
+        self._columns, self._written_columns = self._written_columns, {}

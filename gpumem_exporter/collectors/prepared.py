@@ -30,6 +30,8 @@ class _Prepared:
 
     process: ReportingProcess
     pid: str
+    gpu_by_uuid: Mapping[str, str]
+    """What the page's labels `gpu` were made of."""
     gpus: tuple[str, ...]
     pieces: tuple[bytes, ...]
     """One a family, in the order of `REPORTED`."""
@@ -57,14 +59,17 @@ class PreparedReports:
         """Write a process' lines. Pid and device index are guessed to be those of the last page: a page checks them."""
         last = self._prepared.get(process.key)
         pid = last.pid if last is not None and last.process.host_pid == process.host_pid else process.label_pid
-        self._keep(_prepared(process, pid, {**gpu_by_uuid, **self._shown_gpus}, last))
+        # What was shown is kept as one object for as long as it is the same: a page then knows it without looking.
+        shown = self._shown_gpus
+        self._keep(_prepared(process, pid, shown if shown == gpu_by_uuid else {**gpu_by_uuid, **shown}, last))
 
     def families(self, view: View) -> dict[Metric, Iterable[bytes]]:
         """The pieces of each family, processes in the view's order; what was not prepared, or otherwise, is written.
 
         Forgets the processes that the view does not have.
         """
-        self._shown_gpus = view.gpu_by_uuid
+        if self._shown_gpus != view.gpu_by_uuid:
+            self._shown_gpus = view.gpu_by_uuid
         rows = []
         for pid, process in view.reporting:
             prepared = self._prepared.get(process.key)
@@ -72,9 +77,9 @@ class PreparedReports:
                 prepared is None
                 or prepared.process is not process
                 or prepared.pid != pid
-                or prepared.gpus != _gpus(process, view.gpu_by_uuid)
+                or not (prepared.gpu_by_uuid is self._shown_gpus or prepared.gpus == _gpus(process, self._shown_gpus))
             ):
-                prepared = _prepared(process, pid, view.gpu_by_uuid, prepared)
+                prepared = _prepared(process, pid, self._shown_gpus, prepared)
                 self._keep(prepared)
             rows.append(prepared.pieces)
         if len(self._prepared) > len(rows):
@@ -97,9 +102,9 @@ def _gpus(process: ReportingProcess, gpu_by_uuid: Mapping[str, str]) -> tuple[st
 def _prepared(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str], last: _Prepared | None) -> _Prepared:
     gpus = _gpus(process, gpu_by_uuid)
     if last is not None and last.pid == pid and last.gpus == gpus and _says_the_same(last.process, process):
-        return replace(last, process=process)
+        return replace(last, process=process, gpu_by_uuid=gpu_by_uuid)
     samples = report_samples(process, pid, gpu_by_uuid)
-    return _Prepared(process, pid, gpus, *_write(samples, last.texts if last is not None else {}))
+    return _Prepared(process, pid, gpu_by_uuid, gpus, *_write(samples, last.texts if last is not None else {}))
 
 
 def _says_the_same(one: ReportingProcess, other: ReportingProcess) -> bool:

@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.lines import Column
 from gpumem_exporter.collectors.view import View, pid_order
 from gpumem_exporter.core.samples import ProcessFacts
 
 __all__ = ["process_samples"]
 
 
-def process_samples(view: View) -> Iterator[Sample]:
+def process_samples(view: View) -> Iterator[Column]:
     """What each process uses, and one info series for each pid: those the driver lists and those that report.
 
     What reporters say of themselves does not need the driver.
     """
     pids: set[int] = set()
     for device, listed in zip(view.devices, view.listed, strict=True):
-        for process in listed:
-            pids.add(process.pid)
-            if process.used_bytes is not None:
-                yield catalog.PROCESS_USED, (device.gpu, device.uuid, str(process.pid)), process.used_bytes
+        pids.update([process.pid for process in listed])
+        tails = tuple([(str(process.pid),) for process in listed])
+        used = [process.used_bytes for process in listed]
+        yield Column(catalog.PROCESS_USED, (device.gpu, device.uuid), tails, used)
     yield from _infos(view, view.node.facts if view.node is not None else {}, pids)
 
 
-def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: set[int]) -> Iterator[Sample]:
+def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: set[int]) -> Iterator[Column]:
     rows: dict[str, tuple[str, ...]] = {}
     for pid, process in view.reporting:
         identity = process.report.process
@@ -46,8 +46,8 @@ def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: se
     for listed_pid in listed_pids:
         facts = facts_by_pid.get(listed_pid)
         rows.setdefault(str(listed_pid), ("", "", *_host_labels(facts), *_jobs(facts), "false", "", ""))
-    for pid in sorted(rows, key=pid_order):
-        yield catalog.PROCESS_INFO, (pid, *rows[pid]), 1
+    tails = tuple([(pid, *rows[pid]) for pid in sorted(rows, key=pid_order)])
+    yield Column(catalog.PROCESS_INFO, (), tails, [1] * len(tails))
 
 
 def _facts(

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.lines import Column, Sample
 from gpumem_exporter.collectors.view import View, pid_order
 
 __all__ = ["build_sample", "poll_samples", "reporter_samples"]
@@ -26,7 +26,7 @@ def poll_samples(view: View) -> Iterator[Sample]:
         yield catalog.POLL_TIMESTAMP, (), last.taken_unix_seconds
 
 
-def reporter_samples(view: View) -> Iterator[Sample]:
+def reporter_samples(view: View) -> Iterator[Column]:
     """Who reports, of when that is, and who fell silent and when."""
     rows: dict[str, tuple[str, str, int, float, float | None]] = {}
     for pid, process in view.reporting:
@@ -34,9 +34,8 @@ def reporter_samples(view: View) -> Iterator[Sample]:
         rows[pid] = (identity.workload, identity.rank, 1, received, received - process.report.sample_age_seconds)
     for pid, reporter in view.silent:
         rows[pid] = (reporter.workload, reporter.rank, 0, reporter.last_report_unix_seconds, None)
-    for pid in sorted(rows, key=pid_order):
-        workload, rank, up, last_report_unix_seconds, sampled_unix_seconds = rows[pid]
-        yield catalog.REPORTER_UP, (pid, workload, rank), up
-        yield catalog.REPORTER_TIMESTAMP, (pid, workload, rank), last_report_unix_seconds
-        if sampled_unix_seconds is not None:
-            yield catalog.SAMPLE_TIMESTAMP, (pid, workload, rank), sampled_unix_seconds
+    pids = sorted(rows, key=pid_order)
+    tails = tuple([(pid, *rows[pid][:2]) for pid in pids])
+    yield Column(catalog.REPORTER_UP, (), tails, [rows[pid][2] for pid in pids])
+    yield Column(catalog.REPORTER_TIMESTAMP, (), tails, [rows[pid][3] for pid in pids])
+    yield Column(catalog.SAMPLE_TIMESTAMP, (), tails, [rows[pid][4] for pid in pids])

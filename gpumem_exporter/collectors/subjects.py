@@ -9,14 +9,14 @@ from typing import TypeAlias, TypeVar
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.allocators import allocator_samples
 from gpumem_exporter.collectors.devices import device_samples, ledger_samples
-from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.lines import Column, Sample
 from gpumem_exporter.collectors.processes import process_samples
 from gpumem_exporter.collectors.reporters import poll_samples, reporter_samples
 from gpumem_exporter.collectors.view import View
 
 __all__ = ["SUBJECTS", "TORCH", "Subject", "SubjectRunner"]
 
-Subject: TypeAlias = Callable[[View], Iterator[Sample]]
+Subject: TypeAlias = "Callable[[View], Iterator[Sample] | Iterator[Column] | Iterator[Sample | Column]]"
 T = TypeVar("T")
 
 TORCH = "torch"

@@ -33,18 +33,25 @@ class View:
     listed: tuple[tuple[ProcessMemory, ...], ...]
     """The processes on each of `devices`, in the same order, by pid, each once; none where the list is not known."""
     gpu_by_uuid: Mapping[str, str]
-    reporting: tuple[tuple[str, ReportingProcess], ...]
-    """Each with the pid it carries."""
-    silent: tuple[tuple[str, SilentReporter], ...]
+    names: Names
+
+    @property
+    def reporting(self) -> tuple[tuple[str, ReportingProcess], ...]:
+        """Each with the pid it carries."""
+        return self.names.reporting
+
+    @property
+    def silent(self) -> tuple[tuple[str, SilentReporter], ...]:
+        """Each with the pid it carries."""
+        return self.names.silent
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> View:
         """Put a snapshot in order."""
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
         devices = _in_order(node.devices) if node is not None else ()
-        names = Names.of(snapshot)
         listed = tuple([_listed(device) for device in devices])
-        return cls(snapshot, node, devices, listed, gpu_by_uuid(node), names.reporting, names.silent)
+        return cls(snapshot, node, devices, listed, gpu_by_uuid(node), Names.of(snapshot))
 
 
 def gpu_by_uuid(node: NodeReading | None) -> dict[str, str]:
@@ -54,8 +61,12 @@ def gpu_by_uuid(node: NodeReading | None) -> dict[str, str]:
 
 def _listed(device: DeviceReading) -> tuple[ProcessMemory, ...]:
     """By pid; one that the driver lists twice counts once, the first time that its figure is known."""
+    processes = device.processes or ()
+    pids = [process.pid for process in processes]
+    if pids == sorted(set(pids)):
+        return processes
     distinct: dict[int, ProcessMemory] = {}
-    for process in device.processes or ():
+    for process in processes:
         known = distinct.setdefault(process.pid, process)
         if known.used_bytes is None:
             distinct[process.pid] = process

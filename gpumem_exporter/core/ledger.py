@@ -22,15 +22,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gpumem_exporter.core.naming import Names
-from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = [
     "CATEGORIES",
     "DeviceLedger",
     "ProcessShare",
-    "Reporters",
-    "device_ledger",
     "fragmented_bytes",
     "node_ledgers",
 ]
@@ -60,8 +58,8 @@ class ProcessShare:
     non_torch_bytes: int | None
 
 
-Reporters: TypeAlias = "Mapping[int | None, tuple[ReportingProcess, DeviceSample]]"
-"""Who reports on one device, by host pid."""
+_Samples: TypeAlias = "Mapping[int, DeviceSample]"
+"""What is reported of one device, by host pid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +69,17 @@ class DeviceLedger:
     device: DeviceReading
     total_bytes: int
     categories: Mapping[str, int]
-    reporters: Reporters
+    samples: Mapping[int, DeviceSample]
+    """What is reported of the device, by host pid."""
+    processes: Mapping[int, ReportingProcess]
+    """Who reports, on this device or another, by host pid."""
 
     def shares(self) -> Iterator[ProcessShare]:
         """Each process' part: those that the driver lists, or, where it lists none, those that report."""
-        for pid, used, reporter in _owners(self.device, self.reporters):
-            process, sample = reporter if reporter is not None else (None, None)
+        for pid, used, sample in _owners(self.device, self.samples):
             known = sample is not None and sample.reserved_bytes is not None and used is not None
             non_torch = used - sample.reserved_bytes if known else None  # type: ignore[operator, union-attr]
+            process = self.processes[pid] if sample is not None else None
             yield ProcessShare(str(pid), used, process, sample, non_torch)
 
 
@@ -89,36 +90,43 @@ def fragmented_bytes(sample: DeviceSample) -> int | None:
     return sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes
 
 
-def node_ledgers(snapshot: Snapshot) -> dict[str, DeviceLedger]:
-    """The ledger of each device whose memory is known, by uuid."""
-    if snapshot.node is None:
+def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, DeviceLedger]:
+    """The ledger of each device whose memory is known, by uuid.
+
+    Args:
+        snapshot: what is known.
+        names: those of the snapshot, where the caller has them already.
+    """
+    node = snapshot.node
+    if node is None:
         return {}
-    by_device: dict[str, dict[int | None, tuple[ReportingProcess, DeviceSample]]] = {}
-    for _, process in Names.of(snapshot).reporting:
-        if not snapshot.node.lists(process):
-            continue
+    reporting = (names or Names.of(snapshot)).reporting
+    processes = {
+        process.host_pid: process for _, process in reporting if process.host_pid is not None and node.lists(process)
+    }
+    by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
+    for host_pid, process in processes.items():
         for sample in process.report.devices:
-            by_device.setdefault(sample.uuid, {})[process.host_pid] = (process, sample)
+            samples = by_device.get(sample.uuid)
+            if samples is not None:
+                samples.setdefault(host_pid, sample)
     ledgers = {}
-    for device in snapshot.node.devices:
-        ledger = device_ledger(device, by_device.get(device.uuid, {}))
-        if ledger is not None:
-            ledgers[device.uuid] = ledger
+    for device in node.devices:
+        if device.memory is not None:
+            samples = by_device[device.uuid]
+            categories = _categories(device, device.memory, samples)
+            ledgers[device.uuid] = DeviceLedger(device, device.memory.total_bytes, categories, samples, processes)
     return ledgers
 
 
-def device_ledger(device: DeviceReading, reporters: Reporters) -> DeviceLedger | None:
-    """Add up one device; None when the driver does not give its memory."""
-    memory = device.memory
-    if memory is None:
-        return None
+def _categories(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> dict[str, int]:
+    """Add up one device."""
     allocated = reclaimable = fragmented = non_torch = others = 0
-    for _, used_bytes, reporter in _owners(device, reporters):
-        reserved = reporter[1].reserved_bytes if reporter is not None else None
-        if reporter is None or reserved is None:
+    for _, used_bytes, sample in _owners(device, samples):
+        reserved = sample.reserved_bytes if sample is not None else None
+        if sample is None or reserved is None:
             others += used_bytes or 0
             continue
-        sample = reporter[1]
         # An allocator that keeps no books of tensors (a pluggable one) still holds what it reserved: unsplit, it counts
         # as allocated, since nothing shows that any of it could be given back.
         in_tensors = reserved if sample.allocated_bytes is None else sample.allocated_bytes
@@ -139,18 +147,14 @@ def device_ledger(device: DeviceReading, reporters: Reporters) -> DeviceLedger |
         "unattributed": used - allocated - reclaimable - fragmented - non_torch - others,
         "free": memory.free_bytes,
     }
-    categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(device, memory.total_bytes, categories, reporters)
+    return {name: value for name in CATEGORIES if (value := known[name]) is not None}
 
 
-def _owners(
-    device: DeviceReading, reporters: Reporters
-) -> Iterator[tuple[int, int | None, tuple[ReportingProcess, DeviceSample] | None]]:
-    """Pid, the driver's figure and the reporter of each process on the device."""
+def _owners(device: DeviceReading, samples: _Samples) -> Iterator[tuple[int, int | None, DeviceSample | None]]:
+    """Pid, the driver's figure and the report of each process on the device."""
     if device.processes is None:
-        for pid, reporter in reporters.items():
-            if pid is not None:
-                yield pid, None, reporter
+        for pid, sample in samples.items():
+            yield pid, None, sample
     else:
         for listed in device.processes:
-            yield listed.pid, listed.used_bytes, reporters.get(listed.pid)
+            yield listed.pid, listed.used_bytes, samples.get(listed.pid)
