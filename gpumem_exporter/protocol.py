@@ -110,7 +110,7 @@ class DeviceSample:
     peak_resets: int | None = None
     """How often the peaks were seen to have been reset, by whomever, since the reporter started."""
     phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Peak of allocated bytes in each phase the program named."""
+    """Highest known peak of allocated bytes in each phase the program named: a lower bound where it is not exact."""
     component_bytes: Mapping[str, int] = field(default_factory=dict)
     """Allocated bytes by component: parameters, gradients, optimizer_state, other."""
 

@@ -44,11 +44,15 @@ Options:
   --url URL        The exporter: http://host:port or unix:///path/to.sock (GPUMEM_EXPORTER_URL). Default: first
                    unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
   --rank RANK      Rank label (GPUMEM_RANK). Below torchrun and Slurm leave it out: RANK and SLURM_PROCID are used.
+  --allocator KEY:VALUE,...
+                   Settings of PyTorch's CUDA allocator, checked and put in force beside those that the environment
+                   has (PYTORCH_CUDA_ALLOC_CONF), as in expandable_segments:True,garbage_collection_threshold:0.8.
   -h, --help       Show this and exit.
 
 Examples:
   gpumem-exporter run -- python train.py --lr 3e-4
   gpumem-exporter run --workload llm-pretrain -- torchrun --nproc-per-node 8 train.py
+  gpumem-exporter run --allocator expandable_segments:True -- python train.py
   gpumem-exporter run --url unix:///run/gpumem/exporter.sock -- bash job.sh
   GPUMEM_DISABLED=1 gpumem-exporter run -- python train.py    # the same command, nothing injected
 
@@ -65,17 +69,19 @@ def run(arguments: Sequence[str]) -> int:
         ConfigurationError: the options are wrong, or no command is given.
     """
     try:
-        options, command = getopt.getopt(list(arguments), "h", ["help", "workload=", "url=", "rank="])
+        options, command = getopt.getopt(list(arguments), "h", ["help", "workload=", "url=", "rank=", "allocator="])
     except getopt.GetoptError as error:
         raise ConfigurationError(
-            f"{error}; options before the command are --workload, --url and --rank, and the command follows `--`"
+            f"{error}; options before the command are --workload, --url, --rank and --allocator,"
+            " and the command follows `--`"
         ) from error
     if any(name in ("-h", "--help") for name, _ in options):
         print(HELP, end="")
         return 0
     if not command or not command[0]:
         raise ConfigurationError("no command is given; say for instance gpumem-exporter run -- python train.py")
-    given = {_VARIABLES[name]: value for name, value in options}
+    given = {_VARIABLES[name]: value for name, value in options if name in _VARIABLES}
+    given |= _allocator_settings([value for name, value in options if name == "--allocator"])
     _require_url(given.get("GPUMEM_EXPORTER_URL"))
     return _replace_process(command, injected_environment({**os.environ, **given}, _bootstrap_directory()))
 
@@ -100,6 +106,14 @@ def _bootstrap_directory() -> str:
             f"PYTHONPATH cannot carry {directory}, for the {os.pathsep!r} in it; install elsewhere"
         )
     return str(directory)
+
+
+def _allocator_settings(lines: Sequence[str]) -> dict[str, str]:
+    if not lines:
+        return {}
+    from gpumem_exporter.client._allocator_settings import environment_with
+
+    return environment_with(os.environ, ",".join(lines))
 
 
 def _require_url(url: str | None) -> None:

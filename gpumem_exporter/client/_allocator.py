@@ -18,8 +18,8 @@ from typing import Any
 
 from gpumem_exporter.client._captures import Captures
 from gpumem_exporter.client._heap import LARGE_PAGE_BYTES, Heap, read_heaps
+from gpumem_exporter.client._observed import Observed, process_observed
 from gpumem_exporter.client._ooms import OutOfMemoryObserver
-from gpumem_exporter.client._peaks import PeakWatch
 from gpumem_exporter.client._reclaimable import DeviceState, Reclaimable, known
 from gpumem_exporter.protocol import DeviceSample
 
@@ -38,12 +38,12 @@ class Allocator:
     One thread at a time, except where a method says that any may call it. `attach` makes one.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, observed: Observed | None = None) -> None:
         self._torch = torch
         self._c = torch._C
         self._uuids: dict[int, str] = {}
         self._many_pools: set[int] = set()
-        self._peaks = PeakWatch()
+        self._observed = observed or Observed()
         self._captures = Captures(
             torch.cuda,
             getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False),
@@ -71,7 +71,7 @@ class Allocator:
         torch = sys.modules.get("torch")
         cuda = getattr(torch, "cuda", None)
         initialised = getattr(cuda, "is_initialized", None)
-        return cls(torch) if initialised is not None and initialised() else None
+        return cls(torch, process_observed()) if initialised is not None and initialised() else None
 
     @property
     def settings(self) -> str:
@@ -168,10 +168,8 @@ class Allocator:
     def samples(self) -> tuple[DeviceSample, ...]:
         """One sample of each device that this process uses and that can be named."""
         self._notice_settings()
-        states = {index: self.state(index) for index in self.devices() if self.uuid(index)}
+        states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
         told = {index: state for index, state in states.items() if state is not None}
-        for index, state in told.items():
-            self._peaks.look(index, state)
         self._reclaimable.look(told)
         return tuple(self._sample(index, state) for index, state in states.items())
 
@@ -201,8 +199,7 @@ class Allocator:
 
     def reset_peak(self, index: int) -> None:
         """Let the peaks of one device begin anew at the present values."""
-        self._c._cuda_resetPeakMemoryStats(index)
-        self._peaks.reset(index)
+        self._observed.reset_peaks(index, self.state, self._c._cuda_resetPeakMemoryStats)
 
     def _notice_settings(self) -> str:
         settings = self.settings
@@ -238,8 +235,10 @@ class Allocator:
             active_bytes=known(state, "active_bytes"),
             inactive_split_bytes=known(state, "inactive_split_bytes"),
             requested_bytes=known(state, "requested_bytes"),
-            allocated_peak_bytes=known(state, "allocated_bytes", "peak"),
-            reserved_peak_bytes=known(state, "reserved_bytes", "peak"),
+            allocated_peak_bytes=self._observed.lifted(
+                index, "allocated_bytes", known(state, "allocated_bytes", "peak")
+            ),
+            reserved_peak_bytes=self._observed.lifted(index, "reserved_bytes", known(state, "reserved_bytes", "peak")),
             private_pools_bytes=self._reclaimable.private_bytes(index, state) if private is None else private,
             reclaimable_bytes=self._reclaimable.bytes(index, state),
             alloc_retries=state.get("num_alloc_retries"),
@@ -247,7 +246,9 @@ class Allocator:
             segments_allocated=segments.get("allocated"),
             segments_freed=segments.get("freed"),
             cache_flushes=state.get("num_sync_all_streams"),
-            peak_resets=None if known(state, "allocated_bytes", "peak") is None else self._peaks.resets(index),
+            peak_resets=None if known(state, "allocated_bytes", "peak") is None else self._observed.peak_resets(index),
+            phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
+            component_bytes=self._observed.components(index),
         )
 
 

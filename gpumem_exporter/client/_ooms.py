@@ -43,6 +43,8 @@ class OutOfMemoryLog:
         self._number = 0
         self._counted: dict[str, int] = {}
         self._woken_seconds = float("-inf")
+        self.latest: tuple[float, OutOfMemory] | None = None
+        """The last one, and when it was; also once it has been reported."""
 
     def note(self, oom: OutOfMemory) -> None:
         """Take one down, in the thread that it happened in; its number is given here."""
@@ -50,6 +52,7 @@ class OutOfMemoryLog:
         with self._lock:
             self._number += 1
             self._noted.append((now, replace(oom, number=self._number)))
+            self.latest = now, oom
             wake = now - self._woken_seconds >= _WAKE_SECONDS
             if wake:
                 self._woken_seconds = now

@@ -47,6 +47,10 @@ class PeakWatch:
         self._peaks.pop(index, None)
         self._resets[index] = self._resets.get(index, 0) + 1
 
+    def begin_anew(self, index: int) -> None:
+        """They have been reset in a way that is made up for: the next look has nothing to compare with."""
+        self._peaks.pop(index, None)
+
     def resets(self, index: int) -> int:
         """How many there were. Any thread may ask."""
         return self._resets.get(index, 0)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.client._steps import process_steps
 from gpumem_exporter.client.reporter import Reporter
+from gpumem_exporter.protocol import OutOfMemory
 
-__all__ = ["start", "step", "stop"]
+__all__ = ["latest_oom", "start", "step", "stop"]
 
-# A process has one allocator, so it has one reporter: the only state that a module of this package holds.
+# A process has one allocator, so it has one reporter. With that of `_observed` and `_steps`, for the same reason, it is
+# the only state that the reporter's modules hold.
 _reporter = Reporter()
 
 
-def start(workload: str | None = None, *, rank: str | int | None = None, url: str | None = None) -> None:
+def start(
+    workload: str | None = None, *, rank: str | int | None = None, url: str | None = None, clean: bool = False
+) -> None:
     """Report this process' GPU memory, from the moment it initialises CUDA on.
 
     What is not given comes from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID;
@@ -22,11 +27,22 @@ def start(workload: str | None = None, *, rank: str | int | None = None, url: st
         workload: the job's name, a label on its series.
         rank: this process' rank in the job.
         url: `http://host:port` or `unix:///path/to.sock`.
+        clean: where the program has used CUDA already, free first all that it holds and does not use (`deep_clean`).
 
     Raises:
         ConfigurationError: the URL is neither of the two forms.
     """
-    _reporter.start(ReporterSettings.resolve(workload=workload, rank=rank, url=url))
+    settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url)
+    _reporter.start(settings)
+    if clean and not settings.disabled:
+        from gpumem_exporter.client._cleaning import clean_start
+
+        clean_start()
+
+
+def latest_oom() -> tuple[float, OutOfMemory] | None:
+    """The last out-of-memory error that the reporter has observed, and when (monotonic seconds); for diagnoses."""
+    return _reporter.latest_oom()
 
 
 def stop() -> None:
@@ -37,6 +53,8 @@ def stop() -> None:
 def step() -> None:
     """Mark the end of a training step, where no optimizer of `torch.optim` does; once called, it alone counts steps.
 
-    Costs well under a microsecond, and about 15 µs a device once a report. Does nothing before `start`.
+    Costs well under a microsecond, and about 15 µs a device once a report. Before `start` it only tells those
+    who wait for a step, such as `watch`.
     """
     _reporter.step()
+    process_steps().mark()

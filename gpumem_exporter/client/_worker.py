@@ -91,6 +91,11 @@ class Worker:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
+    @property
+    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
+        """The last out-of-memory error, and when it was (monotonic seconds). Any thread may ask."""
+        return self._ooms.latest
+
     def _wake(self) -> None:
         """Have the next report sent now. Any thread may call it; it does not wait."""
         self._woken.set()

@@ -14,6 +14,7 @@ from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.client._troubles import Troubles
 from gpumem_exporter.client._worker import Worker
+from gpumem_exporter.protocol import OutOfMemory
 
 __all__ = ["Reporter"]
 
@@ -79,6 +80,11 @@ class Reporter:
         sampler = self._sampler
         if sampler is not None:
             sampler.on_step()
+
+    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
+        """The last out-of-memory error that was observed, and when (monotonic seconds)."""
+        worker = self._worker
+        return worker.latest_oom if worker is not None else None
 
     def _cuda_started(self) -> None:
         with self._lock:

@@ -280,7 +280,9 @@ TORCH_STEP = Metric(
 TORCH_PHASE_PEAK = Metric(
     "gpumem_torch_phase_peak_bytes",
     "gauge",
-    "Peak of the allocated bytes within each phase that the program names (forward, backward, ...).",
+    "Highest known peak of the allocated bytes within each phase that the program names (forward, backward, ...), since"
+    " the peaks were last reset. Exact where the phase raised the allocator's own peak or asked for a reset, else a"
+    " lower bound.",
     (*_TORCH, "phase"),
 )
 TORCH_COMPONENT = Metric(

@@ -76,4 +76,35 @@ def test_starting_a_reporter_does_not_import_torch_nor_start_a_thread() -> None:
 
 def test_the_public_names_of_the_guest_are_these() -> None:
     done = run_python("from gpumem_exporter import client; print(*client.__all__)")
-    assert done.stdout.split() == ["start", "step", "stop"]
+    assert done.stdout.split() == [
+        "auto_clean",
+        "clear_cache",
+        "deep_clean",
+        "leak_detector",
+        "lingering_tensors",
+        "log_summary",
+        "memory_context",
+        "milestones",
+        "oom_guard",
+        "phase",
+        "recommend_allocator_settings",
+        "release_model",
+        "reset_peak",
+        "set_memory_fraction",
+        "snapshot",
+        "start",
+        "step",
+        "stop",
+        "summary",
+        "to_cpu",
+        "watch",
+    ]
+
+
+def test_every_public_name_of_the_guest_is_there_without_torch_and_none_is_imported_before_it_is_asked_for() -> None:
+    done = run_python(
+        f"{REFUSING_FINDER}\nfrom gpumem_exporter import client\n"
+        "print(len([name for name in client.__all__ if name in vars(client)]))\n"
+        "assert all(callable(getattr(client, name)) for name in client.__all__)"
+    )
+    assert (done.stdout.split(), done.stderr) == (["3"], "")

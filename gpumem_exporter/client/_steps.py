@@ -1,0 +1,69 @@
+"""Tells whoever listens that a training step has ended, in the thread that made it."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Steps", "process_steps"]
+
+_log = logging.getLogger("gpumem_exporter.client")
+
+
+class Steps:
+    """The ends of steps: those of any optimizer of `torch.optim`, and those that the program marks itself.
+
+    Nothing that a listener raises reaches the program: its first error is logged, and it is not called again. Any
+    thread may call any method.
+
+    One hook is put into PyTorch, with the first listener, and never taken out: while an optimizer walks over its hooks,
+    taking one out would raise in the program.
+    """
+
+    def __init__(self) -> None:
+        self._listeners: dict[int, Callable[[Any], None]] = {}
+        self._next_key = 0
+        self._hooked = False
+
+    def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
+        """Have `callback(optimizer)` called after each step, with None for one that is marked by hand.
+
+        PyTorch tells of its optimizers from 2.1 on.
+
+        Returns:
+            What ends that.
+        """
+        key, self._next_key = self._next_key, self._next_key + 1
+        self._listeners[key] = callback
+        optimizers = sys.modules.get("torch.optim.optimizer")
+        register = getattr(optimizers, "register_optimizer_step_post_hook", None)
+        if register is not None and not self._hooked:
+            self._hooked = True
+            register(lambda optimizer, _args, _kwargs: self._tell(optimizer))
+        return lambda: self._stop(key)
+
+    def mark(self) -> None:
+        """A step has ended: the program says so."""
+        if self._listeners:
+            self._tell(None)
+
+    def _tell(self, optimizer: Any) -> None:
+        for key, listener in list(self._listeners.items()):
+            try:
+                listener(optimizer)
+            except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer
+                self._stop(key)
+                _log.warning("nothing is done at steps any more: %r", error)
+
+    def _stop(self, key: int) -> None:
+        self._listeners.pop(key, None)
+
+
+_steps = Steps()  # a process has one training loop
+
+
+def process_steps() -> Steps:
+    """The one of this process."""
+    return _steps

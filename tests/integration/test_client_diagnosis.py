@@ -1,0 +1,239 @@
+"""Out-of-memory errors of real training code on the emulated node: the first advice is right, and heals the script."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import GIB, EmulatedNode
+from tests.exporter_process import REPOSITORY, wait_for
+from tests.recording_exporter import RecordingExporter
+
+STAGES = {
+    "forward": ("smaller_batch", "forward"),
+    "backward": ("smaller_batch", "backward"),
+    "optimizer": ("optimizer_state", "optimizer"),
+    "data_transfer": ("pieces", "data transfer"),
+    "fragmentation": ("expandable_segments", ""),
+    "other_process": ("other_process", "forward"),
+    "leak": ("leak", "backward"),
+    "huge_request": ("split_request", ""),
+}
+
+
+def test_of_eight_staged_errors_the_first_advice_is_the_right_one_and_followed_it_makes_the_script_pass(
+    node: EmulatedNode, start_torch: StartTorch
+) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None, PYTORCH_ALLOC_CONF=None)
+    process.exec("from tests import staged_ooms")
+    for name, (kind, phase) in STAGES.items():
+        if name == "other_process":
+            node.set_process(4242, 0, 6 * GIB)
+        ended = process.exec(f"result = staged_ooms.run({name!r})")
+        assert ended["error"] == "OutOfMemoryError", name
+        note, said = ended["note"], process.exec("result = staged_ooms.last()")
+        assert (said["kind"], said["phase"], said["enough"]) == (kind, phase, True), f"{name}: {note}"
+        assert "tests/staged_ooms.py" in said["place"]
+        assert f"1. {said['text']}" in note
+        if name == "leak":
+            assert "in history, a closure of" in note
+        if name == "other_process":
+            assert "process 4242 with 6.0 GiB" in note
+            node.set_process(4242, 0, 0)
+        followed = process.exec(f"result = staged_ooms.run({name!r}, follow=True)")
+        assert followed["error"] is None, f"{name}: {note}"
+        assert followed["left"] == 0
+
+
+GUARDED = """
+import gc, sys
+from gpumem_exporter import client
+seen = {}
+MIB = 1 << 20
+
+@client.oom_guard(batch_size=lambda n: n)
+def step(n):
+    held = torch.empty(n * MIB, dtype=torch.uint8, device="cuda")
+    more = torch.empty(n * MIB, dtype=torch.uint8, device="cuda")
+    return None
+
+class Mine(Exception):
+    pass
+
+torch.empty(1, device="cuda")
+before = dict(torch.cuda.memory_stats())
+step(1000)
+try:
+    step(5000)
+except torch.OutOfMemoryError as error:
+    seen["type"], seen["args"], seen["text"] = type(error) is torch.OutOfMemoryError, len(error.args), str(error)
+    seen["notes"] = error.__notes__
+    # the error is still held here, with its frames
+    seen["allocated"], seen["reserved"] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+figures = step.gpumem_guard.diagnosis.figures
+seen["grown"], seen["batch_size"], seen["expected"] = figures.grown, figures.batch_size, figures.batch_growth
+after = dict(torch.cuda.memory_stats())
+seen["reset"] = [k for k in before if "peak" in k and after[k] < before[k]] + [
+    k for k in before if k.split(".")[-1] in ("allocated", "freed") and after[k] < before[k]]
+
+class Doubles(torch.nn.Module):
+    def forward(self, x):
+        twice = x * 2
+        return twice * 2
+held = torch.cuda.memory_allocated()
+@client.oom_guard()
+def forward():
+    x = torch.empty(700, 1 << 20, device="cuda")
+    return Doubles()(x)
+try:
+    forward()
+except torch.OutOfMemoryError as error:
+    seen["forward"] = torch.cuda.memory_allocated() - held
+    seen["batch_of_forward"] = forward.gpumem_guard.diagnosis.figures.batch_size
+    seen["phase_of_forward"] = forward.gpumem_guard.diagnosis.figures.phase
+
+try:
+    with client.oom_guard() as outer:
+        with client.oom_guard() as inner:
+            torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    seen["nested"] = len(error.__notes__), inner.diagnosis is not None, outer.diagnosis is None
+
+try:
+    with client.oom_guard() as chained:
+        try:
+            torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+        except torch.OutOfMemoryError as error:
+            raise Mine("wrapped") from error
+except Mine as error:
+    seen["chained"] = error.args, len(error.__notes__), chained.diagnosis.figures.requested
+
+try:
+    with client.oom_guard(on_oom=lambda diagnosis: 1 / 0):
+        torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+except torch.OutOfMemoryError as error:
+    seen["callback"] = len(error.__notes__)
+
+@client.oom_guard(free_frames=False, clean=False)
+def keeps():
+    held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
+try:
+    keeps()
+except torch.OutOfMemoryError as error:
+    trace = error.__traceback__
+    while trace.tb_next:
+        trace = trace.tb_next
+    seen["kept"] = sorted(trace.tb_frame.f_locals), torch.cuda.memory_allocated()
+    del trace
+
+try:
+    with client.oom_guard():
+        raise ValueError("another")
+except ValueError as error:
+    seen["other"] = hasattr(error, "__notes__")
+result = seen
+"""
+
+
+def test_the_error_goes_on_as_it_is_with_a_note_and_its_handler_has_the_memory_again(start_torch: StartTorch) -> None:
+    seen = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(GUARDED)
+    assert seen["type"]
+    assert seen["args"] == 1
+    assert seen["text"].startswith("CUDA out of memory. Tried to allocate 4.88 GiB")
+    (note,) = seen["notes"]
+    assert "with a batch of 5000" in note
+    assert (seen["allocated"], seen["reserved"]) == (0, 0)
+    assert seen["batch_size"] == 5000
+    assert abs(seen["grown"] - 5000 * (1 << 20)) < 0.01 * seen["grown"]  # the text has two decimals
+    assert seen["expected"] == 2 * 5000 * (1 << 20)
+    assert seen["reset"] == []
+    assert (seen["forward"], seen["phase_of_forward"], seen["batch_of_forward"]) == (0, "forward", 700)
+    assert seen["nested"] == [1, True, True]
+    assert seen["chained"] == [["wrapped"], 1, 1 << 40]
+    assert seen["callback"] == 1
+    assert seen["kept"] == [["held"], 64 << 20]
+    assert seen["other"] is False
+
+
+def test_with_a_reporter_the_figures_are_exact_to_the_byte(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock") as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=None)
+        process.call("start_client")
+        process.call("alloc", nbytes=(1 << 30) + 12345, device=1)
+        wait_for(lambda: exporter.reports, "the first report")
+        figures = process.exec(
+            "from gpumem_exporter import client\n"
+            "import dataclasses\n"
+            "try:\n"
+            "    with client.oom_guard() as guard:\n"
+            "        torch.empty((9 << 30) + 7, dtype=torch.uint8, device='cuda:1')\n"
+            "except torch.OutOfMemoryError:\n"
+            "    result = dataclasses.asdict(guard.diagnosis.figures)\n"
+        )
+        book = node.books()[1]
+        stats = process.call("stats", device=1)
+    assert figures["device"] == 1
+    assert figures["free"] == book.free_bytes
+    assert figures["allocated"] == stats["allocated_bytes.all.current"]
+    assert figures["reserved"] == stats["reserved_bytes.all.current"]
+    assert figures["requested"] == (9 << 30) + (2 << 20), "rounded up to the segment that was asked for"
+
+
+LOSSES = """
+import json, torch
+from gpumem_exporter import client
+
+def train(on):
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Dropout(0.1), torch.nn.Linear(64, 1)
+    model = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(batch):
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    if on:
+        client.start(clean=True)
+        watching = client.leak_detector(), client.auto_clean(cooldown_steps=1)
+        step = client.oom_guard(batch_size=len)(step)
+    losses = []
+    for at in range(40):
+        losses.append(step(torch.randn(16, 32)).item().hex())
+        if on:
+            client.step()
+            client.clear_cache(collect_garbage=True, synchronize=True)
+            client.lingering_tensors()
+            client.deep_clean()
+            client.recommend_allocator_settings()
+            client.to_cpu(list(model.parameters()))
+    return losses
+
+told = train(False), train(True)
+assert not torch.cuda.is_initialized()
+print(json.dumps(told))
+"""
+
+
+def test_the_losses_are_the_same_to_the_bit_with_the_whole_toolkit_on() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOSSES],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=True,
+    )
+    without, with_it = json.loads(done.stdout)
+    assert len(set(without)) == 40
+    assert without == with_it

@@ -1,0 +1,151 @@
+"""Leaks of real training loops on the emulated node are found and named, and none is seen where there is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulation.fixtures import StartTorch
+
+LOOP = """
+import gc, random, weakref
+from gpumem_exporter import client
+model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256)).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters())
+
+class Logger:
+    def __init__(self):
+        self.outputs = []
+    def __getattr__(self, name):
+        raise SystemExit("an attribute was asked for: " + name)
+
+def run(kind, seed):
+    rng = random.Random(seed)
+    told, logger, history, total = [], Logger(), [], 0
+    detector = client.leak_detector(on_leak=told.append)
+    at = 0
+    for at in range(220):
+        rows = rng.randrange(64, 640)
+        output = model(torch.empty(rows, 256, device="cuda"))
+        loss = output.sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if kind == "a list":
+            history.append(torch.empty(96 << 10, dtype=torch.uint8, device="cuda"))
+        if kind == "an attribute":
+            logger.outputs.append(output.detach()[:96].clone())
+        if kind == "a graph":
+            total = total + model(torch.empty(32, 256, device="cuda")).mean()
+        if told:
+            break
+    detector.stop()
+    held = torch.cuda.memory_allocated()
+    walked = client.lingering_tensors()
+    del walked
+    gc.collect()
+    kept = torch.cuda.memory_allocated() - held
+    return {
+        "step": at,
+        "leak": str(told[0]) if told else "",
+        "suspects": told[0].suspects if told else (),
+        "rate": told[0].bytes_per_step if told else 0,
+        "kept": kept,
+    }
+"""
+
+
+def test_leaks_are_found_within_200_steps_and_the_object_that_holds_them_is_named(start_torch: StartTorch) -> None:
+    process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
+    process.exec(LOOP)
+    holders = {
+        "a list": "list of 1.. in local variable history at",
+        "an attribute": "list of 1.. in attribute outputs of a Logger",
+        "a graph": "local variable total at",
+    }
+    assert process.exec("result = run('none', 1)")["leak"] == ""
+    for kind, holder in holders.items():
+        told = process.exec("result = run(given, 3)", given=kind)
+        assert told["step"] < 200, kind
+        assert told["kept"] == 0
+        first = told["suspects"][0]
+        begin, _, end = holder.partition("1..")
+        assert begin in first, told["leak"]
+        assert end in first, told["leak"]
+        assert told["rate"] == pytest.approx(96 << 10, rel=0.2)
+    assert "more nodes in their autograd graph" in first
+
+
+WALKED = """
+import sys, gc
+from gpumem_exporter import client
+class Slots:
+    __slots__ = ("tensor",)
+class Wraps(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *arguments, **named):
+        raise SystemExit("the program's own code was called")
+def made(*shape):
+    return torch.empty(*shape, device="cuda")
+slotted = Slots()
+slotted.tensor = made(7)
+wrapped = made(8).as_subclass(Wraps)
+outputs = {"a": [made(9) for _ in range(5)]}
+shared = made(100)
+views = [shared[:10], shared[:10]]
+def default(x=made(11)):
+    return x
+def outer():
+    captured = made(12)
+    def inner():
+        return captured
+    return inner
+closure = outer()
+def local():
+    mine = made(13)
+    found = client.lingering_tensors(max_groups=50)
+    names = sys._getframe().f_locals
+    return found
+def snapshot_of_locals():
+    tensor = made(14)
+    names = locals()
+    client.lingering_tensors()
+    return sorted(names)
+result = {
+    "groups": {"x".join(map(str, g.shape)): [g.count, g.bytes, list(g.referrers)] for g in local().groups},
+    "locals": snapshot_of_locals(),
+    "short": client.lingering_tensors(max_objects=10).complete,
+    "late": client.lingering_tensors(max_seconds=0.0).complete,
+}
+torch.cuda.memory._record_memory_history(enabled="all", stacks="python")
+recorded = [made(1 << 20) for _ in range(3)]
+from gpumem_exporter.client._lingering import allocating_frames
+result["frames"] = allocating_frames(torch, {4 << 20: 3})
+torch.cuda.memory._record_memory_history(enabled=None)
+del recorded, slotted, wrapped, outputs, shared, views, default, closure
+gc.collect()
+result["left"] = torch.cuda.memory_allocated()
+"""
+
+
+def test_live_tensors_are_grouped_and_their_holders_named_without_running_the_program_s_code(
+    start_torch: StartTorch,
+) -> None:
+    told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(WALKED)
+    groups = told["groups"]
+    assert groups["7"] == [1, 28, ["attribute tensor of a Slots"]]
+    assert groups["8"][1] == 32
+    count, nbytes, holders = groups["9"]
+    assert (count, nbytes) == (5, 180)
+    assert holders[0].startswith("list of 5 in dict of 1 under 'a' in dict of")
+    assert "under 'outputs' in attribute namespace of a Worker" in holders[0]
+    assert groups["100"][:2] == [1, 400]
+    assert groups["10"][:2] == [2, 0], "views share their storage with what they are views of"
+    assert "a default of" in groups["11"][2][0]
+    assert groups["12"][2][0].startswith("captured, a closure of")
+    assert "local variable mine at" in groups["13"][2][0]
+    assert told["locals"] == ["names", "tensor"] or told["locals"] == ["tensor"]
+    assert (told["short"], told["late"]) == (False, False)
+    assert told["frames"]
+    assert told["frames"][0].startswith("3 allocated at")
+    assert "in made" in told["frames"][0]
+    assert told["left"] == 0

@@ -1,0 +1,635 @@
+"""Phases, components, milestones and summaries in real PyTorch processes, on the emulated node and without CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.exporter_process import wait_until_equal
+from tests.integration.end_to_end_checks import QUICK
+
+MIB = 1 << 20
+
+TRAINING = """
+import contextlib, gc
+from gpumem_exporter import client as gpumem
+from gpumem_exporter.client import _components
+_components._SLICE_SECONDS = 60.0  # on a machine of any speed a count takes one step
+
+def make(device="cuda:0", **options):
+    torch.manual_seed(0)
+    layers = [part for _ in range(4) for part in (torch.nn.Linear(256, 256), torch.nn.GELU())]
+    model = torch.nn.Sequential(*layers).to(device)
+    return model, torch.optim.AdamW(model.parameters(), **options)
+
+def step(model, optimizer, around=lambda name: contextlib.nullcontext(), batch=2048, zero=True):
+    device = next(model.parameters()).device
+    with around("forward"):
+        loss = model(torch.randn(batch, 256, device=device)).square().mean()
+    with around("backward"):
+        loss.backward()
+    with around("optimizer"):
+        optimizer.step()
+    if zero:
+        optimizer.zero_grad()
+    return loss.item()
+"""
+
+
+@pytest.fixture(scope="module")
+def process_of_the_module(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[TorchProcess]:
+    """A process on a node of its own that knows a model and how to train it."""
+    node = EmulatedNode(tmp_path_factory.mktemp("node") / "node")
+    with contextlib.closing(node), TorchProcess(node) as process:
+        process.exec(TRAINING + "names = {*globals(), 'names'}")
+        yield process
+
+
+@pytest.fixture
+def shared_process(process_of_the_module: TorchProcess) -> Iterator[TorchProcess]:
+    """That process, with nothing allocated that an earlier test has left there."""
+    yield process_of_the_module
+    process_of_the_module.exec(
+        """
+for name in set(globals()) - names - {"__builtins__"}:
+    del globals()[name]
+gc.enable()
+gc.collect()
+"""
+    )
+
+
+@pytest.fixture(scope="module")
+def host_process() -> Iterator[TorchProcess]:
+    """One on a machine that has no GPU; its tests leave nothing behind."""
+    with TorchProcess(None, {"CUDA_VISIBLE_DEVICES": ""}) as process:
+        process.exec(TRAINING)
+        yield process
+
+
+def test_peaks_of_phases_are_what_torch_says_of_each_alone_and_a_backward_counts_though_it_runs_in_other_threads(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+model, optimizer = make()
+for _ in range(2):
+    step(model, optimizer)
+truth = {}
+class Alone:
+    def __init__(self, name): self.name = name
+    def __enter__(self): torch.cuda.reset_peak_memory_stats(0)
+    def __exit__(self, *_): truth[self.name] = torch.cuda.max_memory_allocated(0)
+step(model, optimizer, Alone)
+overall = max(truth.values())
+def collect(reset):
+    uses = {}
+    @contextlib.contextmanager
+    def around(name):
+        with gpumem.phase(name, reset_peaks=reset) as use:
+            yield
+        uses[name] = use
+    step(model, optimizer, around)
+    return {name: (use.peak_bytes, use.devices[0].peak_at_most_bytes, use.exact) for name, use in uses.items()}
+torch.cuda.reset_peak_memory_stats(0)
+result = {"truth": truth, "first": collect(False), "later": collect(False), "reset": collect(True),
+          "overall": gpumem.summary().devices[0].allocated_peak_bytes, "torch": torch.cuda.max_memory_allocated(0)}
+"""
+    )
+    truth = told["truth"]
+    assert truth["backward"] > truth["forward"] > truth["optimizer"]
+    # the peaks rise through the first step up to the backward's: each of those made the peak, and is exact
+    assert told["first"]["forward"] == [truth["forward"], truth["forward"], True]
+    assert told["first"]["backward"] == [truth["backward"], truth["backward"], True]
+    for name, (at_least, at_most, exact) in told["later"].items():
+        assert at_least <= truth[name] <= at_most == truth["backward"]
+        assert not exact or at_least == truth[name]
+    assert told["reset"] == {name: [peak, peak, True] for name, peak in truth.items()}
+    assert told["overall"] == truth["backward"] > told["torch"]  # the resets are made up for
+
+
+def test_an_inner_phase_that_asks_for_a_reset_leaves_the_outer_one_its_peak(shared_process: TorchProcess) -> None:
+    told = shared_process.exec(
+        """
+def hold(mib):
+    return torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
+with gpumem.phase("outer", reset_peaks=True) as outer:
+    hold(300)
+    with gpumem.phase("inner", reset_peaks=True) as inner:
+        kept = hold(40)
+result = [(use.peak_bytes - outer.before_bytes, use.growth_bytes, use.exact) for use in (outer, inner)]
+"""
+    )
+    assert told == [[300 * MIB, 40 * MIB, True], [40 * MIB, 40 * MIB, True]]
+
+
+def test_phases_and_components_are_on_the_page_to_the_byte(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    told = process.exec(
+        TRAINING
+        + """
+gpumem.start()
+model, optimizer = make()
+watching = gpumem.watch(model, optimizer)
+uses = {}
+@contextlib.contextmanager
+def around(name):
+    with gpumem.phase(name, reset_peaks=True) as use:
+        yield
+    uses[name] = use
+step(model, optimizer, around)
+(counted, _) = watching.latest
+result = {"peaks": {name: use.peak_bytes for name, use in uses.items()},
+          "components": {name: getattr(counted, name) for name in counted.__slots__ if name != "index"}}
+"""
+    )
+
+    def on_the_page(name: str, label: str) -> dict[str, float]:
+        samples = exporter.metrics().samples.get(name, {})
+        return {dict(labels)[label]: value for labels, value in samples.items()}
+
+    wait_until_equal(lambda: on_the_page("gpumem_torch_phase_peak_bytes", "phase"), told["peaks"], "the peaks")
+    # each is waited for: on a slow machine a reporter may miss some of its moments, and its series go with it
+    wait_until_equal(lambda: on_the_page("gpumem_torch_component_bytes", "component"), told["components"], "components")
+    peak = max(told["peaks"].values())
+    wait_until_equal(lambda: exporter.metrics().values("gpumem_torch_allocated_peak_bytes"), [peak], "the peak of all")
+    process.exec("del model, optimizer; gc.collect()")
+    wait_until_equal(lambda: on_the_page("gpumem_torch_component_bytes", "component"), {}, "what was watched has gone")
+
+
+PARAMETERS = 4 * (256 * 256 + 256) * 4
+"""Bytes of the model of TRAINING in fp32."""
+
+
+def test_components_are_what_arithmetic_says_at_a_step_and_afterwards(shared_process: TorchProcess) -> None:
+    at_step, after, allocated, host = shared_process.exec(
+        """
+model, optimizer = make()
+with gpumem.watch(model, optimizer) as watching:
+    step(model, optimizer)
+    at_step = watching.latest
+    allocated = torch.cuda.memory_allocated(0)
+    after = watching.look()
+fields = ("index", "parameters", "gradients", "optimizer_state", "other")
+result = [[getattr(each[0], name) for name in fields] for each in (at_step, after)]
+result += [allocated, at_step[1].optimizer_state]
+"""
+    )
+    assert at_step[:4] == [0, PARAMETERS, PARAMETERS, 2 * PARAMETERS]
+    assert after == [0, PARAMETERS, 0, 2 * PARAMETERS, allocated - 3 * PARAMETERS]
+    assert host == 4 * 2 * 4  # a counter of steps for each parameter, on the host
+
+
+CASES = {
+    "tied weights, as one parameter": (
+        """
+model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100, bias=False)).cuda()
+model[1].weight = model[0].weight
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model(torch.zeros(4, dtype=torch.long, device="cuda")).sum().backward()
+""",
+        (6400 * 4, 6400 * 4, 6400 * 4),
+    ),
+    "tied weights, as two parameters on one storage": (
+        """
+model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)]).cuda()
+model[1].weight = torch.nn.Parameter(model[0].weight.detach().t())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+""",
+        (64 * 64 * 4, 0, 0),
+    ),
+    "parameters that are views into a flat one": (
+        """
+flat = torch.empty(1024, device="cuda")
+model = torch.nn.ParameterList([torch.nn.Parameter(part) for part in flat.split(256)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+""",
+        (4096, 0, 0),
+    ),
+    "states in 8 bits with a table that all share": (
+        """
+class Eight(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.table = torch.empty(256, device="cuda")
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"step": 1, "state1": torch.empty_like(p, dtype=torch.uint8), "qmap1": self.table,
+                                 "nested": [{"absmax1": torch.empty(4, device="cuda")}]}
+model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(3)]).cuda()
+optimizer = Eight(model.parameters())
+""",
+        (3 * 4096 * 4, 0, 3 * (4096 + 16) + 1024),
+    ),
+    "states that are offloaded": (
+        """
+model = torch.nn.Linear(64, 64, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model(torch.randn(1, 64, device="cuda")).sum().backward()
+optimizer.step()
+for state in optimizer.state.values():
+    state["momentum_buffer"] = state["momentum_buffer"].cpu()
+optimizer.register_step_pre_hook(lambda *_: None)
+optimizer = type("Kept", (), {"state": optimizer.state, "param_groups": optimizer.param_groups})()
+""",
+        (4096 * 4, 4096 * 4, 0, 4096 * 4),
+    ),
+    "sparse gradients": (
+        """
+model = torch.nn.Embedding(100, 64, sparse=True).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+values = torch.empty(3, 64, device="cuda")
+model.weight.grad = torch.sparse_coo_tensor(torch.tensor([[1, 2, 5]], device="cuda"), values, (100, 64))
+""",
+        (6400 * 4, 3 * 8 + 3 * 64 * 4, 0),
+    ),
+    "a parameter without a shape yet, one on no device, and one whose storage was freed": (
+        """
+model = torch.nn.ModuleList([torch.nn.LazyLinear(4), torch.nn.Linear(8, 8, device="meta"), torch.nn.Linear(64, 64)])
+model[2].cuda()
+model[2].weight.untyped_storage().resize_(0)
+optimizer = None
+""",
+        (64 * 4, 0, 0),
+    ),
+    "a wrapped optimizer and copies in full precision beside the model": (
+        """
+model = torch.nn.Linear(64, 64, bias=False).cuda().half()
+copies = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+inner = torch.optim.SGD(copies, lr=0.1)
+optimizer = type("Wrapped", (), {"optimizer": inner})()
+""",
+        (4096 * 2 + 4096 * 4, 0, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_components_count_every_storage_once_whatever_holds_it(shared_process: TorchProcess, case: str) -> None:
+    setting, expected = CASES[case]
+    told = shared_process.exec(
+        setting
+        + """
+if hasattr(optimizer, "step"):
+    optimizer.step()
+with gpumem.watch(model, optimizer) as watching:
+    counted = {each.index: each for each in watching.look()}
+on_device = [getattr(counted[0], name) for name in ("parameters", "gradients", "optimizer_state")]
+result = on_device + ([counted[None].optimizer_state] if None in counted else [])
+"""
+    )
+    assert tuple(told) == expected
+
+
+def test_components_of_sharded_and_replicated_models(shared_process: TorchProcess) -> None:
+    told = shared_process.exec(
+        """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+result = {}
+def count(name, model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    with gpumem.watch(model, optimizer) as watching:
+        model(torch.randn(8, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        counted = watching.latest[0]
+    result[name] = [counted.parameters, counted.gradients, counted.optimizer_state, counted.other]
+
+torch.cuda.set_device(0)
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+model, _ = make()
+mesh = init_device_mesh("cuda", (4,))
+for layer in model:
+    if isinstance(layer, torch.nn.Linear):
+        fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+count("fsdp2", model)
+dist.destroy_process_group()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for views in (False, True):
+    model, _ = make()
+    count(f"ddp {views}", DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=views))
+dist.destroy_process_group()
+""",
+        timeout_seconds=110,
+    )
+    assert told["fsdp2"][:3] == [PARAMETERS / 4, PARAMETERS / 4, PARAMETERS / 2]
+    assert told["ddp True"][:3] == told["ddp False"][:3] == [PARAMETERS, PARAMETERS, 2 * PARAMETERS]
+    assert told["ddp False"][3] - told["ddp True"][3] == PARAMETERS  # the buckets beside the gradients
+
+
+def test_a_count_in_slices_is_the_same_as_one_in_a_piece_and_is_not_begun_again_before_its_time(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def one():
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+one()
+_components._SLICE_SECONDS = 0.0  # one chunk a step
+watching = gpumem.watch(model, optimizer)
+steps = 0
+while not watching.latest:
+    one()
+    steps += 1
+sliced = watching.latest
+again = []
+for _ in range(50):
+    one()
+    again.append(watching.latest is sliced)
+_components._SLICE_SECONDS = 60.0
+result = steps, all(again), sliced == watching.look()
+watching.close()
+"""
+    )
+    steps, not_again, same = told
+    assert steps > 40
+    assert not_again
+    assert same
+
+
+def test_a_count_is_made_at_steps_of_the_optimizer_that_is_watched_or_by_hand_and_in_that_thread_alone(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+import threading
+from gpumem_exporter.client import _component_walk
+threads = set()
+count = _component_walk.ComponentWalk.go_on
+def noted(self, seconds):
+    threads.add(threading.current_thread().name)
+    return count(self, seconds)
+_component_walk.ComponentWalk.go_on = noted
+model, optimizer = make()
+other, its_own = make()
+watching = gpumem.watch(model, optimizer)
+result = [bool(watching.latest)]
+step(other, its_own)
+result.append(bool(watching.latest))
+gpumem.start()
+by_hand = threading.Thread(target=gpumem.step, name="the program's")
+by_hand.start(); by_hand.join()
+result.append(bool(watching.latest))
+gpumem.stop()
+watching.close()
+_component_walk.ComponentWalk.go_on = count
+result.append(sorted(threads))
+""",
+    )
+    assert told == [False, False, True, ["the program's"]]
+
+
+def test_nothing_is_kept_alive_by_what_observes_it(shared_process: TorchProcess) -> None:
+    told = shared_process.exec(
+        """
+from gpumem_exporter.client._observed import process_observed
+gc.disable()
+torch._C._cuda_clearCublasWorkspaces()
+before = torch.cuda.memory_allocated(0)
+model, optimizer = make()
+seen = gpumem.milestones(model, optimizer)
+watching = gpumem.watch(model, optimizer)
+_components._SLICE_SECONDS = 0.0
+phase = gpumem.phase("all")
+with phase:
+    step(model, optimizer, gpumem.phase)
+    step(model, optimizer, gpumem.memory_context)
+told = gpumem.summary()
+counting = watching._walk is not None
+del model, optimizer
+torch.cuda.synchronize()
+torch._C._cuda_clearCublasWorkspaces()
+result = counting, torch.cuda.memory_allocated(0) - before, watching._walk is None, process_observed().components(0)
+_components._SLICE_SECONDS = 60.0
+gc.enable()
+"""
+    )
+    assert told == [True, 0, True, {}]
+
+
+SAME = """
+def course(observing, device, steps=4):
+    model, optimizer = make(device)
+    losses, statistics = [], []
+    with contextlib.ExitStack() as stack:
+        around = lambda name: contextlib.nullcontext()
+        if observing:
+            watching = stack.enter_context(gpumem.watch(model, optimizer))
+            seen = stack.enter_context(gpumem.milestones(model, optimizer))
+            stack.enter_context(gpumem.phase("all"))
+            around = gpumem.phase
+        for _ in range(steps):
+            with gpumem.memory_context("step") if observing else contextlib.nullcontext():
+                losses.append(step(model, optimizer, around))
+            if observing:
+                gpumem.summary()
+                gpumem.log_summary("step")
+                watching.look()
+                gpumem.step()
+            if device != "cpu":
+                statistics.append(dict(torch.cuda.memory_stats(0)))
+        losses.append(sum(p.double().sum().item() for p in model.parameters()))
+    return losses, statistics
+"""
+
+
+def test_on_the_host_losses_and_weights_are_the_same_to_the_bit_with_and_without(host_process: TorchProcess) -> None:
+    told = host_process.exec(
+        SAME + "result = [course(observing, 'cpu')[0] for observing in (False, True)] + [torch.cuda.is_initialized()]"
+    )
+    without, observed, initialised = told
+    assert observed == without
+    assert len(set(without)) == len(without)  # it did learn something
+    assert not initialised
+
+
+def test_on_a_device_losses_and_every_statistic_of_the_allocator_are_the_same_with_and_without(
+    start_torch: StartTorch,
+) -> None:
+    processes = [start_torch(), start_torch()]
+    runs = [
+        process.exec(TRAINING + SAME + f"result = course({observing}, 'cuda:0')")
+        for process, observing in zip(processes, (False, True), strict=True)
+    ]
+    assert runs[0] == runs[1]
+    assert len(runs[0][1]) == 4
+    assert runs[0][1][0]["allocated_bytes.all.peak"] > PARAMETERS
+
+
+def test_without_cuda_everything_says_so_and_does_nothing_else(host_process: TorchProcess) -> None:
+    told = host_process.exec(
+        """
+import logging
+class Lines(logging.Handler):
+    def emit(self, record): lines.append(record.getMessage())
+lines = []
+logger, handler = logging.getLogger("gpumem_exporter.client"), Lines()
+logger.addHandler(handler); logger.setLevel(logging.INFO)
+model, optimizer = make("cpu")
+with gpumem.phase("p") as phase, gpumem.memory_context("block") as context, gpumem.milestones(model, optimizer) as seen:
+    with gpumem.watch(model, optimizer) as watching:
+        step(model, optimizer)
+        looked = watching.look()
+told = gpumem.log_summary("now")
+logger.removeHandler(handler)
+result = {"lines": lines, "phase": [phase.peak_bytes, list(phase.devices), phase.duration_seconds > 0],
+          "context": context.growth_bytes, "watch": [list(looked), str(watching)],
+          "summary": [str(told), list(told.devices)], "cuda": torch.cuda.is_initialized()}
+"""
+    )
+    no_cuda = "no CUDA: PyTorch has not initialised it in this process"
+    assert told["lines"] == [
+        *("optimizer made: no CUDA", "first optimizer step: no CUDA", "block: no CUDA", f"now: {no_cuda}")
+    ]
+    assert told["phase"] == [None, [], True]
+    assert told["context"] is None
+    assert told["watch"] == [[], "no CUDA, or no step yet"]
+    assert told["summary"] == [no_cuda, []]
+    assert not told["cuda"]
+
+
+def test_a_summary_has_what_torch_and_the_driver_say_and_names_the_variable_that_won(
+    node: EmulatedNode, start_torch: StartTorch
+) -> None:
+    process = start_torch(
+        PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64", PYTORCH_ALLOC_CONF="garbage_collection_threshold:0.9"
+    )
+    node.set_process(pid=1, device=1, nbytes=3 * MIB)
+    process.exec(TRAINING)
+    process.call("random_heap", device=1, seed=5)
+    told = process.exec(
+        """
+summary = gpumem.summary()
+result = {"contexts": worker.contexts(), "settings": summary.allocator_settings,
+          "source": [summary.allocator_settings_source, summary.allocator_settings_ignored],
+          "devices": [{name: getattr(device, name) for name in dir(device) if name[0] != "_" and name not in
+                       ("phases", "components")} for device in summary.devices],
+          "stats": worker.stats(1), "info": worker.mem_get_info(1), "uuids": worker.uuids(), "table": str(summary)}
+"""
+    )
+    book = node.books()[1]
+    later = process.exec(
+        """
+torch._C._accelerator_setAllocatorSettings("max_split_size_mb:128")
+result = {"then": gpumem.summary().allocator_settings_source}
+reserved = torch.cuda.memory_reserved(1)
+torch.cuda.empty_cache()
+result["freed"] = reserved - torch.cuda.memory_reserved(1)
+"""
+    )
+    assert told["contexts"] == [device["index"] for device in told["devices"]]
+    device, stats = told["devices"][-1], told["stats"]
+    assert device["index"] == 1
+    assert device["uuid"] == told["uuids"][1]
+    for name in ("allocated", "reserved", "active", "inactive_split", "requested"):
+        assert device[f"{name}_bytes"] == stats[f"{name}_bytes.all.current"]
+    assert device["allocated_peak_bytes"] == stats["allocated_bytes.all.peak"]
+    assert device["reserved_peak_bytes"] == stats["reserved_bytes.all.peak"]
+    assert (device["alloc_retries"], device["ooms"]) == (stats["num_alloc_retries"], stats["num_ooms"])
+    assert device["slack_bytes"] == device["reserved_bytes"] - device["allocated_bytes"]
+    assert device["reclaimable_bytes"] == later["freed"] > 0
+    assert device["fragmented_bytes"] == device["slack_bytes"] - later["freed"]
+    assert device["device_free_bytes"] == told["info"]["free"]
+    assert device["device_used_bytes"] == told["info"]["total"] - told["info"]["free"]
+    # the driver's lists are matched where this process' pids are the driver's: not in a container with its own
+    if Path("/proc/self/ns/pid").stat().st_ino == 0xEFFFFFFC:
+        assert device["process_bytes"] == book.processes[process.pid]
+        assert device["non_torch_bytes"] == book.processes[process.pid] - device["reserved_bytes"]
+        assert device["other_processes_bytes"] == 3 * MIB
+    else:
+        assert device["process_bytes"] is device["other_processes_bytes"] is None
+    assert device["utilization_ratio"] is not None
+    assert told["settings"] == "max_split_size_mb:64"
+    assert told["source"] == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+    assert (
+        "max_split_size_mb:64 (from PYTORCH_CUDA_ALLOC_CONF); PYTORCH_ALLOC_CONF is set, too, and ignored"
+        in told["table"]
+    )
+    assert later["then"] == "the program"
+
+
+def test_milestones_are_taken_down_by_hooks_and_nothing_that_is_watched_is_changed(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+import copy, io, pickle
+model, _ = make("cpu")
+loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 256)), batch_size=4)
+other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 256)), batch_size=4)
+clean = pickle.dumps((model, loader))
+seen = gpumem.milestones(model, loader=loader)
+model.cuda()
+optimizer = torch.optim.AdamW(model.parameters())
+batches = 0
+for epoch in range(2):
+    for (batch,) in loader:
+        batches += 1
+        model(batch.cuda()).sum().backward()
+        optimizer.step()
+    assert len(list(other)) == len(list(copy.copy(loader))) == 2
+model.cpu()
+copies = pickle.dumps((model, loader)), copy.deepcopy(model), copy.deepcopy(loader), pickle.dumps(optimizer)
+buffer = io.BytesIO()
+torch.save(model, buffer)
+seen.close()
+list(loader)
+result = {"names": [each.name for each in seen.records], "batches": batches,
+          "hooks": [len(torch.nn.modules.module._global_forward_pre_hooks), len(model._forward_pre_hooks)],
+          "same": b"gpumem" in copies[0] + copies[3] + buffer.getvalue(),
+          "grown": {each.name: each.devices[0].growth_bytes for each in seen.records if each.devices}}
+"""
+    )
+    assert told["names"] == ["begin", "epoch 1", "model on cuda:0", "first optimizer step", "epoch 2"]
+    assert told["batches"] == 4
+    assert told["hooks"] == [0, 0]
+    assert told["same"] is False
+    assert told["grown"]["epoch 1"] == PARAMETERS
+    assert told["grown"]["model on cuda:0"] == 4 * 256 * 4  # the batch, since the epoch began
+    assert told["grown"]["first optimizer step"] >= 3 * PARAMETERS - 4 * 256 * 4  # gradients and states for the batch
+
+
+def test_a_forked_child_measures_nothing_and_waits_for_nobody(shared_process: TorchProcess) -> None:
+    status = shared_process.exec(
+        """
+import os, warnings
+from gpumem_exporter.client._observed import process_observed
+model, optimizer = make()
+step(model, optimizer, gpumem.phase)
+warnings.simplefilter("ignore")
+observed = process_observed()
+with gpumem.phase("parent"):
+    with observed._lock:  # held by a thread that is not there in the child
+        child = os.fork()
+        if child == 0:
+            ok = observed.current_phase() is None and not observed.phases(0)
+            with gpumem.phase("child") as use:
+                pass
+            os._exit(0 if ok and use.devices == () and not gpumem.summary().devices else 1)
+    inside = observed.current_phase()
+result = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inside, sorted(observed.phases(0))]
+"""
+    )
+    code, inside, phases = status
+    assert (code, inside) == (0, "parent")
+    assert {"backward", "forward", "optimizer", "parent"} <= set(phases)

@@ -1,0 +1,201 @@
+"""Training scripts that run out of memory, one for each cause; each takes the advice that it was given and follows it.
+
+They run on a device of 8 GiB with real autograd and the real allocator. `run(name, advice)` runs one: it raises
+OutOfMemoryError, or returns.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from gpumem_exporter import client
+
+MIB = 1 << 20
+WIDTH = 2048
+
+
+def _model(layers: int = 6) -> torch.nn.Module:
+    parts = [part for _ in range(layers) for part in (torch.nn.Linear(WIDTH, WIDTH, device="cuda"), torch.nn.GELU())]
+    return torch.nn.Sequential(*parts)
+
+
+def _train(model: torch.nn.Module, batches: list[int]) -> Any:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = client.oom_guard(on_oom=keep)
+    for size in batches:
+        guard.batch_size = size
+        with guard:
+            batch = torch.empty(size, WIDTH, device="cuda")
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            del batch
+    return guard
+
+
+def forward(advice: Any) -> None:
+    """A batch that is too large, after two that fitted: its activations do not fit."""
+    size = 120_000
+    micro = advice.batch_size if advice else size
+    steps = -(-size // micro)
+    _train(_model(), [8_000, 16_000, *[micro] * min(steps, 3)])
+
+
+class _WidensBackwards(torch.autograd.Function):
+    """Needs eight times its input in its backward pass, for a moment."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        wide = torch.empty(8, *gradient.shape, device=gradient.device)
+        return gradient * wide[0]
+
+
+class _Widens(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _WidensBackwards.apply(x)
+
+
+def backward(advice: Any) -> None:
+    """The forward pass fits, what the backward pass needs beside it does not."""
+    size = 90_000
+    micro = advice.batch_size if advice else size
+    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), _Widens(), torch.nn.Linear(WIDTH, WIDTH)).to("cuda")
+    _train(model, [8_000, 16_000, micro])
+
+
+def optimizer(advice: Any) -> None:
+    """Parameters and gradients fit, AdamW's two more copies do not."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(8192, 8192, bias=False, device="cuda") for _ in range(10)])
+    smaller = advice is not None and advice.kind == "optimizer_state"
+    chosen = torch.optim.Adafactor(model.parameters()) if smaller else torch.optim.AdamW(model.parameters())
+    model(torch.empty(8, 8192, device="cuda")).sum().backward()
+    with client.oom_guard(on_oom=keep):
+        chosen.step()
+
+
+def data_transfer(advice: Any) -> None:
+    """The whole data set goes to the device."""
+    data = torch.empty(1_000, MIB, dtype=torch.uint8)
+    ballast = torch.empty(6_500 * MIB, dtype=torch.uint8, device="cuda")
+    model = torch.nn.Linear(1, 1).to("cuda")
+    with client.oom_guard(on_oom=keep):
+        if advice is not None and advice.kind == "pieces":
+            for start in range(0, len(data), 64):
+                model(data[start : start + 64].to("cuda", non_blocking=True)[:, :1].float())
+        else:
+            moved = data.to("cuda", non_blocking=True)
+            model(moved[:, :1].float())
+    del ballast
+
+
+def fragmentation(advice: Any) -> None:
+    """Free memory in pieces between live tensors."""
+    if advice is not None and advice.kind == "expandable_segments":
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        with client.oom_guard(on_oom=keep):
+            large = [torch.empty(700 * MIB, dtype=torch.uint8, device="cuda") for _ in range(9)]
+            del large
+            # The cached segments are cut: something small stays in each.
+            kept = []
+            for _ in range(9):
+                moment = torch.empty(620 * MIB, dtype=torch.uint8, device="cuda")
+                kept.append(torch.empty(60 * MIB, dtype=torch.uint8, device="cuda"))
+                kept.append(moment)
+            del kept[1::2], moment
+            torch.empty(2_000 * MIB, dtype=torch.uint8, device="cuda")
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+def other_process(advice: Any) -> None:
+    """A job that fits an empty device; the caller puts another process beside it, and ends it as advised."""
+    model = _model()
+    with client.oom_guard(on_oom=keep):
+        model(torch.empty(50_000, WIDTH, device="cuda")).sum().backward()
+
+
+def leak(advice: Any) -> None:
+    """Every output is kept, with its graph."""
+    model = _model(2)
+    history = []
+
+    @client.oom_guard(on_oom=keep, batch_size=lambda batch: len(batch))
+    def step(batch: torch.Tensor) -> None:
+        output = model(batch)
+        output.sum().backward()
+        history.append(output.detach()[0, 0].item() if advice is not None and advice.kind == "leak" else output)
+
+    for _ in range(120):
+        step(torch.empty(16_000, WIDTH, device="cuda"))
+
+
+def huge_request(advice: Any) -> None:
+    """Distances of all pairs, at once."""
+    points = torch.empty(60_000, 64, device="cuda")
+    rows = 2_000 if advice is not None and advice.kind == "split_request" else len(points)
+    with client.oom_guard(on_oom=keep):
+        for start in range(0, len(points), rows):
+            torch.mm(points[start : start + rows], points.T).amin()
+
+
+STAGES = {
+    each.__name__: (each, kind)
+    for each, kind in (
+        (forward, "smaller_batch"),
+        (backward, "smaller_batch"),
+        (optimizer, "optimizer_state"),
+        (data_transfer, "pieces"),
+        (fragmentation, "expandable_segments"),
+        (other_process, "other_process"),
+        (leak, "leak"),
+        (huge_request, "split_request"),
+    )
+}
+"""Each script, and the kind of advice that is the right one."""
+
+_last: list[Any] = []
+
+
+def run(name: str, *, follow: bool = False) -> dict[str, Any]:
+    """Run one script; with `follow` it follows the first advice of the last diagnosis."""
+    advice = _last[-1].advice[0] if follow else None
+    outcome: dict[str, Any] = {"error": None}
+    try:
+        STAGES[name][0](advice)
+    except torch.OutOfMemoryError as error:
+        outcome["error"] = type(error).__name__
+        outcome["arguments"] = len(error.args)
+        outcome["note"] = error.__notes__[0] if hasattr(error, "__notes__") else ""
+        outcome["allocated_in_handler"] = torch.cuda.memory_allocated()
+    gc.collect()
+    torch.cuda.empty_cache()
+    outcome["left"] = torch.cuda.memory_allocated()
+    return outcome
+
+
+def keep(diagnosis: Any) -> None:
+    """Remember the diagnosis for `follow`."""
+    _last.append(diagnosis)
+
+
+def last() -> dict[str, Any]:
+    """The first advice of the last diagnosis, and where it happened."""
+    diagnosis = _last[-1]
+    first = diagnosis.advice[0]
+    return {
+        "kind": first.kind,
+        "enough": first.enough,
+        "text": str(first),
+        "phase": diagnosis.figures.phase,
+        "place": diagnosis.figures.place,
+    }

@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_exporter import client
+from gpumem_exporter.cli import run as run_module
+from gpumem_exporter.cli.run import run
+from gpumem_exporter.client._allocator_advice import AllocatorFigures, recommend
+from gpumem_exporter.client._allocator_settings import KEYS, environment_with, in_force, merged, parse_settings
+from gpumem_exporter.client._auto_clean import AutoClean, Cache
+from gpumem_exporter.errors import ConfigurationError
+
+MIB, GIB = 1 << 20, 1 << 30
+
+
+class _Heap:
+    """A fragmented heap, of which a clear frees what is reclaimable."""
+
+    def __init__(self, reclaimable: int, fragmented: int, regained: float = 0.0) -> None:
+        self.reclaimable = reclaimable
+        self.fragmented = fragmented
+        self.regained = regained
+        self.clears = 0
+
+    def caches(self) -> tuple[Cache, ...]:
+        return (Cache(4 * GIB + self.fragmented + self.reclaimable, self.fragmented, self.reclaimable),)
+
+    def clear(self) -> int:
+        self.clears += 1
+        freed, self.reclaimable = self.reclaimable, 0
+        return freed
+
+
+def _cleaner(heap: _Heap, **bounds: float) -> AutoClean:
+    settled = {"fragmentation": 0.3, "min_bytes": 100 * MIB, "cooldown_steps": 10, **bounds}
+    return AutoClean(
+        settled["fragmentation"],
+        int(settled["min_bytes"]),
+        int(settled["cooldown_steps"]),
+        caches=heap.caches,
+        clear=heap.clear,
+    )
+
+
+def test_a_fragmented_heap_with_something_to_free_is_cleared_once_a_cooldown() -> None:
+    heap = _Heap(GIB, 3 * GIB)
+    cleaner = _cleaner(heap)
+    assert cleaner.look() == GIB
+    heap.reclaimable = 200 * MIB
+    assert [cleaner.look() for _ in range(9)] == [0] * 9
+    assert cleaner.look() == 200 * MIB
+    assert (cleaner.clears, cleaner.freed_bytes) == (2, GIB + 200 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("reclaimable", "fragmented"), [(GIB, 100 * MIB), (50 * MIB, 4 * GIB), (0, 0)], ids=["whole", "little", "none"]
+)
+def test_nothing_is_cleared_where_it_would_not_be_worth_it(reclaimable: int, fragmented: int) -> None:
+    heap = _Heap(reclaimable, fragmented)
+    cleaner = _cleaner(heap)
+    assert sum(cleaner.look() for _ in range(50)) == 0
+    assert heap.clears == 0
+
+
+def test_what_is_reserved_again_at_once_is_the_brake(caplog: pytest.LogCaptureFixture) -> None:
+    heap = _Heap(GIB, 3 * GIB)
+    cleaner = _cleaner(heap)
+    cleared_at = []
+    for step in range(500):
+        if cleaner.look():
+            cleared_at.append(step)
+        heap.reclaimable = GIB  # the program takes it all back
+    assert cleared_at == [0, 20, 60]  # the cooldown doubles, and after three it ends
+    assert "reserved again" in cleaner.stopped
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_clears_that_free_little_are_the_brake() -> None:
+    heap = _Heap(GIB, 3 * GIB)
+    heap.clear = lambda: MIB  # type: ignore[method-assign]
+    cleaner = _cleaner(heap)
+    for _ in range(500):
+        cleaner.look()
+    assert cleaner.clears == 3
+    assert cleaner.stopped
+
+
+@pytest.mark.parametrize("bounds", [{"fragmentation": 1.5}, {"min_bytes": 0}, {"cooldown_steps": 0}])
+def test_bounds_that_are_none_are_refused(bounds: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="fragmentation lies between 0 and 1"):
+        _cleaner(_Heap(0, 0), **bounds)
+
+
+def test_every_function_does_nothing_without_cuda(tmp_path: Path) -> None:
+    assert client.clear_cache(collect_garbage=True) == 0
+    assert str(client.deep_clean()) == "no CUDA"
+    client.reset_peak()
+    client.set_memory_fraction(0.5)
+    assert client.release_model() == 0
+    assert client.to_cpu({"a": [1, (2,)]}) == {"a": [1, (2,)]}
+    assert client.snapshot(tmp_path / "none") is None
+    assert list(tmp_path.iterdir()) == []
+    assert client.lingering_tensors().groups == ()
+    assert client.recommend_allocator_settings().settings == ()
+    cleaner, detector = client.auto_clean(), client.leak_detector()
+    client.step()
+    cleaner.stop()
+    detector.stop()
+    assert cleaner.clears == 0
+    assert detector.leaks == ()
+
+
+def test_a_fraction_lies_between_nothing_and_all() -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        client.set_memory_fraction(1.5)
+
+
+GOOD = (
+    "expandable_segments:True",
+    "expandable_segments:False,max_split_size_mb:128",
+    "roundup_power2_divisions:[256:1,512:2,1024:4,>:8],expandable_segments:True",
+    "roundup_power2_divisions:8",
+    "garbage_collection_threshold:0.8,per_process_memory_fraction:0.9",
+    "backend:cudaMallocAsync",
+    "pinned_num_register_threads:8",
+    "expandable_segments_reserve:40G",
+)
+BAD = {
+    "expandable_segment:True": "'expandable_segment' is no setting",
+    "expandable_segments=True": "is no setting",
+    "expandable_segments": "needs a value",
+    "expandable_segments:true": "True or False, in this spelling",
+    "max_split_size_mb:5": "20 at least",
+    "max_split_size_mb:1e3": "whole number",
+    "garbage_collection_threshold:1": "between 0 and 1",
+    "per_process_memory_fraction:1.2": "from 0 to 1",
+    "roundup_power2_divisions:3": "power of two",
+    "roundup_power2_divisions:[256:1,500:2]": "power of two",
+    "backend:foo": "native or cudaMallocAsync",
+    "pinned_num_register_threads:256": "power of two up to 128",
+    "expandable_segments:True,nokey:1": "'nokey' is no setting",
+    "": "no setting is given",
+    " , ": "no setting is given",
+}
+
+
+@pytest.mark.parametrize("line", GOOD)
+def test_a_right_line_of_settings_is_read_and_written_again(line: str) -> None:
+    assert merged("", parse_settings(line)) == line
+
+
+@pytest.mark.parametrize("line", BAD)
+def test_a_wrong_line_of_settings_is_refused_with_what_would_be_right(line: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(BAD[line])) as caught:
+        parse_settings(line)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_wrong_key_is_refused_with_the_list_of_right_ones() -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_settings("nokey:1")
+    assert all(key in str(caught.value) for key in KEYS)
+
+
+@given(st.text(alphabet="abc:,[]>1 ", max_size=30))
+def test_no_line_breaks_the_reading_of_settings(line: str) -> None:
+    try:
+        parse_settings(line)
+    except ConfigurationError:
+        pass
+    else:
+        pytest.fail(f"{line!r} holds no key that there is")
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64,expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:True"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "expandable_segments:True"),
+    ],
+    ids=["none", "the old name", "the new name", "the same key", "both: the old one counts, even empty"],
+)
+def test_settings_stand_beside_those_that_are_in_force(environ: dict[str, str], expected: str) -> None:
+    assert environment_with(environ, "expandable_segments:True") == {"PYTORCH_CUDA_ALLOC_CONF": expected}
+
+
+def test_the_variable_that_counts_is_told() -> None:
+    assert in_force({"PYTORCH_ALLOC_CONF": "a", "PYTORCH_CUDA_ALLOC_CONF": "b"}) == ("PYTORCH_CUDA_ALLOC_CONF", "b")
+    assert in_force({"PYTORCH_ALLOC_CONF": "a"}) == ("PYTORCH_ALLOC_CONF", "a")
+    assert in_force({}) == ("", "")
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
+    """The environments of the commands that would have replaced this process."""
+    environments: list[dict[str, str]] = []
+    monkeypatch.setattr(run_module.os, "execvpe", lambda *call: environments.append(call[2]))
+    monkeypatch.setattr(run_module, "_restore_signals", lambda: None)
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    return environments
+
+
+def test_run_puts_the_settings_in_force_before_the_command_starts(executed: list[dict[str, str]]) -> None:
+    run(["--allocator", "expandable_segments:True", "--allocator", "garbage_collection_threshold:0.8", "--", "train"])
+    (environ,) = executed
+    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == (
+        "max_split_size_mb:64,expandable_segments:True,garbage_collection_threshold:0.8"
+    )
+
+
+def test_run_refuses_a_wrong_setting_and_starts_nothing(executed: list[dict[str, str]]) -> None:
+    with pytest.raises(ConfigurationError, match="'nokey' is no setting"):
+        run(["--allocator", "nokey:1", "--", "train"])
+    assert executed == []
+
+
+def test_run_leaves_the_settings_alone_without_the_option(executed: list[dict[str, str]]) -> None:
+    run(["--", "train"])
+    assert "PYTORCH_CUDA_ALLOC_CONF" not in executed[0]
+
+
+def _figures(**more: int) -> AllocatorFigures:
+    settled = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **more}
+    return AllocatorFigures(0, **settled)
+
+
+def test_a_cache_that_can_be_given_back_is_no_reason_for_other_settings() -> None:
+    said = recommend([_figures()], "")
+    assert (said.settings, said.line) == ((), "")
+    assert "nothing measured" in str(said)
+
+
+def test_fragmentation_is_a_reason_for_expandable_segments() -> None:
+    said = recommend([_figures(reclaimable_bytes=GIB)], "garbage_collection_threshold:0.8", "PYTORCH_ALLOC_CONF")
+    assert said.line == "garbage_collection_threshold:0.8,expandable_segments:True"
+    assert "2.0 GiB of 7.0 GiB" in said.reasons[0]
+    assert "PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8,expandable_segments:True" in str(said)
+    assert "(from PYTORCH_ALLOC_CONF)" in str(said)
+    assert parse_settings(said.line)
+
+
+def test_fragmentation_under_expandable_segments_is_said_and_no_setting_promised() -> None:
+    said = recommend([_figures(reclaimable_bytes=GIB)], "expandable_segments:True")
+    assert said.settings == ()
+    assert "although segments are expandable" in said.reasons[0]
+
+
+def test_retries_below_a_memory_fraction_are_a_reason_to_collect_early() -> None:
+    said = recommend([_figures(alloc_retries=7)], "per_process_memory_fraction:0.5")
+    assert said.settings == (("garbage_collection_threshold", "0.8"),)
+
+
+def test_retries_are_a_reason_for_expandable_segments_else() -> None:
+    said = recommend([_figures(alloc_retries=7, ooms=2)], "")
+    assert said.settings == (("expandable_segments", "True"),)
+    assert "7 times" in said.reasons[0]
+
+
+def test_rounding_that_settings_ask_for_is_a_reason_to_round_finer() -> None:
+    said = recommend([_figures(requested_bytes=3 * GIB)], "roundup_power2_divisions:1")
+    assert said.line == "roundup_power2_divisions:8"
+
+
+def test_the_driver_s_own_allocator_takes_no_advice() -> None:
+    said = recommend([_figures(reclaimable_bytes=0, alloc_retries=9)], "backend:cudaMallocAsync")
+    assert said.settings == ()

@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._advice import advise, smaller_batch
+from gpumem_exporter.client._diagnosis import NOTE_BEGINS, OomDiagnosis
+from gpumem_exporter.client._growth import BlockHistory
+from gpumem_exporter.client._oom_figures import OomFigures
+from gpumem_exporter.client._oom_guard import _add_note, _chain, _clear_frames, _has_note, oom_guard
+from gpumem_exporter.client._oom_message import is_out_of_memory, parse_oom_message
+from gpumem_exporter.client._oom_phase import Place, phase_of, trail
+
+GIB, MIB = 1 << 30, 1 << 20
+
+NOW = (
+    "CUDA out of memory. Tried to allocate 4.00 GiB. GPU 1 has a total capacity of 7.75 GiB of which 2.00 GiB is free."
+    " Process 99999 has 1024.00 MiB memory in use. Process 5 has 17179869184.00 GiB memory in use."
+    " Including non-PyTorch memory, this process has 4.75 GiB memory in use. 5.42 GiB allowed;"
+    " Of the allocated memory 4.25 GiB is allocated by PyTorch, with 12.00 MiB allocated in private pools"
+    " (e.g., CUDA Graphs), and 960.00 KiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is"
+    " large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+BEFORE_2_1 = (
+    "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 15.75 GiB total capacity; 14.20 GiB already allocated;"
+    " 11.94 MiB free; 14.75 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try setting"
+)
+
+
+def test_each_figure_of_the_text_is_read() -> None:
+    read = parse_oom_message(NOW)
+    assert (read.device, read.requested_bytes, read.total_bytes) == (1, 4 * GIB, int(7.75 * GIB))
+    assert (read.free_bytes, read.process_bytes, read.allowed_bytes) == (2 * GIB, int(4.75 * GIB), round(5.42 * GIB))
+    assert read.allocated_bytes == int(4.25 * GIB)
+    assert read.reserved_bytes == int(4.25 * GIB) + 960 * 1024
+    assert read.private_pools_bytes == 12 * MIB
+    assert read.other_processes == ((99999, GIB),), "what a driver does not know is no figure"
+
+
+def test_the_text_of_older_releases_is_read_too() -> None:
+    read = parse_oom_message(BEFORE_2_1)
+    assert (read.device, read.requested_bytes, read.free_bytes) == (0, 20 * MIB, round(11.94 * MIB))
+    assert (read.allocated_bytes, read.reserved_bytes) == (round(14.2 * GIB), round(14.75 * GIB))
+    assert read.other_processes == ()
+
+
+@pytest.mark.parametrize("text", ["", "CUDA out of memory.", "CUDA error: out of memory", "no numbers at GPU one"])
+def test_what_a_text_does_not_tell_is_unknown(text: str) -> None:
+    read = parse_oom_message(text)
+    assert read.requested_bytes is read.total_bytes is read.allocated_bytes is read.reserved_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+        (RuntimeError("NCCL Error 1: unhandled cuda error, out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("DataLoader worker is killed: out of memory"), False),
+        (MemoryError("CUDA out of memory"), False),
+        (ValueError("CUDA out of memory"), False),
+    ],
+)
+def test_an_out_of_memory_error_is_told_from_others(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
+
+
+STEP, FORWARD = Place("__main__", "train_step"), Place("torch.nn.modules.module", "_call_impl")
+BACKWARD = [Place("torch._tensor", "backward"), Place("torch.autograd.graph", "_engine_run_backward")]
+OPTIMIZER = [Place("torch.optim.optimizer", "wrapper"), Place("torch.optim.adam", "_init_group")]
+
+
+@pytest.mark.parametrize(
+    ("places", "called", "expected"),
+    [
+        ([STEP, FORWARD, Place("torch.nn.modules.linear", "forward")], "linear", ("forward", False)),
+        ([STEP, *BACKWARD], "run_backward", ("backward", False)),
+        ([STEP, *BACKWARD, Place("torch.utils.checkpoint", "unpack_hook"), FORWARD], "linear", ("backward", True)),
+        ([STEP, *OPTIMIZER], "zeros_like", ("optimizer", False)),
+        ([STEP, *BACKWARD, Place("__main__", "hook"), *OPTIMIZER], "zeros_like", ("optimizer", False)),
+        ([STEP, *OPTIMIZER, Place("__main__", "closure"), FORWARD], "linear", ("forward", False)),
+        ([STEP, Place("torch.optim.lr_scheduler", "step")], "step", ("", False)),
+        ([STEP], "to", ("data transfer", False)),
+        ([STEP], "cuda", ("data transfer", False)),
+        ([STEP, FORWARD], "to", ("forward", False)),
+        (
+            [STEP, Place("torch.nn.modules.module", "cuda"), Place("torch.nn.modules.module", "_apply")],
+            "cuda",
+            ("model transfer", False),
+        ),
+        ([STEP], "empty", ("", False)),
+    ],
+)
+def test_the_frames_tell_the_phase(places: list[Place], called: str, expected: tuple[str, bool]) -> None:
+    assert phase_of(places, called) == expected
+
+
+class _Tensor:
+    """Fails where it is moved."""
+
+    def half(self) -> _Tensor:
+        return self
+
+    def to(self, *_: object, **__: object) -> None:
+        raise RuntimeError("to")
+
+    def cuda(self, *_: object) -> None:
+        raise RuntimeError("cuda")
+
+    def sum(self, *_: object) -> None:
+        raise RuntimeError("sum")
+
+
+TENSOR = _Tensor()
+CALLS: dict[str, tuple[Callable[[], Any], str]] = {
+    "alone": (lambda: TENSOR.to("cuda"), "data transfer"),
+    "with a keyword": (lambda: TENSOR.to("cuda", non_blocking=True), "data transfer"),
+    "at the end of a chain": (lambda: TENSOR.half().half().cuda(), "data transfer"),
+    "over several lines": (
+        lambda: TENSOR.half().to(
+            str("cuda"),  # noqa: UP018 - a call among the arguments
+            copy=True,
+        ),
+        "data transfer",
+    ),
+    "in a comprehension": (lambda: [each.to("cuda") for each in [TENSOR]], "data transfer"),
+    "as an argument": (lambda: print(TENSOR.cuda()), "data transfer"),
+    "another method beside one that moves": (lambda: TENSOR.sum(TENSOR.to), ""),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_s_own_move_is_told_by_the_line_that_it_stands_in(name: str) -> None:
+    call, phase = CALLS[name]
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    traceback = caught.value.__traceback__
+    assert traceback is not None
+    # torch's method is C and leaves no frame: cut ours off
+    at = traceback
+    while at.tb_next is not None and at.tb_next.tb_next is not None:
+        at = at.tb_next
+    at.tb_next = None
+    told = trail(traceback)
+    assert told.phase == phase
+    assert __file__ in told.place
+
+
+BASE = OomFigures(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB, reserved=6 * GIB, reclaimable=0)
+
+
+def _with(**more: Any) -> OomFigures:
+    from dataclasses import replace
+
+    return replace(BASE, **more)
+
+
+RIGHT = [
+    ("the cache would do", _with(reserved=7 * GIB, reclaimable=GIB), "clear"),
+    ("the fraction forbids what is free", _with(free=4 * GIB, allowed=6 * GIB), "memory_fraction"),
+    ("more than the device has", _with(requested=20 * GIB, phase="forward", batch_size=64, grown=GIB), "split_request"),
+    ("a sure leak", _with(leaked=3 * GIB, leak_per_step=MIB, other_processes=((9, 2 * GIB),)), "leak"),
+    ("another process", _with(other_processes=((9, 2 * GIB),), phase="forward"), "other_process"),
+    ("free memory in pieces", _with(reserved=7 * GIB, fragmented=GIB, phase="forward"), "expandable_segments"),
+    (
+        "forward, measured",
+        _with(phase="forward", batch_size=64, grown=4 * GIB, batch_growth=6 * GIB, bytes_per_item=96 * MIB),
+        "smaller_batch",
+    ),
+    ("forward, nothing measured", _with(phase="forward", batch_size=64, grown=4 * GIB), "smaller_batch"),
+    ("backward, batch of one", _with(phase="backward", batch_size=1, grown=4 * GIB), "checkpointing"),
+    (
+        "the optimizer's state",
+        _with(
+            phase="optimizer",
+            optimizer="AdamW",
+            parameters=2 * GIB,
+            optimizer_state=GIB,
+            optimizer_state_missing=3 * GIB,
+        ),
+        "optimizer_state",
+    ),
+    (
+        "the same on eight ranks",
+        _with(
+            phase="optimizer",
+            optimizer="AdamW",
+            parameters=2 * GIB,
+            optimizer_state=GIB,
+            optimizer_state_missing=3 * GIB,
+            ranks=8,
+        ),
+        "shard",
+    ),
+    (
+        "the optimizer's temporaries",
+        _with(phase="optimizer", optimizer="AdamW", parameters=2 * GIB, optimizer_state=4 * GIB),
+        "optimizer_temporaries",
+    ),
+    ("a batch on its way", _with(phase="data transfer", requested=5 * GIB), "pieces"),
+    ("a model on its way", _with(phase="model transfer", parameters=12 * GIB), "half_precision"),
+]
+
+
+@pytest.mark.parametrize(("figures", "kind"), [row[1:] for row in RIGHT], ids=[row[0] for row in RIGHT])
+def test_the_first_advice_is_what_the_figures_say(figures: OomFigures, kind: str) -> None:
+    advice = advise(figures)
+    assert advice[0].kind == kind
+    ranks = [0 if each.enough else 1 if each.enough is None else 2 for each in advice]
+    assert ranks == sorted(ranks), "what is enough stands before what is not"
+    said = str(OomDiagnosis(figures, advice))
+    assert said.startswith(NOTE_BEGINS)
+    assert f"1. {advice[0]}" in said
+
+
+def test_a_little_fragmentation_or_a_small_neighbour_is_not_blamed_for_a_batch_that_is_too_large() -> None:
+    for more in ({"fragmented": 600 * MIB, "reserved": 8 * GIB}, {"other_processes": ((1, 600 * MIB),)}):
+        figures = _with(phase="forward", batch_size=64, grown=4 * GIB, **more)
+        kinds = [each.kind for each in advise(figures)]
+        assert kinds[0] == "smaller_batch"
+        assert {"expandable_segments", "other_process"} & set(kinds)
+
+
+def test_what_is_expandable_already_is_not_advised_again() -> None:
+    figures = _with(reserved=7 * GIB, fragmented=GIB, expandable=True)
+    assert "expandable_segments" not in [each.kind for each in advise(figures)]
+
+
+def test_a_prediction_counts_for_more_than_the_request_that_failed() -> None:
+    # half a GiB was missing for this request, but four more GiB were to follow
+    figures = _with(
+        phase="forward",
+        other_processes=((1, GIB),),
+        batch_size=64,
+        grown=GIB,
+        batch_growth=5 * GIB,
+        bytes_per_item=80 * MIB,
+    )
+    assert figures.short == int(3.5 * GIB)
+    advice = advise(figures)
+    assert advice[0].kind == "smaller_batch"
+    assert next(each for each in advice if each.kind == "other_process").enough is False
+
+
+def test_the_batch_that_is_proposed_fits_by_the_measured_slope() -> None:
+    figures = _with(phase="forward", batch_size=200, grown=2 * GIB, batch_growth=20 * GIB, bytes_per_item=100 * MIB)
+    fits = smaller_batch(figures)
+    assert fits is not None
+    room = 2 * GIB + GIB // 2
+    fixed = 20 * GIB - 200 * 100 * MIB
+    assert fixed + fits * 100 * MIB <= room
+    assert fixed + (fits + 8) * 100 * MIB > room * 0.9
+    assert fits < 200
+
+
+@pytest.mark.parametrize("batch", [None, 1])
+def test_no_smaller_batch_is_proposed_where_there_is_none(batch: int | None) -> None:
+    assert smaller_batch(_with(batch_size=batch, grown=GIB)) is None
+
+
+def test_advice_from_nothing_known_is_advice_all_the_same() -> None:
+    assert advise(OomFigures())
+    assert str(OomDiagnosis(OomFigures(), advise(OomFigures())))
+
+
+def test_growth_by_the_batch_is_a_line_through_what_was_measured() -> None:
+    history = BlockHistory()
+    assert history.growth(8) is history.bytes_per_item() is None
+    history.ended(10, 600)
+    assert history.growth(20) == 1200
+    history.ended(20, 1100)
+    assert (history.growth(40), history.bytes_per_item()) == (2100, 50)
+    history.ended(20, 1120)
+    assert history.growth(20) == 1120, "what was measured last counts"
+
+
+def test_what_runs_leave_behind_is_a_leak_once_sixteen_have_shown_it() -> None:
+    leaking, steady = BlockHistory(), BlockHistory()
+    for run in range(30):
+        leaking.begun(GIB + run * 50 * MIB)
+        steady.begun(GIB + (run % 4) * 50 * MIB)
+        assert run >= 18 or leaking.leaked() is None
+    found = leaking.leaked()
+    assert found is not None
+    assert found[0] == 26 * 50 * MIB
+    assert found[1].slope == 50 * MIB
+    assert steady.leaked() is None
+
+
+def test_without_cuda_a_guard_lets_everything_pass_and_notes_nothing() -> None:
+    guard = oom_guard()
+    error = RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
+    with pytest.raises(RuntimeError) as caught, guard:
+        raise error
+    assert caught.value is error
+    assert not hasattr(error, "__notes__")
+    assert guard.diagnosis is None
+
+
+def test_a_guard_decorates_functions_coroutines_and_generators() -> None:
+    @oom_guard(batch_size=lambda batch: len(batch))
+    def plain(batch: list[int]) -> int:
+        """Says so."""
+        return sum(batch)
+
+    @oom_guard()
+    async def later(value: int) -> int:
+        await asyncio.sleep(0)
+        return value
+
+    @oom_guard()
+    def several(values: list[int]) -> Iterator[int]:
+        yield from values
+
+    assert (plain([1, 2]), plain.__name__, plain.__doc__) == (3, "plain", "Says so.")
+    assert asyncio.run(later(4)) == 4
+    assert list(several([1, 2])) == [1, 2]
+
+    async def stream() -> Any:
+        yield 1
+
+    with pytest.raises(TypeError, match="asynchronous generator"):
+        oom_guard()(stream)
+
+
+def _raises(held: object) -> None:
+    raise RuntimeError(str(held)[:1])
+
+
+def test_the_frames_that_an_error_has_ended_are_emptied_and_those_that_run_are_not() -> None:
+    mine = object()
+    before = sys.getrefcount(mine)
+
+    def fails(kept: object) -> None:
+        _raises(kept)
+
+    try:
+        fails(mine)
+    except RuntimeError as error:
+        assert sys.getrefcount(mine) > before
+        _clear_frames(error.__traceback__)
+        assert sys.getrefcount(mine) == before
+        frame = error.__traceback__.tb_frame if error.__traceback__ else None
+        assert frame is not None
+        assert frame.f_locals["mine"] is mine
+
+
+def test_a_generator_that_keeps_an_error_for_later_goes_on_after_its_frames_were_emptied() -> None:
+    def worker() -> Iterator[Any]:
+        try:
+            _raises("x")
+        except RuntimeError as error:
+            kept = error
+        yield kept
+        yield "still here"
+
+    running = worker()
+    error = next(running)
+    _clear_frames(error.__traceback__)
+    assert next(running) == "still here"
+
+
+def test_a_note_is_added_once_and_found_in_the_whole_chain() -> None:
+    first, second = ValueError("1"), KeyError("2")
+    second.__cause__ = first
+    _add_note(first, NOTE_BEGINS + "why")
+    assert first.__notes__ == [NOTE_BEGINS + "why"]
+    assert list(_chain(second)) == [second, first]
+    assert _has_note(second)
+    first.__context__ = second  # a circle
+    assert list(_chain(first)) == [first, second]

@@ -1,0 +1,117 @@
+"""Steps, components and the table of sizes, without torch."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from gpumem_exporter.client._observed import Observed, ToldComponents
+from gpumem_exporter.client._sizes import human_bytes, human_growth
+from gpumem_exporter.client._steps import Steps
+from gpumem_exporter.client._summary import DeviceSummary, Summary, settings_in_force
+
+
+def told(index: int, allocated: int | None, seconds: float = 60.0, **components: int) -> ToldComponents:
+    return ToldComponents({index: (components, allocated)}, time.monotonic() + seconds)
+
+
+def test_the_components_of_several_watches_add_up_and_other_is_the_rest() -> None:
+    observed = Observed()
+    one, two = object(), object()
+    assert observed.components(0) == {}
+    observed.tell_components(one, told(0, 100, parameters=10, gradients=5))
+    assert observed.components(0) == {"parameters": 10, "gradients": 5, "other": 85}
+    observed.tell_components(two, told(0, 120, seconds=61, parameters=30))
+    assert observed.components(0) == {"parameters": 40, "gradients": 5, "other": 75}
+    assert observed.components(1) == {}
+    observed.tell_components(one, None)
+    observed.tell_components(one, None)
+    assert observed.components(0) == {"parameters": 30, "other": 90}
+
+
+def test_other_is_left_out_where_it_cannot_be_known_or_would_be_less_than_nothing() -> None:
+    observed = Observed()
+    for allocated in (None, 9):
+        observed.tell_components(observed, told(0, allocated, parameters=10))
+        assert observed.components(0) == {"parameters": 10}
+
+
+def test_a_count_that_is_too_old_is_told_no_more() -> None:
+    observed = Observed()
+    observed.tell_components(observed, told(0, 100, seconds=-1, parameters=10))
+    assert observed.components(0) == {}
+
+
+def test_every_listener_hears_of_a_step_until_it_stops(caplog: pytest.LogCaptureFixture) -> None:
+    steps = Steps()
+    heard: list[str] = []
+    stop = steps.listen(lambda optimizer: heard.append(f"one {optimizer}"))
+    steps.listen(lambda optimizer: heard.append(f"two {optimizer}"))
+    steps.mark()
+    stop()
+    stop()
+    steps.mark()
+    assert heard == ["one None", "two None", "two None"]
+
+
+def test_a_listener_that_raises_is_not_called_again_and_keeps_nobody_else_from_hearing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    steps = Steps()
+    heard: list[int] = []
+
+    def broken(optimizer: object) -> None:
+        heard.append(1)
+        raise ValueError("broken")
+
+    steps.listen(broken)
+    steps.listen(lambda _: heard.append(2))
+    steps.mark()
+    steps.mark()
+    assert heard == [1, 2, 2]
+    assert len(caplog.records) == 1
+
+
+OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
+
+
+@pytest.mark.parametrize(
+    ("in_force", "environ", "expected"),
+    [
+        ("", {}, ("", "", "")),
+        ("a:1", {OLD: "a:1"}, ("a:1", OLD, "")),
+        ("a:1", {NEW: "a:1"}, ("a:1", NEW, "")),
+        ("a:1", {OLD: "a:1", NEW: "b:2"}, ("a:1", OLD, NEW)),
+        ("", {OLD: "", NEW: "b:2"}, ("", "", NEW)),
+        ("c:3", {OLD: "a:1"}, ("c:3", "the program", "")),
+        ("c:3", {}, ("c:3", "the program", "")),
+        ("", {NEW: "b:2"}, ("", "the program", "")),
+        (None, {}, ("", "", "")),
+        (None, {OLD: "a:1"}, ("a:1", OLD, "")),
+        (None, {NEW: "b:2"}, ("", "", NEW)),
+        (None, {OLD: "a:1", NEW: "b:2"}, ("a:1", OLD, NEW)),
+    ],
+)
+def test_the_variable_that_won_is_named_and_the_one_that_is_overruled(
+    in_force: str | None, environ: dict[str, str], expected: tuple[str, str, str]
+) -> None:
+    assert settings_in_force(in_force, environ) == expected
+
+
+def test_bytes_for_human_eyes() -> None:
+    assert [human_bytes(value) for value in (None, 0, 1023, 1024, -3 << 10, 1536 << 20, 999 << 30)] == [
+        *("-", "0 B", "1023 B", "1.0 KiB", "-3.0 KiB", "1.5 GiB", "999 GiB")
+    ]
+    assert [human_growth(value) for value in (None, 0, 1024, -1024)] == ["-", "0 B", "+1.0 KiB", "-1.0 KiB"]
+
+
+def test_what_is_not_known_is_a_dash_in_the_table_and_none_in_the_figures() -> None:
+    names = [name for name in DeviceSummary.__dataclass_fields__ if name.endswith(("_bytes", "_ratio"))]
+    device = DeviceSummary(0, "GPU-1", "GPU", alloc_retries=None, ooms=None, **dict.fromkeys(names))
+    assert (device.slack_bytes, device.fragmented_bytes, device.non_torch_bytes, device.device_used_bytes) == (
+        None,
+    ) * 4
+    rows = str(Summary(devices=(device,))).splitlines()[3:]
+    assert len(rows) == 19
+    assert {row.split()[-1] for row in rows} == {"-"}

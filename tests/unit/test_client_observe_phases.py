@@ -1,0 +1,345 @@
+"""What is known of the peak of a phase, against the whole truth of what an allocator went through."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_exporter.client._measured import Measured, MemoryUse
+from gpumem_exporter.client._observed import MAX_PHASES, Observed, Stretch
+
+
+class Device:
+    """PyTorch's statistics of one device, with its one peak, and all that was ever allocated at once."""
+
+    def __init__(self) -> None:
+        self.allocated = self.peak = 0
+        self.course = [0]
+        self.used = True
+
+    def to(self, allocated: int) -> None:
+        self.allocated = allocated
+        self.peak = max(self.peak, allocated)
+        self.course.append(allocated)
+
+    def devices(self) -> list[int]:
+        return [0] if self.used else []
+
+    def state(self, index: int) -> dict[str, Any]:
+        return {
+            name: {"all": {"current": self.allocated, "peak": self.peak}}
+            for name in ("allocated_bytes", "reserved_bytes")
+        }
+
+    def reset_peaks(self, index: int) -> None:
+        self.peak = self.allocated
+
+
+def observed_on(device: Device) -> Observed:
+    return Observed(lambda: device)  # type: ignore[arg-type,return-value]
+
+
+def measured(observed: Observed, name: str = "a", **options: Any) -> Measured:
+    return Measured(name, kept=True, observed=observed, **options)
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("to"), st.integers(0, 20)),
+    st.tuples(st.just("enter"), st.booleans()),
+    st.tuples(st.just("leave"), st.integers(0, 5)),
+    st.tuples(st.just("look"), st.just(0)),
+    st.tuples(st.just("command"), st.just(0)),
+)
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_bounds_of_phases_that_nest_overlap_and_reset_hold_the_true_peak_and_meet_where_one_asked_for_a_reset(
+    steps: list[tuple[str, int]],
+) -> None:
+    device = Device()
+    observed = observed_on(device)
+    running: list[tuple[Stretch, int]] = []
+    for what, value in [*steps, *[("leave", 0)] * len(steps)]:
+        if what == "to":
+            device.to(value)
+        elif what == "enter":
+            stretch = Stretch("a", reset_peaks=bool(value))
+            running.append((stretch, len(device.course) - 1))
+            observed.enter(stretch)
+        elif what == "leave" and running:
+            stretch, since = running.pop(value % len(running))
+            observed.leave(stretch)
+            true_peak = max(device.course[since:])
+            bounds = stretch.peaks[0]
+            assert bounds.at_most_bytes is not None
+            assert bounds.at_least_bytes <= true_peak <= bounds.at_most_bytes
+            assert bounds.exact or not stretch.reset_peaks
+        elif what == "look":
+            observed.look(0, device.state)
+        elif what == "command":
+            observed.reset_peaks(0, device.state, device.reset_peaks)
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), min_size=1, max_size=20))
+def test_the_peak_over_all_is_what_it_would_be_without_the_resets_of_phases(runs: list[tuple[int, bool, bool]]) -> None:
+    device = Device()
+    observed = observed_on(device)
+    for allocated, reset, inside in runs:
+        with measured(observed, reset_peaks=reset):
+            if inside:
+                device.to(allocated)
+        device.to(allocated)
+    observed.look(0, device.state)
+    assert observed.lifted(0, "allocated_bytes", device.peak) == max(device.course)
+    assert observed.peak_resets(0) == 0  # what is made up for counts as none
+
+
+def test_a_run_that_raises_the_allocator_s_own_peak_is_exact_and_one_below_it_is_bounded() -> None:
+    device = Device()
+    observed = observed_on(device)
+    with measured(observed) as first:
+        device.to(100)
+        device.to(30)
+    assert (first.before_bytes, first.after_bytes, first.growth_bytes, first.peak_bytes) == (0, 30, 30, 100)
+    assert first.exact
+    with measured(observed) as second:
+        device.to(70)
+        device.to(20)
+    assert second.devices[0].peak_bytes == 30
+    assert second.devices[0].peak_at_most_bytes == 100
+    assert (second.growth_bytes, second.exact) == (-10, False)
+
+
+def test_a_reset_at_the_begin_makes_every_run_exact_and_an_outer_one_knows_the_peak_before_it() -> None:
+    device = Device()
+    observed = observed_on(device)
+    device.to(500)
+    device.to(10)
+    with measured(observed, "step", reset_peaks=True) as step:
+        device.to(90)
+        device.to(10)
+        with measured(observed, "inner", reset_peaks=True) as inner:
+            device.to(40)
+            device.to(10)
+        assert device.peak == 40
+    assert (inner.peak_bytes, inner.exact) == (40, True)
+    assert (step.peak_bytes, step.exact) == (90, True)
+    assert observed.lifted(0, "allocated_bytes", device.peak) == 500
+    assert observed.lifted(0, "reserved_bytes", None) is None
+
+
+def test_a_reset_by_somebody_else_inside_leaves_a_lower_bound_alone() -> None:
+    device = Device()
+    observed = observed_on(device)
+    device.to(100)
+    with measured(observed) as use:
+        device.to(80)
+        device.to(10)
+        device.reset_peaks(0)
+        device.to(30)
+    assert use.devices[0].peak_bytes == 100  # where it began
+    assert use.devices[0].peak_at_most_bytes is None
+    assert not use.exact
+    assert observed.peak_resets(0) == 1
+
+
+def test_a_device_that_comes_into_use_inside_a_phase_began_with_nothing() -> None:
+    device = Device()
+    device.used = False
+    observed = observed_on(device)
+    with measured(observed) as use:
+        device.used = True
+        device.to(64)
+        device.to(16)
+    assert (use.before_bytes, use.after_bytes, use.peak_bytes, use.exact) == (0, 16, 64, True)
+
+
+def test_a_phase_is_told_with_the_largest_of_its_runs_until_somebody_resets_the_peaks_and_it_has_run_again() -> None:
+    device = Device()
+    observed = observed_on(device)
+
+    def run(peak: int) -> int:
+        with measured(observed, "forward"):
+            device.to(peak)
+            device.to(1)
+        return observed.phases(0)["forward"].at_least_bytes
+
+    assert [run(50), run(90), run(60)] == [50, 90, 90]
+    device.reset_peaks(0)
+    observed.look(0, device.state)
+    assert observed.phases(0)["forward"].at_least_bytes == 90  # it has not run since
+    assert [run(20), run(30)] == [20, 30]
+    observed.reset_peaks(0, device.state, device.reset_peaks)
+    assert run(5) == 5
+
+
+def test_a_phase_that_runs_is_told_before_it_has_ended_with_what_the_reporter_saw() -> None:
+    device = Device()
+    observed = observed_on(device)
+    device.to(100)
+    device.to(10)
+    with measured(observed, "training"):
+        device.to(70)
+        observed.look(0, device.state)
+        device.to(20)
+        told = observed.phases(0)["training"]
+    assert (told.at_least_bytes, told.at_most_bytes, told.exact) == (70, 100, False)
+
+
+def test_64_names_are_kept_and_further_ones_are_measured_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    device = Device()
+    observed = observed_on(device)
+    for number in range(MAX_PHASES + 10):
+        with measured(observed, f"phase {number}") as use:
+            device.to(number + 1)
+        assert use.peak_bytes == number + 1
+    assert list(observed.phases(0)) == [f"phase {number}" for number in range(MAX_PHASES)]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [("", "unnamed"), ("x" * 300, "x" * 256), ("caf\udce9", "caf?"), ("é", "é")], ids=repr
+)
+def test_any_name_becomes_one_that_the_exporter_takes(given: str, kept: str) -> None:
+    assert observed_on(Device()).name_phase(given) == kept
+
+
+def test_an_exception_goes_through_and_the_phase_is_measured() -> None:
+    device = Device()
+    observed = observed_on(device)
+    uses: list[MemoryUse] = []
+
+    @measured(observed, ended=uses.append)
+    def fail() -> None:
+        device.to(8)
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        fail()
+    assert uses[0].peak_bytes == 8
+    assert observed.current_phase() is None
+
+
+def test_statistics_that_fail_reach_nobody() -> None:
+    class Broken(Device):
+        def state(self, index: int) -> dict[str, Any]:
+            raise RuntimeError("no")
+
+    observed = observed_on(Broken())
+    with measured(observed) as use:
+        pass
+    assert (use.devices, use.peak_bytes, observed.current_phase()) == ((), None, None)
+
+
+def test_an_allocator_without_statistics_gives_no_figures() -> None:
+    class Pluggable(Device):
+        def state(self, index: int) -> Any:
+            return None
+
+    with measured(observed_on(Pluggable())) as use:
+        pass
+    assert use.devices == ()
+    assert use.duration_seconds is not None
+
+
+def test_a_decorator_measures_each_call_and_gives_back_what_the_function_does() -> None:
+    device = Device()
+    uses: list[MemoryUse] = []
+    phase = measured(observed_on(device), ended=uses.append)
+
+    @phase
+    def fall(n: int) -> int:
+        """Docs."""
+        device.to(device.allocated + 1)
+        return n if n == 0 else fall(n - 1)
+
+    assert (fall(3), fall.__name__, fall.__doc__) == (0, "fall", "Docs.")
+    assert [use.growth_bytes for use in uses] == [1, 2, 3, 4]
+
+
+def test_a_decorated_generator_is_measured_to_its_last_value_and_takes_what_is_sent() -> None:
+    device = Device()
+    uses: list[MemoryUse] = []
+
+    @measured(observed_on(device), ended=uses.append)
+    def values() -> Iterator[int]:
+        device.to(7)
+        got = yield 1
+        device.to(5)
+        yield got
+
+    generator: Any = values()
+    assert (next(generator), uses) == (1, [])
+    assert generator.send(3) == 3
+    assert list(generator) == []
+    assert [(use.peak_bytes, use.after_bytes) for use in uses] == [(7, 5)]
+
+
+def test_decorated_coroutines_that_run_at_once_are_each_measured_from_their_own_begin() -> None:
+    device = Device()
+    uses: list[MemoryUse] = []
+
+    @measured(observed_on(device), ended=uses.append)
+    async def work(first: asyncio.Event, then: asyncio.Event, nbytes: int) -> None:
+        device.to(device.allocated + nbytes)
+        then.set()
+        await first.wait()
+
+    async def main() -> None:
+        a, b = asyncio.Event(), asyncio.Event()
+        one = asyncio.create_task(work(b, asyncio.Event(), 10))  # ends when the second has begun
+        await asyncio.sleep(0)
+        two = asyncio.create_task(work(a, b, 100))
+        await one
+        a.set()
+        await two
+
+    asyncio.run(main())
+    assert [(use.before_bytes, use.growth_bytes) for use in uses] == [(0, 110), (10, 100)]
+
+
+def test_an_asynchronous_generator_is_refused_where_it_is_decorated() -> None:
+    async def values() -> Any:
+        yield 1
+
+    with pytest.raises(TypeError, match="asynchronous generator"):
+        measured(observed_on(Device()))(values)
+
+
+def test_the_current_phase_is_the_innermost_of_this_thread_else_the_last_of_any() -> None:
+    observed = observed_on(Device())
+    seen: list[str | None] = [observed.current_phase()]
+    with measured(observed, "outer"), measured(observed, "inner"):
+        thread = threading.Thread(target=lambda: seen.append(observed.current_phase()))
+        thread.start()
+        thread.join()
+        seen.append(observed.current_phase())
+    assert seen == [None, "inner", "inner"]
+
+
+def test_one_phase_used_by_many_threads_at_once_loses_none_and_tells_the_largest() -> None:
+    device = Device()
+    uses: list[MemoryUse] = []
+    observed = observed_on(device)
+    phase = measured(observed, ended=uses.append)
+    barrier = threading.Barrier(8)
+
+    def work() -> None:
+        barrier.wait(timeout=30)
+        for number in range(50):
+            with phase:
+                device.to(number)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(uses), observed.current_phase()) == (400, None)
+    assert observed.phases(0)["a"].at_least_bytes == 49

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from gpumem_exporter.client._referrers import NOBODY, Referrers
+
+
+class Thing:
+    """Something that is referred to."""
+
+
+class Holder:
+    """Shows nothing of itself."""
+
+    def __init__(self, thing: Thing) -> None:
+        self.things = [thing]
+
+    def __getattr__(self, name: str) -> None:
+        raise AssertionError(f"{name} was asked for")
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError("it was compared")
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Slotted:
+    __slots__ = ("thing",)
+
+    def __init__(self, thing: Thing) -> None:
+        self.thing = thing
+
+
+kept: list[object] = []
+
+
+def _described(target: object) -> str:
+    targets = [target]
+    told = Referrers().describe(targets, time.thread_time() + 60)
+    return told.get(id(target), "")
+
+
+def _of_a_function(thing: Thing) -> Callable[[], Thing]:
+    def inner() -> Thing:
+        return thing
+
+    return inner
+
+
+def _with_a_default(thing: Thing) -> Callable[..., Thing]:
+    def inner(given: Thing = thing) -> Thing:
+        return given
+
+    return inner
+
+
+def _attribute() -> object:
+    return Holder(Thing())
+
+
+HOLDERS: dict[str, tuple[Callable[[], object], Callable[[object], object], str]] = {
+    "a module's list": (lambda: kept.append(Thing()), lambda _: kept[-1], "list of 1 in kept, a global of"),
+    "an instance's list": (
+        _attribute,
+        lambda holder: holder.__dict__["things"][0],
+        "list of 1 in attribute things of a Holder",
+    ),  # type: ignore[attr-defined]
+    "a slot": (lambda: Slotted(Thing()), lambda holder: holder.thing, "attribute thing of a Slotted"),  # type: ignore[attr-defined]
+    "a closure": (lambda: _of_a_function(Thing()), lambda f: f(), "thing, a closure of"),  # type: ignore[operator]
+    "a default": (lambda: _with_a_default(Thing()), lambda f: f(), "tuple of 1 in a default of"),  # type: ignore[operator]
+    "nested containers": (
+        lambda: {"deep": [(Thing(),)]},
+        lambda d: d["deep"][0][0],
+        "tuple of 1 in list of 1 in dict of 1 under 'deep'",
+    ),  # type: ignore[index]
+}
+
+
+@pytest.mark.parametrize("name", HOLDERS)
+def test_whoever_holds_an_object_is_named(name: str) -> None:
+    make, find, expected = HOLDERS[name]
+    kept.clear()
+    holder = make()
+    try:
+        # found from a frame of its own, which is gone: else its variable would be the holder
+        target = id(find(holder))
+        told = _described_by_id(holder, find)
+        assert told[target].startswith(expected), told
+    finally:
+        kept.clear()
+
+
+def _described_by_id(holder: object, find: Callable[[object], object]) -> dict[int, str]:
+    return Referrers().describe([find(holder)], time.thread_time() + 60)
+
+
+def _local_list() -> str:
+    # no assertion here: pytest asks for locals() in those, and such frames are left alone
+    others = [Thing()]
+    return next(iter(Referrers().describe([others[0]], time.thread_time() + 60).values()))
+
+
+def test_a_local_variable_is_named_with_its_place() -> None:
+    told = _local_list()
+    assert told.startswith("list of 1 in local variable others at")
+    assert told.endswith("in _local_list")
+
+
+def test_a_dictionary_of_locals_that_the_program_keeps_stays_as_it_was() -> None:
+    def program() -> list[str]:
+        first = Thing()
+        mine = locals()
+        second = Thing()
+        _described(second)
+        assert first is mine["first"]
+        return sorted(mine)
+
+    assert program() == ["first"]
+
+
+def test_nothing_is_kept_alive() -> None:
+    thing = Thing()
+    box = [thing]
+    before = sys.getrefcount(thing)
+    _described(thing)
+    assert sys.getrefcount(thing) == before
+    assert box[0] is thing
+
+
+def test_what_no_python_object_holds_is_said_to_be_held_by_none() -> None:
+    assert next(iter(Referrers().describe([Thing()], time.thread_time() + 60).values())) == NOBODY
+
+
+def test_no_pass_begins_after_the_end() -> None:
+    assert Referrers().describe([Thing()], time.thread_time() - 1) == {}
