@@ -18,7 +18,9 @@ The tree:
     ├── ActionRefusedError            a well-formed action that the exporter does not take
     │   ├── ActionNotAllowedError     `--action.allow` leaves it out
     │   ├── TargetNotFoundError       nothing that reports matches the target; says what there is
+    │   ├── GroupIncompleteError      not every rank of the group can take part
     │   └── IdempotencyConflictError  the same Idempotency-Key came with another request
+    ├── CommandRefusedError           a process does not do what it was asked to; says why
     └── ExporterError                 seen from the client's side of the wire
         ├── ExporterUnreachableError  nobody answers there
         └── ExporterAnswerError       it answered with an error; carries the status and the problem's detail
@@ -29,11 +31,13 @@ from __future__ import annotations
 __all__ = [
     "ActionNotAllowedError",
     "ActionRefusedError",
+    "CommandRefusedError",
     "ConfigurationError",
     "ExporterAnswerError",
     "ExporterError",
     "ExporterUnreachableError",
     "GpumemError",
+    "GroupIncompleteError",
     "IdempotencyConflictError",
     "NvmlDeviceLostError",
     "NvmlError",
@@ -122,8 +126,16 @@ class TargetNotFoundError(ActionRefusedError):
     """Nothing that reports matches the target; the message says what there is."""
 
 
+class GroupIncompleteError(ActionRefusedError):
+    """Not every rank of the group can take part; the message names those that cannot, and why."""
+
+
 class IdempotencyConflictError(ActionRefusedError):
     """The same Idempotency-Key came with another request."""
+
+
+class CommandRefusedError(GpumemError):
+    """A process does not do what it was asked to; the message says why."""
 
 
 class ExporterError(GpumemError):

@@ -5,6 +5,11 @@ passed or its process has gone: a reply that was lost on the way is simply given
 reporter that gets a command twice answers with the first result. Commands are bound to the reporter (pid, namespace,
 start time and session), so that none reaches a later process with the same pid, or another program in the same process.
 
+What waits in a process for the end of a step or for a rest, the process names in its reports: it is not given again,
+and is cancelled there once nothing here waits for it any more. A group is all ranks or none, as far as that can be had
+without a barrier: its step lies some seconds ahead, and if not every rank has its command well before that, those that
+have are told to forget it.
+
 For the event loop only: not thread-safe.
 """
 
@@ -12,22 +17,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target, gpu_labels
+from gpumem_exporter.actions.results import Victim, dry_rows, ended_rows, rows, victim
+from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ActionNotAllowedError, IdempotencyConflictError, TargetNotFoundError
-from gpumem_exporter.protocol import Command, CommandResult, DeviceResult, DeviceSample
+from gpumem_exporter.errors import (
+    ActionNotAllowedError,
+    GroupIncompleteError,
+    IdempotencyConflictError,
+    TargetNotFoundError,
+)
+from gpumem_exporter.protocol import Command, CommandResult, DeviceSample
 
-__all__ = ["ANSWER_GRACE_SECONDS", "Dispatcher"]
+__all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "GROUP_LEAD_SECONDS", "Dispatcher"]
+
+_Chosen: TypeAlias = "tuple[int | str, ReportingProcess, tuple[DeviceSample, ...]]"
+"""A process that is meant: its name, its report, and its samples of the devices meant."""
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline a delivered command may still answer: it may have begun just in time."""
+GROUP_LEAD_SECONDS = 4.0
+"""How far ahead a group's step lies at least: longer than it takes to reach every rank, and to call it off."""
+GROUP_ANSWER_SECONDS = 1.0
+"""A rank that has not said by then that it has its command is not waited for."""
+_GROUP_LEAD_STEPS = 2
 
 
 @dataclass(slots=True)
@@ -41,6 +63,9 @@ class _Order:
     samples: tuple[DeviceSample, ...]
     deadline_seconds: float
     delivered: bool = False
+    held: bool = False
+    """The process has said that it waits there for its moment."""
+    cancelled: bool = False
 
 
 @dataclass(slots=True)
@@ -51,6 +76,9 @@ class _Running:
     started_seconds: float
     orders: dict[ProcessKey, _Order]
     finished: asyncio.Event
+    called_off: bool = False
+    ending: int = 0
+    """Processes that are being terminated."""
 
 
 class Dispatcher:
@@ -62,6 +90,7 @@ class Dispatcher:
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
         on_finished: called once with each action when nothing more will become of it.
+        terminator: ends processes.
         kept_actions: how many finished actions are remembered.
     """
 
@@ -73,6 +102,7 @@ class Dispatcher:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         on_finished: Callable[[Action], None],
+        terminator: Terminator,
         kept_actions: int = 1000,
     ) -> None:
         self._store = store
@@ -80,6 +110,8 @@ class Dispatcher:
         self._clock = clock
         self._wall_clock = wall_clock
         self._on_finished = on_finished
+        self._terminator = terminator
+        self._ending: set[asyncio.Task[None]] = set()
         self._kept_actions = kept_actions
         self._running: dict[str, _Running] = {}
         self._finished: OrderedDict[str, Action] = OrderedDict()
@@ -92,6 +124,7 @@ class Dispatcher:
         Raises:
             ActionNotAllowedError: the exporter's operator leaves this action out.
             TargetNotFoundError: no reporting process matches.
+            GroupIncompleteError: a rank of the group cannot take part.
             IdempotencyConflictError: the key was used for another request.
         """
         if idempotency_key is not None and idempotency_key in self._by_idempotency_key:
@@ -109,8 +142,13 @@ class Dispatcher:
             )
         snapshot = self._store.snapshot(self._clock())
         targets = list(request.target.select(snapshot))
-        if not targets:
+        listed = list(request.target.select_listed(snapshot)) if request.action == "terminate" else []
+        if not targets and not listed:
             raise TargetNotFoundError(_what_there_is(request, snapshot))
+        at_step = None
+        if request.group:
+            targets = _group(targets, snapshot)
+            at_step = request.at_step or self._step_ahead(request, targets)
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
@@ -118,6 +156,9 @@ class Dispatcher:
             requested_by=requested_by,
             created_unix_seconds=self._wall_clock(),
             target=request.target,
+            mode=request.mode,
+            group=request.group,
+            at_step=at_step,
             dry_run=request.dry_run,
             reason=request.reason,
         )
@@ -128,7 +169,12 @@ class Dispatcher:
         running = _Running(action, self._clock(), {}, asyncio.Event())
         self._running[action.id] = running
         for pid, process, samples in targets:
-            self._begin(running, request, pid, process, samples, snapshot)
+            if request.action == "terminate":
+                self._end(running, victim(pid, process, snapshot))
+            else:
+                self._begin(running, request, pid, process, samples, snapshot)
+        for other in listed:
+            self._end(running, Victim(other.pid, "", "", other.pid, other.start_time_ticks, other.used_bytes))
         self._finish_if_complete(running)
         return running.action
 
@@ -150,7 +196,8 @@ class Dispatcher:
     async def commands(self, process: ReportingProcess, hold_seconds: float) -> tuple[Command, ...]:
         """The commands that wait for this process: now, or as soon as there is one, or none after `hold_seconds`.
 
-        A second call for the same process ends the first with none: only one of them can be alive. Cancelling is safe.
+        Returns early with none when there is something to cancel there: see `cancelled`. A second call for the same
+        process ends the first with none: only one of them can be alive. Cancelling the call is safe.
         """
         pending = self._pending(process)
         if not pending and hold_seconds > 0:
@@ -169,22 +216,34 @@ class Dispatcher:
             pending = self._pending(process)
         return tuple(self._deliver(running, order) for running, order in pending)
 
+    def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
+        """Of the commands that wait in a process, those that it is to forget."""
+        return tuple(
+            command_id
+            for command_id in process.report.waiting
+            if (order := self._order(command_id, process)) is None or order.cancelled
+        )
+
     def take_results(self, process: ReportingProcess) -> None:
-        """Take the results that rode on a process' report; those of unknown or finished commands are ignored."""
+        """Take what a process' report says of its commands; results of unknown or finished ones are ignored."""
+        for command_id in process.report.waiting:
+            order = self._order(command_id, process)
+            if order is not None:
+                order.delivered = order.held = True
         for result in process.report.results:
             running = self._running.get(result.id)
             order = running.orders.get(process.key) if running is not None else None
             if running is None or order is None or not _same_process(order.process, process):
                 continue
             del running.orders[process.key]
-            self._add(running, _rows(order.pid, process, order.samples, result, self._gpu_labels()))
+            self._add(running, rows(order.pid, process, order.samples, result, self._gpu_labels()))
+            if result.outcome != "done":
+                self._call_off(running)
             self._finish_if_complete(running)
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """Give up what waits for a process that has gone."""
-        waiting = self._waiting.pop(key, None)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+        self._release(key)
         for running in list(self._running.values()):
             order = running.orders.get(key)
             if order is not None:
@@ -194,6 +253,9 @@ class Dispatcher:
         """Give up what came too late; called about once a second."""
         now = self._clock()
         for running in list(self._running.values()):
+            if running.action.group and now >= running.started_seconds + GROUP_ANSWER_SECONDS:
+                for order in [order for order in running.orders.values() if not order.held]:
+                    self._give_up(running, order, "expired", "the process did not ask for work in time for its group")
             for order in list(running.orders.values()):
                 if not order.delivered and now >= order.deadline_seconds:
                     self._give_up(running, order, "expired", "the process did not ask for work before the deadline")
@@ -234,7 +296,7 @@ class Dispatcher:
         if request.action != "reset_peak":
             samples = process.report.devices  # torch clears and collects on every device of the process
         if request.dry_run:
-            self._add(running, _dry_rows(pid, process, samples, request, gpu_labels(snapshot)))
+            self._add(running, dry_rows(pid, process, samples, request, gpu_labels(snapshot)))
             return
         command = Command(
             id=running.action.id,
@@ -242,16 +304,41 @@ class Dispatcher:
             deadline_seconds=request.deadline_seconds,
             uuids=tuple(sample.uuid for sample in samples),
             collect_garbage=request.collect_garbage,
+            mode=request.mode,
+            at_step=running.action.at_step,
+            fraction=request.fraction,
+            force=request.force,
         )
         order = _Order(command, pid, process, samples, running.started_seconds + request.deadline_seconds)
-        if process.report.actions and request.action not in process.report.actions:
-            refusal = CommandResult(command.id, "unsupported", f"it runs {', '.join(process.report.actions)}")
-            self._add(running, _rows(pid, process, samples, refusal, gpu_labels(snapshot)))
+        lack = _lack(process, request)
+        if lack:
+            refusal = CommandResult(command.id, "unsupported", lack)
+            self._add(running, rows(pid, process, samples, refusal, gpu_labels(snapshot)))
             return
         running.orders[process.key] = order
-        waiting = self._waiting.get(process.key)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+        self._release(process.key)
+
+    def _end(self, running: _Running, victim: Victim) -> None:
+        """Terminate a process, unless something speaks against it."""
+        objection = self._terminator.objection(victim.host_pid, victim.start_time_ticks)
+        if objection or victim.host_pid is None:
+            self._add(running, ended_rows(victim, CommandResult("", "refused", objection), self._gpu_labels()))
+            return
+        if running.action.dry_run:
+            self._add(running, ended_rows(victim, CommandResult("", "done", "would be ended"), self._gpu_labels()))
+            return
+
+        async def end(host_pid: int) -> None:
+            result = await self._terminator.end(running.action.id, host_pid, victim.start_time_ticks)
+            running.ending -= 1
+            self._add(running, ended_rows(victim, result, self._gpu_labels()))
+            self._finish_if_complete(running)
+
+        running.ending += 1
+        running.action = replace(running.action, state="running")
+        task = asyncio.get_running_loop().create_task(end(victim.host_pid))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
 
     def _pending(self, process: ReportingProcess) -> list[tuple[_Running, _Order]]:
         now = self._clock()
@@ -260,8 +347,64 @@ class Dispatcher:
             for running in self._running.values()
             if (order := running.orders.get(process.key)) is not None
             and _same_process(order.process, process)
+            and not order.held
+            and not order.cancelled
             and now < order.deadline_seconds
         ]
+
+    def _order(self, command_id: str, process: ReportingProcess) -> _Order | None:
+        running = self._running.get(command_id)
+        order = running.orders.get(process.key) if running is not None else None
+        return order if order is not None and _same_process(order.process, process) else None
+
+    def _release(self, key: ProcessKey) -> None:
+        """Have the held request of a process answered now."""
+        waiting = self._waiting.get(key)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
+    def _call_off(self, running: _Running) -> None:
+        """Somebody of a group will not take part: whoever has not begun is to forget it."""
+        if not running.action.group or running.called_off:
+            return
+        running.called_off = True
+        for order in list(running.orders.values()):
+            if order.delivered:
+                order.cancelled = True
+                self._release(order.process.key)
+            else:
+                self._give_up(running, order, "refused", "not every rank of the group could take part")
+
+    def _step_ahead(self, request: ActionRequest, targets: list[_Chosen]) -> int:
+        """A step that no rank has ended yet, and that none ends before all have their commands.
+
+        Raises:
+            GroupIncompleteError: a rank makes no steps, or the step would end after the deadline.
+        """
+        now = self._clock()
+        paces: list[tuple[int, float, float]] = []
+        lacking = []
+        for pid, process, _ in targets:
+            step, step_seconds = process.report.step, process.report.step_seconds
+            lack = _lack(process, request)
+            if lack:
+                lacking.append(f"{_who(pid, process)}: {lack}")
+            elif step is None or not step_seconds:
+                lacking.append(f"{_who(pid, process)} makes no steps")
+            else:
+                paces.append((step, step_seconds, max(0.0, now - process.sampled_seconds)))
+        if lacking:
+            raise GroupIncompleteError("not every rank can take part: " + "; ".join(lacking))
+        ahead = max(
+            step + max(math.ceil((since + GROUP_LEAD_SECONDS) / step_seconds), _GROUP_LEAD_STEPS)
+            for step, step_seconds, since in paces
+        )
+        latest_seconds = max((ahead - step) * step_seconds - since for step, step_seconds, since in paces)
+        if latest_seconds > request.deadline_seconds:
+            raise GroupIncompleteError(
+                f"step {ahead} ends in about {latest_seconds:.1f} s, the deadline is in {request.deadline_seconds:g} s"
+            )
+        return ahead
 
     def _deliver(self, running: _Running, order: _Order) -> Command:
         order.delivered = True
@@ -271,14 +414,15 @@ class Dispatcher:
     def _give_up(self, running: _Running, order: _Order, outcome: str, reason: str) -> None:
         running.orders.pop(order.process.key, None)
         result = CommandResult(running.action.id, outcome, reason)
-        self._add(running, _rows(order.pid, order.process, order.samples, result, self._gpu_labels()))
+        self._add(running, rows(order.pid, order.process, order.samples, result, self._gpu_labels()))
+        self._call_off(running)
         self._finish_if_complete(running)
 
     def _add(self, running: _Running, rows: Iterator[ActionResult]) -> None:
         running.action = replace(running.action, results=(*running.action.results, *rows))
 
     def _finish_if_complete(self, running: _Running) -> None:
-        if running.orders or running.action.id not in self._running:
+        if running.orders or running.ending or running.action.id not in self._running:
             return
         del self._running[running.action.id]
         action = replace(
@@ -313,58 +457,32 @@ def _final_state(results: tuple[ActionResult, ...]) -> str:
     return "expired" if outcomes <= {"done", "expired"} else "failed"
 
 
-def _rows(
-    pid: int | str,
-    process: ReportingProcess,
-    samples: tuple[DeviceSample, ...],
-    result: CommandResult,
-    gpus: dict[str, str],
-) -> Iterator[ActionResult]:
-    """One row a device that was measured; else one a device that was meant; else one for the process."""
-    devices = result.devices or tuple(DeviceResult(sample.uuid) for sample in samples) or (DeviceResult(""),)
-    identity = process.report.process
-    for device in devices:
-        yield ActionResult(
-            pid=pid,
-            workload=identity.workload,
-            rank=identity.rank,
-            gpu=gpus.get(device.uuid, ""),
-            uuid=device.uuid,
-            outcome=result.outcome,
-            reason=result.reason,
-            reserved_before_bytes=device.reserved_before_bytes,
-            reserved_after_bytes=device.reserved_after_bytes,
-            allocated_before_bytes=device.allocated_before_bytes,
-            allocated_after_bytes=device.allocated_after_bytes,
-            freed_bytes=device.freed_bytes,
-            device_free_before_bytes=device.device_free_before_bytes,
-            device_free_after_bytes=device.device_free_after_bytes,
-            duration_seconds=result.duration_seconds,
-        )
+def _group(targets: list[_Chosen], snapshot: Snapshot) -> list[_Chosen]:
+    """Every process of the targets' workload.
+
+    Raises:
+        GroupIncompleteError: the targets are of several workloads, or of none.
+    """
+    workloads = sorted({process.report.process.workload for _, process, _ in targets})
+    if len(workloads) > 1 or not workloads[0]:
+        named = ", ".join(workload or "(none)" for workload in workloads)
+        raise GroupIncompleteError(f"a group is one workload; the target has {named}")
+    return list(Target(workload=workloads[0]).select(snapshot))
 
 
-def _dry_rows(
-    pid: int | str,
-    process: ReportingProcess,
-    samples: tuple[DeviceSample, ...],
-    request: ActionRequest,
-    gpus: dict[str, str],
-) -> Iterator[ActionResult]:
-    """What the last report says would come back. What a garbage collection would find cannot be known beforehand."""
-    devices = []
-    for sample in samples:
-        freed = {"empty_cache": sample.reclaimable_bytes, "reset_peak": 0}.get(request.action)
-        known = freed is not None and sample.reserved_bytes is not None
-        devices.append(
-            DeviceResult(
-                uuid=sample.uuid,
-                reserved_before_bytes=sample.reserved_bytes,
-                reserved_after_bytes=sample.reserved_bytes - freed if known else None,  # type: ignore[operator]
-                allocated_before_bytes=sample.allocated_bytes,
-                freed_bytes=freed,
-            )
-        )
-    return _rows(pid, process, samples, CommandResult("", "done", devices=tuple(devices)), gpus)
+def _lack(process: ReportingProcess, request: ActionRequest) -> str:
+    """What this reporter cannot do of what is asked; empty when it can do all."""
+    report = process.report
+    if report.actions and request.action not in report.actions:
+        return f"it runs {', '.join(report.actions)}"
+    if request.mode not in report.modes:
+        return f"its reporter knows the mode {', '.join(report.modes)} alone"
+    return ""
+
+
+def _who(pid: int | str, process: ReportingProcess) -> str:
+    rank = process.report.process.rank
+    return f"pid {pid}" + (f" (rank {rank})" if rank else "")
 
 
 def _what_there_is(request: ActionRequest, snapshot: Snapshot) -> str:

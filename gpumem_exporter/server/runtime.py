@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import NodeReading, Snapshot
@@ -113,6 +114,7 @@ def build_runtime(
         clock=clock,
         wall_clock=wall_clock,
         on_finished=finished,
+        terminator=Terminator(host),
     )
     return Runtime(
         settings=settings,

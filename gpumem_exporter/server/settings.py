@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from gpumem_exporter.actions.model import ACTIONS
+from gpumem_exporter.actions.model import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.addresses import parse_listen_address
 from gpumem_exporter.server.config_file import read_config_file
@@ -124,7 +124,7 @@ class Settings(BaseModel):
     )
     report_token_file: str = Field("", description="file with the token that reports need")
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_actions)] = Field(
-        ACTIONS, description="the actions that may be asked for, or none"
+        DEFAULT_ACTIONS, description="the actions that may be asked for, or none"
     )
     storage_path: Annotated[str, AfterValidator(_folder)] = Field(
         "", description="folder for what outlives the exporter: its events; made if it is not there"

@@ -9,6 +9,7 @@ from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
     NodeReading,
+    ProcessFacts,
     ProcessKey,
     ProcessMemory,
     ReportingProcess,
@@ -78,3 +79,19 @@ def node(*devices: DeviceReading, taken: float = 0.0, up: bool = True) -> NodeRe
     return NodeReading(
         taken_seconds=taken, taken_unix_seconds=taken, duration_seconds=0.001, up=up, devices=tuple(devices)
     )
+
+
+class NobodyHost:
+    """A host on which no process is known."""
+
+    def facts(self, pid: int) -> ProcessFacts | None:
+        return None
+
+    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        return None
+
+    def program(self, host_pid: int) -> int | None:
+        return None
+
+    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
+        return False

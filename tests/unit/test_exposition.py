@@ -756,7 +756,10 @@ def test_collecting_does_not_raise_when_there_is_no_snapshot_to_be_had(caplog: p
 
 
 def action(*results: ActionResult, dry_run: bool = False) -> Action:
-    return Action("id", "empty_cache", "done", "me", 0.0, Target(all=True), dry_run, "", results, duration_seconds=0.02)
+    target = Target(all=True)
+    return Action(
+        "id", "empty_cache", "done", "me", 0.0, target, dry_run=dry_run, results=results, duration_seconds=0.02
+    )
 
 
 def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None) -> ActionResult:

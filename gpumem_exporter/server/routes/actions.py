@@ -12,7 +12,12 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.errors import ActionNotAllowedError, IdempotencyConflictError, TargetNotFoundError
+from gpumem_exporter.errors import (
+    ActionNotAllowedError,
+    GroupIncompleteError,
+    IdempotencyConflictError,
+    TargetNotFoundError,
+)
 from gpumem_exporter.server.action_schema import action_document, read_action
 from gpumem_exporter.server.guard import ACTIONS_PATH
 from gpumem_exporter.server.problems import FieldError, ProblemError
@@ -29,6 +34,12 @@ _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 _PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
+_WHO_TERMINATES = (
+    "terminate needs to know who asks: send the token of --action.token-file, or ask over --web.listen-socket; loopback"
+    " is every user's"
+)
+
+
 def _problems(**details: str) -> dict[int | str, dict[str, Any]]:
     return {int(key[1:]): {"description": text, "content": _PROBLEM} for key, text in details.items()}
 
@@ -40,7 +51,7 @@ _ASKED: dict[int | str, dict[str, Any]] = {
         _401="no token, or a wrong one",
         _403="not from here, or the action is not allowed",
         _404="nothing that reports matches the target",
-        _409="the Idempotency-Key came before with another request",
+        _409="the Idempotency-Key came before with another request, or not every rank of a group can take part",
         _422="the request is not right",
     ),
 }
@@ -83,6 +94,8 @@ def actions_router(runtime: Runtime) -> APIRouter:
         """Ask for an action on chosen processes and wait for its results, for `wait_seconds` at most."""
         key = _idempotency_key(request.headers.get("idempotency-key"))
         body = read_action(await request.body())
+        if body.action == "terminate" and not _known(request.state.caller):
+            raise ProblemError(403, _WHO_TERMINATES)
         action = _submit(
             lambda: dispatcher.submit(body.request(), requested_by=request.state.caller, idempotency_key=key)
         )
@@ -117,6 +130,11 @@ def actions_router(runtime: Runtime) -> APIRouter:
     return router
 
 
+def _known(caller: str) -> bool:
+    """Loopback alone is no name: every user of the machine has it."""
+    return not caller.startswith("tcp:")
+
+
 def _submit(submit: Callable[[], Action]) -> Action:
     try:
         return submit()
@@ -124,7 +142,7 @@ def _submit(submit: Callable[[], Action]) -> Action:
         raise ProblemError(403, str(error)) from None
     except TargetNotFoundError as error:
         raise ProblemError(404, str(error)) from None
-    except IdempotencyConflictError as error:
+    except (IdempotencyConflictError, GroupIncompleteError) as error:
         raise ProblemError(409, str(error)) from None
 
 
