@@ -135,7 +135,7 @@ def _program_frame(frames: Iterable[Mapping[str, Any]]) -> str:
     for frame in frames:
         file = str(frame.get("filename", ""))
         text = f"{file}:{frame.get('line', 0)} {frame.get('name', '')}"[-MAX_LABEL_LENGTH:]
-        if file.endswith(".py") and f"{os.sep}torch{os.sep}" not in file:
+        if file.endswith((".py", ">")) and f"{os.sep}torch{os.sep}" not in file:  # `<stdin>`, `<ipython-input-…>`
             return text
         first = first or text
     return first

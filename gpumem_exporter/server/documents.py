@@ -123,6 +123,7 @@ def _process(one: _Seen, facts: ProcessFacts | None, gpus: Mapping[str, str], sn
         "allocator_settings": identity.allocator_settings if identity else None,
         "client_version": identity.client_version if identity else None,
         "step": report.step if report else None,
+        "step_seconds": report.step_seconds if report else None,
         "pinned_host_bytes": report.pinned_host_bytes if report else None,
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "last_report_unix_seconds": reporter.received_unix_seconds
