@@ -1,4 +1,4 @@
-"""Actions at the right moment: at the end of a step, at rest, on all ranks at once; with real torch on the emulated node."""
+"""Actions at the right moment: after a step, at rest, on all ranks at once; real torch on the emulated node."""
 
 from __future__ import annotations
 
