@@ -24,5 +24,8 @@ for tool in prometheus promtool; do
     # promtool is in Debian's package prometheus up to release 12, in one of its own after that
     debian_tool $tool prometheus || debian_tool $tool $tool || fail "$tool is needed: run 'apt-get install prometheus' as root"
 done
+for tool in prometheus-alertmanager amtool; do
+    debian_tool $tool prometheus-alertmanager || fail "$tool is needed: run 'apt-get install prometheus-alertmanager' as root"
+done
 
 exec "$python" -m pytest "$@"

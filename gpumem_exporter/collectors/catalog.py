@@ -391,8 +391,14 @@ EVENTS_DROPPED = Metric(
 POLICY_EVALUATIONS = Metric(
     "gpumem_policy_evaluations_total",
     "counter",
-    "Evaluations of the rules of the policy file, by rule and result.",
+    "Evaluations of the rules of the policy file, each on a process on a device, by rule and result.",
     ("rule", "result"),
+)
+ALERTS = Metric(
+    "gpumem_alerts_total",
+    "counter",
+    "Alerts that Alertmanager sent, by what became of them; a body that is no such message counts once, as invalid.",
+    ("outcome",),
 )
 
 SCRAPED: tuple[Metric, ...] = (
@@ -451,5 +457,6 @@ METRICS: tuple[Metric, ...] = (
     ACTION_DURATION,
     EVENTS_DROPPED,
     POLICY_EVALUATIONS,
+    ALERTS,
 )
 """Every metric there is; those after `SCRAPED` are counted by the exporter as things happen."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.events.model import Event
 
-__all__ = ["MAX_RESULTS", "action_event"]
+__all__ = ["MAX_RESULTS", "action_event", "one_of"]
 
 T = TypeVar("T")
 
@@ -26,11 +26,11 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     return Event(
         "action",
         finished_unix_seconds,
-        gpu=_one(result.gpu for result in results),
-        uuid=_one(result.uuid for result in results),
-        pid=_one([result.pid for result in results]),
-        workload=_one(result.workload for result in results),
-        rank=_one(result.rank for result in results),
+        gpu=one_of(result.gpu for result in results),
+        uuid=one_of(result.uuid for result in results),
+        pid=one_of([result.pid for result in results]),
+        workload=one_of(result.workload for result in results),
+        rank=one_of(result.rank for result in results),
         detail={
             "id": action.id,
             "action": action.action,
@@ -46,7 +46,8 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     )
 
 
-def _one(values: Iterable[T]) -> T | None:
+def one_of(values: Iterable[T]) -> T | None:
+    """The value that all are; None where they differ."""
     different = set(values)
     return different.pop() if len(different) == 1 else None
 

@@ -21,11 +21,13 @@ from gpumem_exporter.server.guard import Guard
 from gpumem_exporter.server.housekeeping import keep_house
 from gpumem_exporter.server.problems import install_problem_handlers
 from gpumem_exporter.server.routes.actions import actions_router
+from gpumem_exporter.server.routes.alerts import alerts_router
 from gpumem_exporter.server.routes.events import events_router
 from gpumem_exporter.server.routes.health import health_router
 from gpumem_exporter.server.routes.landing import landing_router
 from gpumem_exporter.server.routes.metrics import MetricsRoute
 from gpumem_exporter.server.routes.nvml import nvml_router
+from gpumem_exporter.server.routes.policy import policy_router
 from gpumem_exporter.server.routes.reports import ReportsRoute
 from gpumem_exporter.server.routes.state import state_router
 from gpumem_exporter.server.runtime import Runtime, build_runtime
@@ -87,7 +89,16 @@ def create_app(
         Route(REPORTS_PATH, ReportsRoute(runtime), include_in_schema=False),
         Route(settings.web_telemetry_path, MetricsRoute(runtime), include_in_schema=False),
     ]
-    for router in (state_router, actions_router, events_router, nvml_router, health_router, landing_router):
+    for router in (
+        state_router,
+        actions_router,
+        alerts_router,
+        policy_router,
+        events_router,
+        nvml_router,
+        health_router,
+        landing_router,
+    ):
         app.include_router(router(runtime))
     app.add_middleware(
         Guard,
@@ -111,8 +122,10 @@ def _lifespan(
             pods.start()
         runtime.poller.start()
         house = asyncio.ensure_future(keep_house(runtime))
+        hangups = runtime.policies.reloading_on_hangup() if runtime.policies is not None else contextlib.nullcontext()
         try:
-            yield
+            with hangups:
+                yield
         finally:
             runtime.holds.release()
             runtime.presence.close()

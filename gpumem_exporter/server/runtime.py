@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
@@ -31,6 +32,9 @@ from gpumem_exporter.server.holds import Holds
 from gpumem_exporter.server.presence import Presence
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.tokens import TokenFile
+
+if TYPE_CHECKING:
+    from gpumem_exporter.server.policy_keeper import PolicyKeeper
 
 __all__ = ["Runtime", "build_runtime"]
 
@@ -58,6 +62,8 @@ class Runtime:
     own_names: OwnNames
     reports_rule: Rule
     actions_rule: Rule
+    policies: PolicyKeeper | None
+    """None without `--policy.file`."""
 
     def snapshot(self) -> Snapshot:
         """All that is known now."""
@@ -146,6 +152,7 @@ def build_runtime(
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
+        policies=_policies(settings, store, dispatcher, instruments, events, clock, wall_clock),
     )
 
 
@@ -169,6 +176,32 @@ def _recorder(
         lambda: store.snapshot(clock()),
         report_expiry_seconds=settings.report_expiry,
         reading_expiry_seconds=store.reading_expiry_seconds,
+        wall_clock=wall_clock,
+    )
+
+
+def _policies(
+    settings: Settings,
+    store: Store,
+    dispatcher: Dispatcher,
+    instruments: Instruments,
+    events: Recorder,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> PolicyKeeper | None:
+    if not settings.policy_file:
+        return None
+    from gpumem_exporter.server.policy_keeper import PolicyKeeper  # only whoever has a policy pays for it
+
+    return PolicyKeeper(
+        Path(settings.policy_file),
+        allowed=frozenset(settings.action_allow),
+        dispatcher=dispatcher,
+        snapshot=lambda: store.snapshot(clock()),
+        # One that two reports in a row did not bring is not what the process is like.
+        stale_seconds=max(3 * settings.report_interval, 5.0),
+        instruments=instruments,
+        log=events.log,
         wall_clock=wall_clock,
     )
 

@@ -126,6 +126,7 @@ class Settings(BaseModel):
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_actions)] = Field(
         DEFAULT_ACTIONS, description="the actions that may be asked for, or none"
     )
+    policy_file: str = Field("", description="file with the rules that act by themselves")
     storage_path: Annotated[str, AfterValidator(_folder)] = Field(
         "", description="folder for what outlives the exporter: its events; made if it is not there"
     )
@@ -210,6 +211,10 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
                     f"{sources.get(key, '--' + key)}: {path!r} is not right: {reason}; expected a readable file "
                     "with the token in it"
                 ) from None
+    if settings.policy_file:
+        from gpumem_exporter.actions.policy_file import read_policy  # only whoever has such a file pays for its parser
+
+        read_policy(Path(settings.policy_file), allowed=settings.action_allow)
 
 
 def _expected(error: Any) -> str:

@@ -93,6 +93,7 @@ CONTRACT = {
     "gpumem_action_duration_seconds": "histogram action",
     "gpumem_events_dropped_total": "counter",
     "gpumem_policy_evaluations_total": "counter rule result",
+    "gpumem_alerts_total": "counter outcome",
 }
 """Every metric that users may depend on: its type and its labels. Taking a line away, or changing one, breaks them."""
 
@@ -159,6 +160,9 @@ def golden_page(*, openmetrics: bool) -> str:
     for outcome in ("accepted", "accepted", "invalid"):
         instruments.count_report(outcome)
     instruments.count_dropped()
+    instruments.know_policy("idle-cache")
+    instruments.count_policy("idle-cache", "unmet", 3)
+    instruments.count_alert("acted")
     results = (
         ActionResult(4711, "llm-pretrain", "0", "0", GPU_0, "done", freed_bytes=2 * GIB),
         ActionResult(4711, "llm-pretrain", "0", "1", GPU_1, "done", freed_bytes=0),

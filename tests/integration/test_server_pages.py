@@ -96,6 +96,9 @@ def test_the_api_describes_every_route_it_has(exporter: RunningExporter) -> None
         ("/api/v1/actions", "get"),
         ("/api/v1/actions", "post"),
         ("/api/v1/actions/{action_id}", "get"),
+        ("/api/v1/actions/{action_id}", "delete"),
+        ("/api/v1/alerts", "post"),
+        ("/-/reload", "post"),
         ("/api/v1/nvml/release", "post"),
         ("/api/v1/nvml/attach", "post"),
         ("/api/v1/events", "get"),
@@ -107,7 +110,7 @@ def test_every_schema_that_the_description_points_to_is_in_it(exporter: RunningE
     schemas = json.loads(text)["components"]["schemas"]
     pointed = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
     assert pointed <= set(schemas)
-    assert {"ActionBody", "TargetBody", "Report", "Reply", "Problem"} <= pointed
+    assert {"ActionBody", "AlertsBody", "TargetBody", "Report", "Reply", "Problem"} <= pointed
     assert "devices" in json.dumps(schemas["Report"])
 
 

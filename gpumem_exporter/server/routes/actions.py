@@ -1,4 +1,4 @@
-"""`/api/v1/actions`: asking for an action, and the audit log. The guard has decided who may.
+"""`/api/v1/actions`: asking for an action, taking it back, and the audit log. The guard has decided who may.
 
 Parameters are read by hand: the first one that FastAPI reads itself makes it import all of pydantic's version 1, which
 is a tenth of the exporter's start and two of its megabytes.
@@ -38,6 +38,9 @@ _WHO_TERMINATES = (
     "terminate needs to know who asks: send the token of --action.token-file, or ask over --web.listen-socket; loopback"
     " is every user's"
 )
+
+
+_NO_SUCH_ACTION = "there is no such action, or it is so old that it was forgotten"
 
 
 def _problems(**details: str) -> dict[int | str, dict[str, Any]]:
@@ -124,8 +127,25 @@ def actions_router(runtime: Runtime) -> APIRouter:
         """One action as it stands."""
         action = dispatcher.get(request.path_params["action_id"])
         if action is None:
-            raise ProblemError(404, "there is no such action, or it is so old that it was forgotten")
+            raise ProblemError(404, _NO_SUCH_ACTION)
         return json_response(action_document(action))
+
+    @router.delete(
+        ACTIONS_PATH + "/{action_id}",
+        response_class=Response,
+        responses={
+            200: {"description": "as it ended", "content": _OBJECT},
+            202: {"description": "told to those who wait; ask again for its end", "content": _OBJECT},
+            **_problems(_401="no token, or a wrong one", _403="not from here", _404="no such action"),
+        },
+        openapi_extra=_ONE,
+    )
+    async def cancel(request: Request) -> Response:
+        """Take back what has not begun of an action; what has begun or ended stays as it is. Safe to repeat."""
+        action = dispatcher.cancel(request.path_params["action_id"], requested_by=request.state.caller)
+        if action is None:
+            raise ProblemError(404, _NO_SUCH_ACTION)
+        return json_response(action_document(action), 200 if action.finished else 202)
 
     return router
 
