@@ -20,6 +20,7 @@ The tree:
     │   ├── TargetNotFoundError       nothing that reports matches the target; says what there is
     │   ├── GroupIncompleteError      not every rank of the group can take part
     │   └── IdempotencyConflictError  the same Idempotency-Key came with another request
+    ├── PrometheusError               the Prometheus API that chooses a fleet's processes does not answer a query
     ├── CommandRefusedError           a process does not do what it was asked to; says why
     └── ExporterError                 seen from the client's side of the wire
         ├── ExporterUnreachableError  nobody answers there
@@ -44,6 +45,7 @@ __all__ = [
     "NvmlNotSupportedError",
     "NvmlPermissionError",
     "NvmlUnavailableError",
+    "PrometheusError",
     "ReportRefusedError",
     "ReporterSupersededError",
     "StorageError",
@@ -132,6 +134,10 @@ class GroupIncompleteError(ActionRefusedError):
 
 class IdempotencyConflictError(ActionRefusedError):
     """The same Idempotency-Key came with another request."""
+
+
+class PrometheusError(GpumemError):
+    """Prometheus cannot be reached, or does not answer a query with series; the message says why."""
 
 
 class CommandRefusedError(GpumemError):

@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, group_of, group_step, lack
 from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target, gpu_labels
 from gpumem_exporter.actions.results import Victim, dry_rows, ended_rows, rows, victim
 from gpumem_exporter.actions.terminate import Terminator
@@ -32,7 +31,6 @@ from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import (
     ActionNotAllowedError,
-    GroupIncompleteError,
     IdempotencyConflictError,
     TargetNotFoundError,
 )
@@ -40,16 +38,13 @@ from gpumem_exporter.protocol import Command, CommandResult, DeviceSample
 
 __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "GROUP_LEAD_SECONDS", "Dispatcher"]
 
-_Chosen: TypeAlias = "tuple[int | str, ReportingProcess, tuple[DeviceSample, ...]]"
-"""A process that is meant: its name, its report, and its samples of the devices meant."""
-
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline a delivered command may still answer: it may have begun just in time."""
-GROUP_LEAD_SECONDS = 4.0
-"""How far ahead a group's step lies at least: longer than it takes to reach every rank, and to call it off."""
 GROUP_ANSWER_SECONDS = 1.0
 """A rank that has not said by then that it has its command is not waited for."""
-_GROUP_LEAD_STEPS = 2
+_NOT_ALL = "not every rank of the group could take part"
+_PER_DEVICE = ("reset_peak", "set_memory_fraction")
+"""What torch does to one device; it clears, collects and records on every device of a process."""
 
 
 @dataclass(slots=True)
@@ -76,7 +71,8 @@ class _Running:
     started_seconds: float
     orders: dict[ProcessKey, _Order]
     finished: asyncio.Event
-    called_off: bool = False
+    called_off: str = ""
+    """Why nothing more of it is to begin; empty while it goes on."""
     ending: int = 0
     """Processes that are being terminated."""
 
@@ -147,8 +143,8 @@ class Dispatcher:
             raise TargetNotFoundError(_what_there_is(request, snapshot))
         at_step = None
         if request.group:
-            targets = _group(targets, snapshot)
-            at_step = request.at_step or self._step_ahead(request, targets)
+            targets = group_of(targets, snapshot)
+            at_step = group_step(request, targets, self._clock())
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
@@ -236,10 +232,23 @@ class Dispatcher:
             if running is None or order is None or not _same_process(order.process, process):
                 continue
             del running.orders[process.key]
+            if order.cancelled and result.outcome == "refused" and result.reason.startswith("cancelled"):
+                result = replace(result, reason=running.called_off)
             self._add(running, rows(order.pid, process, order.samples, result, self._gpu_labels()))
-            if result.outcome != "done":
-                self._call_off(running)
+            if result.outcome != "done" and running.action.group:
+                self._call_off(running, _NOT_ALL)
             self._finish_if_complete(running)
+
+    def cancel(self, action_id: str, *, requested_by: str) -> Action | None:
+        """Take back what has not begun of an action, and return it as it stands; None if it is not known.
+
+        Who waits for the end of a step or for a rest forgets it; what has been handed out to run now may run, and a
+        process that is being ended stays so. The results tell which is which.
+        """
+        running = self._running.get(action_id)
+        if running is not None:
+            self._call_off(running, f"cancelled by {requested_by}")
+        return self.get(action_id)
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
         """Give up what waits for a process that has gone."""
@@ -280,6 +289,10 @@ class Dispatcher:
         self._remember(noted)
         return noted
 
+    def under_way(self) -> set[ProcessKey]:
+        """The processes that something waits for, or runs in, at the moment."""
+        return {key for running in self._running.values() for key in running.orders}
+
     def held(self) -> int:
         """How many requests are being held right now."""
         return len(self._waiting)
@@ -293,8 +306,8 @@ class Dispatcher:
         samples: tuple[DeviceSample, ...],
         snapshot: Snapshot,
     ) -> None:
-        if request.action != "reset_peak":
-            samples = process.report.devices  # torch clears and collects on every device of the process
+        if request.action not in _PER_DEVICE:
+            samples = process.report.devices
         if request.dry_run:
             self._add(running, dry_rows(pid, process, samples, request, gpu_labels(snapshot)))
             return
@@ -310,9 +323,9 @@ class Dispatcher:
             force=request.force,
         )
         order = _Order(command, pid, process, samples, running.started_seconds + request.deadline_seconds)
-        lack = _lack(process, request)
-        if lack:
-            refusal = CommandResult(command.id, "unsupported", lack)
+        lacking = lack(process, request)
+        if lacking:
+            refusal = CommandResult(command.id, "unsupported", lacking)
             self._add(running, rows(pid, process, samples, refusal, gpu_labels(snapshot)))
             return
         running.orders[process.key] = order
@@ -363,48 +376,17 @@ class Dispatcher:
         if waiting is not None and not waiting.done():
             waiting.set_result(None)
 
-    def _call_off(self, running: _Running) -> None:
-        """Somebody of a group will not take part: whoever has not begun is to forget it."""
-        if not running.action.group or running.called_off:
+    def _call_off(self, running: _Running, reason: str) -> None:
+        """Whoever has not begun is to forget it."""
+        if running.called_off:
             return
-        running.called_off = True
+        running.called_off = reason
         for order in list(running.orders.values()):
             if order.delivered:
                 order.cancelled = True
                 self._release(order.process.key)
             else:
-                self._give_up(running, order, "refused", "not every rank of the group could take part")
-
-    def _step_ahead(self, request: ActionRequest, targets: list[_Chosen]) -> int:
-        """A step that no rank has ended yet, and that none ends before all have their commands.
-
-        Raises:
-            GroupIncompleteError: a rank makes no steps, or the step would end after the deadline.
-        """
-        now = self._clock()
-        paces: list[tuple[int, float, float]] = []
-        lacking = []
-        for pid, process, _ in targets:
-            step, step_seconds = process.report.step, process.report.step_seconds
-            lack = _lack(process, request)
-            if lack:
-                lacking.append(f"{_who(pid, process)}: {lack}")
-            elif step is None or not step_seconds:
-                lacking.append(f"{_who(pid, process)} makes no steps")
-            else:
-                paces.append((step, step_seconds, max(0.0, now - process.sampled_seconds)))
-        if lacking:
-            raise GroupIncompleteError("not every rank can take part: " + "; ".join(lacking))
-        ahead = max(
-            step + max(math.ceil((since + GROUP_LEAD_SECONDS) / step_seconds), _GROUP_LEAD_STEPS)
-            for step, step_seconds, since in paces
-        )
-        latest_seconds = max((ahead - step) * step_seconds - since for step, step_seconds, since in paces)
-        if latest_seconds > request.deadline_seconds:
-            raise GroupIncompleteError(
-                f"step {ahead} ends in about {latest_seconds:.1f} s, the deadline is in {request.deadline_seconds:g} s"
-            )
-        return ahead
+                self._give_up(running, order, "refused", reason)
 
     def _deliver(self, running: _Running, order: _Order) -> Command:
         order.delivered = True
@@ -415,7 +397,8 @@ class Dispatcher:
         running.orders.pop(order.process.key, None)
         result = CommandResult(running.action.id, outcome, reason)
         self._add(running, rows(order.pid, order.process, order.samples, result, self._gpu_labels()))
-        self._call_off(running)
+        if running.action.group:
+            self._call_off(running, _NOT_ALL)
         self._finish_if_complete(running)
 
     def _add(self, running: _Running, rows: Iterator[ActionResult]) -> None:
@@ -455,34 +438,6 @@ def _final_state(results: tuple[ActionResult, ...]) -> str:
     if outcomes <= {"done"}:
         return "done"
     return "expired" if outcomes <= {"done", "expired"} else "failed"
-
-
-def _group(targets: list[_Chosen], snapshot: Snapshot) -> list[_Chosen]:
-    """Every process of the targets' workload.
-
-    Raises:
-        GroupIncompleteError: the targets are of several workloads, or of none.
-    """
-    workloads = sorted({process.report.process.workload for _, process, _ in targets})
-    if len(workloads) > 1 or not workloads[0]:
-        named = ", ".join(workload or "(none)" for workload in workloads)
-        raise GroupIncompleteError(f"a group is one workload; the target has {named}")
-    return list(Target(workload=workloads[0]).select(snapshot))
-
-
-def _lack(process: ReportingProcess, request: ActionRequest) -> str:
-    """What this reporter cannot do of what is asked; empty when it can do all."""
-    report = process.report
-    if report.actions and request.action not in report.actions:
-        return f"it runs {', '.join(report.actions)}"
-    if request.mode not in report.modes:
-        return f"its reporter knows the mode {', '.join(report.modes)} alone"
-    return ""
-
-
-def _who(pid: int | str, process: ReportingProcess) -> str:
-    rank = process.report.process.rank
-    return f"pid {pid}" + (f" (rank {rank})" if rank else "")
 
 
 def _what_there_is(request: ActionRequest, snapshot: Snapshot) -> str:

@@ -56,7 +56,8 @@ def invoke(words: Sequence[str]) -> int:
         return INTERRUPTED
     except _PARAMETER_ERROR as error:
         message = getattr(error, "format_message", error.__str__)()
-        raise ConfigurationError(_complaint(message, name)) from error
+        context = getattr(error, "ctx", None)
+        raise ConfigurationError(_complaint(message, context.command_path if context else PROGRAM)) from error
     return int(code or 0)
 
 
@@ -88,6 +89,5 @@ def _run() -> int:
     return WRONG_USAGE
 
 
-def _complaint(message: str, name: str | None) -> str:
-    hint = f"{PROGRAM} {name} --help" if name else f"{PROGRAM} --help"
-    return f"{message.rstrip('.')}; see {hint}"
+def _complaint(message: str, command: str) -> str:
+    return f"{message.rstrip('.')}; see {command} --help"

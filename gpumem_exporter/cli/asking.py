@@ -15,39 +15,30 @@ from gpumem_exporter.cli.terminal import print_json
 from gpumem_exporter.errors import ConfigurationError, ExporterAnswerError
 from gpumem_exporter.protocol import MODES
 
-__all__ = ["ActionOptions", "TimedOptions", "ask", "exit_code", "request_body"]
+__all__ = [
+    "ANSWER_GRACE_SECONDS",
+    "ActionOptions",
+    "RequestOptions",
+    "TimedOptions",
+    "TimedRequest",
+    "ask",
+    "exit_code",
+    "request_body",
+]
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that began in time may still end."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActionOptions(ConnectionOptions):
-    """Whom an action means, and how long it may take."""
+class RequestOptions:
+    """What an action is asked with, whomever it means."""
 
-    gpu: Annotated[
-        str | None, typer.Option("--gpu", metavar="INDEX", help="Processes on this device: 0, or 0:1 for MIG.")
-    ] = None
-    uuid: Annotated[
-        str | None, typer.Option("--uuid", metavar="UUID", help="Processes on this device: GPU-… or MIG-….")
-    ] = None
-    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", help="This process, as `info` lists it.")] = None
-    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="This workload's processes.")] = (
-        None
-    )
-    rank: Annotated[str | None, typer.Option("--rank", metavar="RANK", help="Processes of this rank.")] = None
-    everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen and touch nothing.")] = False
     deadline_seconds: Annotated[
         float,
         typer.Option("--deadline", metavar="SECONDS", help="What has not begun by then is not run."),
     ] = 30.0
-    wait_seconds: Annotated[
-        float | None,
-        typer.Option(
-            "--wait", metavar="SECONDS", help="How long to wait for the end; 0 only asks. Default: until it has ended."
-        ),
-    ] = None
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept in the audit log.")] = ""
 
     def details(self) -> dict[str, Any]:
@@ -58,25 +49,25 @@ class ActionOptions(ConnectionOptions):
         """
         return {}
 
-    def target(self) -> dict[str, Any]:
-        """The target as the API takes it.
+    def request(self, action: str) -> dict[str, Any]:
+        """The action as the API takes it, but for its target and for how long to wait.
 
         Raises:
-            ConfigurationError: nothing is chosen, `--all` stands beside something narrower, or the pid is none.
+            ConfigurationError: options contradict each other, or the deadline is no time.
         """
-        pid = None if self.pid is None else _pid(self.pid)
-        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": pid, "workload": self.workload, "rank": self.rank}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        if self.everything and chosen:
-            names = ", ".join(f"--{name}" for name in chosen)
-            raise ConfigurationError(f"--all means every process that reports; leave out either it or {names}")
-        if not self.everything and not chosen:
-            raise ConfigurationError("no target; choose with --gpu, --uuid, --pid, --workload, --rank, or say --all")
-        return {"all": True} if self.everything else chosen
+        if not 0 < self.deadline_seconds < float("inf"):
+            raise ConfigurationError(f"--deadline {self.deadline_seconds:g}: must be seconds over 0")
+        return {
+            "action": action,
+            **self.details(),
+            "deadline_seconds": self.deadline_seconds,
+            "dry_run": self.dry_run,
+            "reason": self.reason,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedOptions(ActionOptions):
+class TimedRequest(RequestOptions):
     """When an action runs in a process."""
 
     mode: Annotated[
@@ -101,6 +92,51 @@ class TimedOptions(ActionOptions):
         return {"mode": self.mode or ("step" if self.group else "now"), "group": self.group}
 
 
+@dataclass(frozen=True, kw_only=True)
+class ActionOptions(RequestOptions, ConnectionOptions):
+    """Whom an action means, and how long to wait for it."""
+
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="INDEX", help="Processes on this device: 0, or 0:1 for MIG.")
+    ] = None
+    uuid: Annotated[
+        str | None, typer.Option("--uuid", metavar="UUID", help="Processes on this device: GPU-… or MIG-….")
+    ] = None
+    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", help="This process, as `info` lists it.")] = None
+    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="This workload's processes.")] = (
+        None
+    )
+    rank: Annotated[str | None, typer.Option("--rank", metavar="RANK", help="Processes of this rank.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
+    wait_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--wait", metavar="SECONDS", help="How long to wait for the end; 0 only asks. Default: until it has ended."
+        ),
+    ] = None
+
+    def target(self) -> dict[str, Any]:
+        """The target as the API takes it.
+
+        Raises:
+            ConfigurationError: nothing is chosen, `--all` stands beside something narrower, or the pid is none.
+        """
+        pid = None if self.pid is None else _pid(self.pid)
+        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": pid, "workload": self.workload, "rank": self.rank}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if self.everything and chosen:
+            names = ", ".join(f"--{name}" for name in chosen)
+            raise ConfigurationError(f"--all means every process that reports; leave out either it or {names}")
+        if not self.everything and not chosen:
+            raise ConfigurationError("no target; choose with --gpu, --uuid, --pid, --workload, --rank, or say --all")
+        return {"all": True} if self.everything else chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedOptions(TimedRequest, ActionOptions):
+    """Whom an action means, and when it runs there."""
+
+
 def _pid(text: str) -> int | str:
     """A process as the API has it: a number, or a text where two processes have the same pid in their namespaces."""
     number, at, namespace = text.partition("@")
@@ -116,18 +152,9 @@ def request_body(action: str, options: ActionOptions) -> dict[str, Any]:
     Raises:
         ConfigurationError: no or a contradictory target, or a time that is none.
     """
-    if not 0 < options.deadline_seconds < float("inf"):
-        raise ConfigurationError(f"--deadline {options.deadline_seconds:g}: must be seconds over 0")
     if options.wait_seconds is not None and not 0 <= options.wait_seconds < float("inf"):
         raise ConfigurationError(f"--wait {options.wait_seconds:g}: must be 0 or more seconds")
-    return {
-        "action": action,
-        "target": options.target(),
-        **options.details(),
-        "deadline_seconds": options.deadline_seconds,
-        "dry_run": options.dry_run,
-        "reason": options.reason,
-    }
+    return {**options.request(action), "target": options.target()}
 
 
 def ask(action: str, options: ActionOptions) -> int:

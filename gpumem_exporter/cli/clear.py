@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from gpumem_exporter.cli.asking import TimedOptions, ask
+from gpumem_exporter.cli.asking import TimedOptions, TimedRequest, ask
 from gpumem_exporter.cli.options import with_options
 
-__all__ = ["register"]
+__all__ = ["ClearRequest", "register"]
 
 _EXAMPLES = """\b
 Examples:
@@ -24,8 +24,8 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClearOptions(TimedOptions):
-    """What `clear` takes."""
+class ClearRequest(TimedRequest):
+    """What a clear is asked with."""
 
     collect_garbage: Annotated[
         bool,
@@ -35,6 +35,11 @@ class ClearOptions(TimedOptions):
     def details(self) -> dict[str, Any]:
         """Mode, group, and whether garbage is collected first."""
         return {**super().details(), "collect_garbage": self.collect_garbage}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClearOptions(ClearRequest, TimedOptions):
+    """What `clear` takes."""
 
 
 def register(application: typer.Typer) -> None:

@@ -7,11 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from gpumem_exporter.cli.asking import TimedOptions, ask
+from gpumem_exporter.cli.asking import TimedOptions, TimedRequest, ask
 from gpumem_exporter.cli.options import with_options
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["register"]
+__all__ = ["FractionRequest", "register"]
 
 _EXAMPLES = """\b
 Examples:
@@ -21,8 +21,8 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FractionOptions(TimedOptions):
-    """What `fraction` takes."""
+class FractionRequest(TimedRequest):
+    """What a cap is asked with."""
 
     fraction: Annotated[float, typer.Argument(metavar="F", help="Share of each device's memory: over 0, at most 1.")]
     force: Annotated[
@@ -34,6 +34,11 @@ class FractionOptions(TimedOptions):
         if not 0 < self.fraction <= 1:
             raise ConfigurationError(f"F {self.fraction:g}: must be over 0 and at most 1")
         return {**super().details(), "fraction": self.fraction, "force": self.force}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FractionOptions(FractionRequest, TimedOptions):
+    """What `fraction` takes."""
 
 
 def register(application: typer.Typer) -> None:

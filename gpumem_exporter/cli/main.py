@@ -24,6 +24,7 @@ COMMANDS = (
     *("serve", "run", "info"),
     *("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
     *("release-nvml", "attach-nvml", "doctor"),
+    "fleet",
 )
 """In the order in which the help lists them."""
 
