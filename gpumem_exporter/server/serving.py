@@ -17,6 +17,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from gpumem_exporter.collectors.instruments import process_registry
 from gpumem_exporter.host import Host, LinuxHost
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
@@ -104,7 +105,7 @@ def serve(
         pods: names the pods and containers of processes, where there is a kubelet.
         on_started: called once, when requests are answered.
     """
-    app = create_app(settings, provider=provider, host=host, pods=pods)
+    app = create_app(settings, provider=provider, host=host, pods=pods, registry=process_registry())
     server = ExporterServer(app, settings, listeners, on_started)
     try:
         server.run(sockets=list(listeners.sockets))
