@@ -112,9 +112,12 @@ class SimulatedReporter:
         if answer.status != 200:
             raise ExporterAnswerError(answer.status, answer.body[:200].decode("utf-8", "replace"))
         try:
-            return reply_from_wire(json.loads(answer.body))
+            reply = reply_from_wire(json.loads(answer.body))
         except ValueError as error:
             raise WireError(f"the reply is not JSON: {error}") from error
+        with self._simulation.lock:
+            self.process.answered(report)
+        return reply
 
     def _say_goodbye(self, results: Sequence[CommandResult]) -> None:
         try:

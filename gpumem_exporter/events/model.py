@@ -49,6 +49,8 @@ class Query:
     pid: str | None = None
     """Those about the process of this name; an action is about each process that it was meant for."""
     limit: int = 100
+    newest_of_each: bool = False
+    """Of those that are wanted only the newest about each process on each device."""
 
 
 @dataclass(frozen=True, slots=True)

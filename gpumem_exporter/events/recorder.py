@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 from gpumem_exporter.actions.model import Action
@@ -29,6 +29,7 @@ class Recorder:
         report_expiry_seconds: a process that is silent for longer has ended, as far as its series go.
         reading_expiry_seconds: for how long a poll of the driver is believed.
         wall_clock: seconds of the Unix epoch.
+        on_ooms: told of each out-of-memory error that becomes known, whether it can be kept or not.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Recorder:
         report_expiry_seconds: float,
         reading_expiry_seconds: float,
         wall_clock: Callable[[], float],
+        on_ooms: Callable[[Sequence[Event]], None],
     ) -> None:
         self.log = log
         self._silent_reason = f"no report for {report_expiry_seconds:g} s"
         self._wall_clock = wall_clock
         self._snapshot = snapshot
+        self._on_ooms = on_ooms
         self._processes = ProcessHistory(self._name, reading_expiry_seconds=reading_expiry_seconds)
         self._ooms = OomIntake()
         self._reading: NodeReading | None = None
@@ -64,6 +67,7 @@ class Recorder:
         self._unkept = {known: kept for known, kept in self._unkept.items() if not kept.done()}
         events = self._ooms.take(process, self._name(process), self._processes.gpus(), self._wall_clock())
         if events:
+            self._on_ooms(events)  # first: whoever reads the event finds its series
             self._unkept[session] = self.log.put(events)
         return self._unkept.get(session)
 

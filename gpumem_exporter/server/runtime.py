@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,13 +20,14 @@ from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import EventLog, Recorder, Storage
+from gpumem_exporter.events import Event, EventLog, Recorder, Storage, last_ooms
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.addresses import parse_listen_address
 from gpumem_exporter.server.auth import OwnNames, Rule
+from gpumem_exporter.server.history import History
 from gpumem_exporter.server.holds import Holds
 from gpumem_exporter.server.presence import Presence
 from gpumem_exporter.server.settings import Settings
@@ -55,6 +56,7 @@ class Runtime:
     presence: Presence
     events: Recorder
     holds: Holds
+    history: History
     own_names: OwnNames
     reports_rule: Rule
     actions_rule: Rule
@@ -82,6 +84,8 @@ def build_runtime(
         max_processes=settings.report_max_processes,
     )
     instruments = Instruments(registry)
+    holds = Holds()
+    instruments.show_held_requests(holds.__len__)
     events = _recorder(settings, store, instruments, clock, wall_clock)
 
     def polled(reading: NodeReading) -> None:
@@ -142,7 +146,8 @@ def build_runtime(
             on_gone=events.process_gone,
         ),
         events=events,
-        holds=Holds(),
+        holds=holds,
+        history=History(reading_expiry_seconds=store.reading_expiry_seconds),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
@@ -163,13 +168,23 @@ def _recorder(
         wall_clock=wall_clock,
     )
     # Its thread waits in real time, whatever clock the rest is given.
-    log = EventLog(storage, clock=time.monotonic, on_dropped=instruments.count_events_dropped)
+    log = EventLog(
+        storage,
+        clock=time.monotonic,
+        on_dropped=instruments.count_events_dropped,
+        on_kept=instruments.count_events,
+    )
+
+    def show(ooms: Sequence[Event]) -> None:
+        store.put_ooms(last_ooms(ooms, clock(), wall_clock()))
+
     return Recorder(
         log,
         lambda: store.snapshot(clock()),
         report_expiry_seconds=settings.report_expiry,
         reading_expiry_seconds=store.reading_expiry_seconds,
         wall_clock=wall_clock,
+        on_ooms=show,
     )
 
 
