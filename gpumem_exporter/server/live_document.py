@@ -6,26 +6,23 @@ once a second: a process is a row, its values in the order of `COLUMNS`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from gpumem_exporter.actions.model import gpu_labels
+from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.documents import devices_document, processes_document
+from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.server.documents import SeenProcess, devices_document, seen_processes
 
 __all__ = ["COLUMNS", "live_document"]
 
-_OF_PROCESS = ("pid", "state", "workload", "rank", "command", "user", "k8s_namespace", "k8s_pod")
-_OF_DEVICE = (
-    "gpu",
-    "uuid",
-    "used_bytes",
-    "allocated_bytes",
-    "reserved_bytes",
-    "reclaimable_bytes",
-    "fragmented_bytes",
-    "non_torch_bytes",
+COLUMNS = (
+    *("pid", "state", "workload", "rank", "command", "user", "k8s_namespace", "k8s_pod"),
+    *("last_report_unix_seconds", "clears"),
+    *("gpu", "uuid", "used_bytes", "non_torch_bytes"),
+    *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes"),
 )
-_NOWHERE: dict[str, None] = dict.fromkeys(_OF_DEVICE)
-COLUMNS = (*_OF_PROCESS, *_OF_DEVICE, "last_report_unix_seconds", "clears")
 """A row is a process on a device; a process of which no device is known has one row, with null for the device.
 `clears`: it reports, and its reporter can run `empty_cache`."""
 
@@ -64,17 +61,39 @@ def live_document(
     state["allowed_actions"] = list(allowed_actions)
     state["newest"] = newest
     state["columns"] = COLUMNS
-    state["processes"] = [
-        row for process in processes_document(snapshot, source)["processes"] for row in _rows(process)
-    ]
+    gpus = gpu_labels(snapshot)
+    state["processes"] = [row for process in seen_processes(snapshot) for row in _rows(process, gpus)]
     return state
 
 
-def _rows(process: dict[str, Any]) -> list[list[Any]]:
-    of_process = [process[name] for name in _OF_PROCESS]
-    # A reporter that does not say what it can run can run everything.
-    clears = process["reporting"] and (not process["actions"] or "empty_cache" in process["actions"])
-    return [
-        [*of_process, *(device[name] for name in _OF_DEVICE), process["last_report_unix_seconds"], clears]
-        for device in process["devices"] or (_NOWHERE,)
+def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
+    """Built by hand: a node has hundreds of rows, and whoever reports waits meanwhile."""
+    facts = process.facts
+    samples: dict[str, DeviceSample] = {}
+    clears = False
+    workload = rank = None
+    if process.reporter is not None:
+        report = process.reporter.report
+        workload, rank = report.process.workload, report.process.rank
+        samples = {sample.uuid: sample for sample in report.devices}
+        # A reporter that does not say what it can run can run everything.
+        clears = not report.actions or "empty_cache" in report.actions
+    elif process.silent is not None:
+        workload, rank = process.silent.workload, process.silent.rank
+    of_process = [
+        *(process.pid, process.state, workload, rank, process.command),
+        *((facts.user, facts.k8s_namespace, facts.k8s_pod) if facts else (None, None, None)),
+        *(process.last_report_unix_seconds, clears),
     ]
+    uuids = [*samples, *(uuid for uuid in process.shares if uuid not in samples)]
+    if not uuids:
+        yield [*of_process, *(None,) * (len(COLUMNS) - len(of_process))]
+    for uuid in uuids:
+        share, sample = process.shares.get(uuid), samples.get(uuid)
+        row = [*of_process, gpus.get(uuid), uuid]
+        row += (share.used_bytes, share.non_torch_bytes) if share else (None, None)
+        if sample is None:
+            row += (None, None, None, None)
+        else:
+            row += (sample.allocated_bytes, sample.reserved_bytes, sample.reclaimable_bytes, fragmented_bytes(sample))
+        yield row

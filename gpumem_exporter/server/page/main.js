@@ -53,11 +53,8 @@ const app = {
     this.state = state;
     this.moment = moment;
     this.history.add(state.newest);
-    if (state.page !== PAGE && !$("dialog").open) {
-      location.reload(); // the exporter has another version of this page
-      return;
-    }
-    this.show();
+    if (state.page !== PAGE && !$("dialog").open && isFirstTry(state.page)) location.reload();
+    else this.show();
   },
 
   /** Nothing has changed, but time has passed. */
@@ -121,6 +118,17 @@ const app = {
     if (before === "lost") this.events.forget();
   },
 };
+
+/** The exporter has another version of this page; but one that cannot be had is tried for once, not for ever. */
+function isFirstTry(page) {
+  try {
+    if (sessionStorage.getItem("page") === page) return false;
+    sessionStorage.setItem("page", page);
+    return true;
+  } catch {
+    return false; // a browser that stores nothing would try for ever
+  }
+}
 
 const PAGE = document.querySelector("meta[name=page]").content;
 

@@ -114,7 +114,7 @@ class Troubles {
 
   /** Without those that have to last and have not. */
   lasting(found, now) {
-    this.since = new Map(found.map(({ key }) => [key, this.since.get(key) ?? now]));
+    this.since = new Map(found.map(({ key }) => [key, Math.min(this.since.get(key) ?? now, now)]));
     return found.filter(({ key, mustLast }) => !mustLast || now - this.since.get(key) >= LASTING_SECONDS);
   }
 
