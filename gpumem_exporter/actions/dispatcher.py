@@ -20,11 +20,12 @@ import contextlib
 import math
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target, gpu_labels
+from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Asked, Target, gpu_labels
 from gpumem_exporter.actions.results import Victim, dry_rows, ended_rows, rows, victim
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.naming import Names
@@ -76,6 +77,8 @@ class _Running:
     started_seconds: float
     orders: dict[ProcessKey, _Order]
     finished: asyncio.Event
+    released: asyncio.Event
+    """Processes may hear of it."""
     called_off: bool = False
     ending: int = 0
     """Processes that are being terminated."""
@@ -91,6 +94,9 @@ class Dispatcher:
         wall_clock: seconds since the epoch.
         on_finished: called once with each action when nothing more will become of it.
         terminator: ends processes.
+        limits: how many actions there may be.
+        before_release: awaited for each new action before any process hears of it: what is not written down is not
+            done.
         kept_actions: how many finished actions are remembered.
     """
 
@@ -103,6 +109,8 @@ class Dispatcher:
         wall_clock: Callable[[], float],
         on_finished: Callable[[Action], None],
         terminator: Terminator,
+        limits: RateLimits,
+        before_release: Callable[[Asked], Awaitable[None]] | None = None,
         kept_actions: int = 1000,
     ) -> None:
         self._store = store
@@ -111,7 +119,9 @@ class Dispatcher:
         self._wall_clock = wall_clock
         self._on_finished = on_finished
         self._terminator = terminator
-        self._ending: set[asyncio.Task[None]] = set()
+        self._limits = limits
+        self._before_release = before_release
+        self._tasks: set[asyncio.Task[None]] = set()
         self._kept_actions = kept_actions
         self._running: dict[str, _Running] = {}
         self._finished: OrderedDict[str, Action] = OrderedDict()
@@ -125,6 +135,7 @@ class Dispatcher:
             ActionNotAllowedError: the exporter's operator leaves this action out.
             TargetNotFoundError: no reporting process matches.
             GroupIncompleteError: a rank of the group cannot take part.
+            TooManyActionsError: the caller, or a process, has had its share.
             IdempotencyConflictError: the key was used for another request.
         """
         if idempotency_key is not None and idempotency_key in self._by_idempotency_key:
@@ -149,6 +160,10 @@ class Dispatcher:
         if request.group:
             targets = _group(targets, snapshot)
             at_step = request.at_step or self._step_ahead(request, targets)
+        if not request.dry_run:
+            names: list[tuple[Hashable, str]] = [(process.key, _who(pid, process)) for pid, process, _ in targets]
+            names += [(other.pid, f"pid {other.pid}") for other in listed]
+            self._limits.take(_caller(requested_by), names)
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
@@ -166,8 +181,10 @@ class Dispatcher:
             self._by_idempotency_key[idempotency_key] = (request, action.id)
             while len(self._by_idempotency_key) > self._kept_actions:
                 self._by_idempotency_key.popitem(last=False)
-        running = _Running(action, self._clock(), {}, asyncio.Event())
+        running = _Running(action, self._clock(), {}, asyncio.Event(), asyncio.Event())
         self._running[action.id] = running
+        if self._before_release is None or request.dry_run:
+            running.released.set()
         for pid, process, samples in targets:
             if request.action == "terminate":
                 self._end(running, victim(pid, process, snapshot))
@@ -176,7 +193,20 @@ class Dispatcher:
         for other in listed:
             self._end(running, Victim(other.pid, "", "", other.pid, other.start_time_ticks, other.used_bytes))
         self._finish_if_complete(running)
+        if self._before_release is not None and not running.released.is_set():
+            meant = [(pid, process.report.process.workload, process.report.process.rank) for pid, process, _ in targets]
+            meant += [(other.pid, "", "") for other in listed]
+            asked = Asked(running.action, request, idempotency_key, tuple(meant))
+            self._spawn(self._release_after(running, self._before_release(asked)))
         return running.action
+
+    def recall(self, action: Action, asked: Asked | None) -> None:
+        """Remember an action that has finished before this dispatcher began, and how it was asked for."""
+        if self.get(action.id) is not None:
+            return
+        self._remember(action)
+        if asked is not None and asked.idempotency_key is not None:
+            self._by_idempotency_key.setdefault(asked.idempotency_key, (asked.request, action.id))
 
     async def wait(self, action_id: str, timeout_seconds: float) -> Action:
         """The action when it is finished, or as it stands when the time is over.
@@ -316,7 +346,8 @@ class Dispatcher:
             self._add(running, rows(pid, process, samples, refusal, gpu_labels(snapshot)))
             return
         running.orders[process.key] = order
-        self._release(process.key)
+        if running.released.is_set():
+            self._release(process.key)
 
     def _end(self, running: _Running, victim: Victim) -> None:
         """Terminate a process, unless something speaks against it."""
@@ -329,6 +360,7 @@ class Dispatcher:
             return
 
         async def end(host_pid: int) -> None:
+            await running.released.wait()
             result = await self._terminator.end(running.action.id, host_pid, victim.start_time_ticks)
             running.ending -= 1
             self._add(running, ended_rows(victim, result, self._gpu_labels()))
@@ -336,16 +368,28 @@ class Dispatcher:
 
         running.ending += 1
         running.action = replace(running.action, state="running")
-        task = asyncio.get_running_loop().create_task(end(victim.host_pid))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._spawn(end(victim.host_pid))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release_after(self, running: _Running, ready: Awaitable[None]) -> None:
+        try:
+            await ready
+        finally:
+            running.released.set()
+            for order in running.orders.values():
+                self._release(order.process.key)
 
     def _pending(self, process: ReportingProcess) -> list[tuple[_Running, _Order]]:
         now = self._clock()
         return [
             (running, order)
             for running in self._running.values()
-            if (order := running.orders.get(process.key)) is not None
+            if running.released.is_set()
+            and (order := running.orders.get(process.key)) is not None
             and _same_process(order.process, process)
             and not order.held
             and not order.cancelled
@@ -478,6 +522,11 @@ def _lack(process: ReportingProcess, request: ActionRequest) -> str:
     if request.mode not in report.modes:
         return f"its reporter knows the mode {', '.join(report.modes)} alone"
     return ""
+
+
+def _caller(requested_by: str) -> str:
+    """Whose share it is: a user over the socket has many pids."""
+    return requested_by.partition(":pid=")[0]
 
 
 def _who(pid: int | str, process: ReportingProcess) -> str:

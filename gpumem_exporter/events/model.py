@@ -8,7 +8,7 @@ from typing import Any
 
 __all__ = ["EVENT_TYPES", "Event", "Page", "Query"]
 
-EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", "action")
+EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", "action_asked", "action")
 
 
 @dataclass(frozen=True, slots=True)

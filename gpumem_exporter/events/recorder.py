@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.model import Action, Asked
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.events.actions import action_event
+from gpumem_exporter.events.actions import action_event, asked_event
 from gpumem_exporter.events.devices import device_changes
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Event
@@ -94,10 +94,13 @@ class Recorder:
         keys = [process.key for process in snapshot.processes]
         self._put(self._processes.keep_only(keys, self._silent_reason, self._wall_clock()))
 
-    def action_finished(self, action: Action) -> None:
-        """Nothing more will become of an action. A dry run did nothing and is no event."""
-        if not action.dry_run:
-            self._put([action_event(action, self._wall_clock())])
+    def action_asked(self, asked: Asked) -> Future[bool]:
+        """An action begins; true once that is kept."""
+        return self.log.put([asked_event(asked)])
+
+    def action_finished(self, action: Action) -> Future[bool] | None:
+        """Nothing more will become of an action; true once that is kept. A dry run did nothing and is no event."""
+        return None if action.dry_run else self.log.put([action_event(action, self._wall_clock())])
 
     def _name(self, process: ReportingProcess) -> int | str:
         names = Names.of(self._snapshot())

@@ -117,14 +117,18 @@ def _lifespan(
             pods.start()
         runtime.poller.start()
         house = asyncio.ensure_future(keep_house(runtime))
-        recall = asyncio.ensure_future(recall_ooms(runtime))
+        recalls = [
+            asyncio.ensure_future(recall_ooms(runtime)),
+            asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
+        ]
         try:
             yield
         finally:
             runtime.holds.release()
             runtime.presence.close()
             house.cancel()
-            recall.cancel()
+            for recall in recalls:
+                recall.cancel()
             if pods is not None:
                 pods.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
@@ -26,6 +27,7 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.addresses import parse_listen_address
+from gpumem_exporter.server.audit import Audit
 from gpumem_exporter.server.auth import OwnNames, Rule
 from gpumem_exporter.server.history import History
 from gpumem_exporter.server.holds import Holds
@@ -55,6 +57,7 @@ class Runtime:
     instruments: Instruments
     presence: Presence
     events: Recorder
+    audit: Audit
     holds: Holds
     history: History
     own_names: OwnNames
@@ -105,10 +108,15 @@ def build_runtime(
         wall_clock=wall_clock,
     )
 
-    def finished(action: Action) -> None:
+    def ended(action: Action) -> None:
         instruments.observe_action(action)
         _log_action(action)
-        events.action_finished(action)
+        audit.finished(action)
+
+    audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=ended)
+
+    def finished(action: Action) -> None:
+        ended(action)
         if not action.dry_run:
             poller.poll_soon()  # or the ledger would set the report from after it against a reading from before it
 
@@ -119,6 +127,10 @@ def build_runtime(
         wall_clock=wall_clock,
         on_finished=finished,
         terminator=Terminator(host),
+        limits=RateLimits(
+            per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
+        ),
+        before_release=audit.write_down if audit.durable else None,
     )
     return Runtime(
         settings=settings,
@@ -146,6 +158,7 @@ def build_runtime(
             on_gone=events.process_gone,
         ),
         events=events,
+        audit=audit,
         holds=holds,
         history=History(reading_expiry_seconds=store.reading_expiry_seconds),
         own_names=OwnNames(_own_names(settings)),
