@@ -231,7 +231,8 @@ class Dispatcher:
         samples: tuple[DeviceSample, ...],
         snapshot: Snapshot,
     ) -> None:
-        if request.action != "reset_peak":
+        every_device = request.action != "reset_peak" or not (request.target.gpu or request.target.uuid)
+        if every_device:
             samples = process.report.devices  # torch clears and collects on every device of the process
         if request.dry_run:
             self._add(running, _dry_rows(pid, process, samples, request, gpu_labels(snapshot)))
@@ -240,7 +241,8 @@ class Dispatcher:
             id=running.action.id,
             action=request.action,
             deadline_seconds=request.deadline_seconds,
-            uuids=tuple(sample.uuid for sample in samples),
+            # Not by name: the process may have come to another device since it reported.
+            uuids=() if every_device else tuple(sample.uuid for sample in samples),
             collect_garbage=request.collect_garbage,
         )
         order = _Order(command, pid, process, samples, running.started_seconds + request.deadline_seconds)

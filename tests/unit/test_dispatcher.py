@@ -294,3 +294,20 @@ def test_actions_are_remembered_newest_first_and_boundedly() -> None:
 def test_waiting_for_an_action_that_never_was_is_an_error(bench: Bench) -> None:
     with pytest.raises(KeyError):
         run(bench.dispatcher.wait("nobody", 0))
+
+
+@pytest.mark.parametrize(
+    ("action", "target", "uuids"),
+    [
+        ("empty_cache", Target(gpu="1"), ()),
+        ("collect_garbage", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1, gpu="1"), (UUIDS[1],)),
+    ],
+)
+def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_another(
+    bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
+) -> None:
+    bench.ask(action, target)
+    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    assert command.uuids == uuids
