@@ -51,6 +51,8 @@ GROUP_LEAD_SECONDS = 4.0
 GROUP_ANSWER_SECONDS = 1.0
 """A rank that has not said by then that it has its command is not waited for."""
 _GROUP_LEAD_STEPS = 2
+_OF_DEVICES = ("reset_peak", "set_memory_fraction")
+"""Actions on the devices that are meant; torch clears and collects on every device of a process."""
 
 
 @dataclass(slots=True)
@@ -323,8 +325,9 @@ class Dispatcher:
         samples: tuple[DeviceSample, ...],
         snapshot: Snapshot,
     ) -> None:
-        if request.action != "reset_peak":
-            samples = process.report.devices  # torch clears and collects on every device of the process
+        every_device = request.action not in _OF_DEVICES or not (request.target.gpu or request.target.uuid)
+        if every_device:
+            samples = process.report.devices
         if request.dry_run:
             self._add(running, dry_rows(pid, process, samples, request, gpu_labels(snapshot)))
             return
@@ -332,7 +335,8 @@ class Dispatcher:
             id=running.action.id,
             action=request.action,
             deadline_seconds=request.deadline_seconds,
-            uuids=tuple(sample.uuid for sample in samples),
+            # Not by name: the process may have come to another device since it reported.
+            uuids=() if every_device else tuple(sample.uuid for sample in samples),
             collect_garbage=request.collect_garbage,
             mode=request.mode,
             at_step=running.action.at_step,

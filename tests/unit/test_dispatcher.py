@@ -469,3 +469,21 @@ def test_whoever_asks_too_often_is_told_when_to_come_again(bench: Bench) -> None
         bench.ask()
     assert caught.value.retry_seconds == pytest.approx(30.0)
     bench.ask(dry_run=True)  # touches nothing, and is not counted
+
+
+@pytest.mark.parametrize(
+    ("action", "target", "uuids"),
+    [
+        ("empty_cache", Target(gpu="1"), ()),
+        ("collect_garbage", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1, gpu="1"), (UUIDS[1],)),
+        ("set_memory_fraction", Target(pid=1, gpu="1"), (UUIDS[1],)),
+    ],
+)
+def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_another(
+    bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
+) -> None:
+    bench.ask(action, target)
+    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    assert command.uuids == uuids
