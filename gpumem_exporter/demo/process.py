@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 
 from gpumem_exporter.client._ooms import OutOfMemoryLog
@@ -16,8 +17,9 @@ from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.allocator import CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.expandable import ExpandableAllocator
+from gpumem_exporter.demo.moments import Moments
 from gpumem_exporter.demo.slot import DeviceSlot, Tensor
-from gpumem_exporter.protocol import Command, CommandResult, OutOfMemory, ProcessIdentity, Report
+from gpumem_exporter.protocol import MODES, Command, CommandResult, OutOfMemory, ProcessIdentity, Reply, Report
 
 __all__ = ["ACTIONS", "SimulatedProcess", "Tensor"]
 
@@ -53,7 +55,6 @@ class SimulatedProcess:
         self.rng = rng
         self.ended = False
         self.crashed = False
-        self.step: int | None = None
         self.pinned_host_bytes: int | None = None
         self.busy_ratio = 0.0
         self.garbage: list[Tensor] = []
@@ -63,9 +64,20 @@ class SimulatedProcess:
         self._slots = tuple(DeviceSlot(device, kind(device)) for device in devices)
         # Its next report is never far away: an error need not hasten it.
         self._ooms = OutOfMemoryLog(lambda: None, clock=clock)
+        self._clock = clock
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
+        self._moments = Moments(ACTIONS, self.run, self._results.get, self._remember, clock=clock)
 
     # What its program does.
+
+    @property
+    def step(self) -> int | None:
+        """How many training steps have ended; None where they are not counted."""
+        return self._moments.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._moments.stepped(step)
 
     def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
         """Take memory beside the allocator: the CUDA context, NCCL's buffers, another runtime's memory.
@@ -96,6 +108,7 @@ class SimulatedProcess:
             SimulatedOutOfMemoryError: counted in `ooms`, and told in the next report; nothing is held.
         """
         slot = self._slots[device]
+        self._moments.moved += 1
         try:
             return slot.allocate(size_bytes, component)
         except SimulatedOutOfMemoryError as error:
@@ -113,6 +126,7 @@ class SimulatedProcess:
 
     def free(self, tensors: list[Tensor], *, used_elsewhere: bool = False) -> None:
         """Drop all tensors of a list, the newest first; the list is empty afterwards."""
+        self._moments.moved += bool(tensors)
         while tensors:
             tensor = tensors.pop()
             tensor.slot.free(tensor, used_elsewhere=used_elsewhere)
@@ -186,6 +200,9 @@ class SimulatedProcess:
             results=tuple(results),
             ooms=self._ooms.waiting(),
             actions=ACTIONS,
+            modes=MODES,
+            waiting=self._moments.waiting.ids,
+            step_seconds=self._moments.step_seconds,
             hold_seconds=hold_seconds,
             final=final,
         )
@@ -194,13 +211,28 @@ class SimulatedProcess:
         """The exporter has taken a report: the errors that it carried need not be told again."""
         self._ooms.reported(report.ooms)
 
+    def obey(self, reply: Reply) -> list[CommandResult]:
+        """Do what a reply asks, at once or at its moment; returns what has come of commands since the last one."""
+        waiting = self._moments.waiting
+        waiting.cancel(reply.cancelled)
+        results = []
+        for command in reply.commands:
+            if command.mode == "now":
+                results.append(self.run(command))
+            else:
+                waiting.take(command, expires_seconds=self._clock() + command.deadline_seconds)
+        waiting.look()
+        return [*results, *waiting.take_results()]
+
     def run(self, command: Command) -> CommandResult:
         """Run a command on the model; a command that was run before gives the same result again."""
         known = self._results.get(command.id)
         if known is not None:
             return known
-        result = self._execute(command)
-        self._results[command.id] = result
+        return self._remember(replace(self._execute(command), step=self.step))
+
+    def _remember(self, result: CommandResult) -> CommandResult:
+        self._results[result.id] = result
         if len(self._results) > REMEMBERED_RESULTS:
             self._results.popitem(last=False)
         return result

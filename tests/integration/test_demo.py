@@ -34,7 +34,7 @@ class Exporter:
     log: Path
 
     def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             body: bytes = answer.read()
             return body
 
@@ -45,7 +45,7 @@ class Exporter:
         asked = urllib.request.Request(
             self.url + "/api/v1/actions", json.dumps(request).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.status == 200
             return json.loads(answer.read())
 
@@ -330,3 +330,17 @@ def test_a_node_stops_in_time_whether_its_exporter_hangs_or_is_not_there() -> No
             node.stop(5.0)
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpumem-demo")]
             node.stop()
+
+
+def test_a_group_of_its_ranks_clears_after_the_same_step(own_exporter: Exporter) -> None:
+    ranks = {p["pid"]: p for p in reporting(own_exporter) if p["workload"] == "demo-moe-finetune"}
+    assert len(ranks) == 2
+    eventually(
+        lambda: [p["step_seconds"] for p in reporting(own_exporter) if p["pid"] in ranks], lambda paces: all(paces)
+    )
+    action = own_exporter.act(
+        action="empty_cache", target={"workload": "demo-moe-finetune"}, group=True, wait_seconds=50, deadline_seconds=45
+    )
+    assert action["state"] == "done", action
+    assert {row["step"] for row in action["results"]} == {action["at_step"]}
+    assert {row["pid"] for row in action["results"]} == set(ranks)
