@@ -19,6 +19,7 @@ The tree:
     │   ├── ActionNotAllowedError     `--action.allow` leaves it out
     │   ├── TargetNotFoundError       nothing that reports matches the target; says what there is
     │   ├── GroupIncompleteError      not every rank of the group can take part
+    │   ├── TooManyActionsError       its caller, or a process, has had its share of this minute
     │   └── IdempotencyConflictError  the same Idempotency-Key came with another request
     ├── PrometheusError               the Prometheus API that chooses a fleet's processes does not answer a query
     ├── CommandRefusedError           a process does not do what it was asked to; says why
@@ -50,6 +51,7 @@ __all__ = [
     "ReporterSupersededError",
     "StorageError",
     "TargetNotFoundError",
+    "TooManyActionsError",
     "TooManyProcessesError",
     "UnknownDeviceError",
     "WireError",
@@ -130,6 +132,18 @@ class TargetNotFoundError(ActionRefusedError):
 
 class GroupIncompleteError(ActionRefusedError):
     """Not every rank of the group can take part; the message names those that cannot, and why."""
+
+
+class TooManyActionsError(ActionRefusedError):
+    """A caller, or a process, has had its share of this minute.
+
+    Attributes:
+        retry_seconds: when there is one more.
+    """
+
+    def __init__(self, message: str, retry_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
 
 
 class IdempotencyConflictError(ActionRefusedError):

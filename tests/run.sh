@@ -28,4 +28,7 @@ for tool in prometheus-alertmanager amtool; do
     debian_tool $tool prometheus-alertmanager || fail "$tool is needed: run 'apt-get install prometheus-alertmanager' as root"
 done
 
+# The live page is looked at in a real browser, whose package needs the libraries that come with it.
+have chromium || apt_install chromium || fail "chromium is needed: run 'apt-get install chromium' as root"
+
 exec "$python" -m pytest "$@"

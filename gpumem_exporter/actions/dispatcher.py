@@ -19,11 +19,13 @@ import asyncio
 import contextlib
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, group_of, group_step, lack
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target, gpu_labels
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, group_of, group_step, lack, who
+from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Asked, Target, gpu_labels
 from gpumem_exporter.actions.results import Victim, dry_rows, ended_rows, rows, victim
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.naming import Names
@@ -43,8 +45,8 @@ ANSWER_GRACE_SECONDS = 10.0
 GROUP_ANSWER_SECONDS = 1.0
 """A rank that has not said by then that it has its command is not waited for."""
 _NOT_ALL = "not every rank of the group could take part"
-_PER_DEVICE = ("reset_peak", "set_memory_fraction")
-"""What torch does to one device; it clears, collects and records on every device of a process."""
+_OF_DEVICES = ("reset_peak", "set_memory_fraction")
+"""Actions on the devices that are meant; torch clears, collects and records on every device of a process."""
 
 
 @dataclass(slots=True)
@@ -71,6 +73,8 @@ class _Running:
     started_seconds: float
     orders: dict[ProcessKey, _Order]
     finished: asyncio.Event
+    released: asyncio.Event
+    """Processes may hear of it."""
     called_off: str = ""
     """Why nothing more of it is to begin; empty while it goes on."""
     ending: int = 0
@@ -87,6 +91,9 @@ class Dispatcher:
         wall_clock: seconds since the epoch.
         on_finished: called once with each action when nothing more will become of it.
         terminator: ends processes.
+        limits: how many actions there may be.
+        before_release: awaited for each new action before any process hears of it: what is not written down is not
+            done.
         kept_actions: how many finished actions are remembered.
     """
 
@@ -99,6 +106,8 @@ class Dispatcher:
         wall_clock: Callable[[], float],
         on_finished: Callable[[Action], None],
         terminator: Terminator,
+        limits: RateLimits,
+        before_release: Callable[[Asked], Awaitable[None]] | None = None,
         kept_actions: int = 1000,
     ) -> None:
         self._store = store
@@ -107,7 +116,9 @@ class Dispatcher:
         self._wall_clock = wall_clock
         self._on_finished = on_finished
         self._terminator = terminator
-        self._ending: set[asyncio.Task[None]] = set()
+        self._limits = limits
+        self._before_release = before_release
+        self._tasks: set[asyncio.Task[None]] = set()
         self._kept_actions = kept_actions
         self._running: dict[str, _Running] = {}
         self._finished: OrderedDict[str, Action] = OrderedDict()
@@ -121,6 +132,7 @@ class Dispatcher:
             ActionNotAllowedError: the exporter's operator leaves this action out.
             TargetNotFoundError: no reporting process matches.
             GroupIncompleteError: a rank of the group cannot take part.
+            TooManyActionsError: the caller, or a process, has had its share.
             IdempotencyConflictError: the key was used for another request.
         """
         if idempotency_key is not None and idempotency_key in self._by_idempotency_key:
@@ -145,6 +157,10 @@ class Dispatcher:
         if request.group:
             targets = group_of(targets, snapshot)
             at_step = group_step(request, targets, self._clock())
+        if not request.dry_run:
+            names: list[tuple[Hashable, str]] = [(process.key, who(pid, process)) for pid, process, _ in targets]
+            names += [(other.pid, f"pid {other.pid}") for other in listed]
+            self._limits.take(_caller(requested_by), names)
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
@@ -162,8 +178,10 @@ class Dispatcher:
             self._by_idempotency_key[idempotency_key] = (request, action.id)
             while len(self._by_idempotency_key) > self._kept_actions:
                 self._by_idempotency_key.popitem(last=False)
-        running = _Running(action, self._clock(), {}, asyncio.Event())
+        running = _Running(action, self._clock(), {}, asyncio.Event(), asyncio.Event())
         self._running[action.id] = running
+        if self._before_release is None or request.dry_run:
+            running.released.set()
         for pid, process, samples in targets:
             if request.action == "terminate":
                 self._end(running, victim(pid, process, snapshot))
@@ -172,7 +190,20 @@ class Dispatcher:
         for other in listed:
             self._end(running, Victim(other.pid, "", "", other.pid, other.start_time_ticks, other.used_bytes))
         self._finish_if_complete(running)
+        if self._before_release is not None and not running.released.is_set():
+            meant = [(pid, process.report.process.workload, process.report.process.rank) for pid, process, _ in targets]
+            meant += [(other.pid, "", "") for other in listed]
+            asked = Asked(running.action, request, idempotency_key, tuple(meant))
+            self._spawn(self._release_after(running, self._before_release(asked)))
         return running.action
+
+    def recall(self, action: Action, asked: Asked | None) -> None:
+        """Remember an action that has finished before this dispatcher began, and how it was asked for."""
+        if self.get(action.id) is not None:
+            return
+        self._remember(action)
+        if asked is not None and asked.idempotency_key is not None:
+            self._by_idempotency_key.setdefault(asked.idempotency_key, (asked.request, action.id))
 
     async def wait(self, action_id: str, timeout_seconds: float) -> Action:
         """The action when it is finished, or as it stands when the time is over.
@@ -306,7 +337,8 @@ class Dispatcher:
         samples: tuple[DeviceSample, ...],
         snapshot: Snapshot,
     ) -> None:
-        if request.action not in _PER_DEVICE:
+        every_device = request.action not in _OF_DEVICES or not (request.target.gpu or request.target.uuid)
+        if every_device:
             samples = process.report.devices
         if request.dry_run:
             self._add(running, dry_rows(pid, process, samples, request, gpu_labels(snapshot)))
@@ -315,7 +347,8 @@ class Dispatcher:
             id=running.action.id,
             action=request.action,
             deadline_seconds=request.deadline_seconds,
-            uuids=tuple(sample.uuid for sample in samples),
+            # Not by name: the process may have come to another device since it reported.
+            uuids=() if every_device else tuple(sample.uuid for sample in samples),
             collect_garbage=request.collect_garbage,
             mode=request.mode,
             at_step=running.action.at_step,
@@ -329,7 +362,8 @@ class Dispatcher:
             self._add(running, rows(pid, process, samples, refusal, gpu_labels(snapshot)))
             return
         running.orders[process.key] = order
-        self._release(process.key)
+        if running.released.is_set():
+            self._release(process.key)
 
     def _end(self, running: _Running, victim: Victim) -> None:
         """Terminate a process, unless something speaks against it."""
@@ -342,6 +376,7 @@ class Dispatcher:
             return
 
         async def end(host_pid: int) -> None:
+            await running.released.wait()
             result = await self._terminator.end(running.action.id, host_pid, victim.start_time_ticks)
             running.ending -= 1
             self._add(running, ended_rows(victim, result, self._gpu_labels()))
@@ -349,16 +384,28 @@ class Dispatcher:
 
         running.ending += 1
         running.action = replace(running.action, state="running")
-        task = asyncio.get_running_loop().create_task(end(victim.host_pid))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._spawn(end(victim.host_pid))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _release_after(self, running: _Running, ready: Awaitable[None]) -> None:
+        try:
+            await ready
+        finally:
+            running.released.set()
+            for order in running.orders.values():
+                self._release(order.process.key)
 
     def _pending(self, process: ReportingProcess) -> list[tuple[_Running, _Order]]:
         now = self._clock()
         return [
             (running, order)
             for running in self._running.values()
-            if (order := running.orders.get(process.key)) is not None
+            if running.released.is_set()
+            and (order := running.orders.get(process.key)) is not None
             and _same_process(order.process, process)
             and not order.held
             and not order.cancelled
@@ -438,6 +485,11 @@ def _final_state(results: tuple[ActionResult, ...]) -> str:
     if outcomes <= {"done"}:
         return "done"
     return "expired" if outcomes <= {"done", "expired"} else "failed"
+
+
+def _caller(requested_by: str) -> str:
+    """Whose share it is: a user over the socket has many pids."""
+    return requested_by.partition(":pid=")[0]
 
 
 def _what_there_is(request: ActionRequest, snapshot: Snapshot) -> str:

@@ -11,7 +11,7 @@ from gpumem_exporter.core.steps import Pace, seconds_to_end, step_ahead
 from gpumem_exporter.errors import GroupIncompleteError
 from gpumem_exporter.protocol import DeviceSample
 
-__all__ = ["GROUP_LEAD_SECONDS", "Chosen", "group_of", "group_step", "lack", "require_in_time"]
+__all__ = ["GROUP_LEAD_SECONDS", "Chosen", "group_of", "group_step", "lack", "require_in_time", "who"]
 
 Chosen: TypeAlias = "tuple[int | str, ReportingProcess, tuple[DeviceSample, ...]]"
 """A process that is meant: its name, its report, and its samples of the devices meant."""
@@ -45,11 +45,11 @@ def group_step(request: ActionRequest, targets: Sequence[Chosen], now_seconds: f
         step, step_seconds = process.report.step, process.report.step_seconds
         what = lack(process, request)
         if what:
-            lacking.append(f"{_who(pid, process)}: {what}")
+            lacking.append(f"{who(pid, process)}: {what}")
         elif step is None or not step_seconds:
-            lacking.append(f"{_who(pid, process)} makes no steps")
+            lacking.append(f"{who(pid, process)} makes no steps")
         elif request.at_step is not None and step >= request.at_step:
-            lacking.append(f"{_who(pid, process)} has ended {step} steps: {request.at_step} has passed")
+            lacking.append(f"{who(pid, process)} has ended {step} steps: {request.at_step} has passed")
         else:
             paces.append(Pace(step, step_seconds, max(0.0, now_seconds - process.sampled_seconds)))
     if lacking:
@@ -82,6 +82,7 @@ def lack(process: ReportingProcess, request: ActionRequest) -> str:
     return ""
 
 
-def _who(pid: int | str, process: ReportingProcess) -> str:
+def who(pid: int | str, process: ReportingProcess) -> str:
+    """A process as a message calls it."""
     rank = process.report.process.rank
     return f"pid {pid}" + (f" (rank {rank})" if rank else "")

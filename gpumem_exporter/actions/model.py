@@ -9,7 +9,7 @@ from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample, SnapshotFile
 
-__all__ = ["ACTIONS", "DEFAULT_ACTIONS", "Action", "ActionRequest", "ActionResult", "Target"]
+__all__ = ["ACTIONS", "DEFAULT_ACTIONS", "Action", "ActionRequest", "ActionResult", "Asked", "Target"]
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
@@ -167,3 +167,14 @@ class Action:
     def finished(self) -> bool:
         """Nothing more will become of it."""
         return self.state not in ("queued", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An action that was begun: what must be known of it to answer for it after a restart."""
+
+    action: Action
+    request: ActionRequest
+    idempotency_key: str | None
+    processes: tuple[tuple[int | str, str, str], ...]
+    """Name, workload and rank of each process that is meant."""

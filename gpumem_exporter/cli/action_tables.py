@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["action_tables", "summary"]
+__all__ = ["action_tables", "reasons", "summary"]
 
 Document = Mapping[str, Any]
 
@@ -38,7 +38,7 @@ def action_tables(action: Document, *, dry_run: bool) -> Iterator[RenderableType
     if results:
         counted = "allocated" if action.get("action") == "collect_garbage" else "reserved"
         yield table("", _COLUMNS, (_row(result, counted) for result in results))
-    for reason in _reasons(results):
+    for reason in reasons(results):
         yield plain(reason, "red")
     for result in results:
         if result.get("snapshot"):
@@ -118,7 +118,7 @@ def _let_go_bytes(result: Document) -> int | None:
     return None if before is None or after is None else before - after
 
 
-def _reasons(results: Sequence[Document]) -> Iterator[str]:
+def reasons(results: Sequence[Document]) -> Iterator[str]:
     """Why something was not done, once for each process and reason."""
     told = set()
     for result in results:

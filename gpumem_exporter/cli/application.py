@@ -25,6 +25,7 @@ Examples:
   gpumem-exporter serve --demo                        # anywhere: simulated devices and processes
   gpumem-exporter run -- python train.py              # report without a code change
   gpumem-exporter info                                # where every byte is
+  gpumem-exporter top                                 # the same, live
   gpumem-exporter clear --gpu 0                       # give cached memory back
   gpumem-exporter doctor                              # what is wrong, and what mends it
 

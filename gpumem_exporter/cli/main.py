@@ -21,7 +21,7 @@ __all__ = ["COMMANDS", "FAILED", "INTERRUPTED", "PROGRAM", "WRONG_USAGE", "main"
 PROGRAM = "gpumem-exporter"
 
 COMMANDS = (
-    *("serve", "run", "info"),
+    *("serve", "run", "info", "top"),
     *("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
     *("release-nvml", "attach-nvml", "doctor"),
     "fleet",

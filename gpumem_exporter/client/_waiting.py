@@ -9,15 +9,45 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from gpumem_exporter.client._actions import CAPTURING, Executor
-from gpumem_exporter.client._allocator import Allocator
-from gpumem_exporter.client._sampler import Sampler
+from gpumem_exporter.client._actions import CAPTURING
 from gpumem_exporter.protocol import Command, CommandResult
 
 __all__ = ["Waiting"]
+
+
+class Executor(Protocol):
+    """What runs commands: see `client._actions`."""
+
+    @property
+    def actions(self) -> tuple[str, ...]: ...
+    def known(self, command_id: str) -> CommandResult | None: ...
+    def run(self, command: Command, *, expires_seconds: float) -> CommandResult: ...
+    def run_if_free(self, command: Command, *, expires_seconds: float) -> CommandResult | None: ...
+    def settle(self, result: CommandResult) -> CommandResult: ...
+
+
+class Allocator(Protocol):
+    """What knows whether the heap moves: see `client._allocator`."""
+
+    @property
+    def capturing(self) -> bool: ...
+    @property
+    def flushing(self) -> bool: ...
+    def devices(self) -> Sequence[int]: ...
+    def allocations(self, index: int) -> tuple[int, int] | None: ...
+
+
+class Sampler(Protocol):
+    """What knows the steps: see `client._sampler`."""
+
+    @property
+    def step(self) -> int | None: ...
+    def steps_run(self) -> bool: ...
+
 
 _REST_SECONDS = 2.0
 """For so long nothing is allocated or freed before a process counts as idle."""

@@ -15,12 +15,15 @@ _log = logging.getLogger(__name__)
 
 
 async def keep_house(runtime: Runtime) -> None:
-    """Give up actions that came too late, forget processes that have gone, and follow the policy, until cancelled."""
+    """Give up late actions, forget processes that have gone, tell so, remember the devices, and follow the policy."""
 
     def tell_who_is_silent() -> None:
         runtime.events.sweep(runtime.snapshot())
 
-    chores = [runtime.dispatcher.expire, runtime.presence.sweep, tell_who_is_silent]
+    def remember_the_devices() -> None:
+        runtime.history.take(runtime.snapshot())
+
+    chores = [runtime.dispatcher.expire, runtime.presence.sweep, tell_who_is_silent, remember_the_devices]
     if runtime.policies is not None:
         chores.append(runtime.policies.tick)
     while True:

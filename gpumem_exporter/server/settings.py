@@ -127,6 +127,12 @@ class Settings(BaseModel):
         DEFAULT_ACTIONS, description="the actions that may be asked for, or none"
     )
     policy_file: str = Field("", description="file with the rules that act by themselves")
+    action_caller_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(
+        600, description="actions that one caller may ask for within a minute"
+    )
+    action_process_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(
+        120, description="actions that one process is asked within a minute, whoever asks"
+    )
     storage_path: Annotated[str, AfterValidator(_folder)] = Field(
         "", description="folder for what outlives the exporter: its events; made if it is not there"
     )

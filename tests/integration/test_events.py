@@ -307,7 +307,7 @@ def test_a_process_that_dies_of_its_error_leaves_the_error_and_its_end_with_its_
     assert row["used_bytes"] == used
     assert row["allocated_bytes"] == 1 << 28
     assert row["non_torch_bytes"] == used - row["reserved_bytes"]
-    wait_for(lambda: f'pid="{process.pid}"' not in exporter.metrics().text, "its series to go")
+    wait_for(lambda: not exporter.metrics().states_of(process.pid), "its series to go")
     exporter.metrics().assert_ledgers_add_up()
 
 

@@ -212,7 +212,9 @@ class World:
 
 
 def _labels(metrics: Metrics, name: str) -> set[str]:
-    found = (dict(labels) for samples in metrics.samples.values() for labels in samples)
+    """The values of a label, but for those of the last out-of-memory errors: they stay when their process goes."""
+    states = (samples for metric, samples in metrics.samples.items() if not metric.startswith("gpumem_last_oom_"))
+    found = (dict(labels) for samples in states for labels in samples)
     return {labels[name] for labels in found if name in labels}
 
 

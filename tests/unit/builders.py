@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
@@ -17,6 +18,7 @@ from gpumem_exporter.core.samples import (
 from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
 
 MIB = 1 << 20
+UNLIMITED = RateLimits(per_caller=10**9, per_process=10**9, clock=lambda: 0.0)
 UUIDS = tuple(f"GPU-0000000{i}-0000-0000-0000-000000000000" for i in range(8))
 
 

@@ -20,7 +20,7 @@ from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.protocol import MODES, Command, CommandResult
 
-from .builders import NobodyHost
+from .builders import UNLIMITED, NobodyHost
 
 START = 1000.0
 
@@ -66,6 +66,7 @@ class DemoBench:
             wall_clock=lambda: 1e9 + self.now,
             on_finished=self.finished.append,
             terminator=Terminator(NobodyHost()),
+            limits=UNLIMITED,
         )
         self.engine = Engine(rules, stale_seconds=5.0)
         self.asked: dict[str, Decision] = {}

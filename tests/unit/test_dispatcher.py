@@ -13,7 +13,8 @@ from gpumem_exporter.actions.dispatcher import (
     GROUP_LEAD_SECONDS,
     Dispatcher,
 )
-from gpumem_exporter.actions.model import ACTIONS, DEFAULT_ACTIONS, Action, ActionRequest, Target
+from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action, ActionRequest, Asked, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
@@ -22,10 +23,11 @@ from gpumem_exporter.errors import (
     GroupIncompleteError,
     IdempotencyConflictError,
     TargetNotFoundError,
+    TooManyActionsError,
 )
 from gpumem_exporter.protocol import MODES, CommandResult, DeviceResult
 
-from .builders import MIB, UUIDS, NobodyHost, device, node, report, sample
+from .builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 
 T = TypeVar("T")
 EVERYBODY = Target(all=True)
@@ -39,19 +41,23 @@ class Bench:
         self.finished: list[Action] = []
         self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=10)
         self.store.put_reading(node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1"), taken=100.0))
-        self.dispatcher = Dispatcher(
+        self.dispatcher = self.build()
+        self.sequence = 0
+        self.first = self.put(
+            1, rank="0", devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB), sample(UUIDS[1], 2 * MIB, MIB, MIB))
+        )
+        self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
+
+    def build(self, **changes: Any) -> Dispatcher:
+        return Dispatcher(
             self.store,
             allowed=frozenset(DEFAULT_ACTIONS),
             clock=lambda: self.now,
             wall_clock=lambda: 1e9 + self.now,
             on_finished=self.finished.append,
             terminator=Terminator(NobodyHost()),
+            **{"limits": UNLIMITED, **changes},
         )
-        self.sequence = 0
-        self.first = self.put(
-            1, rank="0", devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB), sample(UUIDS[1], 2 * MIB, MIB, MIB))
-        )
-        self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
 
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
         self.sequence += 1
@@ -287,15 +293,7 @@ def test_a_repeated_request_with_the_same_key_is_the_first_one_s_action(bench: B
 
 def test_actions_are_remembered_newest_first_and_boundedly() -> None:
     bench = Bench()
-    bench.dispatcher = Dispatcher(
-        bench.store,
-        allowed=frozenset(ACTIONS),
-        clock=lambda: bench.now,
-        wall_clock=lambda: bench.now,
-        on_finished=bench.finished.append,
-        terminator=Terminator(NobodyHost()),
-        kept_actions=3,
-    )
+    bench.dispatcher = bench.build(kept_actions=3)
     ids = []
     for _ in range(5):
         bench.now += 0.1
@@ -427,3 +425,65 @@ def test_a_group_is_called_off_when_a_rank_goes_or_refuses(ranks: Ranks) -> None
 
 def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ranks) -> None:
     assert ranks.dispatcher.cancelled(ranks.says(ranks.first, "before")) == ("before",)
+
+
+def test_no_process_hears_of_an_action_before_it_is_written_down(bench: Bench) -> None:
+    async def scenario() -> None:
+        written = asyncio.Event()
+        asked: list[Asked] = []
+
+        async def write_down(one: Asked) -> None:
+            asked.append(one)
+            await written.wait()
+
+        bench.dispatcher = bench.build(before_release=write_down)
+        action = bench.ask(idempotency_key="k", reason="room")
+        answer = asyncio.create_task(bench.dispatcher.commands(bench.first, 5))
+        await asyncio.sleep(0)
+        assert await bench.dispatcher.commands(bench.second, 0) == ()
+        written.set()
+        assert [command.id for command in await answer] == [action.id]
+        assert [command.id for command in await bench.dispatcher.commands(bench.second, 0)] == [action.id]
+        (one,) = asked
+        assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
+        assert one.processes == ((1, "train", "0"), (2, "train", "1"))
+
+    run(scenario())
+
+
+def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
+    action = dataclasses.replace(bench.ask(dry_run=True), id="before")
+    request = ActionRequest("empty_cache", EVERYBODY)
+    bench.dispatcher.recall(action, Asked(action, request, "k", ()))
+    assert bench.dispatcher.get("before") == action
+    assert bench.ask(idempotency_key="k") == action
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", idempotency_key="k")
+
+
+def test_whoever_asks_too_often_is_told_when_to_come_again(bench: Bench) -> None:
+    bench.dispatcher = bench.build(limits=RateLimits(per_caller=2, per_process=100, clock=lambda: bench.now))
+    for _ in range(2):
+        bench.ask()
+    with pytest.raises(TooManyActionsError) as caught:
+        bench.ask()
+    assert caught.value.retry_seconds == pytest.approx(30.0)
+    bench.ask(dry_run=True)  # touches nothing, and is not counted
+
+
+@pytest.mark.parametrize(
+    ("action", "target", "uuids"),
+    [
+        ("empty_cache", Target(gpu="1"), ()),
+        ("collect_garbage", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1, gpu="1"), (UUIDS[1],)),
+        ("set_memory_fraction", Target(pid=1, gpu="1"), (UUIDS[1],)),
+    ],
+)
+def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_another(
+    bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
+) -> None:
+    bench.ask(action, target)
+    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    assert command.uuids == uuids

@@ -8,7 +8,7 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.protocol import CommandResult
 
-from .builders import NobodyHost, report, sample
+from .builders import UNLIMITED, NobodyHost, report, sample
 
 
 def test_an_action_is_under_way_in_a_process_from_the_request_to_its_result() -> None:
@@ -20,6 +20,7 @@ def test_an_action_is_under_way_in_a_process_from_the_request_to_its_result() ->
         wall_clock=lambda: 1e9,
         on_finished=lambda action: None,
         terminator=Terminator(NobodyHost()),
+        limits=UNLIMITED,
     )
     one, _ = (
         store.put_report(

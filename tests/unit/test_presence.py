@@ -10,7 +10,7 @@ from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.protocol import ProcessIdentity
 from gpumem_exporter.server.presence import Presence
-from tests.unit.builders import NobodyHost, identity, report
+from tests.unit.builders import UNLIMITED, NobodyHost, identity, report
 
 
 @dataclass
@@ -51,6 +51,7 @@ class Bench:
             wall_clock=self.clock,
             on_finished=self.finished.append,
             terminator=Terminator(NobodyHost()),
+            limits=UNLIMITED,
         )
         self.presence = Presence(self.store, self.dispatcher, self.host, clock=self.clock, report_interval_seconds=1.0)
 

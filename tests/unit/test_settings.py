@@ -35,6 +35,8 @@ def test_nothing_given_is_what_the_contract_says() -> None:
         "report_token_file": "",
         "action_allow": ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction"),
         "policy_file": "",
+        "action_caller_limit": 600,
+        "action_process_limit": 120,
         "storage_path": "",
         "storage_retention": 604800.0,
         "storage_max_bytes": 64 << 20,

@@ -11,12 +11,14 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.errors import (
     ActionNotAllowedError,
     GroupIncompleteError,
     IdempotencyConflictError,
     TargetNotFoundError,
+    TooManyActionsError,
 )
 from gpumem_exporter.server.action_schema import action_document, read_action
 from gpumem_exporter.server.guard import ACTIONS_PATH
@@ -56,6 +58,7 @@ _ASKED: dict[int | str, dict[str, Any]] = {
         _404="nothing that reports matches the target",
         _409="the Idempotency-Key came before with another request, or not every rank of a group can take part",
         _422="the request is not right",
+        _429="the caller, or a process, has had its share of actions; `Retry-After` says when there is one more",
     ),
 }
 _ASKING: dict[str, Any] = {
@@ -99,6 +102,8 @@ def actions_router(runtime: Runtime) -> APIRouter:
         body = read_action(await request.body())
         if body.action == "terminate" and not _known(request.state.caller):
             raise ProblemError(403, _WHO_TERMINATES)
+        if key is not None:
+            await runtime.audit.recalled()
         action = _submit(
             lambda: dispatcher.submit(body.request(), requested_by=request.state.caller, idempotency_key=key)
         )
@@ -106,6 +111,7 @@ def actions_router(runtime: Runtime) -> APIRouter:
             await runtime.holds.until(dispatcher.wait(action.id, body.wait_seconds), request.receive)
             action = dispatcher.get(action.id) or action
         if action.finished:
+            await runtime.audit.kept(action)
             return json_response(action_document(action))
         response = json_response(action_document(action), 202)
         response.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
@@ -162,6 +168,8 @@ def _submit(submit: Callable[[], Action]) -> Action:
         raise ProblemError(403, str(error)) from None
     except TargetNotFoundError as error:
         raise ProblemError(404, str(error)) from None
+    except TooManyActionsError as error:
+        raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
     except (IdempotencyConflictError, GroupIncompleteError) as error:
         raise ProblemError(409, str(error)) from None
 

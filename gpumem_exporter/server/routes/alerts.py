@@ -62,6 +62,7 @@ def alerts_router(runtime: Runtime) -> APIRouter:
         except ProblemError:
             runtime.instruments.count_alert("invalid")
             raise
+        await runtime.audit.recalled()  # or an alert that was acted upon before a restart would be new
         # From here on nothing is awaited: a second message with the same alerts finds what this one did.
         told = [receiver.take(alert, request.state.caller) for alert in message.alerts]
         for each in told:
