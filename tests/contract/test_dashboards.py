@@ -23,7 +23,8 @@ FILES = {name: FOLDER / "dashboards" / f"{name}.json" for name in NAMES}
 
 ON_NO_DASHBOARD = {
     "gpumem_device_memory_is_host": "marks an integrated GPU for who writes queries; node and fleet show its figures",
-    "gpumem_policy_evaluations_total": "counts nothing before there are policies",
+    "gpumem_policy_evaluations_total": "there with --policy.file alone; what rules do is among the exporter's actions",
+    "gpumem_alerts_total": "counts where Alertmanager is told of the receiver; what alerts do is among the actions",
 }
 """Metrics that no dashboard shows, and why."""
 OF_PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}

@@ -329,7 +329,7 @@ def test_a_killed_process_has_ended_and_one_that_lives_through_a_killed_exporter
     (ended,) = events(exporter, type="process_ended")
     assert (ended["pid"], ended["detail"]["reason"]) == (dies.pid, "the process has gone")
     assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
-    assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action"]
+    assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action_asked", "action"]
     lives.call("stop_client")
     wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its farewell")
     last = events(exporter, pid=lives.pid)[-1]

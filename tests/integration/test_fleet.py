@@ -158,9 +158,9 @@ def test_a_clear_asks_each_exporter_for_the_processes_that_the_query_names_and_f
 
 
 def test_what_is_done_to_a_device_is_done_to_the_devices_that_are_named_alone(fleet: Fleet) -> None:
-    query = 'gpumem_torch_allocated_bytes{workload="demo-pipeline-finetune", gpu="5"}'
+    query = 'gpumem_torch_allocated_bytes{workload="demo-pipeline-finetune", gpu="6"}'
     document = fleet.json("reset-peak", "--query", query)
-    assert [row["gpu"] for row in document["results"]] == ["5", "5", "5"]
+    assert [row["gpu"] for row in document["results"]] == ["6", "6", "6"]
 
 
 def test_an_exporter_that_refuses_and_one_that_is_down_are_named_and_the_others_still_act(
