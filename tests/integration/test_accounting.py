@@ -22,7 +22,6 @@ from tests.emulation.torch_process import TorchProcess
 from tests.exporter_process import ExporterProcess, wait_for
 from tests.integration.end_to_end_checks import QUICK
 
-UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
 ACTIONS = 1000
 THREADS = 16
 PATIENCE_SECONDS = 90.0
@@ -31,7 +30,7 @@ PATIENCE_SECONDS = 90.0
 @pytest.fixture
 def exporter(node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path) -> ExporterProcess:
     storage = ("--storage.path", str(tmp_path / "events"))
-    return start_exporter(node, *QUICK, *UNLIMITED, *storage, "--log.level", "warning")
+    return start_exporter(node, *QUICK, *storage, "--log.level", "warning")
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ def test_the_same_key_finds_the_same_action_after_a_restart_and_nothing_is_done_
 def test_who_asks_too_often_is_told_when_to_come_again(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
-    exporter = start_exporter(node, *QUICK, "--action.process-limit", "2")
+    exporter = start_exporter(node, "--report.interval", "0.2", "--action.process-limit", "2")
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
     process.call("start_client", workload="train", rank=0)
     process.call("alloc", nbytes=MIB)

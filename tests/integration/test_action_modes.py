@@ -88,6 +88,31 @@ def test_in_mode_step_the_training_thread_clears_after_a_step_and_the_driver_has
     assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
 
 
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+@pytest.mark.parametrize("mode", ["now", "step", "idle"])
+def test_in_every_mode_what_was_freed_is_what_the_driver_has_gained(
+    mode: str, settings: str, exporter: ExporterProcess, start_torch: StartTorch, node: EmulatedNode, tmp_path: Path
+) -> None:
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=settings)
+    process.call("start_client", workload="train", rank=0)
+    for device in (0, 1):
+        process.call("random_heap", device=device, seed=device, blocks=100)
+    exporter.wait_for_processes(process.pid)
+    before, free = used(node, process.pid), [book.free_bytes for book in node.books().devices]
+    if mode == "step":
+        with stepping(process, tmp_path):
+            action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=50)
+    else:
+        action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=50)
+    assert action["state"] == "done", action
+    gained = [book.free_bytes - was for book, was in zip(node.books().devices, free, strict=True)]
+    rows = {row["uuid"]: row for row in action["results"]}
+    assert [rows[node.uuid(device)]["freed_bytes"] for device in (0, 1)] == gained[:2]
+    assert action["freed_bytes"] == before - used(node, process.pid) > 0
+    for row in rows.values():
+        assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
+
+
 def test_in_mode_step_a_process_that_makes_none_says_so_at_the_deadline(
     exporter: ExporterProcess, process: TorchProcess
 ) -> None:
@@ -120,7 +145,7 @@ def test_no_capture_is_broken_by_actions_at_random_moments(
     exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
 ) -> None:
     """What is asked `now` during a capture is refused, what is asked for a step waits until it is over."""
-    tries = int(os.environ.get("GPUMEM_CAPTURES", "100"))
+    tries = int(os.environ.get("GPUMEM_CAPTURES", "1000"))
     capturing = """
 import os, random, time
 from gpumem_exporter import client
