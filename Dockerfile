@@ -23,7 +23,8 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=utility \
     PATH=/opt/gpumem/bin:$PATH PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     GPUMEM_WEB_LISTEN_SOCKET=/run/gpumem/exporter.sock
 COPY --from=build /opt/gpumem /opt/gpumem
-RUN install -d -o 65532 -g 65532 -m 0755 /run/gpumem
+# The socket's folder, and one for GPUMEM_STORAGE_PATH: a new volume that is mounted there is the exporter's to write.
+RUN install -d -o 65532 -g 65532 -m 0755 /run/gpumem && install -d -o 65532 -g 65532 -m 0700 /var/lib/gpumem
 USER 65532:65532
 VOLUME /run/gpumem
 EXPOSE 9844

@@ -27,7 +27,8 @@ from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.errors import ExporterUnreachableError
 
 START_SECONDS = 0.7
-RESIDENT_MB = 56.0
+RESIDENT_MIB = 56.0
+"""As memory limits are given, and as `docker stats` and `systemctl status` count."""
 CPU_PERCENT = 0.4
 SETTLE_SECONDS = 5.0
 REPOSITORY = Path(__file__).parents[1]
@@ -86,7 +87,7 @@ def at_rest(options: argparse.Namespace, place: Place) -> list[Row]:
         _wait_for_answer(client, "/-/ready", process)
         share, idle_share = _shares([process.pid, idle.pid or 0], options.seconds)
         rows = [
-            Row("RSS at rest", resident_bytes(process.pid) / 1e6, "MB", RESIDENT_MB),
+            Row("RSS at rest", resident_bytes(process.pid) / 2**20, "MiB", RESIDENT_MIB),
             Row("CPU at rest", share, "% of a core", CPU_PERCENT, f"an idle uvicorn ({idle_share:.2f} %)"),
         ]
     idle.terminate()
@@ -100,7 +101,7 @@ def demo(options: argparse.Namespace, place: Place) -> list[Row]:
         _wait_for_answer(client, "/-/ready", process)
         (share,) = _shares([process.pid], options.seconds)
         return [
-            Row("RSS of the demo", resident_bytes(process.pid) / 1e6, "MB"),
+            Row("RSS of the demo", resident_bytes(process.pid) / 2**20, "MiB"),
             Row("CPU of the demo", share, "% of a core"),
         ]
 

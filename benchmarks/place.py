@@ -15,6 +15,10 @@ from tests.exporter_process import ExporterProcess, wait_for
 __all__ = ["Exporter", "Place", "compiling_once", "cpu_seconds", "open_files", "resident_bytes", "thread_seconds"]
 
 
+_UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
+"""Nobody but a benchmark asks so often."""
+
+
 class Exporter(ExporterProcess):
     """The real exporter in its own process, on a unix socket and on a port of the loopback address."""
 
@@ -61,7 +65,7 @@ class Place:
         self._exporters += 1
         folder = self.folder / f"exporter{self._exporters}"
         folder.mkdir()
-        exporter = Exporter(folder, *flags, environment=self.environment())
+        exporter = Exporter(folder, *_UNLIMITED, *flags, environment=self.environment())
         self._stack.callback(exporter.close)
         return exporter
 

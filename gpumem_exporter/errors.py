@@ -18,7 +18,11 @@ The tree:
     ├── ActionRefusedError            a well-formed action that the exporter does not take
     │   ├── ActionNotAllowedError     `--action.allow` leaves it out
     │   ├── TargetNotFoundError       nothing that reports matches the target; says what there is
+    │   ├── GroupIncompleteError      not every rank of the group can take part
+    │   ├── TooManyActionsError       its caller, or a process, has had its share of this minute
     │   └── IdempotencyConflictError  the same Idempotency-Key came with another request
+    ├── PrometheusError               the Prometheus API that chooses a fleet's processes does not answer a query
+    ├── CommandRefusedError           a process does not do what it was asked to; says why
     └── ExporterError                 seen from the client's side of the wire
         ├── ExporterUnreachableError  nobody answers there
         └── ExporterAnswerError       it answered with an error; carries the status and the problem's detail
@@ -29,21 +33,25 @@ from __future__ import annotations
 __all__ = [
     "ActionNotAllowedError",
     "ActionRefusedError",
+    "CommandRefusedError",
     "ConfigurationError",
     "ExporterAnswerError",
     "ExporterError",
     "ExporterUnreachableError",
     "GpumemError",
+    "GroupIncompleteError",
     "IdempotencyConflictError",
     "NvmlDeviceLostError",
     "NvmlError",
     "NvmlNotSupportedError",
     "NvmlPermissionError",
     "NvmlUnavailableError",
+    "PrometheusError",
     "ReportRefusedError",
     "ReporterSupersededError",
     "StorageError",
     "TargetNotFoundError",
+    "TooManyActionsError",
     "TooManyProcessesError",
     "UnknownDeviceError",
     "WireError",
@@ -122,8 +130,32 @@ class TargetNotFoundError(ActionRefusedError):
     """Nothing that reports matches the target; the message says what there is."""
 
 
+class GroupIncompleteError(ActionRefusedError):
+    """Not every rank of the group can take part; the message names those that cannot, and why."""
+
+
+class TooManyActionsError(ActionRefusedError):
+    """A caller, or a process, has had its share of this minute.
+
+    Attributes:
+        retry_seconds: when there is one more.
+    """
+
+    def __init__(self, message: str, retry_seconds: float) -> None:
+        super().__init__(message)
+        self.retry_seconds = retry_seconds
+
+
 class IdempotencyConflictError(ActionRefusedError):
     """The same Idempotency-Key came with another request."""
+
+
+class PrometheusError(GpumemError):
+    """Prometheus cannot be reached, or does not answer a query with series; the message says why."""
+
+
+class CommandRefusedError(GpumemError):
+    """A process does not do what it was asked to; the message says why."""
 
 
 class ExporterError(GpumemError):

@@ -22,6 +22,7 @@ from gpumem_exporter.errors import WireError
 
 __all__ = [
     "MAX_LABEL_LENGTH",
+    "MODES",
     "OUTCOMES",
     "PROTOCOL_VERSION",
     "REPORTS_PATH",
@@ -33,6 +34,9 @@ __all__ = [
     "ProcessIdentity",
     "Reply",
     "Report",
+    "SnapshotBlock",
+    "SnapshotFile",
+    "SnapshotSegment",
     "reply_from_wire",
     "to_wire",
 ]
@@ -42,6 +46,10 @@ REPORTS_PATH = "/api/v1/reports"
 
 MAX_LABEL_LENGTH = 256
 """Longest text that may become a label's value, in characters; reporters cut, the exporter refuses."""
+
+MODES = ("now", "step", "idle")
+"""When a command runs. `now`: on the reporter's thread, as soon as it arrives. `step`: in the training thread, at the
+end of a step. `idle`: on the reporter's thread, once no step has run and nothing was allocated for a while."""
 
 OUTCOMES = ("done", "refused", "failed", "expired", "unsupported", "gone")
 """What can become of a command in one process."""
@@ -151,6 +159,45 @@ class DeviceResult:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotFile:
+    """A memory snapshot that a process has written, for https://pytorch.org/memory_viz, and what it shows."""
+
+    path: str
+    """As the process sees it: in a container, of that container."""
+    size_bytes: int
+    segments: int
+    blocks: int
+    has_frames: bool
+    """It says where blocks were allocated: somebody had the allocator's history recorded."""
+    largest: tuple[SnapshotBlock, ...] = ()
+    """The largest blocks in use, largest first."""
+    emptiest: tuple[SnapshotSegment, ...] = ()
+    """The segments with the most bytes that are in no tensor, though something else keeps the segment."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotBlock:
+    """One block in use."""
+
+    uuid: str
+    size_bytes: int
+    requested_bytes: int | None = None
+    frame: str = ""
+    """The program's innermost frame that allocated it, `file:line function`; empty where nobody recorded it."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSegment:
+    """One segment that holds free blocks between live ones."""
+
+    uuid: str
+    size_bytes: int
+    allocated_bytes: int
+    largest_free_bytes: int
+    free_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
 class CommandResult:
     """A command's end in one process."""
 
@@ -161,6 +208,11 @@ class CommandResult:
     """Why it was not done; empty when it was."""
     duration_seconds: float | None = None
     devices: tuple[DeviceResult, ...] = ()
+    step: int | None = None
+    """After which step it ran; None where none has been counted."""
+    thread_id: int | None = None
+    """The native id of the thread in which it ran, as the operating system has it."""
+    snapshot: SnapshotFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +234,12 @@ class Report:
     """Those since the last report."""
     actions: tuple[str, ...] = ()
     """The actions this reporter can run."""
+    modes: tuple[str, ...] = ("now",)
+    """The modes it knows, of `MODES`."""
+    waiting: tuple[str, ...] = ()
+    """Ids of the commands that it has and that wait for their moment: they need not be given again."""
+    step_seconds: float | None = None
+    """How long the last step took; None before the second, and once no step has ended for several times that long."""
     hold_seconds: float = 0.0
     """How long the sender lets the exporter hold the reply at most; 0 asks for an answer at once."""
     final: bool = False
@@ -203,6 +261,14 @@ class Command:
     """The devices meant, empty for all. `empty_cache` acts on every device of the process: torch has no other."""
     collect_garbage: bool = False
     """Run Python's garbage collector first, which runs the program's finalizers."""
+    mode: str = "now"
+    """One of `MODES`."""
+    at_step: int | None = None
+    """In mode `step`: after the step of this number, and no other. None: after the next."""
+    fraction: float | None = None
+    """Of `set_memory_fraction`: the share of each device's memory that the allocator may reserve, over 0, up to 1."""
+    force: bool = False
+    """Set the fraction even if more is reserved already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +276,27 @@ class Reply:
     """What the exporter answers."""
 
     commands: tuple[Command, ...] = ()
+    cancelled: tuple[str, ...] = ()
+    """Ids of commands that must not run any more, if they have not begun."""
     report_interval_seconds: float = 1.0
     protocol: int = PROTOCOL_VERSION
 
 
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in fields(cls))
-    for cls in (ProcessIdentity, DeviceSample, OutOfMemory, DeviceResult, CommandResult, Report, Command, Reply)
+    for cls in (
+        ProcessIdentity,
+        DeviceSample,
+        OutOfMemory,
+        DeviceResult,
+        SnapshotBlock,
+        SnapshotSegment,
+        SnapshotFile,
+        CommandResult,
+        Report,
+        Command,
+        Reply,
+    )
 }
 
 
@@ -254,6 +334,7 @@ def reply_from_wire(document: Any) -> Reply:
         raise WireError("must be over 0", "report_interval_seconds")
     return Reply(
         commands=tuple(_command(item, f"commands.{i}") for i, item in enumerate(commands)),
+        cancelled=_texts(reply, "cancelled", ""),
         report_interval_seconds=interval,
         protocol=int(_number(reply, "protocol", "", default=PROTOCOL_VERSION)),
     )
@@ -261,15 +342,17 @@ def reply_from_wire(document: Any) -> Reply:
 
 def _command(item: Any, where: str) -> Command:
     command = _mapping(item, where)
-    uuids = command.get("uuids", [])
-    if not isinstance(uuids, list) or not all(isinstance(uuid, str) for uuid in uuids):
-        raise WireError("must be an array of strings", f"{where}.uuids")
+    at_step = _optional_number(command, "at_step", where)
     return Command(
         id=_text(command, "id", where),
         action=_text(command, "action", where),
         deadline_seconds=_number(command, "deadline_seconds", where),
-        uuids=tuple(uuids),
+        uuids=_texts(command, "uuids", where),
         collect_garbage=command.get("collect_garbage") is True,
+        mode=_text(command, "mode", where) if "mode" in command else "now",
+        at_step=None if at_step is None else int(at_step),
+        fraction=_optional_number(command, "fraction", where),
+        force=command.get("force") is True,
     )
 
 
@@ -284,6 +367,17 @@ def _text(mapping: dict[str, Any], name: str, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise WireError("must be a string that is not empty", f"{where}.{name}".lstrip("."))
     return value
+
+
+def _texts(mapping: dict[str, Any], name: str, where: str) -> tuple[str, ...]:
+    value = mapping.get(name, [])
+    if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+        raise WireError("must be an array of strings", f"{where}.{name}".lstrip("."))
+    return tuple(value)
+
+
+def _optional_number(mapping: dict[str, Any], name: str, where: str) -> float | None:
+    return None if mapping.get(name) is None else _number(mapping, name, where)
 
 
 def _number(mapping: dict[str, Any], name: str, where: str, default: float | None = None) -> float:

@@ -178,6 +178,14 @@ class Metrics:
         (value,) = self.values(name, **labels)
         return value
 
+    def states_of(self, pid: int) -> list[str]:
+        """The lines about a process, but for what once happened to it: that outlives it."""
+        return [
+            line
+            for line in self.text.splitlines()
+            if f'pid="{pid}"' in line and not line.startswith("gpumem_last_oom_")
+        ]
+
     def ledgers(self) -> dict[str, dict[str, int]]:
         """By uuid, the ledger's categories; exact, since the text holds integers."""
         ledgers: dict[str, dict[str, int]] = {}

@@ -24,5 +24,11 @@ for tool in prometheus promtool; do
     # promtool is in Debian's package prometheus up to release 12, in one of its own after that
     debian_tool $tool prometheus || debian_tool $tool $tool || fail "$tool is needed: run 'apt-get install prometheus' as root"
 done
+for tool in prometheus-alertmanager amtool; do
+    debian_tool $tool prometheus-alertmanager || fail "$tool is needed: run 'apt-get install prometheus-alertmanager' as root"
+done
+
+# The live page is looked at in a real browser, whose package needs the libraries that come with it.
+have chromium || apt_install chromium || fail "chromium is needed: run 'apt-get install chromium' as root"
 
 exec "$python" -m pytest "$@"

@@ -7,14 +7,13 @@ from dataclasses import dataclass, fields
 
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.protocol import DeviceSample, SnapshotFile
 
-__all__ = ["ACTIONS", "MODES", "Action", "ActionRequest", "ActionResult", "Target"]
+__all__ = ["ACTIONS", "DEFAULT_ACTIONS", "Action", "ActionRequest", "ActionResult", "Asked", "Target"]
 
-ACTIONS = ("empty_cache", "collect_garbage", "reset_peak")
-"""All are harmless to the program's results; the exporter allows them by default."""
-MODES = ("now",)
-"""`now`: the reporter's thread runs it as soon as the command arrives."""
+ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
+DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
+"""What the exporter allows by default: what ends no process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +51,38 @@ class Target:
             if samples or (self.uuid is None and self.gpu is None):
                 yield json_pid(name), process, samples
 
+    def select_listed(self, snapshot: Snapshot) -> Iterator[ListedProcess]:
+        """The processes meant that the driver lists and that do not report: `terminate` alone can reach those."""
+        node = snapshot.node
+        if node is None or not node.up or self.workload is not None or self.rank is not None:
+            return
+        reporting = {process.host_pid for process in snapshot.processes}
+        found: dict[int, list[tuple[str, int | None]]] = {}
+        for device in node.devices:
+            if (self.uuid or device.uuid) == device.uuid and (self.gpu or device.gpu) == device.gpu:
+                for listed in device.processes or ():
+                    if listed.pid not in reporting and (self.pid is None or str(self.pid) == str(listed.pid)):
+                        found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
+        for pid in sorted(found):
+            facts = node.facts.get(pid)
+            yield ListedProcess(pid, facts.start_time_ticks if facts is not None else 0, tuple(found[pid]))
+
     def describe(self) -> str:
         """As a caller would write it: `gpu=0 workload=llm`."""
         given = ((f.name, getattr(self, f.name)) for f in fields(self))
         return " ".join(f"{name}={value}" for name, value in given if value not in (None, False)) or "all"
+
+
+@dataclass(frozen=True, slots=True)
+class ListedProcess:
+    """A process that the driver lists on a device and that does not report."""
+
+    pid: int
+    """The host's."""
+    start_time_ticks: int
+    """0 where the host does not say."""
+    used_bytes: tuple[tuple[str, int | None], ...]
+    """The driver's figure for each device that is meant, by uuid."""
 
 
 def gpu_labels(snapshot: Snapshot) -> dict[str, str]:
@@ -70,7 +97,16 @@ class ActionRequest:
     action: str
     target: Target
     mode: str = "now"
+    """One of `protocol.MODES`."""
+    group: bool = False
+    """Every rank of the target's workload, after the same step."""
+    at_step: int | None = None
+    """Of a group: after this step; None: the dispatcher chooses one that every rank still has before it."""
     collect_garbage: bool = False
+    fraction: float | None = None
+    """Of `set_memory_fraction`."""
+    force: bool = False
+    """Of `set_memory_fraction`: even if more is reserved already."""
     deadline_seconds: float = 30.0
     dry_run: bool = False
     reason: str = ""
@@ -96,6 +132,11 @@ class ActionResult:
     device_free_before_bytes: int | None = None
     device_free_after_bytes: int | None = None
     duration_seconds: float | None = None
+    step: int | None = None
+    """After which step of the process it ran."""
+    thread_id: int | None = None
+    """The native id of the thread in which it ran."""
+    snapshot: SnapshotFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +149,9 @@ class Action:
     requested_by: str
     created_unix_seconds: float
     target: Target
+    mode: str = "now"
+    group: bool = False
+    at_step: int | None = None
     dry_run: bool = False
     reason: str = ""
     results: tuple[ActionResult, ...] = ()
@@ -123,3 +167,14 @@ class Action:
     def finished(self) -> bool:
         """Nothing more will become of it."""
         return self.state not in ("queued", "running")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An action that was begun: what must be known of it to answer for it after a restart."""
+
+    action: Action
+    request: ActionRequest
+    idempotency_key: str | None
+    processes: tuple[tuple[int | str, str, str], ...]
+    """Name, workload and rank of each process that is meant."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["action_tables", "summary"]
+__all__ = ["action_tables", "reasons", "summary"]
 
 Document = Mapping[str, Any]
 
@@ -38,8 +38,11 @@ def action_tables(action: Document, *, dry_run: bool) -> Iterator[RenderableType
     if results:
         counted = "allocated" if action.get("action") == "collect_garbage" else "reserved"
         yield table("", _COLUMNS, (_row(result, counted) for result in results))
-    for reason in _reasons(results):
+    for reason in reasons(results):
         yield plain(reason, "red")
+    for result in results:
+        if result.get("snapshot"):
+            yield plain(_snapshot(result))
     yield plain(summary(action, dry_run=dry_run), "bold")
 
 
@@ -77,11 +80,25 @@ def summary(action: Document, *, dry_run: bool) -> str:
         return f"{'Would reset' if dry_run else 'Reset'} the peaks {where}."
     if action.get("action") == "collect_garbage":
         return _collected(results, where, dry_run=dry_run)
+    if action.get("action") == "snapshot":
+        return f"{'Would write a snapshot' if dry_run else 'Wrote a snapshot'} {where}."
+    if action.get("action") == "set_memory_fraction":
+        return f"{'Would cap' if dry_run else 'Capped'} what may be reserved {where}."
     known = [result["freed_bytes"] for result in results if result.get("freed_bytes") is not None]
     if not known:
         return f"{'Would be done' if dry_run else 'Done'} {where}; what that frees is not known."
     verb = "Would free" if dry_run else "Freed"
     return f"{verb} {human_bytes(sum(known))} {where}."
+
+
+def _snapshot(result: Document) -> str:
+    """Where it is, and its largest block."""
+    snapshot = result["snapshot"]
+    said = f"pid {result['pid']}: {snapshot['path']} ({human_bytes(snapshot['size_bytes'])})"
+    largest = (snapshot.get("largest") or [{}])[0]
+    if largest.get("frame"):
+        said += f"; largest: {human_bytes(largest['size_bytes'])} from {largest['frame']}"
+    return said
 
 
 def _collected(results: Sequence[Document], where: str, *, dry_run: bool) -> str:
@@ -101,7 +118,7 @@ def _let_go_bytes(result: Document) -> int | None:
     return None if before is None or after is None else before - after
 
 
-def _reasons(results: Sequence[Document]) -> Iterator[str]:
+def reasons(results: Sequence[Document]) -> Iterator[str]:
     """Why something was not done, once for each process and reason."""
     told = set()
     for result in results:

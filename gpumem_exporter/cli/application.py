@@ -25,6 +25,7 @@ Examples:
   gpumem-exporter serve --demo                        # anywhere: simulated devices and processes
   gpumem-exporter run -- python train.py              # report without a code change
   gpumem-exporter info                                # where every byte is
+  gpumem-exporter top                                 # the same, live
   gpumem-exporter clear --gpu 0                       # give cached memory back
   gpumem-exporter doctor                              # what is wrong, and what mends it
 
@@ -56,7 +57,8 @@ def invoke(words: Sequence[str]) -> int:
         return INTERRUPTED
     except _PARAMETER_ERROR as error:
         message = getattr(error, "format_message", error.__str__)()
-        raise ConfigurationError(_complaint(message, name)) from error
+        context = getattr(error, "ctx", None)
+        raise ConfigurationError(_complaint(message, context.command_path if context else PROGRAM)) from error
     return int(code or 0)
 
 
@@ -88,6 +90,5 @@ def _run() -> int:
     return WRONG_USAGE
 
 
-def _complaint(message: str, name: str | None) -> str:
-    hint = f"{PROGRAM} {name} --help" if name else f"{PROGRAM} --help"
-    return f"{message.rstrip('.')}; see {hint}"
+def _complaint(message: str, command: str) -> str:
+    return f"{message.rstrip('.')}; see {command} --help"

@@ -1,4 +1,4 @@
-"""What `clear`, `gc` and `reset-peak` share: the target, the request, what became of it."""
+"""What the commands that act share: the target, the request, what became of it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,88 @@ from gpumem_exporter.cli.main import FAILED
 from gpumem_exporter.cli.options import ConnectionOptions
 from gpumem_exporter.cli.terminal import print_json
 from gpumem_exporter.errors import ConfigurationError, ExporterAnswerError
+from gpumem_exporter.protocol import MODES
 
-__all__ = ["ActionOptions", "ask", "exit_code", "request_body"]
+__all__ = [
+    "ANSWER_GRACE_SECONDS",
+    "ActionOptions",
+    "RequestOptions",
+    "TimedOptions",
+    "TimedRequest",
+    "ask",
+    "exit_code",
+    "request_body",
+]
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that began in time may still end."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActionOptions(ConnectionOptions):
-    """Whom an action means, and how long it may take."""
+class RequestOptions:
+    """What an action is asked with, whomever it means."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen and touch nothing.")] = False
+    deadline_seconds: Annotated[
+        float,
+        typer.Option("--deadline", metavar="SECONDS", help="What has not begun by then is not run."),
+    ] = 30.0
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept in the audit log.")] = ""
+
+    def details(self) -> dict[str, Any]:
+        """What this command's request has beyond what every request has.
+
+        Raises:
+            ConfigurationError: options contradict each other.
+        """
+        return {}
+
+    def request(self, action: str) -> dict[str, Any]:
+        """The action as the API takes it, but for its target and for how long to wait.
+
+        Raises:
+            ConfigurationError: options contradict each other, or the deadline is no time.
+        """
+        if not 0 < self.deadline_seconds < float("inf"):
+            raise ConfigurationError(f"--deadline {self.deadline_seconds:g}: must be seconds over 0")
+        return {
+            "action": action,
+            **self.details(),
+            "deadline_seconds": self.deadline_seconds,
+            "dry_run": self.dry_run,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedRequest(RequestOptions):
+    """When an action runs in a process."""
+
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help="now: at once, on the reporter's thread. step: in the training thread, at the end of a step. idle: "
+            "once no step runs and nothing is allocated. Default: now, and step for a group.",
+        ),
+    ] = None
+    group: Annotated[
+        bool, typer.Option("--group", help="Every rank of the workload, after the same step; all of them or none.")
+    ] = False
+
+    def details(self) -> dict[str, Any]:
+        """Mode and group."""
+        if self.mode not in (None, *MODES):
+            raise ConfigurationError(f"--mode {self.mode}: must be {', '.join(MODES)}")
+        if self.group and self.mode not in (None, "step"):
+            raise ConfigurationError(f"--group acts at the end of a step; leave out --mode {self.mode}")
+        return {"mode": self.mode or ("step" if self.group else "now"), "group": self.group}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActionOptions(RequestOptions, ConnectionOptions):
+    """Whom an action means, and how long to wait for it."""
 
     gpu: Annotated[
         str | None, typer.Option("--gpu", metavar="INDEX", help="Processes on this device: 0, or 0:1 for MIG.")
@@ -36,18 +108,12 @@ class ActionOptions(ConnectionOptions):
     )
     rank: Annotated[str | None, typer.Option("--rank", metavar="RANK", help="Processes of this rank.")] = None
     everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would happen and touch nothing.")] = False
-    deadline_seconds: Annotated[
-        float,
-        typer.Option("--deadline", metavar="SECONDS", help="What has not begun by then is not run."),
-    ] = 30.0
     wait_seconds: Annotated[
         float | None,
         typer.Option(
             "--wait", metavar="SECONDS", help="How long to wait for the end; 0 only asks. Default: until it has ended."
         ),
     ] = None
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Kept in the audit log.")] = ""
 
     def target(self) -> dict[str, Any]:
         """The target as the API takes it.
@@ -66,6 +132,11 @@ class ActionOptions(ConnectionOptions):
         return {"all": True} if self.everything else chosen
 
 
+@dataclass(frozen=True, kw_only=True)
+class TimedOptions(TimedRequest, ActionOptions):
+    """Whom an action means, and when it runs there."""
+
+
 def _pid(text: str) -> int | str:
     """A process as the API has it: a number, or a text where two processes have the same pid in their namespaces."""
     number, at, namespace = text.partition("@")
@@ -75,35 +146,25 @@ def _pid(text: str) -> int | str:
     return text if at else int(number)
 
 
-def request_body(action: str, options: ActionOptions, *, collect_garbage: bool = False) -> dict[str, Any]:
+def request_body(action: str, options: ActionOptions) -> dict[str, Any]:
     """The action as the API takes it, but for how long to wait.
 
     Raises:
         ConfigurationError: no or a contradictory target, or a time that is none.
     """
-    if not 0 < options.deadline_seconds < float("inf"):
-        raise ConfigurationError(f"--deadline {options.deadline_seconds:g}: must be seconds over 0")
     if options.wait_seconds is not None and not 0 <= options.wait_seconds < float("inf"):
         raise ConfigurationError(f"--wait {options.wait_seconds:g}: must be 0 or more seconds")
-    return {
-        "action": action,
-        "target": options.target(),
-        "mode": "now",
-        "collect_garbage": collect_garbage,
-        "deadline_seconds": options.deadline_seconds,
-        "dry_run": options.dry_run,
-        "reason": options.reason,
-    }
+    return {**options.request(action), "target": options.target()}
 
 
-def ask(action: str, options: ActionOptions, *, collect_garbage: bool = False) -> int:
+def ask(action: str, options: ActionOptions) -> int:
     """Ask for an action, print what became of it, and return the exit code.
 
     Raises:
         ConfigurationError: as `request_body`, or the exporter finds a value wrong.
         ExporterError: it could not be asked for, or was refused.
     """
-    body = request_body(action, options, collect_garbage=collect_garbage)
+    body = request_body(action, options)
     wait = options.wait_seconds
     wait_seconds = options.deadline_seconds + ANSWER_GRACE_SECONDS if wait is None else wait
     try:

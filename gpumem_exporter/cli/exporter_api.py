@@ -12,12 +12,18 @@ from typing import Any, Protocol
 from gpumem_exporter.client._transport import Answer, Connection
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 
-__all__ = ["ExporterApi", "Transport"]
+__all__ = ["ExporterApi", "Transport", "has_ended"]
 
+_ACTIONS = "/api/v1/actions"
 _FINISHED_STATES = ("done", "failed", "expired")
 _LOOK_AGAIN_SECONDS = 0.25
 _LONGEST_HOLD_SECONDS = 10.0
 """How long one request asks the exporter to wait; the rest of a longer wait is asked for again."""
+
+
+def has_ended(action: Mapping[str, Any]) -> bool:
+    """Nothing more will become of an action."""
+    return action.get("state") in _FINISHED_STATES
 
 
 class Transport(Protocol):
@@ -45,6 +51,7 @@ class ExporterApi:
         urls: the addresses to try, in order.
         token: sent as a bearer token when it is not empty.
         timeout_seconds: for each answer that the exporter does not hold back on purpose.
+        advice: what to try where no address answers, for the error.
         connect: makes the transport to one address.
 
     Raises:
@@ -57,6 +64,7 @@ class ExporterApi:
         *,
         token: str = "",
         timeout_seconds: float = 5.0,
+        advice: str = "start one with `gpumem-exporter serve`, or name its address with --url",
         connect: Callable[[str, float], Transport] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -64,6 +72,7 @@ class ExporterApi:
         make = connect or (lambda url, timeout: Connection(url, timeout_seconds=timeout))
         self._candidates = [(url, make(url, timeout_seconds)) for url in urls]
         self._timeout_seconds = timeout_seconds
+        self._advice = advice
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -120,15 +129,41 @@ class ExporterApi:
             ExporterAnswerError: the action is refused (403), matches nothing (404) or is not well formed (422).
         """
         end = self._clock() + wait_seconds
-        hold = min(wait_seconds, _LONGEST_HOLD_SECONDS)
-        body = json.dumps({**request, "wait_seconds": hold}).encode()
-        headers = {"Content-Type": "application/json", "Idempotency-Key": str(uuid.uuid4())}
-        answer = self._request("POST", "/api/v1/actions", body, headers, self._timeout_seconds + hold)
-        action = self._document(answer, (200, 202))
-        while action.get("state") not in _FINISHED_STATES and (left := end - self._clock()) > 0:
+        action = self.begin(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
+        while not has_ended(action) and (left := end - self._clock()) > 0:
             self._sleep(min(left, _LOOK_AGAIN_SECONDS))
-            action = self.get(f"/api/v1/actions/{action['id']}")
+            action = self.action(action["id"])
         return action
+
+    def begin(self, request: Mapping[str, Any], *, hold_seconds: float = 0.0) -> dict[str, Any]:
+        """Ask for an action; the exporter may take `hold_seconds` longer to answer, by which it may have ended.
+
+        Raises:
+            ExporterUnreachableError: no address answers; it may have been asked for all the same.
+            ExporterAnswerError: as `act`.
+        """
+        body = json.dumps({**request, "wait_seconds": hold_seconds}).encode()
+        headers = {"Content-Type": "application/json", "Idempotency-Key": str(uuid.uuid4())}
+        answer = self._request("POST", _ACTIONS, body, headers, self._timeout_seconds + hold_seconds)
+        return self._document(answer, (200, 202))
+
+    def action(self, action_id: str) -> dict[str, Any]:
+        """An action as it stands.
+
+        Raises:
+            ExporterUnreachableError: no address answers.
+            ExporterAnswerError: it is not known (any more).
+        """
+        return self.get(f"{_ACTIONS}/{action_id}")
+
+    def cancel(self, action_id: str) -> dict[str, Any]:
+        """Take back what has not begun of an action; returns it as it stands.
+
+        Raises:
+            ExporterUnreachableError: no address answers.
+            ExporterAnswerError: it is not known (any more).
+        """
+        return self._document(self._request("DELETE", f"{_ACTIONS}/{action_id}"), (200, 202))
 
     def _request(
         self,
@@ -149,9 +184,7 @@ class ExporterApi:
                 continue
             self._candidates = [(url, transport)]
             return answer
-        raise ExporterUnreachableError(
-            f"{'; '.join(failures)}; start one with `gpumem-exporter serve`, or name its address with --url"
-        )
+        raise ExporterUnreachableError("; ".join(filter(None, (*failures, self._advice))))
 
     def _document(self, answer: Answer, expected: Collection[int]) -> dict[str, Any]:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gpumem_exporter.cli.asking import ActionOptions, ask
+from gpumem_exporter.cli.asking import TimedOptions, ask
 from gpumem_exporter.cli.options import with_options
 
 __all__ = ["register"]
@@ -19,10 +19,10 @@ Examples:
 
 def register(application: typer.Typer) -> None:
     """Add the command."""
-    application.command("gc", epilog=_EXAMPLES)(with_options(ActionOptions)(collect))
+    application.command("gc", epilog=_EXAMPLES)(with_options(TimedOptions)(collect))
 
 
-def collect(options: ActionOptions) -> int:
+def collect(options: TimedOptions) -> int:
     """Run Python's garbage collector in processes.
 
     It lets go of tensors in reference cycles, and runs the program's own finalizers. The memory stays in the

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = ["SEGMENTS", "Segment", "bar_lengths"]
@@ -19,7 +19,7 @@ class Segment:
     style: str
 
 
-SEGMENTS = (
+SEGMENTS: tuple[Segment, ...] = (
     Segment("allocated", ("torch_allocated",), "█", "#", "green"),
     Segment("reclaimable", ("torch_reclaimable",), "▓", "+", "yellow"),
     Segment("fragmented", ("torch_fragmented",), "▒", "%", "red"),
@@ -29,15 +29,15 @@ SEGMENTS = (
 """From left to right."""
 
 
-def bar_lengths(ledger: Mapping[str, int], width: int) -> tuple[int, ...]:
-    """How many of `width` characters each of `SEGMENTS` gets, by largest remainder; they add up to `width`.
+def bar_lengths(ledger: Mapping[str, int], width: int, segments: Sequence[Segment] = SEGMENTS) -> tuple[int, ...]:
+    """How many of `width` characters each segment gets, by largest remainder; they add up to `width`.
 
     A segment whose categories come to less than nothing (the residual is signed) gets none.
     """
-    sizes = [max(0, sum(ledger.get(category, 0) for category in segment.categories)) for segment in SEGMENTS]
+    sizes = [max(0, sum(ledger.get(category, 0) for category in segment.categories)) for segment in segments]
     total = sum(sizes)
     if total == 0:
-        return tuple(0 for _ in SEGMENTS)
+        return tuple(0 for _ in segments)
     lengths = [size * width // total for size in sizes]
     by_remainder = sorted(range(len(sizes)), key=lambda i: (-(sizes[i] * width % total), i))
     for i in by_remainder[: width - sum(lengths)]:

@@ -20,7 +20,12 @@ __all__ = ["COMMANDS", "FAILED", "INTERRUPTED", "PROGRAM", "WRONG_USAGE", "main"
 
 PROGRAM = "gpumem-exporter"
 
-COMMANDS = ("serve", "run", "info", "clear", "gc", "reset-peak", "release-nvml", "attach-nvml", "doctor")
+COMMANDS = (
+    *("serve", "run", "info", "top"),
+    *("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
+    *("release-nvml", "attach-nvml", "doctor"),
+    "fleet",
+)
 """In the order in which the help lists them."""
 
 FAILED = 1

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["node_tables", "returnable_sentence"]
+__all__ = ["DEMO_NOTICE", "node_tables", "returnable_sentence"]
 
 Document = Mapping[str, Any]
+
+DEMO_NOTICE = "DEMO: simulated devices and processes"
 
 _BAR_WIDTH = 24
 _ONE_TABLE_WIDTH = 150
@@ -47,7 +49,7 @@ def node_tables(
 ) -> Iterator[RenderableType]:
     """Everything `info` shows, top to bottom, for a terminal of `width` columns."""
     if devices.get("source") == "demo":
-        yield plain("DEMO: simulated devices and processes", "bold yellow")
+        yield plain(DEMO_NOTICE, "bold yellow")
     nvml = devices.get("nvml") or {}
     if not nvml.get("up", False):
         yield plain(f"driver: {nvml.get('error') or 'not read yet'}", "bold red")

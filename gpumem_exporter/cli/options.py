@@ -13,24 +13,15 @@ import typer
 
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["ConnectionOptions", "command_from", "with_options"]
+__all__ = ["AccessOptions", "ConnectionOptions", "command_from", "read_token", "with_options"]
 
 OptionsT = TypeVar("OptionsT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConnectionOptions:
-    """How a command reaches the exporter."""
+class AccessOptions:
+    """What lets a command in at an exporter, and how it answers."""
 
-    url: Annotated[
-        str | None,
-        typer.Option(
-            "--url",
-            metavar="URL",
-            help="The exporter: http://host:port or unix:///path/to.sock. Default: GPUMEM_EXPORTER_URL, else first "
-            "unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.",
-        ),
-    ] = None
     token_file: Annotated[
         Path | None,
         typer.Option(
@@ -41,14 +32,6 @@ class ConnectionOptions:
         ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False
-
-    def urls(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """The addresses to try, in order."""
-        if self.url is not None:
-            return (self.url,)
-        from gpumem_exporter.client._settings import exporter_urls
-
-        return exporter_urls(environ)
 
     def token(self, environ: Mapping[str, str] = os.environ) -> str:
         """The token for actions, empty where none is given: option, else environment.
@@ -62,16 +45,46 @@ class ConnectionOptions:
             if token:
                 return _header_safe(token, "GPUMEM_ACTION_TOKEN")
             named = environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
-        if not named:
-            return ""
-        try:
-            token = Path(named).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-            raise ConfigurationError(f"token file {named}: {reason}") from error
-        if not token:
-            raise ConfigurationError(f"token file {named} is empty; it must hold the token alone")
-        return _header_safe(token, f"token file {named}")
+        return read_token(named) if named else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConnectionOptions(AccessOptions):
+    """How a command reaches the exporter."""
+
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            metavar="URL",
+            help="The exporter: http://host:port or unix:///path/to.sock. Default: GPUMEM_EXPORTER_URL, else first "
+            "unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.",
+        ),
+    ] = None
+
+    def urls(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+        """The addresses to try, in order."""
+        if self.url is not None:
+            return (self.url,)
+        from gpumem_exporter.client._settings import exporter_urls
+
+        return exporter_urls(environ)
+
+
+def read_token(path: str) -> str:
+    """The token that a file holds.
+
+    Raises:
+        ConfigurationError: the file cannot be read, or holds no token.
+    """
+    try:
+        token = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigurationError(f"token file {path}: {reason}") from error
+    if not token:
+        raise ConfigurationError(f"token file {path} is empty; it must hold the token alone")
+    return _header_safe(token, f"token file {path}")
 
 
 def _header_safe(token: str, source: str) -> str:
@@ -86,11 +99,13 @@ def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], int]
     Each field is `name: Annotated[type, typer.Option(...)] = default`.
     """
     hints = get_type_hints(options, include_extras=True)
-    inherited = [name for base in options.__mro__[1:] for name in getattr(base, "__dataclass_fields__", ())]
+    owners = {
+        name: place for place, base in enumerate(options.__mro__) for name in getattr(base, "__annotations__", ())
+    }
     parameters = [
         Parameter(item.name, Parameter.KEYWORD_ONLY, default=_default(item), annotation=hints[item.name])
         # What a command alone takes stands before what it shares with others.
-        for item in sorted(fields(options), key=lambda item: inherited.count(item.name))  # type: ignore[arg-type]
+        for item in sorted(fields(options), key=lambda item: owners[item.name])  # type: ignore[arg-type]
     ]
 
     def decorate(command: Callable[[OptionsT], int]) -> Callable[..., int]:

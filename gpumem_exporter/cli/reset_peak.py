@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from gpumem_exporter.cli.asking import ActionOptions, ask
+from gpumem_exporter.cli.asking import TimedOptions, ask
 from gpumem_exporter.cli.options import with_options
 
 __all__ = ["register"]
@@ -18,10 +18,10 @@ Examples:
 
 def register(application: typer.Typer) -> None:
     """Add the command."""
-    application.command("reset-peak", epilog=_EXAMPLES)(with_options(ActionOptions)(reset_peak))
+    application.command("reset-peak", epilog=_EXAMPLES)(with_options(TimedOptions)(reset_peak))
 
 
-def reset_peak(options: ActionOptions) -> int:
+def reset_peak(options: TimedOptions) -> int:
     """Begin the peaks of processes anew.
 
     Every chosen process runs torch.cuda.reset_peak_memory_stats() for the chosen devices. The program sees it too: its

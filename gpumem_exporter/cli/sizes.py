@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["UNKNOWN", "human_bytes", "human_ratio", "human_seconds"]
+__all__ = ["UNKNOWN", "human_bytes", "human_ratio", "human_seconds", "short_bytes"]
 
 UNKNOWN = "-"
 
@@ -43,3 +43,8 @@ def human_seconds(value: float | None) -> str:
 def human_ratio(value: float | None) -> str:
     """`93 %` of a ratio from 0 to 1."""
     return UNKNOWN if value is None else f"{value * 100:.0f} %"
+
+
+def short_bytes(value: int | None) -> str:
+    """`1.5G`, `512M`, `-3.0K`, `17B`: as `human_bytes`, where a column has six characters; K is KiB."""
+    return human_bytes(value).replace(" ", "").replace("iB", "")

@@ -1,19 +1,25 @@
-"""Runs commands in the process, on the reporter's thread, and measures what they did."""
+"""Runs commands in the process and measures what they did: on the reporter's thread, or at the end of a step."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import sys
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from gpumem_exporter.client._allocator import Allocator, DeviceState
 from gpumem_exporter.client._sampler import Sampler
-from gpumem_exporter.protocol import Command, CommandResult, DeviceResult
+from gpumem_exporter.client._snapshot import write_snapshot
+from gpumem_exporter.errors import CommandRefusedError
+from gpumem_exporter.protocol import Command, CommandResult, DeviceResult, SnapshotFile
 
-__all__ = ["Executor"]
+__all__ = ["CAPTURING", "Executor"]
+
+CAPTURING = "a CUDA graph is being captured"
 
 _PROMPT_SECONDS = 0.0005
 _REMEMBERED = 64
@@ -25,7 +31,7 @@ _NOT_SUPPORTED = "does not yet support"
 
 
 class Executor:
-    """Runs commands; for the reporter's thread alone.
+    """Runs commands, one at a time. Any thread may have one run: what it does happens in that thread.
 
     Args:
         allocator: what is acted upon.
@@ -38,10 +44,12 @@ class Executor:
         self._sampler = sampler
         self._clock = clock
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
-        self._runners: dict[str, Callable[[Command], None]] = {
+        self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
             "empty_cache": self._empty_cache,
-            "collect_garbage": lambda _command: self._collect_garbage(),
+            "collect_garbage": self._collect_garbage,
             "reset_peak": self._reset_peak,
+            "snapshot": self._snapshot,
+            "set_memory_fraction": self._set_memory_fraction,
         }
 
     @property
@@ -49,57 +57,100 @@ class Executor:
         """What this reporter can be asked to do."""
         return tuple(self._runners)
 
-    def run(self, command: Command, *, sent_seconds: float) -> CommandResult:
-        """Run a command, or repeat the result of one that has run. Never raises.
+    def known(self, command_id: str) -> CommandResult | None:
+        """The result of a command that has had one."""
+        return self._results.get(command_id)
+
+    def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
+        """Run a command in this thread, or repeat the result of one that has run. Never raises.
 
         Args:
             command: what to do.
-            sent_seconds: monotonic moment at which it was sent at the latest; its deadline counts from there.
+            expires_seconds: monotonic moment from which on it is not to begin any more.
         """
-        known = self._results.get(command.id)
-        if known is not None:
-            return known
-        if self._clock() >= sent_seconds + command.deadline_seconds:
-            result = CommandResult(command.id, "expired", "its deadline had passed when its turn came")
-        else:
-            result = self._run(command)
-        self._sampler.outdated()
-        self._results[command.id] = result
+        with self._sampler.exclusively():
+            return self._run_once(command, expires_seconds)
+
+    def run_if_free(self, command: Command, *, expires_seconds: float) -> CommandResult | None:
+        """The same for a thread that must not wait: None if another command or a sample is under way."""
+        lock = self._sampler.exclusively()
+        if not lock.acquire(blocking=False):
+            return None
+        try:
+            return self._run_once(command, expires_seconds)
+        finally:
+            lock.release()
+
+    def settle(self, result: CommandResult) -> CommandResult:
+        """Make this a command's result: it will not run, or has run."""
+        self._results[result.id] = result
         while len(self._results) > _REMEMBERED:
             self._results.popitem(last=False)
         return result
+
+    def _run_once(self, command: Command, expires_seconds: float) -> CommandResult:
+        known = self.known(command.id)
+        if known is not None:
+            return known
+        if self._clock() >= expires_seconds:
+            return self.settle(CommandResult(command.id, "expired", "its deadline had passed when its turn came"))
+        with _prompt_turns():
+            result = self._run(command)
+        self._sampler.outdated()
+        return self.settle(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
 
     def _run(self, command: Command) -> CommandResult:
         runner = self._runners.get(command.action)
         if runner is None:
             return CommandResult(command.id, "unsupported", f"this reporter runs {', '.join(self._runners)}")
+        if self._allocator.capturing:
+            # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
+            return CommandResult(command.id, "refused", CAPTURING)
         begun = self._clock()
         try:
-            if self._allocator.capturing:
-                # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
-                return CommandResult(command.id, "refused", "a CUDA graph is being captured")
-            with self._sampler.exclusively(), _prompt_turns():
-                before = self._measure(command.uuids)
-                begun = self._clock()
-                runner(command)
-                duration = self._clock() - begun
-                devices = tuple(self._compare(index, *measured) for index, measured in before.items())
+            before = self._measure(command.uuids)
+            begun = self._clock()
+            snapshot = runner(command)
+            duration = self._clock() - begun
+            devices = tuple(self._compare(index, *measured) for index, measured in before.items())
+        except CommandRefusedError as error:
+            return CommandResult(command.id, "refused", str(error))
         except Exception as error:  # noqa: BLE001 - whatever torch or a finalizer raises is this command's result
             outcome = "unsupported" if _NOT_SUPPORTED in str(error) else "failed"
             return CommandResult(command.id, outcome, f"{type(error).__name__}: {error}"[:500], self._clock() - begun)
-        return CommandResult(command.id, "done", "", duration, devices)
+        return CommandResult(command.id, "done", "", duration, devices, snapshot=snapshot)
 
     def _empty_cache(self, command: Command) -> None:
         if command.collect_garbage:
-            self._collect_garbage()
+            self._collect_garbage(command)
         self._allocator.empty_cache()
 
-    def _collect_garbage(self) -> None:
+    def _collect_garbage(self, _command: Command) -> None:
         gc.collect()
 
     def _reset_peak(self, command: Command) -> None:
         for index in self._measured(command.uuids):
             self._allocator.reset_peak(index)
+
+    def _snapshot(self, _command: Command) -> SnapshotFile:
+        return write_snapshot(self._allocator)
+
+    def _set_memory_fraction(self, command: Command) -> None:
+        fraction = command.fraction
+        if fraction is None or not 0 < fraction <= 1:
+            raise CommandRefusedError(f"the fraction must be over 0 and at most 1, not {fraction}")
+        devices = self._measured(command.uuids)
+        for index in () if command.force else devices:
+            reserved = _current(self._allocator.state(index), "reserved_bytes")
+            cap = int(fraction * self._allocator.total_bytes(index))
+            if reserved is not None and reserved > cap:
+                # Nothing would be given back; the next allocation that does not fit the cache would fail.
+                raise CommandRefusedError(
+                    f"{self._allocator.uuid(index)}: {reserved} bytes are reserved, which is more than {fraction:g} of"
+                    f" the device ({cap} bytes); clear first, or force it"
+                )
+        for index in devices:
+            self._allocator.set_memory_fraction(index, fraction)
 
     def _measured(self, uuids: tuple[str, ...]) -> list[int]:
         """The devices to act on; a process' devices are known to it alone, so empty means all."""

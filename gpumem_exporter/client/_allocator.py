@@ -21,6 +21,7 @@ from gpumem_exporter.client._heap import LARGE_PAGE_BYTES, Heap, read_heaps
 from gpumem_exporter.client._observed import Observed, process_observed
 from gpumem_exporter.client._ooms import OutOfMemoryObserver
 from gpumem_exporter.client._reclaimable import DeviceState, Reclaimable, known
+from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["Allocator", "DeviceState"]
@@ -200,6 +201,32 @@ class Allocator:
     def reset_peak(self, index: int) -> None:
         """Let the peaks of one device begin anew at the present values."""
         self._observed.reset_peaks(index, self.state, self._c._cuda_resetPeakMemoryStats)
+
+    def total_bytes(self, index: int) -> int:
+        """The device's memory as CUDA gives it: what a memory fraction is a fraction of."""
+        total: int = self._torch.cuda.get_device_properties(index).total_memory
+        return total
+
+    def set_memory_fraction(self, index: int, fraction: float) -> None:
+        """Let the allocator reserve no more than that share of the device from now on; gives nothing back."""
+        self._torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+    def allocations(self, index: int) -> tuple[int, int] | None:
+        """How many blocks were ever handed out and taken back on a device; None where that is not counted."""
+        counted = (self.state(index) or {}).get("allocation", {}).get("all", {})
+        return (counted["allocated"], counted["freed"]) if counted else None
+
+    def snapshot(self) -> dict[str, Any]:
+        """All segments, blocks and traces, as `torch.cuda.memory._snapshot` gives them: what memory_viz reads.
+
+        Raises:
+            CommandRefusedError: this allocator keeps no books of blocks.
+        """
+        try:
+            taken: dict[str, Any] = self._torch.cuda.memory._snapshot()
+        except (AttributeError, RuntimeError) as error:
+            raise CommandRefusedError(f"this allocator gives no snapshot: {error}") from None
+        return taken
 
     def _notice_settings(self) -> str:
         settings = self.settings

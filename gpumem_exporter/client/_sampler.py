@@ -29,6 +29,10 @@ _FLUSH_SECONDS_MAX = 10.0
 """A sample is given again, with its age, while the cache is being emptied; one that is older says nothing any more."""
 
 
+def _nothing(_step: int) -> None:
+    """What is done at a step as long as nothing is to be done."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What the allocator held at one moment."""
@@ -49,6 +53,9 @@ class Sampler:
         allocator: what to sample.
         swallow: called with what a sample raised in the program's thread.
         clock: monotonic seconds.
+
+    Attributes:
+        at_step: called in the program's thread at the end of each step, with its number; must not raise.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class Sampler:
         swallow: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.at_step: Callable[[int], None] = _nothing
         self._allocator = allocator
         self._swallow = swallow
         self._clock = clock
@@ -100,6 +108,11 @@ class Sampler:
         """How many steps have ended; None before the first. Any thread may ask."""
         return self._steps or None
 
+    @property
+    def step_seconds(self) -> float | None:
+        """How long the last step took; None while none run."""
+        return self._step_seconds if self._step_seconds > 0 and self.steps_run() else None
+
     def current(self, next_report_seconds: float) -> Sample:
         """The sample to report now, and when the next one will be wanted.
 
@@ -108,7 +121,7 @@ class Sampler:
         or it is too old, one without devices: what cannot be known is not told.
         """
         latest = self._latest
-        if latest is None or not self._steps_run():
+        if latest is None or not self.steps_run():
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
         interval = next_report_seconds - self._clock()
         self._wanted_from_seconds = next_report_seconds - interval * _LEAD
@@ -139,6 +152,7 @@ class Sampler:
                 self._wanted_from_seconds = float("inf")
             finally:
                 self._busy.release()
+        self.at_step(self._steps)
 
     def _look(self) -> Sample:
         sample = Sample(
@@ -156,7 +170,8 @@ class Sampler:
             return latest
         return Sample(taken_seconds=now, devices=(), pinned_host_bytes=None, step=self.step)
 
-    def _steps_run(self) -> bool:
+    def steps_run(self) -> bool:
+        """Steps are being made: the last is no longer ago than a few of them take. Any thread may ask."""
         if self._last_step_seconds is None:
             return False
         patience = min(max(_QUIET_STEPS * self._step_seconds, _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)

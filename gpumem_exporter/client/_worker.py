@@ -18,6 +18,7 @@ from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.client._troubles import Troubles
+from gpumem_exporter.client._waiting import Waiting
 from gpumem_exporter.errors import (
     ConfigurationError,
     ExporterAnswerError,
@@ -27,6 +28,7 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.protocol import (
     MAX_LABEL_LENGTH,
+    MODES,
     REPORTS_PATH,
     CommandResult,
     OutOfMemory,
@@ -142,13 +144,15 @@ class Worker:
     def _report_until_stopped(self, allocator: Allocator) -> None:
         sampler = Sampler(allocator, swallow=lambda error: self._troubles.note("cannot sample at a step", error))
         executor = Executor(allocator, sampler)
+        waiting = Waiting(executor, allocator, sampler, wake=self._wake)
+        sampler.at_step = waiting.at_step
         identity = current_process(
             self._settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
         )
         self._sampler_ready(sampler)
         self._observe_ooms(allocator, sampler)
         watching_steps = False
-        results: tuple[CommandResult, ...] = ()
+        results: list[CommandResult] = []
         while True:
             self._woken.clear()
             if self._stopping.is_set():  # asked after clearing, or a stop in between would go unnoticed for a second
@@ -162,6 +166,7 @@ class Worker:
                     self._ooms.compare(sample.devices, sample.step)
                 ooms = self._ooms.waiting()
                 self._sequence += 1
+                results += waiting.take_results()
                 identity = replace(identity, allocator_settings=allocator.settings[:MAX_LABEL_LENGTH])
                 reply = self._deliver(
                     Report(
@@ -171,9 +176,12 @@ class Worker:
                         devices=sample.devices,
                         pinned_host_bytes=sample.pinned_host_bytes,
                         step=sample.step,
-                        results=results,
+                        results=tuple(results),
                         ooms=ooms,
                         actions=executor.actions,
+                        modes=MODES,
+                        waiting=waiting.ids,
+                        step_seconds=sampler.step_seconds,
                         hold_seconds=hold_seconds,
                     )
                 )
@@ -186,12 +194,23 @@ class Worker:
             # A reply may lie unread while the process is stopped, but it was not sent later than the hold allows:
             # a command must not run because a hung job has recovered.
             sent = min(time.monotonic(), begun + hold_seconds)
-            results = tuple(executor.run(command, sent_seconds=sent) for command in reply.commands)
-            if not results:
+            waiting.cancel(reply.cancelled)
+            results = []
+            for command in reply.commands:
+                expires_seconds = sent + command.deadline_seconds
+                if command.mode == "now":
+                    results.append(executor.run(command, expires_seconds=expires_seconds))
+                else:
+                    waiting.take(command, expires_seconds=expires_seconds)
+            waiting.look()
+            results += waiting.take_results()
+            # What is held now is said at once: the exporter need not give it again, and knows that it arrived.
+            if not results and not reply.commands:
                 self._wait(begun + self._interval_seconds - time.monotonic())
         try:
             ooms = self._ooms.waiting()
-            self._farewell(Report(identity, self._sequence + 1, results=results, ooms=ooms, final=True))
+            results += waiting.take_results()
+            self._farewell(Report(identity, self._sequence + 1, results=tuple(results), ooms=ooms, final=True))
         except (ExporterError, WireError, ValueError, OSError) as error:
             self._troubles.note("no goodbye", error, level=logging.INFO)
 

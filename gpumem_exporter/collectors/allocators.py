@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Column, Sample
+from gpumem_exporter.collectors.lines import Sample
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.protocol import DeviceSample
 
-__all__ = ["REPORTED", "allocator_samples", "non_torch_samples", "report_samples"]
+__all__ = ["REPORTED", "allocator_samples", "report_samples"]
 
 REPORTED = tuple(
     metric
@@ -21,11 +21,10 @@ REPORTED = tuple(
 """The families that follow from a report alone, in the order of the page."""
 
 
-def allocator_samples(view: View) -> Iterator[Sample | Column]:
-    """Everything of every process."""
+def allocator_samples(view: View) -> Iterator[Sample]:
+    """Everything of every process that follows from its report."""
     for pid, process in view.reporting:
         yield from report_samples(process, pid, view.gpu_by_uuid)
-    yield from non_torch_samples(view)
 
 
 def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> Iterator[Sample]:
@@ -74,31 +73,6 @@ def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str
             yield catalog.TORCH_COMPONENT, (*labels, component), value
     if report.pinned_host_bytes is not None:
         yield catalog.TORCH_PINNED_HOST, who, report.pinned_host_bytes
-
-
-def non_torch_samples(view: View) -> Iterator[Column]:
-    """What follows from the report and the driver's reading together: NVML's figure less what torch reserved."""
-    if view.node is None:
-        return
-    rows: dict[str, tuple[dict[int, int | None], list[tuple[str, ...]], list[int]]] = {
-        device.uuid: ({process.pid: process.used_bytes for process in listed}, [], [])
-        for device, listed in zip(view.devices, view.listed, strict=True)
-    }
-    for pid, process in view.reporting:
-        host_pid = process.host_pid
-        if host_pid is None or not view.node.lists(process):
-            continue
-        who = (pid, process.report.process.workload, process.report.process.rank)
-        for sample in _distinct(process.report.devices):
-            row = rows.get(sample.uuid)
-            if row is None:
-                continue
-            used_bytes = row[0].get(host_pid)
-            if used_bytes is not None and sample.reserved_bytes is not None:
-                row[1].append(who)
-                row[2].append(used_bytes - sample.reserved_bytes)
-    for uuid, (_, tails, values) in rows.items():
-        yield Column(catalog.TORCH_NON_TORCH, (view.gpu_by_uuid[uuid], uuid), tuple(tails), values)
 
 
 def _distinct(samples: tuple[DeviceSample, ...]) -> tuple[DeviceSample, ...]:

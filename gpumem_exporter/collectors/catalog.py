@@ -299,6 +299,63 @@ TORCH_NON_TORCH = Metric(
     _TORCH,
 )
 
+# --- the last out-of-memory error of each process on a device
+
+LAST_OOM_TIMESTAMP = Metric(
+    "gpumem_last_oom_timestamp_seconds",
+    "gauge",
+    "When the process last ran out of memory on the device, caught errors included, in seconds since the epoch. Stays"
+    " for an hour, also when the process died of it; gpu and pid are as they were then. At most 256 errors are shown,"
+    " the last ones.",
+    _TORCH,
+)
+LAST_OOM_REQUESTED = Metric(
+    "gpumem_last_oom_requested_bytes",
+    "gauge",
+    "Bytes that the allocator asked the driver for when the process last ran out of memory: the program's request,"
+    " rounded up to a segment.",
+    _TORCH,
+)
+LAST_OOM_DEVICE_FREE = Metric(
+    "gpumem_last_oom_device_free_bytes",
+    "gauge",
+    "Bytes that nobody held on the device when the process last ran out of memory, as the driver said.",
+    _TORCH,
+)
+LAST_OOM_LIMIT = Metric(
+    "gpumem_last_oom_limit_bytes",
+    "gauge",
+    "Bytes that the process could have had at most when it last ran out of memory: the device's memory, or what the"
+    " process' memory fraction leaves of it.",
+    _TORCH,
+)
+LAST_OOM_ALLOCATED = Metric(
+    "gpumem_last_oom_allocated_bytes",
+    "gauge",
+    "gpumem_torch_allocated_bytes when the process last ran out of memory.",
+    _TORCH,
+)
+LAST_OOM_RESERVED = Metric(
+    "gpumem_last_oom_reserved_bytes",
+    "gauge",
+    "gpumem_torch_reserved_bytes when the process last ran out of memory, after the allocator had flushed its cache.",
+    _TORCH,
+)
+LAST_OOM_RECLAIMABLE = Metric(
+    "gpumem_last_oom_reclaimable_bytes",
+    "gauge",
+    "gpumem_torch_reclaimable_bytes when the process last ran out of memory, after the allocator had flushed its cache."
+    " Absent where it cannot be known.",
+    _TORCH,
+)
+LAST_OOM_FRAGMENTED = Metric(
+    "gpumem_last_oom_fragmented_bytes",
+    "gauge",
+    "gpumem_torch_fragmented_bytes when the process last ran out of memory: where these and the device's free bytes"
+    " together would have held the request, fragmentation is why it failed. Absent where reclaimable is.",
+    _TORCH,
+)
+
 # --- the exporter itself
 
 BUILD_INFO = Metric(
@@ -385,16 +442,35 @@ ACTION_DURATION = Metric(
     "From the request of an action to its last result; dry runs left out.",
     ("action",),
 )
+EVENTS = Metric(
+    "gpumem_events_total",
+    "counter",
+    "What happened on the node since the exporter was started, by type of event, each once. An event counts once it is"
+    " kept, so that /api/v1/events has it; gpumem_events_dropped_total counts those that could not be.",
+    ("type",),
+)
 EVENTS_DROPPED = Metric(
     "gpumem_events_dropped_total",
     "counter",
     "Events that could not be kept: the disk took none, and too many waited for it. /health says why.",
 )
+HELD_REQUESTS = Metric(
+    "gpumem_held_requests",
+    "gauge",
+    "Requests that are held open until there is something to say: reports that wait for commands, actions that wait for"
+    " their end, live pages. About one for each process that reports.",
+)
 POLICY_EVALUATIONS = Metric(
     "gpumem_policy_evaluations_total",
     "counter",
-    "Evaluations of the rules of the policy file, by rule and result.",
+    "Evaluations of the rules of the policy file, each on a process on a device, by rule and result.",
     ("rule", "result"),
+)
+ALERTS = Metric(
+    "gpumem_alerts_total",
+    "counter",
+    "Alerts that Alertmanager sent, by what became of them; a body that is no such message counts once, as invalid.",
+    ("outcome",),
 )
 
 SCRAPED: tuple[Metric, ...] = (
@@ -436,6 +512,14 @@ SCRAPED: tuple[Metric, ...] = (
     TORCH_PHASE_PEAK,
     TORCH_COMPONENT,
     TORCH_NON_TORCH,
+    LAST_OOM_TIMESTAMP,
+    LAST_OOM_REQUESTED,
+    LAST_OOM_DEVICE_FREE,
+    LAST_OOM_LIMIT,
+    LAST_OOM_ALLOCATED,
+    LAST_OOM_RESERVED,
+    LAST_OOM_RECLAIMABLE,
+    LAST_OOM_FRAGMENTED,
     REPORTER_UP,
     REPORTER_TIMESTAMP,
     SAMPLE_TIMESTAMP,
@@ -451,7 +535,10 @@ METRICS: tuple[Metric, ...] = (
     ACTIONS,
     ACTION_FREED,
     ACTION_DURATION,
+    EVENTS,
     EVENTS_DROPPED,
+    HELD_REQUESTS,
     POLICY_EVALUATIONS,
+    ALERTS,
 )
 """Every metric there is; those after `SCRAPED` are counted by the exporter as things happen."""

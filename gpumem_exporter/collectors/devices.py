@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.lines import Column, Sample
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import node_ledgers
 
@@ -34,11 +34,21 @@ def device_samples(view: View) -> Iterator[Sample]:
             yield catalog.DEVICE_UTILIZATION, labels, device.utilization_ratio
 
 
-def ledger_samples(view: View) -> Iterator[Sample]:
-    """The ledger of each device whose memory is known; a category that is not known is not there."""
+def ledger_samples(view: View) -> Iterator[Sample | Column]:
+    """The ledger of each device whose memory is known; a category that is not known is not there.
+
+    With it what the ledger says of a process: NVML's figure less what torch reserved.
+    """
+    who = {
+        process.host_pid: (pid, process.report.process.workload, process.report.process.rank)
+        for pid, process in view.reporting
+        if process.host_pid is not None
+    }
     ledgers = node_ledgers(view.snapshot, view.names)
     for device in view.devices:
         ledger = ledgers.get(device.uuid)
         if ledger is not None:
             for category, value in ledger.categories.items():
                 yield catalog.LEDGER, (device.gpu, device.uuid, category), value
+            rows = tuple([who[pid] for pid in ledger.non_torch])
+            yield Column(catalog.TORCH_NON_TORCH, (device.gpu, device.uuid), rows, list(ledger.non_torch.values()))

@@ -17,7 +17,6 @@ from prometheus_client.openmetrics.exposition import generate_latest as generate
 from prometheus_client.registry import Collector
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.allocators import non_torch_samples
 from gpumem_exporter.collectors.lines import Column, LineWriter, Sample, header
 from gpumem_exporter.collectors.prepared import PreparedReports
 from gpumem_exporter.collectors.reporters import build_sample
@@ -96,7 +95,7 @@ class Exposition:
 
     def _lines(self, name: str, subject: Subject, view: View) -> dict[catalog.Metric, Iterable[bytes]]:
         if name == TORCH:
-            return {**self._prepared.families(view), **self._write(non_torch_samples(view))}
+            return self._prepared.families(view)
         return self._write(subject(view))
 
     def _write(self, samples: Iterable[Sample | Column]) -> dict[catalog.Metric, Iterable[bytes]]:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from gpumem_exporter.actions.model import ACTIONS, Action
+from gpumem_exporter.actions.policy import RESULTS
 from gpumem_exporter.collectors import catalog
+from gpumem_exporter.events.model import EVENT_TYPES, Event
 from gpumem_exporter.protocol import OUTCOMES
 
-__all__ = ["Instruments", "process_registry"]
+__all__ = ["ALERT_OUTCOMES", "Instruments", "process_registry"]
+
+ALERT_OUTCOMES = ("acted", "repeated", "cooling", "refused", "resolved", "ignored", "invalid")
 
 _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -28,19 +34,33 @@ class Instruments:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
         self._reports = _counter(catalog.REPORTS, registry)
         self._dropped = _counter(catalog.PROCESSES_DROPPED, registry)
         self._actions = _counter(catalog.ACTIONS, registry)
         self._freed = _counter(catalog.ACTION_FREED, registry)
+        self._events = _counter(catalog.EVENTS, registry)
         self._events_dropped = _counter(catalog.EVENTS_DROPPED, registry)
+        self._policy = _counter(catalog.POLICY_EVALUATIONS, registry)
+        self._alerts = _counter(catalog.ALERTS, registry)
         metric = catalog.ACTION_DURATION
         self._duration = Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=_ACTION_SECONDS)
 
         # A counter that starts with its first event hides that event from rate(); these are few and known beforehand.
         for action in ACTIONS:
             self._freed.labels(action)
+            self._duration.labels(action)
             for outcome in OUTCOMES:
                 self._actions.labels(action, outcome)
+        for outcome in ALERT_OUTCOMES:
+            self._alerts.labels(outcome)
+        for type_ in EVENT_TYPES:
+            self._events.labels(type_)
+
+    def show_held_requests(self, count: Callable[[], int]) -> None:
+        """Show how many requests are held open; `count` is called at each scrape, by whoever renders the page."""
+        metric = catalog.HELD_REQUESTS
+        Gauge(metric.name, metric.help, registry=self._registry).set_function(count)
 
     def count_report(self, outcome: str) -> None:
         """A report came; `outcome` is one of a few words: it becomes a label."""
@@ -50,9 +70,32 @@ class Instruments:
         """A report was turned away because too many processes report."""
         self._dropped.inc()
 
+    def count_events(self, events: Iterable[Event]) -> None:
+        """These happened: each is given once, and news."""
+        for event in events:
+            self._events.labels(event.type).inc()
+
     def count_events_dropped(self, count: int) -> None:
         """So many events could not be kept."""
         self._events_dropped.inc(count)
+
+    def know_policy(self, rule: str) -> None:
+        """A rule is in force: it has done nothing yet, which is known."""
+        for result in RESULTS:
+            self._policy.labels(rule, result)
+
+    def forget_policy(self, rule: str) -> None:
+        """A rule is no longer there, and takes its series with it."""
+        for result in RESULTS:
+            self._policy.remove(rule, result)
+
+    def count_policy(self, rule: str, result: str, count: int) -> None:
+        """A rule was evaluated so often with this result."""
+        self._policy.labels(rule, result).inc(count)
+
+    def count_alert(self, outcome: str) -> None:
+        """An alert came; `outcome` is one of `ALERT_OUTCOMES`."""
+        self._alerts.labels(outcome).inc()
 
     def observe_action(self, action: Action) -> None:
         """An action is finished. A dry run did nothing and is not counted."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from gpumem_exporter.collectors.catalog import Metric
 
@@ -24,16 +24,22 @@ class Column:
     metric: Metric
     head: tuple[str, ...]
     """The values of the leading labels, which all have. On a page no other column of the metric has the same."""
-    tails: tuple[tuple[str, ...], ...]
-    """The values of the other labels of each."""
+    rows: tuple[Any, ...]
+    """What the other labels of each follow from: as long as these are the same, so is the text."""
     values: Sequence[int | float | None]
-    """One for each of `tails`; None where there is no sample."""
+    """One for each of `rows`; None where there is no sample."""
+    tail: Callable[[Any], tuple[str, ...]] = tuple
+    """The values of the other labels of a row."""
+
+    def labels(self) -> Iterator[tuple[str, ...]]:
+        """The values of all labels of each."""
+        return ((*self.head, *self.tail(row)) for row in self.rows)
 
     def samples(self) -> Iterator[Sample]:
         """One by one."""
-        for tail, value in zip(self.tails, self.values, strict=True):
+        for labels, value in zip(self.labels(), self.values, strict=True):
             if value is not None:
-                yield self.metric, (*self.head, *tail), value
+                yield self.metric, labels, value
 
 
 def single_samples(samples: Iterable[Sample | Column]) -> Iterator[Sample]:
@@ -69,8 +75,8 @@ def header(metric: Metric, *, openmetrics: bool) -> bytes:
 
 
 _ColumnKey: TypeAlias = "tuple[Metric, tuple[str, ...]]"
-_ColumnTexts: TypeAlias = "tuple[tuple[tuple[str, ...], ...], list[str]]"
-"""The tails that were written, and their texts."""
+_ColumnTexts: TypeAlias = "tuple[tuple[Any, ...], list[str]]"
+"""The rows that were written, and the texts of their labels."""
 
 
 class LineWriter:
@@ -114,9 +120,9 @@ class LineWriter:
     def _column(self, column: Column) -> list[str]:
         key = column.metric, column.head
         known = self._columns.get(key)
-        if known is None or known[0] != column.tails:
-            metric, head = column.metric, column.head
-            known = column.tails, [metric.name + label_text(metric.labels, (*head, *tail)) for tail in column.tails]
+        if known is None or known[0] != column.rows:
+            metric = column.metric
+            known = column.rows, [metric.name + label_text(metric.labels, labels) for labels in column.labels()]
         self._written_columns[key] = known
         return [f"{text}{value}\n" for text, value in zip(known[1], column.values, strict=True) if value is not None]
 

@@ -19,11 +19,15 @@ def process_samples(view: View) -> Iterator[Column]:
     """
     pids: set[int] = set()
     for device, listed in zip(view.devices, view.listed, strict=True):
-        pids.update([process.pid for process in listed])
-        tails = tuple([(str(process.pid),) for process in listed])
+        listed_pids = tuple([process.pid for process in listed])
+        pids.update(listed_pids)
         used = [process.used_bytes for process in listed]
-        yield Column(catalog.PROCESS_USED, (device.gpu, device.uuid), tails, used)
+        yield Column(catalog.PROCESS_USED, (device.gpu, device.uuid), listed_pids, used, _pid_label)
     yield from _infos(view, view.node.facts if view.node is not None else {}, pids)
+
+
+def _pid_label(pid: int) -> tuple[str]:
+    return (str(pid),)
 
 
 def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: set[int]) -> Iterator[Column]:

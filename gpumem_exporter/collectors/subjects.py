@@ -10,6 +10,7 @@ from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.allocators import allocator_samples
 from gpumem_exporter.collectors.devices import device_samples, ledger_samples
 from gpumem_exporter.collectors.lines import Column, Sample
+from gpumem_exporter.collectors.ooms import oom_samples
 from gpumem_exporter.collectors.processes import process_samples
 from gpumem_exporter.collectors.reporters import poll_samples, reporter_samples
 from gpumem_exporter.collectors.view import View
@@ -26,6 +27,7 @@ SUBJECTS: tuple[tuple[str, Subject], ...] = (
     ("ledger", ledger_samples),
     ("process", process_samples),
     (TORCH, allocator_samples),
+    ("oom", oom_samples),
     ("reporter", reporter_samples),
 )
 """The value of the label `collector`, and what makes its samples."""

@@ -73,14 +73,14 @@ class DeviceLedger:
     """What is reported of the device, by host pid."""
     processes: Mapping[int, ReportingProcess]
     """Who reports, on this device or another, by host pid."""
+    non_torch: Mapping[int, int]
+    """By host pid, what the driver counts beyond what the process' allocator reserved; signed. Where both are known."""
 
     def shares(self) -> Iterator[ProcessShare]:
         """Each process' part: those that the driver lists, or, where it lists none, those that report."""
         for pid, used, sample in _owners(self.device, self.samples):
-            known = sample is not None and sample.reserved_bytes is not None and used is not None
-            non_torch = used - sample.reserved_bytes if known else None  # type: ignore[operator, union-attr]
             process = self.processes[pid] if sample is not None else None
-            yield ProcessShare(str(pid), used, process, sample, non_torch)
+            yield ProcessShare(str(pid), used, process, sample, self.non_torch.get(pid))
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
@@ -113,16 +113,17 @@ def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, De
     ledgers = {}
     for device in node.devices:
         if device.memory is not None:
-            samples = by_device[device.uuid]
-            categories = _categories(device, device.memory, samples)
-            ledgers[device.uuid] = DeviceLedger(device, device.memory.total_bytes, categories, samples, processes)
+            ledgers[device.uuid] = _ledger(device, device.memory, by_device[device.uuid], processes)
     return ledgers
 
 
-def _categories(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> dict[str, int]:
+def _ledger(
+    device: DeviceReading, memory: DeviceMemory, samples: _Samples, processes: Mapping[int, ReportingProcess]
+) -> DeviceLedger:
     """Add up one device."""
-    allocated = reclaimable = fragmented = non_torch = others = 0
-    for _, used_bytes, sample in _owners(device, samples):
+    allocated = reclaimable = fragmented = others = 0
+    beyond: dict[int, int] = {}
+    for pid, used_bytes, sample in _owners(device, samples):
         reserved = sample.reserved_bytes if sample is not None else None
         if sample is None or reserved is None:
             others += used_bytes or 0
@@ -135,7 +136,8 @@ def _categories(device: DeviceReading, memory: DeviceMemory, samples: _Samples) 
         reclaimable += returnable
         fragmented += reserved - in_tensors - returnable
         if used_bytes is not None:
-            non_torch += used_bytes - reserved
+            beyond[pid] = used_bytes - reserved
+    non_torch = sum(beyond.values())
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
@@ -147,7 +149,8 @@ def _categories(device: DeviceReading, memory: DeviceMemory, samples: _Samples) 
         "unattributed": used - allocated - reclaimable - fragmented - non_torch - others,
         "free": memory.free_bytes,
     }
-    return {name: value for name in CATEGORIES if (value := known[name]) is not None}
+    categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
+    return DeviceLedger(device, memory.total_bytes, categories, samples, processes, beyond)
 
 
 def _owners(device: DeviceReading, samples: _Samples) -> Iterator[tuple[int, int | None, DeviceSample | None]]:

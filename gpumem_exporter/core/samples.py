@@ -15,6 +15,7 @@ from gpumem_exporter.protocol import Report
 __all__ = [
     "DeviceMemory",
     "DeviceReading",
+    "LastOom",
     "NodeReading",
     "ProcessFacts",
     "ProcessKey",
@@ -171,6 +172,37 @@ class SilentReporter:
 
 
 @dataclass(frozen=True, slots=True)
+class LastOom:
+    """The last out-of-memory error of a process on a device, with the figures of that moment.
+
+    What happened, not what is: it outlives its process, and its names are those of that time.
+    """
+
+    gpu: str
+    """NVML index; empty where that was not known."""
+    uuid: str
+    pid: str
+    """As `core.naming` called the process."""
+    workload: str
+    rank: str
+    session: str
+    """Whose error it is; with `number` it tells one that is told again from another."""
+    number: int
+    """Counts the session's errors."""
+    happened_seconds: float
+    happened_unix_seconds: float
+    requested_bytes: int | None = None
+    """What the allocator asked the driver for."""
+    device_free_bytes: int | None = None
+    limit_bytes: int | None = None
+    """The device's memory, or what the process' memory fraction leaves of it."""
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    reclaimable_bytes: int | None = None
+    fragmented_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that is known at one moment. Whatever shows something is given one of these and asks nothing else."""
 
@@ -179,3 +211,5 @@ class Snapshot:
     """The last poll; None before the first, and once the last is too old to be true."""
     processes: tuple[ReportingProcess, ...] = ()
     silent: tuple[SilentReporter, ...] = ()
+    ooms: tuple[LastOom, ...] = ()
+    """Those of the last hour, one a process and device, in no order."""

@@ -6,9 +6,11 @@ Thread-safe: the poller writes from its thread, everything else from the event l
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.last_ooms import LastOoms
+from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 from gpumem_exporter.protocol import ProcessIdentity, Report
 
@@ -38,6 +40,7 @@ class Store:
         self._node: NodeReading | None = None
         self._entries: dict[ProcessKey, _Entry] = {}
         self._silent: dict[ProcessKey, SilentReporter] = {}
+        self._ooms = LastOoms()
 
     def put_reading(self, reading: NodeReading) -> None:
         """Take a poll of the driver; called by the poller's thread."""
@@ -77,6 +80,16 @@ class Store:
             self._silent.pop(key, None)
             return process
 
+    def put_ooms(self, ooms: Iterable[LastOom]) -> None:
+        """Take out-of-memory errors as they become known: shown for an hour, whatever becomes of their processes."""
+        with self._lock:
+            self._ooms.put(ooms)
+
+    def recall_ooms(self, ooms: Iterable[LastOom]) -> None:
+        """Take those that were kept before the exporter was started."""
+        with self._lock:
+            self._ooms.recall(ooms)
+
     def forget(self, key: ProcessKey) -> None:
         """Drop a process that has gone, or said that it goes; unknown keys are fine."""
         with self._lock:
@@ -95,6 +108,7 @@ class Store:
                 node=node,
                 processes=tuple(entry.process for entry in self._entries.values()),
                 silent=tuple(self._silent.values()),
+                ooms=self._ooms.at(now_seconds),
             )
 
     def find(self, key: ProcessKey) -> ReportingProcess | None:

@@ -27,7 +27,16 @@ SEGMENT_STEP_BYTES = 2 * MIB
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """What `torch.cuda.OutOfMemoryError` is to a real program; it never leaves the simulation."""
+    """What `torch.cuda.OutOfMemoryError` is to a real program; it never leaves the simulation.
+
+    Args:
+        message: what failed.
+        driver_bytes: what was asked of the driver in vain: the request, rounded up to a segment.
+    """
+
+    def __init__(self, message: str, driver_bytes: int) -> None:
+        super().__init__(message)
+        self.driver_bytes = driver_bytes
 
 
 class Driver(Protocol):
@@ -95,6 +104,8 @@ class CachingAllocator:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.figures = Figures()
+        self.limit_bytes: int | None = None
+        """What may be reserved at most: the process' memory fraction. None where only the device limits it."""
         self._small: FreeList = []
         self._large: FreeList = []
         self._next_address = 0
@@ -121,7 +132,7 @@ class CachingAllocator:
             block = self._place(size_bytes)
         if block is None:
             self.figures.ooms += 1
-            raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes")
+            raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes", _segment_bytes(size_bytes))
         return self._hand_out(block, requested_bytes)
 
     def capture_graph(self, requested_bytes: int) -> None:
@@ -130,10 +141,11 @@ class CachingAllocator:
         Raises:
             SimulatedOutOfMemoryError: the driver does not have it.
         """
-        block = self._new_segment([], -(-requested_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES)
+        segment_bytes = -(-requested_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
+        block = self._new_segment([], segment_bytes)
         if block is None:
             self.figures.ooms += 1
-            raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes for a graph")
+            raise SimulatedOutOfMemoryError(f"tried to allocate {requested_bytes} bytes for a graph", segment_bytes)
         self.figures.private_pools_bytes += block.size_bytes
         self._hand_out(block, requested_bytes)
 
@@ -235,6 +247,8 @@ class CachingAllocator:
             self.figures.segments_freed += len(whole)
 
     def _reserve(self, size_bytes: int) -> bool:
+        if self.limit_bytes is not None and self.figures.reserved_bytes + size_bytes > self.limit_bytes:
+            return False
         if not self.driver.take(size_bytes):
             return False
         self.figures.reserved_bytes += size_bytes

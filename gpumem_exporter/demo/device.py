@@ -29,9 +29,14 @@ class SimulatedDevice:
         self.utilization_ratio = 0.0
 
     @property
+    def usable_bytes(self) -> int:
+        """What programs can have of it: `cudaMemGetInfo`'s total."""
+        return self.total_bytes - self.reserved_bytes
+
+    @property
     def memory(self) -> DeviceMemory:
         """As `nvmlDeviceGetMemoryInfo_v2` would say it."""
-        used_bytes = self.total_bytes - self.reserved_bytes - self.free_bytes
+        used_bytes = self.usable_bytes - self.free_bytes
         return DeviceMemory(self.total_bytes, used_bytes, self.free_bytes, self.reserved_bytes)
 
     def take(self, size_bytes: int) -> bool:

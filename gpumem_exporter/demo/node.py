@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from gpumem_exporter.demo.host import DemoHost
 from gpumem_exporter.demo.provider import DemoProvider
 from gpumem_exporter.demo.reporter import SimulatedReporter
+from gpumem_exporter.demo.roster import ROSTER, Workload
 from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
 
 __all__ = ["DemoNode"]
@@ -22,10 +23,16 @@ class DemoNode:
     Args:
         seed: the same seed gives the same node.
         clock: monotonic, seconds.
+        roster: what runs on it.
     """
 
-    def __init__(self, seed: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
-        self.simulation = Simulation(seed, clock())
+    def __init__(
+        self,
+        seed: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+        roster: Sequence[Workload] = ROSTER,
+    ) -> None:
+        self.simulation = Simulation(seed, clock(), roster)
         self.provider = DemoProvider(self.simulation)
         self.host = DemoHost(self.simulation)
         self._clock = clock

@@ -7,51 +7,24 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from random import Random
 
+from gpumem_exporter.client._ooms import OutOfMemoryLog
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
+from gpumem_exporter.demo.allocator import CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.expandable import ExpandableAllocator
-from gpumem_exporter.protocol import (
-    Command,
-    CommandResult,
-    DeviceResult,
-    DeviceSample,
-    ProcessIdentity,
-    Report,
-)
+from gpumem_exporter.demo.moments import Moments
+from gpumem_exporter.demo.slot import DeviceSlot, Tensor
+from gpumem_exporter.protocol import MODES, Command, CommandResult, OutOfMemory, ProcessIdentity, Reply, Report
 
 __all__ = ["ACTIONS", "SimulatedProcess", "Tensor"]
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak")
 REMEMBERED_RESULTS = 64
-
-
-class Tensor:
-    """Memory that a program holds: a block of one device's cache."""
-
-    __slots__ = ("block", "component", "slot")
-
-    def __init__(self, block: Block, slot: _DeviceSlot, component: str) -> None:
-        self.block = block
-        self.slot = slot
-        self.component = component
-
-
-class _DeviceSlot:
-    """One device as one process uses it."""
-
-    __slots__ = ("allocator", "component_bytes", "device", "non_torch_bytes", "phase_peak_bytes")
-
-    def __init__(self, device: SimulatedDevice, allocator: CachingAllocator) -> None:
-        self.device = device
-        self.allocator = allocator
-        self.non_torch_bytes = 0
-        self.component_bytes: dict[str, int] = {}
-        self.phase_peak_bytes: dict[str, int] = {}
 
 
 class SimulatedProcess:
@@ -63,6 +36,7 @@ class SimulatedProcess:
         devices: the devices it uses, in the order in which its program numbers them.
         reports: it has a reporter.
         rng: its program's source of chance.
+        clock: the simulation's time, in seconds.
     """
 
     def __init__(
@@ -73,6 +47,7 @@ class SimulatedProcess:
         *,
         reports: bool,
         rng: Random,
+        clock: Callable[[], float],
     ) -> None:
         self.identity = identity
         self.facts = facts
@@ -80,18 +55,29 @@ class SimulatedProcess:
         self.rng = rng
         self.ended = False
         self.crashed = False
-        self.step: int | None = None
         self.pinned_host_bytes: int | None = None
         self.busy_ratio = 0.0
         self.garbage: list[Tensor] = []
         """Tensors that only Python's garbage collector would find: they hang in reference cycles."""
         expandable = "expandable_segments:True" in identity.allocator_settings
         kind = ExpandableAllocator if expandable else CachingAllocator
-        self._slots = tuple(_DeviceSlot(device, kind(device)) for device in devices)
-        self._phase = ""
+        self._slots = tuple(DeviceSlot(device, kind(device)) for device in devices)
+        # Its next report is never far away: an error need not hasten it.
+        self._ooms = OutOfMemoryLog(lambda: None, clock=clock)
+        self._clock = clock
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
+        self._moments = Moments(ACTIONS, self.run, self._results.get, self._remember, clock=clock)
 
     # What its program does.
+
+    @property
+    def step(self) -> int | None:
+        """How many training steps have ended; None where they are not counted."""
+        return self._moments.step
+
+    @step.setter
+    def step(self, step: int | None) -> None:
+        self._moments.stepped(step)
 
     def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
         """Take memory beside the allocator: the CUDA context, NCCL's buffers, another runtime's memory.
@@ -101,7 +87,7 @@ class SimulatedProcess:
         """
         slot = self._slots[device]
         if not slot.device.take(size_bytes):
-            raise SimulatedOutOfMemoryError(f"tried to take {size_bytes} bytes of the driver")
+            raise SimulatedOutOfMemoryError(f"tried to take {size_bytes} bytes of the driver", size_bytes)
         slot.non_torch_bytes += size_bytes
 
     def unload_libraries(self, size_bytes: int, *, device: int = 0) -> None:
@@ -119,16 +105,15 @@ class SimulatedProcess:
             device: which of the process' devices.
 
         Raises:
-            SimulatedOutOfMemoryError: counted in `ooms`; nothing is held.
+            SimulatedOutOfMemoryError: counted in `ooms`, and told in the next report; nothing is held.
         """
         slot = self._slots[device]
-        block = slot.allocator.allocate(size_bytes)
-        if component:
-            slot.component_bytes[component] = slot.component_bytes.get(component, 0) + block.size_bytes
-        if self._phase:
-            peak_bytes = slot.phase_peak_bytes.get(self._phase, 0)
-            slot.phase_peak_bytes[self._phase] = max(peak_bytes, slot.allocator.figures.allocated_bytes)
-        return Tensor(block, slot, component)
+        self._moments.moved += 1
+        try:
+            return slot.allocate(size_bytes, component)
+        except SimulatedOutOfMemoryError as error:
+            self._note_oom(slot, error)
+            raise
 
     def hold(self, count: int, size_bytes: int, component: str = "", *, device: int = 0) -> None:
         """Make tensors that live as long as the process.
@@ -141,15 +126,28 @@ class SimulatedProcess:
 
     def free(self, tensors: list[Tensor], *, used_elsewhere: bool = False) -> None:
         """Drop all tensors of a list, the newest first; the list is empty afterwards."""
+        self._moments.moved += bool(tensors)
         while tensors:
             tensor = tensors.pop()
-            if tensor.component:
-                tensor.slot.component_bytes[tensor.component] -= tensor.block.size_bytes
-            tensor.slot.allocator.free(tensor.block, used_elsewhere=used_elsewhere)
+            tensor.slot.free(tensor, used_elsewhere=used_elsewhere)
 
     def capture_graph(self, size_bytes: int, *, device: int = 0) -> None:
-        """Capture a CUDA graph that holds that much in its private pool."""
-        self._slots[device].allocator.capture_graph(size_bytes)
+        """Capture a CUDA graph that holds that much in its private pool.
+
+        Raises:
+            SimulatedOutOfMemoryError: as `tensor`.
+        """
+        slot = self._slots[device]
+        try:
+            slot.allocator.capture_graph(size_bytes)
+        except SimulatedOutOfMemoryError as error:
+            self._note_oom(slot, error)
+            raise
+
+    def limit_memory(self, fraction: float, *, device: int = 0) -> None:
+        """`torch.cuda.set_per_process_memory_fraction`: what of a device its cache may reserve at most."""
+        slot = self._slots[device]
+        slot.allocator.limit_bytes = int(fraction * slot.device.usable_bytes)
 
     def empty_cache(self) -> int:
         """`torch.cuda.empty_cache()`: every device of the process; returns the bytes given back."""
@@ -157,12 +155,14 @@ class SimulatedProcess:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what the program does, so that its peak is known."""
-        self._phase = name
+        """Name what the program does, so that its peak is known on each device: what is there at its begin counts."""
+        for slot in self._slots:
+            slot.begin_phase(name)
         try:
             yield
         finally:
-            self._phase = ""
+            for slot in self._slots:
+                slot.begin_phase("")
 
     def end(self, *, crashed: bool) -> None:
         """The process is gone: all that it held on its devices is free."""
@@ -194,22 +194,45 @@ class SimulatedProcess:
         return Report(
             process=self.identity,
             sequence=sequence,
-            devices=() if self.ended else tuple(_sample(slot) for slot in self._slots),
+            devices=() if self.ended else tuple(slot.sample() for slot in self._slots),
             pinned_host_bytes=self.pinned_host_bytes,
             step=self.step,
             results=tuple(results),
+            ooms=self._ooms.waiting(),
             actions=ACTIONS,
+            modes=MODES,
+            waiting=self._moments.waiting.ids,
+            step_seconds=self._moments.step_seconds,
             hold_seconds=hold_seconds,
             final=final,
         )
+
+    def answered(self, report: Report) -> None:
+        """The exporter has taken a report: the errors that it carried need not be told again."""
+        self._ooms.reported(report.ooms)
+
+    def obey(self, reply: Reply) -> list[CommandResult]:
+        """Do what a reply asks, at once or at its moment; returns what has come of commands since the last one."""
+        waiting = self._moments.waiting
+        waiting.cancel(reply.cancelled)
+        results = []
+        for command in reply.commands:
+            if command.mode == "now":
+                results.append(self.run(command))
+            else:
+                waiting.take(command, expires_seconds=self._clock() + command.deadline_seconds)
+        waiting.look()
+        return [*results, *waiting.take_results()]
 
     def run(self, command: Command) -> CommandResult:
         """Run a command on the model; a command that was run before gives the same result again."""
         known = self._results.get(command.id)
         if known is not None:
             return known
-        result = self._execute(command)
-        self._results[command.id] = result
+        return self._remember(replace(self._execute(command), step=self.step))
+
+    def _remember(self, result: CommandResult) -> CommandResult:
+        self._results[result.id] = result
         if len(self._results) > REMEMBERED_RESULTS:
             self._results.popitem(last=False)
         return result
@@ -223,7 +246,7 @@ class SimulatedProcess:
             return CommandResult(command.id, "expired", "the deadline had passed before the command came")
         # As in torch, `empty_cache` and the garbage collector know no devices; what is told is of the devices meant.
         slots = [slot for slot in self._slots if not command.uuids or slot.device.identity.uuid in command.uuids]
-        before = [_held(slot) for slot in slots]
+        before = [slot.held() for slot in slots]
         started = time.perf_counter()
         if command.collect_garbage or command.action == "collect_garbage":
             self.free(self.garbage)
@@ -231,55 +254,20 @@ class SimulatedProcess:
             self.empty_cache()
         elif command.action == "reset_peak":
             for slot in slots:
-                slot.allocator.reset_peaks()
-                slot.phase_peak_bytes.clear()
+                slot.reset_peaks()
         duration_seconds = time.perf_counter() - started
-        devices = tuple(_compared(slot, held) for slot, held in zip(slots, before, strict=True))
+        devices = tuple(slot.compared(held) for slot, held in zip(slots, before, strict=True))
         return CommandResult(command.id, "done", duration_seconds=duration_seconds, devices=devices)
 
-
-def _held(slot: _DeviceSlot) -> tuple[int, int, int]:
-    figures = slot.allocator.figures
-    return figures.reserved_bytes, figures.allocated_bytes, slot.device.free_bytes
-
-
-def _compared(slot: _DeviceSlot, before: tuple[int, int, int]) -> DeviceResult:
-    reserved_before, allocated_before, free_before = before
-    reserved_after, allocated_after, free_after = _held(slot)
-    return DeviceResult(
-        uuid=slot.device.identity.uuid,
-        reserved_before_bytes=reserved_before,
-        reserved_after_bytes=reserved_after,
-        allocated_before_bytes=allocated_before,
-        allocated_after_bytes=allocated_after,
-        freed_bytes=reserved_before - reserved_after,
-        device_free_before_bytes=free_before,
-        device_free_after_bytes=free_after,
-    )
-
-
-def _sample(slot: _DeviceSlot) -> DeviceSample:
-    figures = slot.allocator.figures
-    components = dict(slot.component_bytes)
-    if components:
-        components["other"] = figures.allocated_bytes - sum(components.values())
-    return DeviceSample(
-        uuid=slot.device.identity.uuid,
-        allocated_bytes=figures.allocated_bytes,
-        reserved_bytes=figures.reserved_bytes,
-        active_bytes=figures.active_bytes,
-        inactive_split_bytes=figures.inactive_split_bytes,
-        requested_bytes=figures.requested_bytes,
-        allocated_peak_bytes=figures.allocated_peak_bytes,
-        reserved_peak_bytes=figures.reserved_peak_bytes,
-        peak_resets=figures.peak_resets,
-        private_pools_bytes=figures.private_pools_bytes,
-        reclaimable_bytes=slot.allocator.reclaimable_bytes,
-        alloc_retries=figures.alloc_retries,
-        ooms=figures.ooms,
-        segments_allocated=figures.segments_allocated,
-        segments_freed=figures.segments_freed,
-        cache_flushes=figures.cache_flushes,
-        phase_peak_bytes=dict(slot.phase_peak_bytes),
-        component_bytes=components,
-    )
+    def _note_oom(self, slot: DeviceSlot, error: SimulatedOutOfMemoryError) -> None:
+        self._ooms.note(
+            OutOfMemory(
+                uuid=slot.device.identity.uuid,
+                number=0,  # the log counts
+                requested_bytes=error.driver_bytes,
+                device_free_bytes=slot.device.free_bytes,
+                limit_bytes=slot.limit_bytes,
+                step=self.step,
+                sample=slot.sample(),
+            )
+        )

@@ -81,10 +81,10 @@ class SimulatedReporter:
                     continue
                 retry_seconds = RETRY_SECONDS_MIN
                 with self._simulation.lock:
-                    results = [self.process.run(command) for command in reply.commands]
+                    results = self.process.obey(reply)
                 due_seconds = begun + self._hold_seconds
                 self._hold_seconds = reply.report_interval_seconds
-                if not results:
+                if not results and not reply.commands:
                     self._stopping.wait(max(0.0, due_seconds - self._clock()))
             if self.process.ended and not self.process.crashed and not self._stopping.is_set():
                 self._say_goodbye(results)
@@ -112,9 +112,12 @@ class SimulatedReporter:
         if answer.status != 200:
             raise ExporterAnswerError(answer.status, answer.body[:200].decode("utf-8", "replace"))
         try:
-            return reply_from_wire(json.loads(answer.body))
+            reply = reply_from_wire(json.loads(answer.body))
         except ValueError as error:
             raise WireError(f"the reply is not JSON: {error}") from error
+        with self._simulation.lock:
+            self.process.answered(report)
+        return reply
 
     def _say_goodbye(self, results: Sequence[CommandResult]) -> None:
         try:

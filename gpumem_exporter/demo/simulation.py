@@ -7,7 +7,7 @@ give the same node. Thread-safe through `lock`, which whoever asks or changes an
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -54,9 +54,10 @@ class Simulation:
     Args:
         seed: chooses UUIDs, pids and everything that happens by chance.
         now: the caller's clock, in seconds; `advance` takes the same.
+        roster: what runs on the node.
     """
 
-    def __init__(self, seed: int, now: float) -> None:
+    def __init__(self, seed: int, now: float, roster: Sequence[Workload] = ROSTER) -> None:
         self.lock = threading.Lock()
         self._seed = seed
         self._rng = Random(f"{seed}:node")  # noqa: S311 - chance, not secrecy
@@ -67,8 +68,8 @@ class Simulation:
         self._next_pid = self._rng.randint(12_000, 60_000)
         self._by_pid: dict[int, SimulatedProcess] = {}
         self._places = [
-            _Place(workload, index, starts_at_tick=0)
-            for workload in ROSTER
+            _Place(workload, index, starts_at_tick=-workload.warm_up_ticks)
+            for workload in roster
             for index in range(len(workload.placements))
         ]
         self._warm_up()
@@ -100,9 +101,11 @@ class Simulation:
 
     def _warm_up(self) -> None:
         """Give every workload a past, so that the first look shows a node at work."""
-        for place in self._places:
-            for _ in range(place.workload.warm_up_ticks):
+        self._tick = min((place.starts_at_tick for place in self._places), default=0)
+        while self._tick < 0:
+            for place in self._places:
                 self._advance_place(place)
+            self._tick += 1
         for _ in range(8):
             self._measure_utilization()
 
@@ -127,8 +130,7 @@ class Simulation:
         place.launches += 1
         rng = Random(f"{self._seed}:{workload.name}:{index}:{place.launches}")  # noqa: S311
         pid = self._take_pid()
-        age_ticks = 0 if self._tick else workload.warm_up_ticks
-        started_seconds = UPTIME_SECONDS + (self._tick - age_ticks) * TICK_SECONDS
+        started_seconds = UPTIME_SECONDS + self._tick * TICK_SECONDS
         start_time_ticks = int(started_seconds * CLOCK_TICKS_PER_SECOND)
         identity = ProcessIdentity(
             pid=pid,
@@ -149,6 +151,7 @@ class Simulation:
             [self.devices[number] for number in workload.placements[index]],
             reports=workload.reports,
             rng=rng,
+            clock=lambda: self._tick * TICK_SECONDS,
         )
         place.process, place.program = process, workload.program(process)
         self._by_pid[pid] = process

@@ -6,7 +6,8 @@ brings the sources together; `log` is the queue and the one thread behind it; `s
 
 from gpumem_exporter.events.log import EventLog, EventLogStatus
 from gpumem_exporter.events.model import EVENT_TYPES, Event, Page, Query
+from gpumem_exporter.events.ooms import last_ooms
 from gpumem_exporter.events.recorder import Recorder
 from gpumem_exporter.events.storage import Storage
 
-__all__ = ["EVENT_TYPES", "Event", "EventLog", "EventLogStatus", "Page", "Query", "Recorder", "Storage"]
+__all__ = ["EVENT_TYPES", "Event", "EventLog", "EventLogStatus", "Page", "Query", "Recorder", "Storage", "last_ooms"]

@@ -1,15 +1,15 @@
-"""Finished actions as events."""
+"""Actions as events: when they are asked for, and when nothing more will become of them. And back again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Asked, Target
 from gpumem_exporter.events.model import Event
 
-__all__ = ["MAX_RESULTS", "action_event"]
+__all__ = ["MAX_RESULTS", "action_event", "asked_event", "one_of", "read_action", "read_asked"]
 
 T = TypeVar("T")
 
@@ -26,18 +26,14 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     return Event(
         "action",
         finished_unix_seconds,
-        gpu=_one(result.gpu for result in results),
-        uuid=_one(result.uuid for result in results),
-        pid=_one([result.pid for result in results]),
-        workload=_one(result.workload for result in results),
-        rank=_one(result.rank for result in results),
+        gpu=one_of(result.gpu for result in results),
+        uuid=one_of(result.uuid for result in results),
+        pid=one_of([result.pid for result in results]),
+        workload=one_of(result.workload for result in results),
+        rank=one_of(result.rank for result in results),
         detail={
-            "id": action.id,
-            "action": action.action,
+            **_told(action),
             "state": action.state,
-            "requested_by": action.requested_by,
-            "reason": action.reason,
-            "target": {name: value for name, value in asdict(action.target).items() if value not in (None, False)},
             "duration_seconds": action.duration_seconds,
             "freed_bytes": action.freed_bytes,
             "results": [_result(result) for result in results[:MAX_RESULTS]],
@@ -46,11 +42,79 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     )
 
 
-def _one(values: Iterable[T]) -> T | None:
+def asked_event(asked: Asked) -> Event:
+    """The event of an action that begins."""
+    request = {name: value for name, value in asdict(asked.request).items() if name != "target"}
+    return Event(
+        "action_asked",
+        asked.action.created_unix_seconds,
+        pid=one_of([pid for pid, _, _ in asked.processes]),
+        workload=one_of(workload for _, workload, _ in asked.processes),
+        rank=one_of(rank for _, _, rank in asked.processes),
+        detail={
+            **_told(asked.action),
+            "request": request,
+            "idempotency_key": asked.idempotency_key,
+            "processes": [list(process) for process in asked.processes[:MAX_RESULTS]],
+            "processes_left_out": max(0, len(asked.processes) - MAX_RESULTS),
+        },
+    )
+
+
+def read_asked(event: Event) -> Asked:
+    """What an `action_asked` event was made of."""
+    detail = event.detail
+    action = _action(detail, "queued")
+    return Asked(
+        action,
+        ActionRequest(target=action.target, **detail["request"]),
+        detail["idempotency_key"],
+        tuple((pid, workload, rank) for pid, workload, rank in detail["processes"]),
+    )
+
+
+def read_action(event: Event) -> Action:
+    """What an `action` event was made of, as far as it holds that."""
+    detail = event.detail
+    results = tuple(ActionResult(**result) for result in detail["results"])
+    return replace(_action(detail, detail["state"]), results=results, duration_seconds=detail["duration_seconds"])
+
+
+def _told(action: Action) -> dict[str, Any]:
+    return {
+        "id": action.id,
+        "action": action.action,
+        "requested_by": action.requested_by,
+        "created_unix_seconds": action.created_unix_seconds,
+        "reason": action.reason,
+        "target": {name: value for name, value in asdict(action.target).items() if value not in (None, False)},
+        "mode": action.mode,
+        "group": action.group,
+        "at_step": action.at_step,
+    }
+
+
+def _action(detail: Mapping[str, Any], state: str) -> Action:
+    return Action(
+        id=detail["id"],
+        action=detail["action"],
+        state=state,
+        requested_by=detail["requested_by"],
+        created_unix_seconds=detail["created_unix_seconds"],
+        target=Target(**detail["target"]),
+        mode=detail["mode"],
+        group=detail["group"],
+        at_step=detail["at_step"],
+        reason=detail["reason"],
+    )
+
+
+def one_of(values: Iterable[T]) -> T | None:
+    """The value that all are; None where they differ."""
     different = set(values)
     return different.pop() if len(different) == 1 else None
 
 
 def _result(result: ActionResult) -> dict[str, Any]:
-    names = ("pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "freed_bytes")
+    names = ("pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "freed_bytes", "step")
     return {name: getattr(result, name) for name in names}

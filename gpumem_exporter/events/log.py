@@ -75,6 +75,7 @@ class EventLog:
         storage: where they are kept; only the log's thread uses it.
         clock: monotonic seconds.
         on_dropped: told how many events were lost; called in whichever thread lost them.
+        on_kept: told which events are kept now and were news, before anybody can read them; called in the log's thread.
         retry_seconds: how soon a disk that failed is tried again.
     """
 
@@ -84,12 +85,14 @@ class EventLog:
         *,
         clock: Callable[[], float],
         on_dropped: Callable[[int], None],
+        on_kept: Callable[[Sequence[Event]], None],
         retry_seconds: float = _RETRY_SECONDS,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         self._storage = storage
         self._clock = clock
         self._on_dropped = on_dropped
+        self._on_kept = on_kept
         self._retry_seconds = retry_seconds
         self._max_waiting = max_waiting
         self._troubles = TroubleLog(_log, clock)
@@ -193,9 +196,10 @@ class EventLog:
         if not batch and not due:
             return True
         self._due_seconds = self._clock() + self._retry_seconds
+        news: list[Event] = []
         try:
             if batch:
-                self._do(lambda: self._storage.append([event for each in batch for event in each.events]))
+                news = self._do(lambda: self._storage.append([event for each in batch for event in each.events]))
             else:
                 self._do(self._storage.tend)
         except StorageError as error:
@@ -215,6 +219,7 @@ class EventLog:
         self._troubles.end("events")
         self._tell_what_was_put_aside()
         self._remove(batch)
+        self._on_kept(news)
         for each in batch:
             _resolve(each.kept, True)
         return True

@@ -8,7 +8,10 @@ from typing import Any
 
 __all__ = ["EVENT_TYPES", "Event", "Page", "Query"]
 
-EVENT_TYPES = ("oom", "device_lost", "device_returned", "process_started", "process_ended", "action")
+EVENT_TYPES = (
+    *("oom", "device_lost", "device_returned", "process_started", "process_ended"),
+    *("action_asked", "action", "policy_stopped"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class Query:
     pid: str | None = None
     """Those about the process of this name; an action is about each process that it was meant for."""
     limit: int = 100
+    newest_of_each: bool = False
+    """Of those that are wanted only the newest about each process on each device."""
 
 
 @dataclass(frozen=True, slots=True)

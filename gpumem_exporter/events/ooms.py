@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
 from gpumem_exporter.core.ledger import fragmented_bytes
-from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.core.samples import LastOom, ReportingProcess
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.protocol import DeviceSample, OutOfMemory
 
-__all__ = ["OomIntake"]
+__all__ = ["OomIntake", "last_ooms"]
 
 _SESSIONS = 4096
 _SAMPLE_FIELDS = tuple(
     f.name for f in fields(DeviceSample) if f.name not in ("uuid", "phase_peak_bytes", "component_bytes")
 )
+_OWN_FIGURES = ("requested_bytes", "device_free_bytes", "limit_bytes")
+_ALLOCATOR_FIGURES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
 
 _log = logging.getLogger(__name__)
 
@@ -54,12 +56,42 @@ class OomIntake:
         self._highest.move_to_end(session)
         while len(self._highest) > _SESSIONS:
             self._highest.popitem(last=False)
+        # A number that is sent twice, or out of order, is no second error.
+        new = {oom.number: oom for oom in reversed(ooms) if oom.number > seen}
         events = [
-            _event(process, pid, oom, gpus.get(oom.uuid), received_unix_seconds) for oom in ooms if oom.number > seen
+            _event(process, pid, oom, gpus.get(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())
         ]
         for event in events:
             _tell(event)
         return events
+
+
+def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:
+    """What is shown of errors that are events, with the very figures of these.
+
+    Args:
+        events: of type `oom`.
+        now_seconds: monotonic seconds of this moment.
+        now_unix_seconds: seconds of the Unix epoch at this moment. An event that is later by them (the clock was set
+            back) has happened now.
+    """
+    return [
+        LastOom(
+            gpu=event.gpu or "",
+            uuid=event.uuid,
+            pid=str(event.pid),
+            workload=event.workload or "",
+            rank=event.rank or "",
+            session=event.subject.rpartition(":")[0],
+            number=event.detail["number"],
+            happened_seconds=now_seconds - max(0.0, now_unix_seconds - event.time_unix_seconds),
+            happened_unix_seconds=event.time_unix_seconds,
+            **{name: event.detail[name] for name in _OWN_FIGURES},
+            **{name: (event.detail["allocator"] or {}).get(name) for name in _ALLOCATOR_FIGURES},
+        )
+        for event in events
+        if event.uuid is not None and event.pid is not None
+    ]
 
 
 def _event(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
-from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.model import Action, Asked
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.events.actions import action_event
+from gpumem_exporter.events.actions import action_event, asked_event
 from gpumem_exporter.events.devices import device_changes
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Event
@@ -29,6 +29,7 @@ class Recorder:
         report_expiry_seconds: a process that is silent for longer has ended, as far as its series go.
         reading_expiry_seconds: for how long a poll of the driver is believed.
         wall_clock: seconds of the Unix epoch.
+        on_ooms: told of each out-of-memory error that becomes known, whether it can be kept or not.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Recorder:
         report_expiry_seconds: float,
         reading_expiry_seconds: float,
         wall_clock: Callable[[], float],
+        on_ooms: Callable[[Sequence[Event]], None],
     ) -> None:
         self.log = log
         self._silent_reason = f"no report for {report_expiry_seconds:g} s"
         self._wall_clock = wall_clock
         self._snapshot = snapshot
+        self._on_ooms = on_ooms
         self._processes = ProcessHistory(self._name, reading_expiry_seconds=reading_expiry_seconds)
         self._ooms = OomIntake()
         self._reading: NodeReading | None = None
@@ -64,6 +67,7 @@ class Recorder:
         self._unkept = {known: kept for known, kept in self._unkept.items() if not kept.done()}
         events = self._ooms.take(process, self._name(process), self._processes.gpus(), self._wall_clock())
         if events:
+            self._on_ooms(events)  # first: whoever reads the event finds its series
             self._unkept[session] = self.log.put(events)
         return self._unkept.get(session)
 
@@ -90,10 +94,13 @@ class Recorder:
         keys = [process.key for process in snapshot.processes]
         self._put(self._processes.keep_only(keys, self._silent_reason, self._wall_clock()))
 
-    def action_finished(self, action: Action) -> None:
-        """Nothing more will become of an action. A dry run did nothing and is no event."""
-        if not action.dry_run:
-            self._put([action_event(action, self._wall_clock())])
+    def action_asked(self, asked: Asked) -> Future[bool]:
+        """An action begins; true once that is kept."""
+        return self.log.put([asked_event(asked)])
+
+    def action_finished(self, action: Action) -> Future[bool] | None:
+        """Nothing more will become of an action; true once that is kept. A dry run did nothing and is no event."""
+        return None if action.dry_run else self.log.put([action_event(action, self._wall_clock())])
 
     def _name(self, process: ReportingProcess) -> int | str:
         names = Names.of(self._snapshot())

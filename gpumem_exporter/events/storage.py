@@ -48,7 +48,7 @@ CREATE TABLE events (
 CREATE INDEX events_time ON events (time);
 CREATE INDEX events_subject ON events (subject, id) WHERE subject IS NOT NULL;
 """
-_COLUMNS = "id, type, time, gpu, uuid, pid, workload, rank, detail"
+_COLUMNS = "id, type, time, gpu, uuid, pid, workload, rank, detail, subject"
 _OF_PID = """(pid = :pid OR (type = 'action' AND EXISTS (
     SELECT 1 FROM json_each(detail, '$.results') WHERE CAST(json_extract(value, '$.pid') AS TEXT) = :pid)))"""
 
@@ -86,14 +86,17 @@ class Storage:
         """
         self._attempt(lambda connection: self._transaction(connection, ()))
 
-    def append(self, events: Sequence[Event]) -> None:
+    def append(self, events: Sequence[Event]) -> list[Event]:
         """Keep all of these that are news, or none of them. They are committed when this returns.
+
+        Returns:
+            Those that were news.
 
         Raises:
             StorageError: nothing of it was kept.
         """
         rows = [(event, _row(event)) for event in events]
-        self._attempt(lambda connection: self._transaction(connection, rows))
+        return self._attempt(lambda connection: self._transaction(connection, rows))
 
     def read(self, query: Query) -> Page:
         """The events that are asked for.
@@ -175,7 +178,8 @@ class Storage:
                 path.with_name(path.name + suffix).replace(damaged.with_name(damaged.name + suffix))
         self.put_aside = str(damaged)
 
-    def _transaction(self, connection: sqlite3.Connection, rows: Sequence[tuple[Event, dict[str, Any]]]) -> None:
+    def _transaction(self, connection: sqlite3.Connection, rows: Sequence[tuple[Event, dict[str, Any]]]) -> list[Event]:
+        news: list[Event] = []
         connection.execute("BEGIN IMMEDIATE")
         try:
             self._prune(connection, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
@@ -187,11 +191,13 @@ class Storage:
                     names = ", ".join(row)
                     values = ", ".join(f":{name}" for name in row)
                     connection.execute(f"INSERT INTO events ({names}) VALUES ({values})", row)  # noqa: S608 - our names
+                    news.append(event)
             connection.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
+        return news
 
     def _prune(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
         """Let the oldest go until there is room; what they took is used again, the file does not shrink."""
@@ -248,13 +254,16 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
     latest = query.after is None and query.since_unix_seconds is None
     after = query.after or 0
-    wanted = ["id > :after"]
+    wanted = []
     if query.since_unix_seconds is not None:
         wanted.append("time >= :since")
     if query.types:
         wanted.append(f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})")
     if query.pid is not None:
         wanted.append(_OF_PID)
+    if query.newest_of_each:
+        wanted.append(f"id IN (SELECT max(id) FROM events WHERE {' AND '.join(wanted) or 'TRUE'} GROUP BY uuid, pid)")  # noqa: S608
+    wanted.append("id > :after")
     order = "DESC" if latest else "ASC"
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM events WHERE {' AND '.join(wanted)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
@@ -292,4 +301,5 @@ def _bounded(rows: sqlite3.Cursor, limit: int) -> Iterator[Event | None]:
             workload=row[6],
             rank=row[7],
             detail=json.loads(row[8]),
+            subject=row[9] or "",
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
@@ -16,10 +17,10 @@ from pydantic import (
     model_validator,
 )
 
-from gpumem_exporter.actions.model import ACTIONS, MODES, Action, ActionRequest, Target
-from gpumem_exporter.protocol import MAX_LABEL_LENGTH
+from gpumem_exporter.actions.model import ACTIONS, Action, ActionRequest, Target
+from gpumem_exporter.protocol import MAX_LABEL_LENGTH, MODES
 from gpumem_exporter.server.logs import iso_time
-from gpumem_exporter.server.problems import ProblemError, field_errors
+from gpumem_exporter.server.problems import FieldError, ProblemError, field_errors
 
 __all__ = ["ActionBody", "TargetBody", "action_document", "read_action"]
 
@@ -75,9 +76,21 @@ class ActionBody(_Strict):
 
     action: str = Field(description=", ".join(ACTIONS), json_schema_extra={"enum": list(ACTIONS)})
     target: TargetBody
-    mode: str = Field("now", json_schema_extra={"enum": list(MODES)})
-    group: Literal[False] = Field(False, description="only false: every process acts for itself")
-    collect_garbage: bool = Field(False, description="run Python's garbage collector first")
+    mode: str | None = Field(
+        None,
+        description="now: at once, on the reporter's thread; step: in the training thread, at the end of a step;"
+        " idle: once no step runs and nothing is allocated. Default: now, and step for a group",
+        json_schema_extra={"enum": [*MODES, None]},
+    )
+    group: bool = Field(False, description="every rank of the target's workload, after the same step")
+    at_step: int | None = Field(
+        None, ge=1, le=2**63 - 1, description="of a group: the step; chosen here if it is not given"
+    )
+    collect_garbage: bool = Field(False, description="of empty_cache: run Python's garbage collector first")
+    fraction: float | None = Field(
+        None, gt=0, le=1, description="of set_memory_fraction: what the allocator may reserve of each device"
+    )
+    force: bool = Field(False, description="of set_memory_fraction: even below what is reserved already")
     deadline_seconds: float = Field(30.0, gt=0, le=MAX_DEADLINE_SECONDS)
     wait_seconds: float = Field(10.0, ge=0, le=MAX_WAIT_SECONDS, description="how long the answer may take")
     dry_run: bool = Field(False, description="say what would be freed, touch nothing")
@@ -92,18 +105,37 @@ class ActionBody(_Strict):
 
     @field_validator("mode")
     @classmethod
-    def _known_mode(cls, value: str) -> str:
-        if value not in MODES:
+    def _known_mode(cls, value: str | None) -> str | None:
+        if value is not None and value not in MODES:
             raise ValueError(f"no mode {value[:MAX_LABEL_LENGTH]!r}; there is {', '.join(MODES)}")
         return value
+
+    def contradictions(self) -> Iterator[FieldError]:
+        """What does not go together."""
+        if self.group and self.mode not in (None, "step"):
+            yield FieldError("mode", f"a group acts at the end of a step: step, or left out, not {self.mode}")
+        if self.at_step is not None and not self.group:
+            yield FieldError("at_step", "is for a group: group must be true")
+        if (self.fraction is None) == (self.action == "set_memory_fraction"):
+            missing = "is missing: over 0, at most 1" if self.fraction is None else "is for set_memory_fraction alone"
+            yield FieldError("fraction", missing)
+        for name, action in (("force", "set_memory_fraction"), ("collect_garbage", "empty_cache")):
+            if getattr(self, name) and self.action != action:
+                yield FieldError(name, f"is for {action} alone")
+        if self.action == "terminate" and (self.group or self.mode not in (None, "now")):
+            yield FieldError("mode", "a process is terminated now, or not at all")
 
     def request(self) -> ActionRequest:
         """What the dispatcher takes."""
         return ActionRequest(
             action=self.action,
             target=Target(**self.target.model_dump()),
-            mode=self.mode,
+            mode=self.mode or ("step" if self.group else "now"),
+            group=self.group,
+            at_step=self.at_step,
             collect_garbage=self.collect_garbage,
+            fraction=self.fraction,
+            force=self.force,
             deadline_seconds=self.deadline_seconds,
             dry_run=self.dry_run,
             reason=self.reason,
@@ -117,7 +149,7 @@ def read_action(body: bytes) -> ActionBody:
         ProblemError: 422, which names each field that is wrong.
     """
     try:
-        return ActionBody.model_validate_json(body)
+        read = ActionBody.model_validate_json(body)
     except ValidationError as error:
         found = []
         for item in error.errors(include_url=False, include_input=False):
@@ -126,6 +158,10 @@ def read_action(body: bytes) -> ActionBody:
                 item["msg"] = f"there is no such key; the keys are {', '.join(model.model_fields)}"
             found += field_errors([item])
         raise ProblemError.invalid(found) from None
+    contradictions = list(read.contradictions())
+    if contradictions:
+        raise ProblemError.invalid(contradictions)
+    return read
 
 
 def action_document(action: Action) -> dict[str, Any]:
@@ -137,6 +173,9 @@ def action_document(action: Action) -> dict[str, Any]:
         "requested_by": action.requested_by,
         "created": iso_time(action.created_unix_seconds),
         "target": {name: value for name, value in asdict(action.target).items() if value not in (None, False)},
+        "mode": action.mode,
+        "group": action.group,
+        "at_step": action.at_step,
         "dry_run": action.dry_run,
         "reason": action.reason,
         "duration_seconds": action.duration_seconds,

@@ -19,13 +19,18 @@ from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.protocol import REPORTS_PATH
 from gpumem_exporter.server.guard import Guard
 from gpumem_exporter.server.housekeeping import keep_house
+from gpumem_exporter.server.page_source import Page
 from gpumem_exporter.server.problems import install_problem_handlers
+from gpumem_exporter.server.recall import recall_ooms
 from gpumem_exporter.server.routes.actions import actions_router
+from gpumem_exporter.server.routes.alerts import alerts_router
 from gpumem_exporter.server.routes.events import events_router
 from gpumem_exporter.server.routes.health import health_router
-from gpumem_exporter.server.routes.landing import landing_router
+from gpumem_exporter.server.routes.live import live_router
 from gpumem_exporter.server.routes.metrics import MetricsRoute
 from gpumem_exporter.server.routes.nvml import nvml_router
+from gpumem_exporter.server.routes.page import page_router
+from gpumem_exporter.server.routes.policy import policy_router
 from gpumem_exporter.server.routes.reports import ReportsRoute
 from gpumem_exporter.server.routes.state import state_router
 from gpumem_exporter.server.runtime import Runtime, build_runtime
@@ -87,8 +92,19 @@ def create_app(
         Route(REPORTS_PATH, ReportsRoute(runtime), include_in_schema=False),
         Route(settings.web_telemetry_path, MetricsRoute(runtime), include_in_schema=False),
     ]
-    for router in (state_router, actions_router, events_router, nvml_router, health_router, landing_router):
+    for router in (
+        state_router,
+        actions_router,
+        alerts_router,
+        policy_router,
+        events_router,
+        nvml_router,
+        health_router,
+    ):
         app.include_router(router(runtime))
+    page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
+    app.include_router(live_router(runtime, page))
+    app.include_router(page_router(page))
     app.add_middleware(
         Guard,
         own_names=runtime.own_names,
@@ -111,12 +127,20 @@ def _lifespan(
             pods.start()
         runtime.poller.start()
         house = asyncio.ensure_future(keep_house(runtime))
+        hangups = runtime.policies.reloading_on_hangup() if runtime.policies is not None else contextlib.nullcontext()
+        recalls = [
+            asyncio.ensure_future(recall_ooms(runtime)),
+            asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
+        ]
         try:
-            yield
+            with hangups:
+                yield
         finally:
             runtime.holds.release()
             runtime.presence.close()
             house.cancel()
+            for recall in recalls:
+                recall.cancel()
             if pods is not None:
                 pods.stop()
             await asyncio.to_thread(runtime.poller.stop, POLLER_STOP_SECONDS)

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from gpumem_exporter.actions.model import gpu_labels
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
-__all__ = ["devices_document", "processes_document"]
+__all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
 
 _SAMPLE_FIELDS = tuple(f.name for f in fields(DeviceSample) if f.name != "uuid")
 _FACTS = ("user", "container_id", "k8s_pod_uid", "k8s_namespace", "k8s_pod", "k8s_container")
@@ -60,7 +61,7 @@ def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any
 
 
 @dataclass(slots=True)
-class _Seen:
+class SeenProcess:
     """One process, from whichever sides know it."""
 
     host_pid: int | None
@@ -70,40 +71,63 @@ class _Seen:
     silent: SilentReporter | None = None
     shares: dict[str, ProcessShare] = field(default_factory=dict)
     """By uuid, of the devices that the driver lists it on."""
+    facts: ProcessFacts | None = None
+    """What the host says of this very process."""
+
+    @property
+    def state(self) -> str:
+        """`reporting`, `silent` or `unreported`."""
+        return "reporting" if self.reporter else "silent" if self.silent else "unreported"
+
+    @property
+    def command(self) -> str | None:
+        """Program and script: by the host's word, else by its own."""
+        own = self.reporter.report.process.command if self.reporter else None
+        return (self.facts.command if self.facts else "") or own
+
+    @property
+    def last_report_unix_seconds(self) -> float | None:
+        """None for one that never reported."""
+        if self.reporter is not None:
+            return self.reporter.received_unix_seconds
+        return self.silent.last_report_unix_seconds if self.silent is not None else None
 
 
 def processes_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     """Every process that reports, that did, or that the driver lists."""
-    node = snapshot.node
-    facts = node.facts if node else {}
-    gpus = {device.uuid: device.gpu for device in node.devices} if node else {}
+    gpus = gpu_labels(snapshot)
+    return {"source": source, "processes": [_process(one, gpus, snapshot) for one in seen_processes(snapshot)]}
+
+
+def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
+    """Every process that reports, that did, or that the driver lists."""
+    facts = snapshot.node.facts if snapshot.node else {}
     names = Names.of(snapshot)
-    seen = [_Seen(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
-    seen += [_Seen(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
+    seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
+    seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_host_pid = {one.host_pid: one for one in reversed(seen) if one.host_pid is not None}
     for uuid, ledger in node_ledgers(snapshot).items():
         for share in ledger.shares():
             host_pid = int(share.pid)
             one = by_host_pid.get(host_pid)
             if one is None:
-                one = by_host_pid[host_pid] = _Seen(host_pid, host_pid)
+                one = by_host_pid[host_pid] = SeenProcess(host_pid, host_pid)
                 seen.append(one)
             one.shares[uuid] = share
-    return {
-        "source": source,
-        "processes": [_process(one, _facts(one, facts), gpus, snapshot) for one in seen],
-    }
+    for one in seen:
+        one.facts = _facts(one, facts)
+    return seen
 
 
-def _facts(one: _Seen, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
+def _facts(one: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
     """What the host says of this very process, not of another that had or has its pid."""
     found = facts.get(one.host_pid) if one.host_pid is not None else None
     known = one.reporter or one.silent
     return found if found is None or known is None or known.start_time_ticks == found.start_time_ticks else None
 
 
-def _process(one: _Seen, facts: ProcessFacts | None, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
-    reporter, silent = one.reporter, one.silent
+def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
+    reporter, silent, facts = one.reporter, one.silent, one.facts
     report = reporter.report if reporter else None
     identity = report.process if report else None
     known = reporter or silent
@@ -113,29 +137,26 @@ def _process(one: _Seen, facts: ProcessFacts | None, gpus: Mapping[str, str], sn
         "host_pid": one.host_pid,
         "pid_namespace": known.key.pid_namespace if known else None,
         "reporting": reporter is not None,
-        "state": "reporting" if reporter else "silent" if silent else "unreported",
+        "state": one.state,
         "workload": identity.workload if identity else silent.workload if silent else None,
         "rank": identity.rank if identity else silent.rank if silent else None,
-        "command": (facts.command if facts else "") or (identity.command if identity else None),
+        "command": one.command,
         **{name: getattr(facts, name) if facts else None for name in _FACTS},
         **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},
         "torch_version": identity.torch_version if identity else None,
         "allocator_settings": identity.allocator_settings if identity else None,
         "client_version": identity.client_version if identity else None,
         "step": report.step if report else None,
+        "step_seconds": report.step_seconds if report else None,
         "pinned_host_bytes": report.pinned_host_bytes if report else None,
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
-        "last_report_unix_seconds": reporter.received_unix_seconds
-        if reporter
-        else silent.last_report_unix_seconds
-        if silent
-        else None,
+        "last_report_unix_seconds": one.last_report_unix_seconds,
         "actions": list(report.actions) if report else [],
         "devices": _process_devices(one, gpus),
     }
 
 
-def _process_devices(one: _Seen, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
+def _process_devices(one: SeenProcess, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
     samples = {sample.uuid: sample for sample in one.reporter.report.devices} if one.reporter else {}
     uuids = [*samples, *(uuid for uuid in one.shares if uuid not in samples)]
     return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), one.shares.get(uuid)) for uuid in uuids]

@@ -16,14 +16,28 @@ from gpumem_exporter.protocol import REPORTS_PATH
 from gpumem_exporter.server.auth import Caller, OwnNames, Rule
 from gpumem_exporter.server.problems import ProblemError
 
-__all__ = ["ACTIONS_PATH", "EVENTS_PATH", "MAX_BODY_BYTES", "MAX_REPORT_BYTES", "NVML_PATH", "Guard"]
+__all__ = [
+    "ACTIONS_PATH",
+    "ALERTS_PATH",
+    "EVENTS_PATH",
+    "MAX_ALERTS_BYTES",
+    "MAX_BODY_BYTES",
+    "MAX_REPORT_BYTES",
+    "NVML_PATH",
+    "RELOAD_PATH",
+    "Guard",
+]
 
 ACTIONS_PATH = "/api/v1/actions"
+ALERTS_PATH = "/api/v1/alerts"
 EVENTS_PATH = "/api/v1/events"
 NVML_PATH = "/api/v1/nvml"
+RELOAD_PATH = "/-/reload"
 
 MAX_REPORT_BYTES = 1 << 20
 """64 devices with 64 phases and components each take about a third of it."""
+MAX_ALERTS_BYTES = 1 << 20
+"""Alertmanager sends a group's alerts in one body, at about a KiB each."""
 MAX_BODY_BYTES = 64 << 10
 """For a request for an action."""
 
@@ -58,7 +72,7 @@ class Guard:
             if rule is not None:
                 self._admit(scope, rule)
                 if method == "POST":
-                    receive = _replay(await _read_body(scope, receive, is_report), receive)
+                    receive = _replay(await _read_body(scope, receive, _LIMITS.get(path, MAX_BODY_BYTES)), receive)
         except ProblemError as problem:
             if is_report:
                 self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
@@ -77,7 +91,8 @@ class Guard:
             # Whoever has the token is no web page, and may call the exporter by a name that only its network knows.
             self.own_names.require_own_host(headers)
         scope.setdefault("state", {})["caller"] = rule.admit(Caller.of(scope), headers)
-        if scope["method"] == "POST":
+        # A reload takes no body, whatever a client calls the one that it does not send.
+        if scope["method"] == "POST" and scope["path"] != RELOAD_PATH:
             media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if media_type != b"application/json":
                 raise ProblemError(415, "send JSON, with `Content-Type: application/json`")
@@ -85,6 +100,7 @@ class Guard:
                 raise ProblemError(415, "send the body as it is, without Content-Encoding")
 
 
+_LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large"}
 
 
@@ -93,12 +109,13 @@ class _GoneError(Exception):
 
 
 def _needs_leave(path: str) -> bool:
-    return path in (ACTIONS_PATH, EVENTS_PATH) or path.startswith((ACTIONS_PATH + "/", NVML_PATH + "/"))
+    return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
+        (ACTIONS_PATH + "/", NVML_PATH + "/")
+    )
 
 
-async def _read_body(scope: Scope, receive: Receive, is_report: bool) -> bytes:
+async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     """Read the whole body, but never more than its limit."""
-    limit = MAX_REPORT_BYTES if is_report else MAX_BODY_BYTES
     too_large = ProblemError(413, f"the body is longer than {limit} bytes, which is the most that this route takes")
     for name, value in scope["headers"]:
         # The server has checked that the figure is one; a body that is longer than it says is cut off by the parser.

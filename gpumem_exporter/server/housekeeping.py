@@ -15,14 +15,20 @@ _log = logging.getLogger(__name__)
 
 
 async def keep_house(runtime: Runtime) -> None:
-    """Give up actions that came too late, forget processes that have gone, and tell so, until cancelled."""
+    """Give up late actions, forget processes that have gone, tell so, remember the devices, and follow the policy."""
 
     def tell_who_is_silent() -> None:
         runtime.events.sweep(runtime.snapshot())
 
+    def remember_the_devices() -> None:
+        runtime.history.take(runtime.snapshot())
+
+    chores = [runtime.dispatcher.expire, runtime.presence.sweep, tell_who_is_silent, remember_the_devices]
+    if runtime.policies is not None:
+        chores.append(runtime.policies.tick)
     while True:
         await asyncio.sleep(INTERVAL_SECONDS)
-        for chore in (runtime.dispatcher.expire, runtime.presence.sweep, tell_who_is_silent):
+        for chore in chores:
             try:
                 chore()
             except Exception:  # noqa: BLE001 - one chore's failure must end neither the other nor the next round

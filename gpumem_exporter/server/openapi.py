@@ -10,6 +10,7 @@ from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
 from gpumem_exporter.protocol import REPORTS_PATH
 from gpumem_exporter.server.action_schema import ActionBody
+from gpumem_exporter.server.alert_schema import AlertsBody
 from gpumem_exporter.server.nvml_schema import NvmlBody
 from gpumem_exporter.server.report_schema import report_core_schema
 
@@ -65,7 +66,9 @@ def describe(app: FastAPI, *, telemetry_path: str) -> dict[str, Any]:
     """The whole API as an OpenAPI document."""
     document = get_openapi(title=app.title, version=app.version, description=app.description, routes=app.routes)
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    _, actions = models_json_schema([(ActionBody, "validation"), (NvmlBody, "validation")], ref_template=_REF)
+    _, actions = models_json_schema(
+        [(ActionBody, "validation"), (AlertsBody, "validation"), (NvmlBody, "validation")], ref_template=_REF
+    )
     schemas.update(actions.get("$defs", {}))
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
     schemas.update(report.pop("$defs", {}))

@@ -6,30 +6,38 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 
 from gpumem_exporter import __version__
 from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import NodeReading, Snapshot
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import EventLog, Recorder, Storage
+from gpumem_exporter.events import Event, EventLog, Recorder, Storage, last_ooms
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.addresses import parse_listen_address
+from gpumem_exporter.server.audit import Audit
 from gpumem_exporter.server.auth import OwnNames, Rule
+from gpumem_exporter.server.history import History
 from gpumem_exporter.server.holds import Holds
 from gpumem_exporter.server.presence import Presence
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.tokens import TokenFile
+
+if TYPE_CHECKING:
+    from gpumem_exporter.server.policy_keeper import PolicyKeeper
 
 __all__ = ["Runtime", "build_runtime"]
 
@@ -53,10 +61,14 @@ class Runtime:
     instruments: Instruments
     presence: Presence
     events: Recorder
+    audit: Audit
     holds: Holds
+    history: History
     own_names: OwnNames
     reports_rule: Rule
     actions_rule: Rule
+    policies: PolicyKeeper | None
+    """None without `--policy.file`."""
 
     def snapshot(self) -> Snapshot:
         """All that is known now."""
@@ -81,6 +93,8 @@ def build_runtime(
         max_processes=settings.report_max_processes,
     )
     instruments = Instruments(registry)
+    holds = Holds()
+    instruments.show_held_requests(holds.__len__)
     events = _recorder(settings, store, instruments, clock, wall_clock)
 
     def polled(reading: NodeReading) -> None:
@@ -100,10 +114,15 @@ def build_runtime(
         wall_clock=wall_clock,
     )
 
-    def finished(action: Action) -> None:
+    def ended(action: Action) -> None:
         instruments.observe_action(action)
         _log_action(action)
-        events.action_finished(action)
+        audit.finished(action)
+
+    audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=ended)
+
+    def finished(action: Action) -> None:
+        ended(action)
         if not action.dry_run:
             poller.poll_soon()  # or the ledger would set the report from after it against a reading from before it
 
@@ -113,6 +132,11 @@ def build_runtime(
         clock=clock,
         wall_clock=wall_clock,
         on_finished=finished,
+        terminator=Terminator(host),
+        limits=RateLimits(
+            per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
+        ),
+        before_release=audit.write_down if audit.durable else None,
     )
     return Runtime(
         settings=settings,
@@ -140,10 +164,13 @@ def build_runtime(
             on_gone=events.process_gone,
         ),
         events=events,
-        holds=Holds(),
+        audit=audit,
+        holds=holds,
+        history=History(reading_expiry_seconds=store.reading_expiry_seconds),
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
+        policies=_policies(settings, store, dispatcher, instruments, events, clock, wall_clock),
     )
 
 
@@ -161,12 +188,48 @@ def _recorder(
         wall_clock=wall_clock,
     )
     # Its thread waits in real time, whatever clock the rest is given.
-    log = EventLog(storage, clock=time.monotonic, on_dropped=instruments.count_events_dropped)
+    log = EventLog(
+        storage,
+        clock=time.monotonic,
+        on_dropped=instruments.count_events_dropped,
+        on_kept=instruments.count_events,
+    )
+
+    def show(ooms: Sequence[Event]) -> None:
+        store.put_ooms(last_ooms(ooms, clock(), wall_clock()))
+
     return Recorder(
         log,
         lambda: store.snapshot(clock()),
         report_expiry_seconds=settings.report_expiry,
         reading_expiry_seconds=store.reading_expiry_seconds,
+        wall_clock=wall_clock,
+        on_ooms=show,
+    )
+
+
+def _policies(
+    settings: Settings,
+    store: Store,
+    dispatcher: Dispatcher,
+    instruments: Instruments,
+    events: Recorder,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+) -> PolicyKeeper | None:
+    if not settings.policy_file:
+        return None
+    from gpumem_exporter.server.policy_keeper import PolicyKeeper  # only whoever has a policy pays for it
+
+    return PolicyKeeper(
+        Path(settings.policy_file),
+        allowed=frozenset(settings.action_allow),
+        dispatcher=dispatcher,
+        snapshot=lambda: store.snapshot(clock()),
+        # One that two reports in a row did not bring is not what the process is like.
+        stale_seconds=max(3 * settings.report_interval, 5.0),
+        instruments=instruments,
+        log=events.log,
         wall_clock=wall_clock,
     )
 

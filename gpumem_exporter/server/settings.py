@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from gpumem_exporter.actions.model import ACTIONS
+from gpumem_exporter.actions.model import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.addresses import parse_listen_address
 from gpumem_exporter.server.config_file import read_config_file
@@ -124,7 +124,14 @@ class Settings(BaseModel):
     )
     report_token_file: str = Field("", description="file with the token that reports need")
     action_allow: Annotated[tuple[str, ...], BeforeValidator(_listed), AfterValidator(_actions)] = Field(
-        ACTIONS, description="the actions that may be asked for, or none"
+        DEFAULT_ACTIONS, description="the actions that may be asked for, or none"
+    )
+    policy_file: str = Field("", description="file with the rules that act by themselves")
+    action_caller_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(
+        600, description="actions that one caller may ask for within a minute"
+    )
+    action_process_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(
+        120, description="actions that one process is asked within a minute, whoever asks"
     )
     storage_path: Annotated[str, AfterValidator(_folder)] = Field(
         "", description="folder for what outlives the exporter: its events; made if it is not there"
@@ -210,6 +217,10 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
                     f"{sources.get(key, '--' + key)}: {path!r} is not right: {reason}; expected a readable file "
                     "with the token in it"
                 ) from None
+    if settings.policy_file:
+        from gpumem_exporter.actions.policy_file import read_policy  # only whoever has such a file pays for its parser
+
+        read_policy(Path(settings.policy_file), allowed=settings.action_allow)
 
 
 def _expected(error: Any) -> str:

@@ -25,6 +25,7 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
+    LastOom,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -33,6 +34,7 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
+from gpumem_exporter.events import Event
 from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
 
 GOLDEN = Path(__file__).parents[1] / "data" / "metrics.golden.txt"
@@ -77,6 +79,14 @@ CONTRACT = {
     "gpumem_torch_step": f"gauge {TORCH}",
     "gpumem_torch_phase_peak_bytes": f"gauge {TORCH} phase",
     "gpumem_torch_component_bytes": f"gauge {TORCH} component",
+    "gpumem_last_oom_timestamp_seconds": f"gauge {TORCH}",
+    "gpumem_last_oom_requested_bytes": f"gauge {TORCH}",
+    "gpumem_last_oom_device_free_bytes": f"gauge {TORCH}",
+    "gpumem_last_oom_limit_bytes": f"gauge {TORCH}",
+    "gpumem_last_oom_allocated_bytes": f"gauge {TORCH}",
+    "gpumem_last_oom_reserved_bytes": f"gauge {TORCH}",
+    "gpumem_last_oom_reclaimable_bytes": f"gauge {TORCH}",
+    "gpumem_last_oom_fragmented_bytes": f"gauge {TORCH}",
     "gpumem_exporter_build_info": "gauge version source python",
     "gpumem_nvml_up": "gauge",
     "gpumem_poll_duration_seconds": "gauge",
@@ -91,8 +101,11 @@ CONTRACT = {
     "gpumem_actions_total": "counter action outcome",
     "gpumem_action_freed_bytes_total": "counter action",
     "gpumem_action_duration_seconds": "histogram action",
+    "gpumem_events_total": "counter type",
     "gpumem_events_dropped_total": "counter",
+    "gpumem_held_requests": "gauge",
     "gpumem_policy_evaluations_total": "counter rule result",
+    "gpumem_alerts_total": "counter outcome",
 }
 """Every metric that users may depend on: its type and its labels. Taking a line away, or changing one, breaks them."""
 
@@ -159,6 +172,10 @@ def golden_page(*, openmetrics: bool) -> str:
     for outcome in ("accepted", "accepted", "invalid"):
         instruments.count_report(outcome)
     instruments.count_dropped()
+    instruments.know_policy("idle-cache")
+    instruments.count_policy("idle-cache", "unmet", 3)
+    instruments.count_alert("acted")
+    instruments.count_events([Event("process_started", 1.7e9), Event("oom", 1.7e9), Event("oom", 1.7e9)])
     results = (
         ActionResult(4711, "llm-pretrain", "0", "0", GPU_0, "done", freed_bytes=2 * GIB),
         ActionResult(4711, "llm-pretrain", "0", "1", GPU_1, "done", freed_bytes=0),
@@ -302,9 +319,30 @@ RICH = Snapshot(
         reporting(1, 4026532008, None, DeviceSample(GPU_0, allocated_bytes=6, reserved_bytes=2 * MIB), workload="a"),
     ),
     silent=(SilentReporter(ProcessKey(4026531836, 300), 300, 7000, "leaky", "1", 1_699_999_970.0),),
+    ooms=(
+        LastOom(
+            gpu="0",
+            uuid=GPU_0,
+            pid="4711",
+            workload="llm-pretrain",
+            rank="0",
+            session="oom:session-17",
+            number=1,
+            happened_seconds=60.0,
+            happened_unix_seconds=1_699_999_961.5,
+            requested_bytes=2 * GIB,
+            device_free_bytes=GIB,
+            limit_bytes=79 * GIB,
+            allocated_bytes=70 * GIB,
+            reserved_bytes=74 * GIB,
+            reclaimable_bytes=0,
+            fragmented_bytes=4 * GIB,
+        ),
+        LastOom("3", "GPU-gone", "298", "leaky", "1", "oom:dead", 7, -900.0, 1_699_999_001.5),
+    ),
 )
 """One of everything: a lost device, a MIG device, an old driver, processes that report in full, in part and not at all,
-two that share a pid, and one that fell silent."""
+two that share a pid, one that fell silent, one that ran out of memory, and one that died of it and left no figures."""
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def test_a_reply_comes_out_of_the_wire_as_it_went_in() -> None:
 def test_a_reply_of_a_newer_exporter_is_read_without_what_is_new() -> None:
     document = to_wire(REPLY)
     document["novelty"] = {"x": 1}
-    document["commands"][0]["mode"] = "step"
+    document["commands"][0]["colour"] = "red"
     assert reply_from_wire(document) == REPLY
 
 

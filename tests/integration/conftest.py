@@ -2,6 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
+from tests.exporter_process import ExporterProcess, wait_for
+
 pytest.register_assert_rewrite("tests.integration.end_to_end_checks")
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterProcess, str]]:
+    """One demo for all who look at its page, and where that is. A test may clear it, and leaves it running."""
+    from tests.integration.live_page import serving, state_of  # Playwright, for whoever needs it
+
+    with serving(tmp_path_factory.mktemp("demo"), "--demo") as (exporter, url):
+        wait_for(lambda: len(exporter.processes()) >= 14, "the demo's processes")
+        wait_for(lambda: len(state_of(exporter)["history"]["seconds"]) > 1, "two points of the past")
+        yield exporter, url

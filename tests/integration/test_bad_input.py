@@ -58,9 +58,11 @@ class StandingStill:
         return self.exporter.request("POST", REPORTS_PATH, document)
 
     def page(self) -> list[str]:
-        """The lines of a scrape, but for those that tell how long this scrape took."""
+        """The lines of a scrape, but for those that tell how long this scrape took, and what of CPU and memory."""
         lines = self.exporter.request("GET", "/metrics").body.decode().splitlines()
-        return [line for line in lines if not line.startswith("gpumem_scrape_collector_duration_seconds{")]
+        return [
+            line for line in lines if not line.startswith(("gpumem_scrape_collector_duration_seconds{", "process_"))
+        ]
 
     def state(self) -> tuple[Any, ...]:
         """All else that is known, but for what tells the time."""

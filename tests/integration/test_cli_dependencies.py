@@ -54,6 +54,8 @@ def test_a_missing_dependency_is_one_line_that_names_it_and_says_how_to_install(
         (("serve", "--log.level", "nonsense"), {"typer", "rich", "fastapi", "uvicorn", "pynvml"}),
         (("clear",), {"rich", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
         (("info", "--json", "--url", "unix:///nonexistent.sock"), {"rich", "fastapi", "uvicorn", "pynvml"}),
+        (("fleet", "gc", "--query", "up"), {"rich", "fastapi", "uvicorn", "pynvml", "prometheus_client"}),
+        (("top", "--once", "--json", "--url", "unix:///nonexistent.sock"), {"rich", "fastapi", "uvicorn", "pynvml"}),
     ],
 )
 def test_a_command_imports_only_what_it_needs(arguments: tuple[str, ...], unwanted: set[str]) -> None:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ class Exporter:
     log: Path
 
     def get(self, path: str) -> bytes:
-        with urllib.request.urlopen(self.url + path, timeout=10) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=60) as answer:
             body: bytes = answer.read()
             return body
 
@@ -44,7 +45,7 @@ class Exporter:
         asked = urllib.request.Request(
             self.url + "/api/v1/actions", json.dumps(request).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(asked, timeout=10) as answer:
+        with urllib.request.urlopen(asked, timeout=60) as answer:
             assert answer.status == 200
             return json.loads(answer.read())
 
@@ -142,6 +143,38 @@ def test_it_says_everywhere_that_it_is_a_demo(exporter: Exporter) -> None:
     assert all(process["workload"].startswith("demo-") for process in reporting(exporter))
 
 
+def test_phases_components_and_steps_of_its_trainings_are_shown(exporter: Exporter) -> None:
+    series = exporter.series()
+    phases = {dict(labels)["phase"] for labels in series["gpumem_torch_phase_peak_bytes"]}
+    assert phases == {"forward", "backward", "optimizer"}
+    allocated = series["gpumem_torch_allocated_bytes"]
+    components = series["gpumem_torch_component_bytes"]
+    assert {dict(labels)["component"] for labels in components} == {
+        "parameters",
+        "gradients",
+        "optimizer_state",
+        "other",
+    }
+    for rank in "0123":
+        labels = {"workload": "demo-llm-pretrain", "rank": rank}
+        assert total(components, **labels) == total(allocated, **labels) > 40 << 30
+
+
+def test_an_out_of_memory_error_of_its_past_is_an_event_and_stands_on_the_page(exporter: Exporter) -> None:
+    def known() -> list[Mapping[str, Any]]:
+        events: list[Mapping[str, Any]] = exporter.document("/api/v1/events?type=oom")["events"]
+        return events
+
+    event = eventually(known, bool)[0]
+    assert event["workload"] == "demo-asr-varlen"
+    assert event["detail"]["number"] == 1
+    assert event["detail"]["requested_bytes"] == 4 << 30
+    assert event["detail"]["allocator"]["reserved_bytes"] + (4 << 30) > event["detail"]["limit_bytes"]
+    assert 110 < time.time() - event["unix_seconds"] < 1200
+    last = exporter.series()["gpumem_last_oom_timestamp_seconds"]
+    assert [dict(labels)["workload"] for labels in last] == ["demo-asr-varlen"]
+
+
 def test_it_is_well(exporter: Exporter) -> None:
     health = exporter.document("/health")
     assert (health["status"], health["devices"]) == ("ok", 8)
@@ -204,6 +237,8 @@ def test_asked_to_stop_it_ends_in_time_and_without_complaint(tmp_path: Path) -> 
         stopping.process.send_signal(signal.SIGTERM)
         assert stopping.process.wait(timeout=5.0) == 0
         log = stopping.log.read_text()
+    # Some of its workloads run out of memory, and the exporter tells that.
+    log = "\n".join(line for line in log.splitlines() if 'msg="out of memory" workload=demo-' not in line)
     assert re.search(r"Traceback|level=(warning|error)", log) is None, log
 
 
@@ -295,3 +330,17 @@ def test_a_node_stops_in_time_whether_its_exporter_hangs_or_is_not_there() -> No
             node.stop(5.0)
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpumem-demo")]
             node.stop()
+
+
+def test_a_group_of_its_ranks_clears_after_the_same_step(own_exporter: Exporter) -> None:
+    ranks = {p["pid"]: p for p in reporting(own_exporter) if p["workload"] == "demo-moe-finetune"}
+    assert len(ranks) == 2
+    eventually(
+        lambda: [p["step_seconds"] for p in reporting(own_exporter) if p["pid"] in ranks], lambda paces: all(paces)
+    )
+    action = own_exporter.act(
+        action="empty_cache", target={"workload": "demo-moe-finetune"}, group=True, wait_seconds=50, deadline_seconds=45
+    )
+    assert action["state"] == "done", action
+    assert {row["step"] for row in action["results"]} == {action["at_step"]}
+    assert {row["pid"] for row in action["results"]} == set(ranks)

@@ -307,7 +307,7 @@ def test_a_process_that_dies_of_its_error_leaves_the_error_and_its_end_with_its_
     assert row["used_bytes"] == used
     assert row["allocated_bytes"] == 1 << 28
     assert row["non_torch_bytes"] == used - row["reserved_bytes"]
-    wait_for(lambda: f'pid="{process.pid}"' not in exporter.metrics().text, "its series to go")
+    wait_for(lambda: not exporter.metrics().states_of(process.pid), "its series to go")
     exporter.metrics().assert_ledgers_add_up()
 
 
@@ -329,7 +329,7 @@ def test_a_killed_process_has_ended_and_one_that_lives_through_a_killed_exporter
     (ended,) = events(exporter, type="process_ended")
     assert (ended["pid"], ended["detail"]["reason"]) == (dies.pid, "the process has gone")
     assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
-    assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action"]
+    assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action_asked", "action"]
     lives.call("stop_client")
     wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its farewell")
     last = events(exporter, pid=lives.pid)[-1]

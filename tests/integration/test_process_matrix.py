@@ -67,7 +67,7 @@ def say_the_same(exporter: ExporterProcess, node: EmulatedNode, *processes: Torc
 
 def nothing_is_left_of(exporter: ExporterProcess, *pids: int) -> None:
     for pid in pids:
-        wait_for(lambda pid=pid: f'pid="{pid}"' not in exporter.metrics().text, f"no series of {pid}")  # type: ignore[misc]
+        wait_for(lambda pid=pid: not exporter.metrics().states_of(pid), f"no series of {pid}")  # type: ignore[misc]
     exporter.metrics().assert_ledgers_add_up()
 
 

@@ -35,7 +35,7 @@ from tests.emulation.programs import Program
 from tests.emulation.torch_process import RemoteError, TorchProcess
 from tests.exporter_process import ExporterProcess, Metrics, wait_until_equal
 from tests.integration.device_truth import scrape, shown, truth
-from tests.integration.end_to_end_checks import COMPARED
+from tests.integration.end_to_end_checks import COMPARED, UNLIMITED
 
 STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
 STEPS_EACH = 250
@@ -212,7 +212,9 @@ class World:
 
 
 def _labels(metrics: Metrics, name: str) -> set[str]:
-    found = (dict(labels) for samples in metrics.samples.values() for labels in samples)
+    """The values of a label, but for those of the last out-of-memory errors: they stay when their process goes."""
+    states = (samples for metric, samples in metrics.samples.items() if not metric.startswith("gpumem_last_oom_"))
+    found = (dict(labels) for samples in states for labels in samples)
     return {labels[name] for labels in found if name in labels}
 
 
@@ -410,7 +412,7 @@ class RandomRun(RuleBasedStateMachine):
 def world(make_node: MakeNode, start_exporter: StartExporter) -> Iterator[World]:
     node = make_node(devices=len(DEVICES), total_bytes=16 * GIB)
     folder = Path(node.path) / "events"
-    flags = ("--report.interval", "0.1", "--collect.interval", "0.1", "--storage.path", str(folder))
+    flags = ("--report.interval", "0.1", "--collect.interval", "0.1", *UNLIMITED, "--storage.path", str(folder))
     world = World(node, start_exporter(node, *flags, "--log.level", "warning"))
     try:
         for _ in range(TORCH_PROCESSES):

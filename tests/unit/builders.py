@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
     NodeReading,
+    ProcessFacts,
     ProcessKey,
     ProcessMemory,
     ReportingProcess,
@@ -16,6 +18,7 @@ from gpumem_exporter.core.samples import (
 from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
 
 MIB = 1 << 20
+UNLIMITED = RateLimits(per_caller=10**9, per_process=10**9, clock=lambda: 0.0)
 UUIDS = tuple(f"GPU-0000000{i}-0000-0000-0000-000000000000" for i in range(8))
 
 
@@ -78,3 +81,19 @@ def node(*devices: DeviceReading, taken: float = 0.0, up: bool = True) -> NodeRe
     return NodeReading(
         taken_seconds=taken, taken_unix_seconds=taken, duration_seconds=0.001, up=up, devices=tuple(devices)
     )
+
+
+class NobodyHost:
+    """A host on which no process is known."""
+
+    def facts(self, pid: int) -> ProcessFacts | None:
+        return None
+
+    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        return None
+
+    def program(self, host_pid: int) -> int | None:
+        return None
+
+    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
+        return False

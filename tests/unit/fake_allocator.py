@@ -22,6 +22,8 @@ class FakeAllocator:
         self.reserved = 100
         self.freed = 0
         self.error: Exception | None = None
+        self.allocated_blocks = 0
+        self.counted = 0
 
     def devices(self) -> list[int]:
         return [0]
@@ -56,3 +58,7 @@ class FakeAllocator:
 
     def reset_peak(self, index: int) -> None:
         self.resets.append(index)
+
+    def allocations(self, index: int) -> tuple[int, int]:
+        self.counted += 1
+        return self.allocated_blocks, 0

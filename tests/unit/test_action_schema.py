@@ -24,10 +24,11 @@ def test_a_full_request_arrives_whole() -> None:
     target = {"gpu": "0:1", "uuid": "MIG-1", "pid": 4711, "workload": "w", "rank": "0"}
     read = read_action(
         body(
-            action="reset_peak",
+            action="empty_cache",
             target=target,
-            mode="now",
-            group=False,
+            mode="step",
+            group=True,
+            at_step=120,
             collect_garbage=True,
             deadline_seconds=5,
             wait_seconds=0,
@@ -36,14 +37,39 @@ def test_a_full_request_arrives_whole() -> None:
         )
     )
     assert read.wait_seconds == 0
-    assert read.request() == ActionRequest("reset_peak", Target(**target), "now", True, 5.0, True, "because")
+    assert read.request() == ActionRequest(
+        action="empty_cache",
+        target=Target(**target),
+        mode="step",
+        group=True,
+        at_step=120,
+        collect_garbage=True,
+        deadline_seconds=5.0,
+        dry_run=True,
+        reason="because",
+    )
+
+
+def test_a_group_acts_at_a_step_and_everything_else_at_once_unless_it_says_otherwise() -> None:
+    assert read_action(body()).request().mode == "now"
+    assert read_action(body(group=True)).request().mode == "step"
+    assert read_action(body(mode="idle")).request().mode == "idle"
+    fraction = read_action(body(action="set_memory_fraction", fraction=0.5, force=True)).request()
+    assert (fraction.fraction, fraction.force) == (0.5, True)
 
 
 @pytest.mark.parametrize(
     ("field", "said", "changes"),
     [
         ("action", "empty_cache, collect_garbage, reset_peak", {"action": "explode"}),
-        ("action", "empty_cache", {"action": "terminate"}),
+        ("mode", "now, or not at all", {"action": "terminate", "mode": "step"}),
+        ("mode", "step, or left out, not now", {"group": True, "mode": "now"}),
+        ("at_step", "group must be true", {"at_step": 5}),
+        ("fraction", "is missing", {"action": "set_memory_fraction"}),
+        ("fraction", "set_memory_fraction alone", {"fraction": 0.5}),
+        ("fraction", "less than or equal to 1", {"action": "set_memory_fraction", "fraction": 1.5}),
+        ("force", "set_memory_fraction alone", {"force": True}),
+        ("collect_garbage", "empty_cache alone", {"action": "reset_peak", "collect_garbage": True}),
         ("action", "string", {"action": 1}),
         ("target", "names nothing", {"target": {}}),
         ("target", "names nothing", {"target": {"all": False}}),
@@ -54,8 +80,8 @@ def test_a_full_request_arrives_whole() -> None:
         ("target.pid", "integer", {"target": {"pid": "1"}}),
         ("target.pid", "1", {"target": {"pid": 0}}),
         ("target.workload", "256", {"target": {"workload": "x" * 10_000}}),
-        ("mode", "there is now", {"mode": "step"}),
-        ("group", "False", {"group": True}),
+        ("mode", "there is now, step, idle", {"mode": "soon"}),
+        ("group", "boolean", {"group": "yes"}),
         ("deadline_seconds", "greater than 0", {"deadline_seconds": 0}),
         ("deadline_seconds", "3600", {"deadline_seconds": 3601}),
         ("deadline_seconds", "finite", {"deadline_seconds": float("nan")}),

@@ -8,6 +8,8 @@ from rich.console import Console
 
 from gpumem_exporter.cli.action_tables import action_tables, summary
 from gpumem_exporter.cli.asking import ActionOptions, exit_code, request_body
+from gpumem_exporter.cli.clear import ClearOptions
+from gpumem_exporter.cli.fraction import FractionOptions
 from gpumem_exporter.errors import ConfigurationError
 
 
@@ -77,16 +79,30 @@ def test_a_wait_that_is_no_time_is_refused(seconds: float) -> None:
 
 
 def test_the_request_carries_what_the_api_takes() -> None:
-    options = ActionOptions(pid="7", dry_run=True, deadline_seconds=5.0, reason="room")
-    assert request_body("empty_cache", options, collect_garbage=True) == {
+    options = ClearOptions(pid="7", dry_run=True, deadline_seconds=5.0, reason="room", collect_garbage=True, group=True)
+    assert request_body("empty_cache", options) == {
         "action": "empty_cache",
         "target": {"pid": 7},
-        "mode": "now",
+        "mode": "step",
+        "group": True,
         "collect_garbage": True,
         "deadline_seconds": 5.0,
         "dry_run": True,
         "reason": "room",
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (ClearOptions(everything=True, mode="soon"), "--mode soon: must be now, step, idle"),
+        (ClearOptions(everything=True, mode="now", group=True), "leave out --mode now"),
+        (FractionOptions(everything=True, fraction=1.5), "F 1.5: must be over 0 and at most 1"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_anybody_is_asked(options: ActionOptions, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        request_body("empty_cache", options)
 
 
 @pytest.mark.parametrize(

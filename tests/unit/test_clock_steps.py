@@ -12,6 +12,7 @@ import pytest
 import gpumem_exporter
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import ActionRequest, Target
+from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NvmlUnavailableError
@@ -19,7 +20,7 @@ from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
 from gpumem_exporter.protocol import ProcessIdentity
 
-from .builders import UUIDS, device, node, report, sample
+from .builders import UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 
 DAY_SECONDS = 86_400.0
 STEPS = pytest.mark.parametrize("step_seconds", [-DAY_SECONDS, -0.5, 0.5, DAY_SECONDS])
@@ -76,6 +77,8 @@ def test_an_actions_deadline_and_duration_are_not_moved(clocks: Clocks, step_sec
         clock=clocks.monotonic,
         wall_clock=clocks.wall,
         on_finished=lambda action: None,
+        terminator=Terminator(NobodyHost()),
+        limits=UNLIMITED,
     )
     action = dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by="ada")
     assert action.created_unix_seconds == clocks.wall()

@@ -7,14 +7,27 @@ from typing import Any, TypeVar
 
 import pytest
 
-from gpumem_exporter.actions.dispatcher import ANSWER_GRACE_SECONDS, Dispatcher
-from gpumem_exporter.actions.model import ACTIONS, Action, ActionRequest, Target
+from gpumem_exporter.actions.dispatcher import (
+    ANSWER_GRACE_SECONDS,
+    GROUP_ANSWER_SECONDS,
+    GROUP_LEAD_SECONDS,
+    Dispatcher,
+)
+from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action, ActionRequest, Asked, Target
+from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.errors import ActionNotAllowedError, IdempotencyConflictError, TargetNotFoundError
-from gpumem_exporter.protocol import CommandResult, DeviceResult
+from gpumem_exporter.errors import (
+    ActionNotAllowedError,
+    GroupIncompleteError,
+    IdempotencyConflictError,
+    TargetNotFoundError,
+    TooManyActionsError,
+)
+from gpumem_exporter.protocol import MODES, CommandResult, DeviceResult
 
-from .builders import MIB, UUIDS, device, node, report, sample
+from .builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 
 T = TypeVar("T")
 EVERYBODY = Target(all=True)
@@ -28,18 +41,23 @@ class Bench:
         self.finished: list[Action] = []
         self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=10)
         self.store.put_reading(node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1"), taken=100.0))
-        self.dispatcher = Dispatcher(
-            self.store,
-            allowed=frozenset(ACTIONS),
-            clock=lambda: self.now,
-            wall_clock=lambda: 1e9 + self.now,
-            on_finished=self.finished.append,
-        )
+        self.dispatcher = self.build()
         self.sequence = 0
         self.first = self.put(
             1, rank="0", devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB), sample(UUIDS[1], 2 * MIB, MIB, MIB))
         )
         self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
+
+    def build(self, **changes: Any) -> Dispatcher:
+        return Dispatcher(
+            self.store,
+            allowed=frozenset(DEFAULT_ACTIONS),
+            clock=lambda: self.now,
+            wall_clock=lambda: 1e9 + self.now,
+            on_finished=self.finished.append,
+            terminator=Terminator(NobodyHost()),
+            **{"limits": UNLIMITED, **changes},
+        )
 
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
         self.sequence += 1
@@ -275,14 +293,7 @@ def test_a_repeated_request_with_the_same_key_is_the_first_one_s_action(bench: B
 
 def test_actions_are_remembered_newest_first_and_boundedly() -> None:
     bench = Bench()
-    bench.dispatcher = Dispatcher(
-        bench.store,
-        allowed=frozenset(ACTIONS),
-        clock=lambda: bench.now,
-        wall_clock=lambda: bench.now,
-        on_finished=bench.finished.append,
-        kept_actions=3,
-    )
+    bench.dispatcher = bench.build(kept_actions=3)
     ids = []
     for _ in range(5):
         bench.now += 0.1
@@ -294,3 +305,185 @@ def test_actions_are_remembered_newest_first_and_boundedly() -> None:
 def test_waiting_for_an_action_that_never_was_is_an_error(bench: Bench) -> None:
     with pytest.raises(KeyError):
         run(bench.dispatcher.wait("nobody", 0))
+
+
+class Ranks(Bench):
+    """Two ranks that make a step each 0.1 s and have ended 50 and 48 of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.rank(1, "0", 50)
+        self.second = self.rank(2, "1", 48)
+
+    def rank(self, pid: int, rank: str, step: int | None, **changes: Any) -> ReportingProcess:
+        known = {"modes": MODES, "step": step, "step_seconds": 0.1, "devices": (sample(UUIDS[0], 0, MIB),)}
+        return self.put(pid, rank=rank, **{**known, **changes})
+
+    def ask_group(self, **changes: Any) -> Action:
+        return self.ask(**{"target": Target(rank="0"), "mode": "step", "group": True, **changes})
+
+    def says(self, process: ReportingProcess, *waiting: str) -> ReportingProcess:
+        """The process reports again, and names what waits there."""
+        told = dataclasses.replace(process, report=dataclasses.replace(process.report, waiting=waiting))
+        self.dispatcher.take_results(told)
+        return told
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_a_group_is_every_rank_of_the_workload_at_one_step_that_none_has_reached(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        ranks.now += 1.0  # the last samples are a second old: rank 0 may be at step 60 by now
+        action = ranks.ask_group()
+        assert action.at_step == 50 + 10 + round(GROUP_LEAD_SECONDS / 0.1)
+        for process in (ranks.first, ranks.second):
+            (command,) = await ranks.dispatcher.commands(process, 0)
+            assert (command.mode, command.at_step) == ("step", action.at_step)
+
+    run(scenario())
+
+
+def test_slow_steps_are_two_steps_ahead_and_none_is_behind_its_deadline(ranks: Ranks) -> None:
+    ranks.rank(1, "0", 50, step_seconds=10.0)
+    with pytest.raises(GroupIncompleteError, match=r"step 88 ends in about 380\.0 s, the deadline is in 30 s"):
+        ranks.ask_group()  # rank 1 makes forty steps within the lead, for which rank 0 takes minutes
+    ranks.rank(2, "1", 48, step_seconds=10.0)
+    with pytest.raises(GroupIncompleteError, match=r"step 52 ends in about 40\.0 s"):
+        ranks.ask_group()
+    assert ranks.ask_group(deadline_seconds=60).at_step == 52
+    with pytest.raises(GroupIncompleteError, match=r"step 52 ends in about 40\.0 s, the deadline is in 5 s"):
+        ranks.ask_group(deadline_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"modes": ("now",)}, r"pid 2 \(rank 1\): its reporter knows the mode now alone"),
+        ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\): it runs reset_peak"),
+        ({"step": None}, r"pid 2 \(rank 1\) makes no steps"),
+        ({"step_seconds": None}, r"pid 2 \(rank 1\) makes no steps"),
+        ({"workload": "another"}, "one workload; the target has another, train"),
+    ],
+)
+def test_a_group_with_a_rank_that_cannot_does_not_begin(ranks: Ranks, changes: dict[str, Any], said: str) -> None:
+    ranks.rank(2, "1", **{"step": 48, **changes})
+    with pytest.raises(GroupIncompleteError, match=said):
+        ranks.ask_group(target=EVERYBODY)
+    assert ranks.dispatcher.recent() == ()
+
+
+def test_what_a_process_holds_is_not_given_to_it_again(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask(mode="step")
+        assert len(await ranks.dispatcher.commands(ranks.first, 0)) == 1
+        told = ranks.says(ranks.first, action.id)
+        assert await ranks.dispatcher.commands(told, 0) == ()
+        assert ranks.dispatcher.cancelled(told) == ()
+
+    run(scenario())
+
+
+def test_a_group_that_one_rank_does_not_answer_is_called_off_and_says_which(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask_group()
+        await ranks.dispatcher.commands(ranks.first, 0)
+        held = ranks.says(ranks.first, action.id)
+        answer = asyncio.create_task(ranks.dispatcher.commands(held, 5))
+        await asyncio.sleep(0)
+        ranks.now += GROUP_ANSWER_SECONDS
+        ranks.dispatcher.expire()
+        assert await answer == ()
+        assert ranks.dispatcher.cancelled(held) == (action.id,)
+        ranks.answer(held, action, "refused")
+        (finished,) = ranks.finished
+        assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
+        assert "did not ask for work in time" in finished.results[0].reason
+
+    run(scenario())
+
+
+def test_a_group_is_called_off_when_a_rank_goes_or_refuses(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        for end in ("gone", "refused"):
+            action = ranks.ask_group()
+            for process in (ranks.first, ranks.second):
+                await ranks.dispatcher.commands(process, 0)
+                ranks.says(process, action.id)
+            if end == "gone":
+                ranks.dispatcher.process_gone(ranks.second.key, "it has ended")
+            else:
+                ranks.answer(ranks.second, action, "refused")
+            assert ranks.dispatcher.cancelled(ranks.says(ranks.first, action.id)) == (action.id,)
+            ranks.answer(ranks.first, action, "refused")
+            assert ranks.finished[-1].id == action.id
+
+    run(scenario())
+
+
+def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ranks) -> None:
+    assert ranks.dispatcher.cancelled(ranks.says(ranks.first, "before")) == ("before",)
+
+
+def test_no_process_hears_of_an_action_before_it_is_written_down(bench: Bench) -> None:
+    async def scenario() -> None:
+        written = asyncio.Event()
+        asked: list[Asked] = []
+
+        async def write_down(one: Asked) -> None:
+            asked.append(one)
+            await written.wait()
+
+        bench.dispatcher = bench.build(before_release=write_down)
+        action = bench.ask(idempotency_key="k", reason="room")
+        answer = asyncio.create_task(bench.dispatcher.commands(bench.first, 5))
+        await asyncio.sleep(0)
+        assert await bench.dispatcher.commands(bench.second, 0) == ()
+        written.set()
+        assert [command.id for command in await answer] == [action.id]
+        assert [command.id for command in await bench.dispatcher.commands(bench.second, 0)] == [action.id]
+        (one,) = asked
+        assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
+        assert one.processes == ((1, "train", "0"), (2, "train", "1"))
+
+    run(scenario())
+
+
+def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
+    action = dataclasses.replace(bench.ask(dry_run=True), id="before")
+    request = ActionRequest("empty_cache", EVERYBODY)
+    bench.dispatcher.recall(action, Asked(action, request, "k", ()))
+    assert bench.dispatcher.get("before") == action
+    assert bench.ask(idempotency_key="k") == action
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", idempotency_key="k")
+
+
+def test_whoever_asks_too_often_is_told_when_to_come_again(bench: Bench) -> None:
+    bench.dispatcher = bench.build(limits=RateLimits(per_caller=2, per_process=100, clock=lambda: bench.now))
+    for _ in range(2):
+        bench.ask()
+    with pytest.raises(TooManyActionsError) as caught:
+        bench.ask()
+    assert caught.value.retry_seconds == pytest.approx(30.0)
+    bench.ask(dry_run=True)  # touches nothing, and is not counted
+
+
+@pytest.mark.parametrize(
+    ("action", "target", "uuids"),
+    [
+        ("empty_cache", Target(gpu="1"), ()),
+        ("collect_garbage", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1, gpu="1"), (UUIDS[1],)),
+        ("set_memory_fraction", Target(pid=1, gpu="1"), (UUIDS[1],)),
+    ],
+)
+def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_another(
+    bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
+) -> None:
+    bench.ask(action, target)
+    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    assert command.uuids == uuids

@@ -39,11 +39,11 @@ class ScriptedDisk(Storage):
         self._trouble()
         super().tend()
 
-    def append(self, events: Sequence[Event]) -> None:
+    def append(self, events: Sequence[Event]) -> list[Event]:
         self._trouble()
         if any(event.workload == self.poison for event in events if self.poison):
             raise ValueError("cannot be written")
-        super().append(events)
+        return super().append(events)
 
     def read(self, query: Query) -> Page:
         self._trouble()
@@ -58,10 +58,12 @@ class Bench:
     def __init__(self, max_waiting: int = 100) -> None:
         self.disk = ScriptedDisk()
         self.dropped: list[int] = []
+        self.counted: list[str | None] = []
         self.log = EventLog(
             self.disk,
             clock=time.monotonic,
             on_dropped=self.dropped.append,
+            on_kept=lambda events: self.counted.extend(event.workload for event in events),
             retry_seconds=0.01,
             max_waiting=max_waiting,
         )
@@ -100,6 +102,29 @@ def test_what_is_put_before_it_is_started_is_kept_as_well(bench: Bench) -> None:
     kept = bench.put("early")
     bench.log.start()
     assert kept.result(WAIT)
+
+
+def test_each_event_counts_once_when_it_is_kept_and_only_where_it_is_news(bench: Bench) -> None:
+    bench.disk.error = "no"
+    bench.log.start()
+    first = [Event("oom", 1.0, workload="a", subject="s"), Event("oom", 1.0, workload="b")]
+    assert not bench.log.put(first).result(WAIT)
+    assert bench.counted == []
+    bench.disk.error = ""
+    bench.until(lambda: bench.log.status().waiting == 0)
+    assert bench.log.put([Event("oom", 2.0, workload="again", subject="s")]).result(WAIT)
+    assert bench.log.put([Event("device_lost", 2.0, workload="other", subject="s")]).result(WAIT)
+    assert bench.counted == ["a", "b", "other"] == bench.kept()
+
+
+def test_an_event_is_counted_before_anybody_is_told_that_it_is_kept(bench: Bench) -> None:
+    counted: list[list[str | None]] = []
+    kept = bench.put("a")
+    kept.add_done_callback(lambda _: counted.append(list(bench.counted)))
+    bench.log.start()
+    assert kept.result(WAIT)
+    assert bench.kept() == ["a"]
+    assert counted == [["a"]]
 
 
 def test_nobody_waits_for_a_disk_that_hangs_and_the_status_says_how_long_it_does(bench: Bench) -> None:

@@ -37,6 +37,7 @@ class Bench:
     def __init__(self) -> None:
         self.now = 100.0
         self.log = RecordedLog()
+        self.shown: list[Event] = []
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
         self.recorder = Recorder(
             self.log,  # type: ignore[arg-type]
@@ -44,6 +45,7 @@ class Bench:
             report_expiry_seconds=15,
             reading_expiry_seconds=5,
             wall_clock=lambda: 1e9 + self.now,
+            on_ooms=self.shown.extend,
         )
 
     def report(self, pid: int = 7, *, host_pid: int | None = None, **changes: Any) -> Future[bool] | None:

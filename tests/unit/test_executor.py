@@ -21,7 +21,7 @@ class Bench:
 
     def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
         command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
-        return self.executor.run(command, sent_seconds=100.0)
+        return self.executor.run(command, expires_seconds=100.0 + command.deadline_seconds)
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
+    LastOom,
     NodeReading,
     ProcessFacts,
     ProcessKey,
@@ -198,12 +199,32 @@ _silent = st.builds(
     rank=_text,
     last_report_unix_seconds=st.floats(1e9, 2e9),
 )
+_oom = st.builds(
+    LastOom,
+    gpu=st.sampled_from(["0", "0:1", ""]),
+    uuid=_uuid,
+    pid=st.sampled_from(["1", "2", "2@1"]),
+    workload=_text,
+    rank=_text,
+    session=st.just("s"),
+    number=st.just(1),
+    happened_seconds=st.just(1.0),
+    happened_unix_seconds=st.floats(1e9, 2e9),
+    requested_bytes=_bytes,
+    device_free_bytes=_bytes,
+    limit_bytes=_bytes,
+    allocated_bytes=_bytes,
+    reserved_bytes=_bytes,
+    reclaimable_bytes=_bytes,
+    fragmented_bytes=_bytes,
+)
 _snapshots = st.builds(
     Snapshot,
     taken_seconds=st.just(10.0),
     node=st.none() | _node,
     processes=st.lists(_reporting(), max_size=4).map(tuple),
     silent=st.lists(_silent, max_size=3).map(tuple),
+    ooms=st.lists(_oom, max_size=3, unique_by=lambda oom: (oom.uuid, oom.pid)).map(tuple),
 )
 
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -756,7 +777,10 @@ def test_collecting_does_not_raise_when_there_is_no_snapshot_to_be_had(caplog: p
 
 
 def action(*results: ActionResult, dry_run: bool = False) -> Action:
-    return Action("id", "empty_cache", "done", "me", 0.0, Target(all=True), dry_run, "", results, duration_seconds=0.02)
+    target = Target(all=True)
+    return Action(
+        "id", "empty_cache", "done", "me", 0.0, target, dry_run=dry_run, results=results, duration_seconds=0.02
+    )
 
 
 def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None) -> ActionResult:

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionRequest, Target
+from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.protocol import ProcessIdentity
 from gpumem_exporter.server.presence import Presence
-from tests.unit.builders import identity, report
+from tests.unit.builders import UNLIMITED, NobodyHost, identity, report
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Bench:
             clock=self.clock,
             wall_clock=self.clock,
             on_finished=self.finished.append,
+            terminator=Terminator(NobodyHost()),
+            limits=UNLIMITED,
         )
         self.presence = Presence(self.store, self.dispatcher, self.host, clock=self.clock, report_interval_seconds=1.0)
 

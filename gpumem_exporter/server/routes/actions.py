@@ -1,4 +1,4 @@
-"""`/api/v1/actions`: asking for an action, and the audit log. The guard has decided who may.
+"""`/api/v1/actions`: asking for an action, taking it back, and the audit log. The guard has decided who may.
 
 Parameters are read by hand: the first one that FastAPI reads itself makes it import all of pydantic's version 1, which
 is a tenth of the exporter's start and two of its megabytes.
@@ -11,8 +11,15 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.errors import ActionNotAllowedError, IdempotencyConflictError, TargetNotFoundError
+from gpumem_exporter.errors import (
+    ActionNotAllowedError,
+    GroupIncompleteError,
+    IdempotencyConflictError,
+    TargetNotFoundError,
+    TooManyActionsError,
+)
 from gpumem_exporter.server.action_schema import action_document, read_action
 from gpumem_exporter.server.guard import ACTIONS_PATH
 from gpumem_exporter.server.problems import FieldError, ProblemError
@@ -29,6 +36,15 @@ _OBJECT = {"application/json": {"schema": {"type": "object"}}}
 _PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
 
 
+_WHO_TERMINATES = (
+    "terminate needs to know who asks: send the token of --action.token-file, or ask over --web.listen-socket; loopback"
+    " is every user's"
+)
+
+
+_NO_SUCH_ACTION = "there is no such action, or it is so old that it was forgotten"
+
+
 def _problems(**details: str) -> dict[int | str, dict[str, Any]]:
     return {int(key[1:]): {"description": text, "content": _PROBLEM} for key, text in details.items()}
 
@@ -40,8 +56,9 @@ _ASKED: dict[int | str, dict[str, Any]] = {
         _401="no token, or a wrong one",
         _403="not from here, or the action is not allowed",
         _404="nothing that reports matches the target",
-        _409="the Idempotency-Key came before with another request",
+        _409="the Idempotency-Key came before with another request, or not every rank of a group can take part",
         _422="the request is not right",
+        _429="the caller, or a process, has had its share of actions; `Retry-After` says when there is one more",
     ),
 }
 _ASKING: dict[str, Any] = {
@@ -83,6 +100,10 @@ def actions_router(runtime: Runtime) -> APIRouter:
         """Ask for an action on chosen processes and wait for its results, for `wait_seconds` at most."""
         key = _idempotency_key(request.headers.get("idempotency-key"))
         body = read_action(await request.body())
+        if body.action == "terminate" and not _known(request.state.caller):
+            raise ProblemError(403, _WHO_TERMINATES)
+        if key is not None:
+            await runtime.audit.recalled()
         action = _submit(
             lambda: dispatcher.submit(body.request(), requested_by=request.state.caller, idempotency_key=key)
         )
@@ -90,6 +111,7 @@ def actions_router(runtime: Runtime) -> APIRouter:
             await runtime.holds.until(dispatcher.wait(action.id, body.wait_seconds), request.receive)
             action = dispatcher.get(action.id) or action
         if action.finished:
+            await runtime.audit.kept(action)
             return json_response(action_document(action))
         response = json_response(action_document(action), 202)
         response.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
@@ -111,10 +133,32 @@ def actions_router(runtime: Runtime) -> APIRouter:
         """One action as it stands."""
         action = dispatcher.get(request.path_params["action_id"])
         if action is None:
-            raise ProblemError(404, "there is no such action, or it is so old that it was forgotten")
+            raise ProblemError(404, _NO_SUCH_ACTION)
         return json_response(action_document(action))
 
+    @router.delete(
+        ACTIONS_PATH + "/{action_id}",
+        response_class=Response,
+        responses={
+            200: {"description": "as it ended", "content": _OBJECT},
+            202: {"description": "told to those who wait; ask again for its end", "content": _OBJECT},
+            **_problems(_401="no token, or a wrong one", _403="not from here", _404="no such action"),
+        },
+        openapi_extra=_ONE,
+    )
+    async def cancel(request: Request) -> Response:
+        """Take back what has not begun of an action; what has begun or ended stays as it is. Safe to repeat."""
+        action = dispatcher.cancel(request.path_params["action_id"], requested_by=request.state.caller)
+        if action is None:
+            raise ProblemError(404, _NO_SUCH_ACTION)
+        return json_response(action_document(action), 200 if action.finished else 202)
+
     return router
+
+
+def _known(caller: str) -> bool:
+    """Loopback alone is no name: every user of the machine has it."""
+    return not caller.startswith("tcp:")
 
 
 def _submit(submit: Callable[[], Action]) -> Action:
@@ -124,7 +168,9 @@ def _submit(submit: Callable[[], Action]) -> Action:
         raise ProblemError(403, str(error)) from None
     except TargetNotFoundError as error:
         raise ProblemError(404, str(error)) from None
-    except IdempotencyConflictError as error:
+    except TooManyActionsError as error:
+        raise ProblemError(429, str(error), {"Retry-After": retry_after(error.retry_seconds)}) from None
+    except (IdempotencyConflictError, GroupIncompleteError) as error:
         raise ProblemError(409, str(error)) from None
 
 

@@ -36,7 +36,7 @@ class ReportsRoute:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._reader = ReportReader()
-        self._nothing_to_do = self._reply_body(())
+        self._nothing_to_do = self._reply_body((), ())
         self._retry_after = str(max(1, round(runtime.settings.report_expiry)))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,12 +71,12 @@ class ReportsRoute:
             # The reporter forgets what was answered: an error that is not on the disk yet would be nowhere.
             await wait_until_kept(runtime.events.log, kept)
         if report.final:
-            return self._reply(())
+            return self._reply((), ())
         commands = await self._commands(process, report, receive)
         if commands is GONE:
             runtime.presence.connection_lost(process)
             return None
-        return self._reply(() if isinstance(commands, Ended) else commands)
+        return self._reply(() if isinstance(commands, Ended) else commands, runtime.dispatcher.cancelled(process))
 
     async def _take(self, report: Report, caller: Caller) -> ReportingProcess:
         """Put the report where it belongs and return its process with this very report.
@@ -113,16 +113,16 @@ class ReportsRoute:
         runtime = self._runtime
         hold_seconds = min(report.hold_seconds, runtime.settings.report_interval)
         commands = await runtime.dispatcher.commands(process, 0)
-        if commands or hold_seconds <= 0:
+        if commands or hold_seconds <= 0 or runtime.dispatcher.cancelled(process):
             return commands
         return await runtime.holds.until(runtime.dispatcher.commands(process, hold_seconds), receive)
 
-    def _reply(self, commands: tuple[Command, ...]) -> Response:
-        body = self._reply_body(commands) if commands else self._nothing_to_do
+    def _reply(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> Response:
+        body = self._reply_body(commands, cancelled) if commands or cancelled else self._nothing_to_do
         return Response(body, media_type="application/json")
 
-    def _reply_body(self, commands: tuple[Command, ...]) -> bytes:
-        reply = Reply(commands=commands, report_interval_seconds=self._runtime.settings.report_interval)
+    def _reply_body(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
+        reply = Reply(commands, cancelled, self._runtime.settings.report_interval)
         return json.dumps(to_wire(reply)).encode()
 
     def _refused(

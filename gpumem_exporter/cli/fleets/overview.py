@@ -1,0 +1,147 @@
+"""The devices of a fleet: what each exporter says of its own, and what that comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpumem_exporter.cli.fleets.asks import Failure, Nodes
+from gpumem_exporter.cli.fleets.naming import Place, places
+from gpumem_exporter.cli.fleets.options import LookOptions
+from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from gpumem_exporter.cli.sizes import UNKNOWN, human_bytes, human_ratio
+from gpumem_exporter.cli.terminal import plain, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["Overview", "look"]
+
+Document = Mapping[str, Any]
+
+_COLUMNS = (
+    ("exporter", "left"),
+    ("gpu", "left"),
+    ("name", "cut"),
+    ("busy", "right"),
+    ("total", "right"),
+    ("used", "right"),
+    ("free", "right"),
+    ("reclaimable", "right"),
+    ("fragmented", "right"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What the exporters that a query names said of their devices."""
+
+    read: Mapping[Place, Document | Failure]
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def complete(self) -> bool:
+        """Every exporter has answered."""
+        return not any(isinstance(document, Failure) for document in self.read.values())
+
+    def document(self) -> dict[str, Any]:
+        """All of it, for programs."""
+        exporters = []
+        for place, it in self.read.items():
+            where: dict[str, Any] = {"instance": place.instance, "url": place.url}
+            if isinstance(it, Failure):
+                exporters.append({**where, "error": it.reason, "devices": []})
+            else:
+                exporters.append({**where, "error": None, **it})
+        return {"exporters": exporters, "warnings": list(self.warnings)}
+
+    def tables(self) -> Iterator[RenderableType]:
+        """A row for each device, what is wrong, and the sums at the end, where a shell's user looks first."""
+        yield from self._demo()
+        yield from self._devices()
+        yield from self._troubles()
+        yield self._sums()
+
+    def screen(self) -> Iterator[RenderableType]:
+        """The same from the top of a screen: what it cuts off at the bottom are devices."""
+        yield from self._demo()
+        yield self._sums()
+        yield from self._troubles()
+        yield from self._devices()
+
+    def _answers(self) -> Iterator[tuple[Place, Document]]:
+        return ((place, it) for place, it in self.read.items() if not isinstance(it, Failure))
+
+    def _demo(self) -> Iterator[Text]:
+        if any(document.get("source") == "demo" for _, document in self._answers()):
+            yield plain("DEMO: simulated devices and processes", "bold yellow")
+
+    def _devices(self) -> Iterator[Table]:
+        rows = [_cells(place, device) for place, document in self._answers() for device in _devices(document)]
+        if rows:
+            yield table("", _COLUMNS, rows)
+
+    def _troubles(self) -> Iterator[Text]:
+        for place, it in self.read.items():
+            for trouble in (it.reason,) if isinstance(it, Failure) else _troubles(it):
+                yield plain(f"{place.instance}: {trouble}", "bold red")
+
+    def _sums(self) -> Text:
+        if not self.read:
+            return plain("The query names no exporter.")
+        devices = [device for _, document in self._answers() for device in _devices(document)]
+        memory = [device["memory"] for device in devices if device.get("memory")]
+        reclaimable = [device["ledger"]["torch_reclaimable"] for device in devices if device.get("ledger")]
+        used, total = (human_bytes(sum(one[name] for one in memory)) for name in ("used_bytes", "total_bytes"))
+        answered = len(list(self._answers()))
+        said = f"{answered} of {len(self.read)} exporters, {len(devices)} devices: {used} of {total} used"
+        back = f"; a clear would give back {human_bytes(sum(reclaimable))}" if reclaimable else ""
+        return plain(f"{said}{back}.", "bold")
+
+
+def look(prometheus: Prometheus, options: LookOptions, token: str) -> Overview:
+    """Ask Prometheus for the exporters and each of them for its devices.
+
+    Raises:
+        ConfigurationError: the query is wrong, or its series lead to no exporter.
+        PrometheusError: the query could not be evaluated.
+    """
+    found = prometheus.query(options.query)
+    exporters = places(found.series, options.instance_url)
+    return Overview(_read(exporters, options, token), found.warnings)
+
+
+def _read(exporters: Sequence[Place], options: LookOptions, token: str) -> Mapping[Place, Document | Failure]:
+    nodes = Nodes(exporters, token=token, parallel=options.parallel)
+    try:
+        return nodes.read(exporters, "devices")
+    finally:
+        nodes.close()
+
+
+def _devices(document: Document) -> Sequence[Document]:
+    return document.get("devices") or ()
+
+
+def _troubles(document: Document) -> Iterator[str]:
+    nvml = document.get("nvml") or {}
+    if not nvml.get("up", False):
+        yield f"driver: {nvml.get('error') or 'not read yet'}"
+    for device in _devices(document):
+        if not device.get("up", True):
+            yield f"gpu {device['gpu']}: {device.get('error') or 'does not answer'}"
+
+
+def _cells(place: Place, device: Document) -> tuple[str | Text, ...]:
+    memory, ledger = device.get("memory") or {}, device.get("ledger") or {}
+    return (
+        place.instance,
+        device.get("gpu") or UNKNOWN,
+        " ".join(filter(None, (device.get("name"), device.get("mig_profile")))) or UNKNOWN,
+        human_ratio(device.get("utilization_ratio")),
+        *(human_bytes(memory.get(f"{name}_bytes")) for name in ("total", "used", "free")),
+        *(human_bytes(ledger.get(f"torch_{name}")) for name in ("reclaimable", "fragmented")),
+    )

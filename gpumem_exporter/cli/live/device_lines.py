@@ -1,0 +1,147 @@
+"""The devices of `top`: a line each, with the ledger as a bar and its figures beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpumem_exporter.cli.ledger_bar import SEGMENTS, Segment, bar_lengths
+from gpumem_exporter.cli.live.cells import cell, line, width_of
+from gpumem_exporter.cli.sizes import UNKNOWN, human_ratio, short_bytes
+from gpumem_exporter.cli.terminal import plain
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["device_lines", "legend"]
+
+Device = Mapping[str, Any]
+
+_WIDE = 120
+"""From here on every part of the bar has its figure, and the headings are the legend."""
+_BUSY_WIDTH, _FIGURE_WIDTH = 5, 6
+_NAME_WIDTHS = (16, 28)
+"""The most that a name gets, on a narrow and on a wide screen."""
+_UNCUT = 180
+"""What is left beside a name that is shown whole."""
+_LONGEST_BAR = 100
+_MAKER = "NVIDIA "
+_RECLAIMABLE = SEGMENTS[1]
+_MEMORY_ALONE: tuple[Segment, ...] = (
+    Segment("used", ("used",), "█", "#", "blue"),
+    Segment("reserved by the driver", ("reserved",), "░", "-", "magenta"),
+    SEGMENTS[-1],
+)
+"""The bar of a device of which nothing but NVML's own figures is known."""
+
+
+def device_lines(devices: Sequence[Device], width: int, *, unicode_output: bool, most: int) -> list[Text]:
+    """A heading and a line for each device; where there are more than `most`, the last line counts the others.
+
+    Empty where there is no device.
+    """
+    if not devices or most <= 0:
+        return []
+    wide = width >= _WIDE and _with_ledgers(devices)
+    gpu_width = width_of((_gpu(device) for device in devices), 3)
+    name_width = width_of(map(_name, devices), 6)
+    if width - name_width < _UNCUT:
+        name_width = min(name_width, _NAME_WIDTHS[wide])
+    headings = _figure_headings(devices, wide, unicode_output)
+    figure_widths = [max(_FIGURE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
+    bar_width = width - (gpu_width + name_width + _BUSY_WIDTH + sum(figure_widths) + 3 + len(figure_widths))
+    bar_width = max(8, min(_LONGEST_BAR, bar_width))
+
+    def built(first: Sequence[Text], figures: Sequence[Text]) -> Text:
+        sized = [cell(value, size, right=True) for value, size in zip(figures, figure_widths, strict=True)]
+        return line([*first, *sized], width)
+
+    lines = [
+        built(
+            [
+                cell("gpu", gpu_width, style="bold"),
+                cell("device", name_width, style="bold"),
+                cell("busy", _BUSY_WIDTH, right=True, style="bold"),
+                cell("memory", bar_width, style="bold"),
+            ],
+            headings,
+        )
+    ]
+    shown = devices if len(devices) <= most else devices[: most - 1]
+    for device in shown:
+        first = [
+            cell(_gpu(device), gpu_width),
+            cell(_name(device), name_width, ellipsis=unicode_output),
+            cell(human_ratio(device.get("utilization_ratio")), _BUSY_WIDTH, right=True),
+        ]
+        if not device.get("up", True):
+            why = plain(device.get("error") or "does not answer", "bold red")
+            lines.append(line([*first, cell(why, width - sum(c.cell_len + 1 for c in first))], width))
+        else:
+            bar = _bar(device, bar_width, unicode_output)
+            lines.append(
+                built([*first, bar], [plain(value) for value in _figures(device, wide, _with_ledgers(devices))])
+            )
+    if len(shown) < len(devices):
+        lines.append(plain(f"and {len(devices) - len(shown)} more devices: a taller screen or --gpu shows them", "dim"))
+    return lines
+
+
+def legend(devices: Sequence[Device], width: int, *, unicode_output: bool) -> Text | None:
+    """What the bars' characters mean; None where the headings say it."""
+    if not devices or (width >= _WIDE and _with_ledgers(devices)):
+        return None
+    parts = SEGMENTS if _with_ledgers(devices) else _MEMORY_ALONE
+    return line([_key(segment, unicode_output) for segment in parts], width, gap="  ")
+
+
+def _with_ledgers(devices: Sequence[Device]) -> bool:
+    return any(device.get("ledger") for device in devices)
+
+
+def _key(segment: Segment, unicode_output: bool) -> Text:
+    key = plain(segment.character if unicode_output else segment.ascii_character, segment.style)
+    return key.append(f" {segment.name}", style="")
+
+
+def _figure_headings(devices: Sequence[Device], wide: bool, unicode_output: bool) -> list[Text]:
+    if wide:
+        return [*(_key(segment, unicode_output) for segment in SEGMENTS), plain("total", "bold")]
+    reclaim = [plain("reclaim", f"bold {_RECLAIMABLE.style}")] if _with_ledgers(devices) else []
+    return [plain("used", "bold"), *reclaim, plain("free", "bold"), plain("total", "bold")]
+
+
+def _figures(device: Device, wide: bool, with_ledgers: bool) -> list[str]:
+    memory = device.get("memory") or {}
+    total = short_bytes(memory.get("total_bytes"))
+    ledger = device.get("ledger") or {}
+    if wide:
+        return [*(short_bytes(_size(ledger, segment)) for segment in SEGMENTS), total]
+    reclaim = [short_bytes(_size(ledger, _RECLAIMABLE))] if with_ledgers else []
+    return [short_bytes(memory.get("used_bytes")), *reclaim, short_bytes(memory.get("free_bytes")), total]
+
+
+def _size(ledger: Mapping[str, int], segment: Segment) -> int | None:
+    known = [ledger[category] for category in segment.categories if category in ledger]
+    return sum(known) if known else None
+
+
+def _bar(device: Device, width: int, unicode_output: bool) -> Text:
+    ledger, segments = device.get("ledger"), SEGMENTS
+    if not ledger:
+        memory = device.get("memory") or {}
+        ledger = {name: memory.get(f"{name}_bytes") or 0 for name in ("used", "reserved", "free")}
+        segments = _MEMORY_ALONE
+    drawn = plain("")
+    for segment, length in zip(segments, bar_lengths(ledger, width, segments), strict=True):
+        drawn.append((segment.character if unicode_output else segment.ascii_character) * length, style=segment.style)
+    return cell(drawn or plain(UNKNOWN), width)
+
+
+def _gpu(device: Device) -> str:
+    return device.get("gpu") or UNKNOWN
+
+
+def _name(device: Device) -> str:
+    named = " ".join(filter(None, (device.get("name"), device.get("mig_profile"))))
+    return named.removeprefix(_MAKER) or UNKNOWN

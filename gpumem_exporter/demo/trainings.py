@@ -1,0 +1,202 @@
+"""What the demo's processes do that train: they name their phases, and say what their memory is for.
+
+Programs as in `programs`: generators, each `yield` of which lets one tick of the simulation pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from gpumem_exporter.demo.allocator import SimulatedOutOfMemoryError
+from gpumem_exporter.demo.process import SimulatedProcess, Tensor
+
+__all__ = [
+    "graph_network_training",
+    "mixture_of_experts_training",
+    "pipeline_training",
+    "pretraining",
+    "small_trial",
+    "varying_length_training",
+]
+
+MIB = 1 << 20
+
+
+def pretraining(process: SimulatedProcess) -> Iterator[None]:
+    """Data-parallel training: the same sawtooth in each rank, close to the device's limit and never over it."""
+    layers = 8
+    process.pinned_host_bytes = 512 * MIB
+    process.hold(layers, 2080 * MIB, "parameters")
+    process.step = 0
+    while True:
+        process.busy_ratio = 0.97
+        sequences = 15 if process.step % 5 == 4 else 16
+        with process.phase("forward"):
+            activations = [process.tensor(sequences * 144 * MIB) for _ in range(layers)]
+        yield
+        gradients = []
+        with process.phase("backward"):
+            for _ in range(layers):
+                gradients.append(process.tensor(2080 * MIB, "gradients"))
+                scratch = [process.tensor(sequences * 12 * MIB)]
+                process.free([activations.pop()])
+                process.free(scratch)
+        yield
+        with process.phase("optimizer"):
+            if process.step == 0:  # optimizers make their state at the first step
+                process.hold(layers, 4160 * MIB, "optimizer_state")
+            process.free([process.tensor(1040 * MIB)])
+        process.free(gradients)
+        process.step += 1
+        yield
+        if process.step % 120 == 0:  # a checkpoint is written, on the host's side
+            process.busy_ratio = 0.08
+            for _ in range(6):
+                yield
+
+
+def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
+    """Batches of every length, and small results that outlive them: the heap breaks into pieces.
+
+    The results hang in reference cycles with the batches' outputs, until Python's collector comes to its oldest
+    generation. A memory fraction keeps the program from taking all of the device.
+    """
+    rng = process.rng
+    process.pinned_host_bytes = 96 * MIB
+    process.limit_memory(0.58)
+    process.hold(6, 512 * MIB, "parameters")
+    process.hold(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint
+    process.step = 0
+    sizes_mib = [4096.0] * 14  # the longest recordings come first, and do not fit
+    while True:
+        batch: list[Tensor] = []
+        gradients: list[Tensor] = []
+        try:
+            with process.phase("forward"):
+                for size_mib in sizes_mib:
+                    batch.append(process.tensor(int(size_mib * MIB)))
+                    process.garbage.append(process.tensor(rng.randint(2, 16) * MIB))
+            with process.phase("backward"):
+                gradients.extend(process.tensor(512 * MIB, "gradients") for _ in range(6))
+            with process.phase("optimizer"):
+                process.free([process.tensor(512 * MIB)])
+        except SimulatedOutOfMemoryError:
+            process.busy_ratio = 0.3
+        else:
+            process.busy_ratio = 0.82
+            process.step += 1
+        while len(process.garbage) > 500:
+            process.free([process.garbage.pop(0)])
+        yield
+        rng.shuffle(batch)
+        process.free(batch)
+        process.free(gradients)
+        if process.busy_ratio < 0.5:  # the batch is skipped, as many training loops do
+            process.empty_cache()
+        sizes_mib = [min(rng.lognormvariate(6.4, 0.8), 2200.0) for _ in range(14)]
+        yield
+
+
+def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
+    """One process on two devices; what it sends from one to the other stays active until the copy is done."""
+    process.busy_ratio = 0.7
+    process.pinned_host_bytes = 256 * MIB
+    stages = ((0, 4), (1, 2))
+    for device, layers in stages:
+        process.hold(layers, 1120 * MIB, "parameters", device=device)
+    process.step = 0
+    while True:
+        with process.phase("forward"):
+            first = [process.tensor(730 * MIB, device=0) for _ in range(4)]
+            sent = [process.tensor(192 * MIB, device=0)]
+            second = [process.tensor(730 * MIB, device=1) for _ in range(2)]
+            process.free(sent, used_elsewhere=True)
+        yield
+        gradients: list[Tensor] = []
+        with process.phase("backward"):
+            for device, activations in ((1, second), (0, first)):
+                while activations:
+                    gradients.append(process.tensor(560 * MIB, "gradients", device=device))
+                    process.free([activations.pop()])
+        with process.phase("optimizer"):
+            for device, layers in stages:
+                if process.step == 0:
+                    process.hold(layers, 2240 * MIB, "optimizer_state", device=device)
+                process.free([process.tensor(560 * MIB, device=device)])
+        process.free(gradients)
+        process.step += 1
+        yield
+
+
+def mixture_of_experts_training(process: SimulatedProcess) -> Iterator[None]:
+    """Rank 1 has twice as many experts as rank 0, among them the favourites, which get most of the tokens.
+
+    It empties its cache after each validation. Where there is not enough memory for all shapes of the experts'
+    batches at a time, that costs it retries until the cache has settled again.
+    """
+    rng = process.rng
+    experts, most_mib = (6, 3100) if process.identity.rank == "1" else (3, 600)
+    process.busy_ratio = 0.88
+    process.hold(experts, 896 * MIB, "parameters")
+    process.step = 0
+    while True:
+        with process.phase("forward"):
+            tokens = [process.tensor(rng.randint(most_mib // 4, most_mib) * MIB) for _ in range(8)]
+        yield
+        with process.phase("backward"):
+            gradients = [process.tensor(896 * MIB, "gradients") for _ in range(experts)]
+            rng.shuffle(tokens)
+            process.free(tokens)
+        with process.phase("optimizer"):
+            if process.step == 0:
+                process.hold(experts, 1792 * MIB, "optimizer_state")
+            process.free([process.tensor(896 * MIB)])
+        process.free(gradients)
+        process.step += 1
+        if process.step % 60 == 0:  # after each validation
+            process.empty_cache()
+        yield
+
+
+def graph_network_training(process: SimulatedProcess) -> Iterator[None]:
+    """Calls `torch.cuda.empty_cache()` every few steps: flushes without retries, segments that come and go."""
+    rng = process.rng
+    process.busy_ratio = 0.35
+    process.hold(2, 160 * MIB, "parameters")
+    process.step = 0
+    while True:
+        with process.phase("forward"):
+            neighbours = [process.tensor(rng.randint(80, 640) * MIB) for _ in range(6)]
+        yield
+        with process.phase("backward"):
+            gradients = [process.tensor(160 * MIB, "gradients") for _ in range(2)]
+            process.free(neighbours)
+        with process.phase("optimizer"):
+            if process.step == 0:
+                process.hold(2, 320 * MIB, "optimizer_state")
+        process.free(gradients)
+        process.step += 1
+        if process.step % 4 == 0:
+            process.empty_cache()
+
+
+def small_trial(process: SimulatedProcess) -> Iterator[None]:
+    """One of several small trials that share a device: hundreds of blocks in the pool of small ones."""
+    rng = process.rng
+    process.busy_ratio = 0.4
+    for _ in range(160):
+        process.hold(1, rng.randint(1, 900) * 1024, "parameters")
+    process.hold(4, 110 * MIB, "parameters")
+    process.step = 0
+    while True:
+        with process.phase("forward"):
+            batch = [process.tensor(rng.randint(16, 240) * MIB) for _ in range(6)]
+        yield
+        with process.phase("backward"):
+            gradients = [process.tensor(110 * MIB, "gradients") for _ in range(4)]
+            process.free(batch)
+        with process.phase("optimizer"):
+            if process.step == 0:
+                process.hold(4, 220 * MIB, "optimizer_state")
+        process.free(gradients)
+        process.step += 3  # three steps in a tick, of which one is looked at

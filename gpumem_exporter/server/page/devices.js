@@ -1,0 +1,89 @@
+// A card for each device, and the bar of the whole node above them.
+
+class DeviceCard {
+  constructor(uuid) {
+    this.uuid = uuid;
+    this.title = h("h3");
+    this.free = h("p", { class: "free-of" });
+    this.model = h("p", { class: "faint model" });
+    this.error = h("p", { class: "error" });
+    this.bar = new LedgerBar();
+    this.figures = new LedgerFigures(false);
+    this.chart = new Chart();
+    this.button = h("button", { type: "button", class: "act", "aria-describedby": "access" });
+    this.button.addEventListener("click", () => clearing.begin({ uuid: this.uuid }, this.title.textContent));
+    this.known = h("div", { class: "known" }, this.bar.element, this.figures.element, this.chart.element, this.button);
+    this.element = h("li", { class: "device" }, h("div", { class: "head" }, this.title, this.free), this.model, this.error, this.known);
+  }
+
+  update(device, view) {
+    const { memory, ledger } = device;
+    setText(this.title, gpuName(device.gpu, device.uuid));
+    const of = [device.name, device.mig_profile && `MIG ${device.mig_profile}`];
+    if (device.utilization_ratio !== null) of.push(`busy ${percent(device.utilization_ratio)}`);
+    if (memory?.of_host) of.push("the host's memory");
+    setText(this.model, of.filter(Boolean).join(" · "));
+    const unread = device.up ? "The driver does not give its memory." : device.error;
+    setText(this.error, ledger === null ? unread : "");
+    setHidden(this.error, ledger !== null);
+    setHidden(this.known, ledger === null);
+    setText(this.free, ledger === null ? "not known" : `${bytes(ledger.free)} of ${bytes(memory.total_bytes)} free`);
+    const level = ledger === null ? "down" : levelOf(ledger.free / memory.total_bytes);
+    setAttribute(this.element, "data-level", level);
+    if (ledger === null) return;
+    this.bar.update(ledger, memory.total_bytes);
+    this.figures.update(ledger);
+    this.chart.update(view.history, device.uuid, memory.total_bytes, view.moment.clock_seconds);
+    const reporting = view.reports(device.uuid);
+    setHidden(this.button, !reporting);
+    if (reporting) setText(this.button, `Clear ${this.title.textContent}…`);
+  }
+}
+
+function levelOf(freeRatio) {
+  return freeRatio < 0.05 ? "critical" : freeRatio < 0.1 ? "warning" : "ok";
+}
+
+class Devices {
+  constructor() {
+    this.cards = new Map();
+    this.bar = new LedgerBar();
+    this.figures = new LedgerFigures(true);
+    this.sum = h("p", { class: "sum" });
+    $("node").append(this.sum, this.bar.element, this.figures.element);
+  }
+
+  update(view) {
+    const cards = view.devices.map((device, i) => {
+      const key = device.uuid || `unnamed ${device.gpu || i}`;
+      let card = this.cards.get(key);
+      if (card === undefined) {
+        card = new DeviceCard(device.uuid);
+        this.cards.set(key, card);
+      }
+      card.update(device, view);
+      return [key, card];
+    });
+    const present = new Set(cards.map(([key]) => key));
+    for (const key of this.cards.keys()) if (!present.has(key)) this.cards.delete(key);
+    arrange($("devices"), cards.map(([, card]) => card.element));
+    const none = view.nvml.up ? "The driver has no device." : "The driver does not answer, so its devices are not known.";
+    setText($("no-devices"), none);
+    setHidden($("no-devices"), cards.length > 0);
+    this.updateNode(view);
+  }
+
+  updateNode(view) {
+    const known = view.devices.filter((device) => device.ledger !== null);
+    const ledger = sumOfLedgers(known.map((device) => device.ledger));
+    const total = known.reduce((all, device) => all + device.memory.total_bytes, 0);
+    setHidden($("node").parentElement, known.length === 0);
+    if (known.length === 0) return;
+    const devices = known.length === 1 ? "1 device" : `${known.length} devices`;
+    const left = view.devices.length - known.length;
+    const without = left > 0 ? `, without the ${left} that cannot be read` : "";
+    setText(this.sum, `${bytes(total)} on ${devices}${without}; ${bytes(ledger.free)} free`);
+    this.bar.update(ledger, total);
+    this.figures.update(ledger);
+  }
+}

@@ -1,0 +1,115 @@
+// The last events. They are for who may act: asking for them tells whether that is the viewer.
+
+const SHOWN_EVENTS = 40;
+const EVENTS_EVERY_SECONDS = 3;
+const REFUSED_EVERY_SECONDS = 60;
+
+const EVENT_WORDS = {
+  oom: (event) => oomInWords(event),
+  device_lost: ({ detail }) => `does not answer${detail.error ? `: ${detail.error}` : ""}`,
+  device_returned: () => "answers again",
+  process_started: (event) => processName(event.workload, event.rank, event.pid),
+  process_ended: (event) => `${processName(event.workload, event.rank, event.pid)}: ${event.detail.reason}`,
+  action: ({ detail }) => actionInWords(detail),
+};
+const EVENT_NAMES = {
+  oom: "out of memory",
+  device_lost: "device lost",
+  device_returned: "device back",
+  process_started: "started",
+  process_ended: "ended",
+  action: "action",
+};
+
+function actionInWords(detail) {
+  const processes = new Set(detail.results.map((result) => result.pid)).size;
+  const freed = detail.action === "reset_peak" ? "" : `, freed ${bytes(detail.freed_bytes)}`;
+  const on = processes === 1 ? "1 process" : `${processes} processes`;
+  const reason = detail.reason ? ` (${detail.reason})` : "";
+  return `${detail.action} on ${on}: ${detail.state}${freed}, by ${detail.requested_by}${reason}`;
+}
+
+class Events {
+  constructor() {
+    this.events = [];
+    this.after = null;
+    this.elements = new Map();
+    this.asked = -Infinity;
+    this.asking = false;
+  }
+
+  /** Whether the viewer may act: "open", "token" (one is needed) or "refused"; null while that is not known. */
+  access = null;
+  detail = "";
+
+  /** Ask for what happened since, now and then. */
+  async refresh(force = false) {
+    const now = performance.now() / 1000;
+    const pause = this.access === "token" || this.access === "refused" ? REFUSED_EVERY_SECONDS : EVENTS_EVERY_SECONDS;
+    if (this.asking || (!force && now - this.asked < pause)) return;
+    this.asking = true;
+    this.asked = now;
+    try {
+      const since = this.after === null ? "" : `&after=${this.after}`;
+      const { document: page } = await access.ask(`/api/v1/events?limit=${SHOWN_EVENTS}${since}`);
+      this.take(page);
+      this.allow("open", "");
+    } catch (error) {
+      // No answer at all is the connection's business, and a disk that fails is said elsewhere.
+      if (error instanceof Refusal && error.status === 401) this.allow("token", error.message);
+      else if (error instanceof Refusal && error.status === 403) this.allow("refused", error.message);
+    } finally {
+      this.asking = false;
+    }
+  }
+
+  allow(what, detail) {
+    if (what !== "open") {
+      this.after = null;
+      this.events = [];
+    }
+    this.access = what;
+    this.detail = detail;
+    this.show();
+  }
+
+  /** Another exporter's events may have smaller numbers: whoever connects anew asks anew. */
+  forget() {
+    this.after = null;
+    this.asked = -Infinity;
+  }
+
+  take({ events, next_after: after }) {
+    if (this.after === null) this.events = [];
+    this.after = after;
+    if (events.length > 0) this.events = [...this.events, ...events].slice(-SHOWN_EVENTS);
+  }
+
+  show() {
+    const refused = this.access === "token" || this.access === "refused";
+    setText($("events-note"), refused ? `Events are for those who may act. ${sentence(this.detail)}` : "");
+    if (!refused && this.events.length === 0) setText($("events-note"), "Nothing has happened since the exporter began to keep events.");
+    setHidden($("events-note"), !refused && this.events.length > 0);
+    const ids = new Set(this.events.map(({ id }) => id));
+    for (const id of this.elements.keys()) if (!ids.has(id)) this.elements.delete(id);
+    const newestFirst = [...this.events].sort((a, b) => b.unix_seconds - a.unix_seconds || b.id - a.id);
+    arrange($("events"), newestFirst.map((event) => this.entry(event)));
+  }
+
+  entry(event) {
+    let element = this.elements.get(event.id);
+    if (element === undefined) {
+      const words = EVENT_WORDS[event.type]?.(event) ?? "";
+      const where = event.gpu || event.uuid ? h("span", { class: "where" }, `${gpuName(event.gpu, event.uuid)},`) : "";
+      const time = h("time", { datetime: event.time }, dayAndTime(event.unix_seconds));
+      const kind = h("span", { class: "kind" }, EVENT_NAMES[event.type] ?? event.type);
+      element = h("li", { "data-type": event.type }, time, " ", kind, " ", where, " ", h("span", { class: "words" }, words));
+      this.elements.set(event.id, element);
+    }
+    return element;
+  }
+}
+
+function sentence(text) {
+  return text ? `${text[0].toUpperCase()}${text.slice(1)}${text.endsWith(".") ? "" : "."}` : "";
+}

@@ -1,0 +1,140 @@
+// Figures as text, and elements. Everything that a report says is text: nothing here, or later, takes markup.
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+const NBSP = "\u00a0";
+const SVG = "http://www.w3.org/2000/svg";
+
+const $ = (id) => document.getElementById(id);
+
+/** An amount in the unit that fits it, and how many decimals it is shown with. */
+function scaled(value) {
+  let amount = Math.abs(value);
+  let unit = 0;
+  while (unit < UNITS.length - 1 && Math.round(amount) >= 1024) {
+    amount /= 1024;
+    unit += 1;
+  }
+  return { amount, unit, decimals: unit === 0 || amount >= 99.95 ? 0 : 1 };
+}
+
+/** `1.5 GiB`, `−3.0 KiB`, `0`; what is not known is said so. */
+function bytes(value) {
+  if (value === null || value === undefined) return "unknown";
+  if (value === 0) return "0";
+  const { amount, unit, decimals } = scaled(value);
+  return `${value < 0 ? "−" : ""}${amount.toFixed(decimals)}${NBSP}${UNITS[unit]}`;
+}
+
+/** The bytes that are shown for these bytes: two that look alike are alike. */
+function roundedBytes(value) {
+  const { amount, unit, decimals } = scaled(value);
+  return Math.sign(value) * Math.round(amount * 10 ** decimals) * 1024 ** unit * 10 ** (1 - decimals);
+}
+
+function percent(ratio) {
+  if (ratio === null || ratio === undefined) return "unknown";
+  return ratio > 0 && ratio < 0.01 ? `<${NBSP}1${NBSP}%` : `${Math.round(ratio * 100)}${NBSP}%`;
+}
+
+function twoDigits(number) {
+  return String(number).padStart(2, "0");
+}
+
+/** The viewer's local time of day of a moment in Unix seconds. */
+function timeOfDay(unixSeconds) {
+  const date = new Date(unixSeconds * 1000);
+  return [date.getHours(), date.getMinutes(), date.getSeconds()].map(twoDigits).join(":");
+}
+
+/** The same, with the day where that is not today. */
+function dayAndTime(unixSeconds) {
+  const date = new Date(unixSeconds * 1000);
+  const day = date.toDateString() === new Date().toDateString() ? "" : `${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())} `;
+  return day + timeOfDay(unixSeconds);
+}
+
+function duration(seconds) {
+  if (seconds < 120) return `${Math.max(0, Math.floor(seconds))}${NBSP}s`;
+  if (seconds < 7200) return `${Math.floor(seconds / 60)}${NBSP}min`;
+  if (seconds < 172800) return `${Math.floor(seconds / 3600)}${NBSP}h`;
+  return `${Math.floor(seconds / 86400)}${NBSP}d`;
+}
+
+/** An element; attributes that are null are left out, children that are no nodes become text. */
+function h(tag, attributes = {}, ...children) {
+  return filled(document.createElement(tag), attributes, children);
+}
+
+function svg(tag, attributes = {}, ...children) {
+  return filled(document.createElementNS(SVG, tag), attributes, children);
+}
+
+function filled(element, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value !== null && value !== undefined) element.setAttribute(name, value);
+  }
+  element.append(...children);
+  return element;
+}
+
+/** Change a text only where it changes: an untouched node costs no layout, and no screen reader reads it again. */
+function setText(element, text) {
+  const node = element.firstChild;
+  if (node === null) {
+    if (text !== "") element.append(text);
+  } else if (node.data !== text) {
+    node.data = text;
+  }
+}
+
+function setHidden(element, hidden) {
+  if (element.hidden !== hidden) element.hidden = hidden;
+}
+
+function setAttribute(element, name, value) {
+  if (element.getAttribute(name) !== value) element.setAttribute(name, value);
+}
+
+/** Let `parent` have these children in this order, moving as few as possible: each move costs layout. */
+function arrange(parent, elements) {
+  const wanted = new Set(elements);
+  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
+  const places = new Map([...parent.children].map((child, place) => [child, place]));
+  const staying = longestRise(elements.map((element) => places.get(element) ?? -1));
+  let next = null;
+  for (let i = elements.length - 1; i >= 0; i -= 1) {
+    if (!staying.has(i)) parent.insertBefore(elements[i], next);
+    next = elements[i];
+  }
+}
+
+/** Where the longest rising subsequence stands; below zero is what cannot be in it. Those of `arrange` need no move. */
+function longestRise(places) {
+  const ends = []; // the place in `places` of the smallest end of a rise of each length
+  const before = new Array(places.length).fill(-1);
+  for (let i = 0; i < places.length; i += 1) {
+    if (places[i] < 0) continue;
+    let [low, high] = [0, ends.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (places[ends[middle]] < places[i]) low = middle + 1;
+      else high = middle;
+    }
+    if (low > 0) before[i] = ends[low - 1];
+    ends[low] = i;
+  }
+  const found = new Set();
+  for (let i = ends.at(-1) ?? -1; i >= 0; i = before[i]) found.add(i);
+  return found;
+}
+
+/** Who a process is, in words. */
+function processName(workload, rank, pid) {
+  const name = workload ? (rank ? `${workload} rank ${rank}` : workload) : "";
+  if (pid === null || pid === undefined) return name || "a process";
+  return name ? `${name} (pid ${pid})` : `pid ${pid}`;
+}
+
+function gpuName(gpu, uuid) {
+  return gpu ? `GPU ${gpu}` : uuid || "an unknown device";
+}

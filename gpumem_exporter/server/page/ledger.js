@@ -1,0 +1,91 @@
+// A ledger as a stacked bar, and as figures. The categories and their order are those of `gpumem_ledger_bytes`.
+
+const CATEGORIES = [
+  ["torch_allocated", "tensors", "held by living tensors"],
+  ["torch_reclaimable", "reclaimable", "cached, and a clear gives it back"],
+  ["torch_fragmented", "fragmented", "cached, and no clear gives it back"],
+  ["non_torch", "non-torch", "CUDA context, NCCL, libraries"],
+  ["other_processes", "other processes", "of processes without a reporter"],
+  ["driver_reserved", "driver", "held back by the driver"],
+  ["unattributed", "unattributed", "used, and owned by no known process"],
+  ["free", "free", "not in use"],
+];
+
+/** The bar. A part below zero has no width: it is an overlap of the others, and shown as one, before what is free. */
+class LedgerBar {
+  constructor() {
+    this.parts = new Map();
+    this.element = h("div", { class: "ledger", "aria-hidden": "true" });
+    for (const [category] of CATEGORIES) {
+      const part = h("div", { class: `part ${category}` });
+      this.parts.set(category, { part, shown: undefined });
+      this.element.append(part);
+    }
+    this.overlap = h("div", { class: "overlap", hidden: "" });
+    this.shownOverlap = 0;
+    this.element.append(this.overlap);
+  }
+
+  update(ledger, total) {
+    let positive = 0;
+    let negative = 0;
+    for (const [category] of CATEGORIES) {
+      const value = ledger?.[category] ?? 0;
+      if (value > 0) positive += value;
+      else negative -= value;
+    }
+    for (const [category, known] of this.parts) {
+      const value = ledger?.[category] ?? null;
+      const share = value > 0 ? (value / positive) * 100 : 0;
+      if (known.shown === share && known.value === value) continue;
+      known.shown = share;
+      known.value = value;
+      known.part.style.flexGrow = share.toFixed(3);
+      known.part.hidden = share === 0;
+      known.part.dataset.bytes = value === null ? "unknown" : String(value);
+    }
+    if (this.shownOverlap === negative && negative === 0) return;
+    this.shownOverlap = negative;
+    const free = Math.max(0, ledger?.free ?? 0);
+    this.overlap.hidden = negative === 0;
+    this.overlap.style.right = `${((free / (positive || 1)) * 100).toFixed(3)}%`;
+    this.overlap.style.width = `${((negative / (positive || 1)) * 100).toFixed(3)}%`;
+  }
+}
+
+/** The figures, each with its colour; `words` adds what each category means. */
+class LedgerFigures {
+  constructor(words) {
+    this.element = h("dl", { class: words ? "figures words" : "figures" });
+    this.values = new Map();
+    for (const [category, name, meaning] of CATEGORIES) {
+      const value = h("dd", { "data-category": category });
+      const term = h("dt", {}, h("span", { class: `swatch ${category}`, "aria-hidden": "true" }), name);
+      const entry = h("div", { class: "figure", title: meaning }, term, value);
+      if (words) term.append(h("span", { class: "meaning" }, meaning));
+      this.values.set(category, { entry, value, shown: undefined });
+      this.element.append(entry);
+    }
+  }
+
+  update(ledger) {
+    for (const [category, known] of this.values) {
+      const amount = ledger?.[category] ?? null;
+      if (known.shown === amount) continue;
+      known.shown = amount;
+      setText(known.value, bytes(amount));
+      known.entry.classList.toggle("none", amount === 0);
+      known.entry.classList.toggle("unknown", amount === null);
+    }
+  }
+}
+
+/** The sum of several ledgers. A category that one of them does not know is not known of all. */
+function sumOfLedgers(ledgers) {
+  const sum = {};
+  for (const [category] of CATEGORIES) {
+    const values = ledgers.map((ledger) => ledger[category] ?? null);
+    sum[category] = values.includes(null) ? null : values.reduce((all, value) => all + value, 0);
+  }
+  return sum;
+}

@@ -1,0 +1,194 @@
+// The processes: one row for each on each device. Rows are kept and only what changed in them is written.
+
+const FRESH_SECONDS = 5;
+const SORT_SECONDS = 5;
+
+const FIGURES = [
+  ["used_bytes", "Used"],
+  ["allocated_bytes", "Tensors"],
+  ["reclaimable_bytes", "Reclaimable"],
+  ["fragmented_bytes", "Fragmented"],
+  ["non_torch_bytes", "Non-torch"],
+];
+const NAMES = [
+  ["workload", "Workload"],
+  ["rank", "Rank"],
+  ["gpu", "GPU"],
+  ["pid", "Pid"],
+  ["user", "User"],
+  ["pod", "Pod"],
+];
+const ORDERS = [...NAMES, ...FIGURES, ["last_report_unix_seconds", "Last report"]];
+const DESCENDS = new Set([...FIGURES.map(([key]) => key), "last_report_unix_seconds"]);
+
+function podOf(row) {
+  return row.k8s_pod ? (row.k8s_namespace ? `${row.k8s_namespace}/${row.k8s_pod}` : row.k8s_pod) : "";
+}
+
+class ProcessRow {
+  constructor(key) {
+    this.key = key;
+    this.data = null;
+    this.cells = new Map();
+    this.element = h("tr", { role: "row" });
+    for (const [name, title] of NAMES) {
+      this.cell(name, title, name === "workload" ? { role: "rowheader", tag: "th", scope: "row" } : {});
+    }
+    for (const [name, title] of FIGURES) this.cell(name, title, { class: "figure" });
+    this.cell("last", "Last report", {});
+    const last = h("td", { role: "cell", class: "row-act" });
+    this.button = h("button", { type: "button", class: "act small", "aria-describedby": "access" }, "Clear…");
+    this.button.addEventListener("click", () => {
+      clearing.begin({ pid: this.data.pid }, processName(this.data.workload, this.data.rank, this.data.pid));
+    });
+    last.append(this.button);
+    this.element.append(last);
+  }
+
+  cell(name, title, { tag = "td", role = "cell", ...more }) {
+    const value = h("span", { class: "value" });
+    this.element.append(h(tag, { role, "data-title": title, "data-column": name, ...more }, value));
+    this.cells.set(name, value);
+  }
+
+  update(data, nowUnix) {
+    const before = this.data;
+    this.data = data;
+    if (before === null || NAMES.some(([name]) => before[name] !== data[name]) || before.command !== data.command) {
+      this.name(data);
+    }
+    for (const [name] of FIGURES) {
+      if (before !== null && before[name] === data[name]) continue;
+      const value = this.cells.get(name);
+      setText(value, data[name] === null ? "–" : bytes(data[name]));
+      value.title = data[name] === null ? "unknown" : "";
+    }
+    const state = lastReport(data, nowUnix);
+    setText(this.cells.get("last"), state);
+    if (before?.state !== data.state) this.element.dataset.state = data.state;
+    setHidden(this.button, !data.clears);
+  }
+
+  name(data) {
+    const text = { ...data, workload: data.workload || data.command || "(no name)", gpu: data.gpu ?? "–" };
+    for (const [name] of NAMES) setText(this.cells.get(name), String(text[name] ?? ""));
+    this.cells.get("workload").title = data.command ?? "";
+    this.button.setAttribute("aria-label", `Clear ${processName(data.workload, data.rank, data.pid)}…`);
+    const words = [data.workload, data.command, data.user, data.pod, data.pid, `gpu ${data.gpu}`, data.rank && `rank ${data.rank}`];
+    this.words = words.filter((word) => word !== null && word !== "").join(" ").toLowerCase();
+  }
+
+  matches(wanted) {
+    return wanted.every((word) => this.words.includes(word));
+  }
+}
+
+function lastReport(data, nowUnix) {
+  if (data.state === "unreported") return "no reporter";
+  const age = nowUnix - data.last_report_unix_seconds;
+  if (data.state === "silent") return `silent for ${duration(age)}`;
+  return age < FRESH_SECONDS ? "now" : `${duration(age)} ago`;
+}
+
+class Processes {
+  constructor() {
+    this.rows = new Map();
+    this.order = { column: "used_bytes", descending: true };
+    this.wanted = [];
+    this.round = 0;
+    this.sorted = -Infinity;
+    this.headings = new Map();
+    for (const [column, title] of ORDERS) this.heading(column, title);
+    $("head").append(h("th", { role: "columnheader", scope: "col" }, h("span", { class: "unseen" }, "Clear")));
+    $("filter").addEventListener("input", () => {
+      this.wanted = $("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
+      this.show();
+    });
+  }
+
+  heading(column, title) {
+    const button = h("button", { type: "button" }, title);
+    const heading = h("th", { role: "columnheader", scope: "col", class: DESCENDS.has(column) && column.endsWith("_bytes") ? "figure" : null }, button);
+    button.addEventListener("click", () => {
+      const { column: before, descending } = this.order;
+      this.order = { column, descending: before === column ? !descending : DESCENDS.has(column) };
+      this.sort(true);
+    });
+    this.headings.set(column, heading);
+    $("head").append(heading);
+  }
+
+  update(view) {
+    this.round += 1;
+    let came = false;
+    for (const data of view.rows) {
+      const key = `${data.pid} ${data.uuid}`;
+      let row = this.rows.get(key);
+      if (row === undefined) {
+        row = new ProcessRow(key);
+        this.rows.set(key, row);
+        came = true;
+      }
+      row.round = this.round;
+      row.update(data, view.moment.unix_seconds);
+    }
+    for (const [key, row] of this.rows) {
+      if (row.round === this.round) continue;
+      row.element.remove();
+      this.rows.delete(key);
+    }
+    this.sort(came);
+    this.show();
+  }
+
+  /** Rows stay where they are for some seconds, and under somebody's pointer or focus, unless they must move. */
+  sort(must) {
+    for (const [column, heading] of this.headings) {
+      const sorted = column === this.order.column ? (this.order.descending ? "descending" : "ascending") : "none";
+      setAttribute(heading, "aria-sort", sorted);
+    }
+    const body = $("rows");
+    const now = performance.now() / 1000;
+    const inUse = () => body.contains(document.activeElement) || body.matches(":hover");
+    if (!must && (now - this.sorted < SORT_SECONDS || inUse())) return;
+    this.sorted = now;
+    const { column, descending } = this.order;
+    for (const row of this.rows.values()) row.place = sortable(column, row.data[column]);
+    const rows = [...this.rows.values()].sort((a, b) => compare(a, b, descending));
+    arrange(body, rows.map((row) => row.element));
+  }
+
+  show() {
+    let shown = 0;
+    for (const row of this.rows.values()) {
+      const fits = row.matches(this.wanted);
+      setHidden(row.element, !fits);
+      if (fits) shown += 1;
+    }
+    const all = this.rows.size;
+    setText($("count"), this.wanted.length > 0 ? `${shown} of ${all} rows` : `${all} rows`);
+    setText($("no-processes"), all === 0 ? "No process is known." : "No process matches the filter.");
+    setHidden($("no-processes"), shown > 0);
+    setHidden($("table"), all === 0);
+  }
+}
+
+/** As precise as what is shown, so that no row moves for a difference that nobody sees. */
+function sortable(column, value) {
+  return column.endsWith("_bytes") && value !== null ? roundedBytes(value) : (value ?? "");
+}
+
+/** What is not known comes last, either way. */
+function compare(a, b, descending) {
+  const [x, y] = [a.place, b.place];
+  if (x !== y) {
+    if (x === "") return 1;
+    if (y === "") return -1;
+    const number = typeof x === "number" && typeof y === "number";
+    const order = number ? x - y : COLLATOR.compare(String(x), String(y));
+    if (order !== 0) return descending ? -order : order;
+  }
+  return a.key < b.key ? -1 : 1;
+}
+
+const COLLATOR = new Intl.Collator("en", { numeric: true });

@@ -1,0 +1,133 @@
+// What a person on call should see first, in words and with its figures; the worst first.
+
+const LEVELS = ["critical", "warning", "note"];
+const SHOWN_TROUBLES = 8;
+const OOM_SECONDS = 600;
+const LASTING_SECONDS = 10; // a cache that comes and goes with each step is no trouble
+
+function troublesOf(view) {
+  const found = [];
+  const add = (level, key, text, mustLast = false) => found.push({ level, key, text, mustLast });
+  for (const device of view.devices) troublesOfDevice(device, view, add);
+  troublesOfReporters(view, add);
+  troublesOfEvents(view, add);
+  for (const { part, status, detail } of view.troubles) {
+    if (part !== "nvml" && part !== "devices") add(status === "failing" ? "critical" : "warning", part, `${part}: ${detail}`);
+  }
+  found.sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level));
+  return found;
+}
+
+function troublesOfDevice(device, view, add) {
+  const name = gpuName(device.gpu, device.uuid);
+  if (!device.up) {
+    add("critical", `down ${device.uuid}`, `${name} does not answer: ${device.error}`);
+    return;
+  }
+  const ledger = device.ledger;
+  if (ledger === null) return;
+  const total = device.memory.total_bytes;
+  const { free, torch_reclaimable: reclaimable, torch_fragmented: fragmented, unattributed } = ledger;
+  const most = (column) => {
+    const row = view.largest(device.uuid, column);
+    return row === null ? "" : `, most of it in ${processName(row.workload, row.rank, row.pid)}`;
+  };
+  const full = `${bytes(free)} of ${bytes(total)} free`;
+  if (free < 0.1 * total) {
+    const help =
+      reclaimable >= 0.01 * total
+        ? `Clearing would free ${bytes(reclaimable)}${most("reclaimable_bytes")}.`
+        : `Clearing would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
+    const [level, word] = free < 0.05 * total ? ["critical", "is full"] : ["warning", "is nearly full"];
+    add(level, `full ${device.uuid}`, `${name} ${word}: ${full}. ${help}`);
+  } else if (reclaimable >= 0.2 * total) {
+    const text = `${name} caches ${bytes(reclaimable)} that no tensor uses${most("reclaimable_bytes")}. Clearing gives it back.`;
+    add("note", `cached ${device.uuid}`, text, true);
+  }
+  if (fragmented >= 0.1 * total) {
+    const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes")}. Clearing cannot give it back.`;
+    add("warning", `fragmented ${device.uuid}`, text, true);
+  }
+  if (unattributed >= 0.02 * total) {
+    const text = `${name}: ${bytes(unattributed)} is used, and no process that the driver lists owns it.`;
+    add("warning", `unattributed ${device.uuid}`, text, true);
+  }
+}
+
+function troublesOfReporters(view, add) {
+  const silent = new Map();
+  for (const row of view.rows) if (row.state === "silent") silent.set(row.pid, row);
+  if (silent.size === 0) return;
+  const names = [...silent.values()].slice(0, 3).map((row) => processName(row.workload, row.rank, row.pid));
+  const more = silent.size > 3 ? ` and ${silent.size - 3} more` : "";
+  add("warning", "silent", `No report lately from ${names.join(", ")}${more}: what they hold is not known.`);
+}
+
+function troublesOfEvents(view, add) {
+  const ooms = new Map();
+  for (const event of view.events) {
+    if (event.type !== "oom" || view.moment.unix_seconds - event.unix_seconds > OOM_SECONDS) continue;
+    const key = `oom ${event.uuid} ${event.workload} ${event.rank}`;
+    const known = ooms.get(key);
+    ooms.set(key, { event, count: (known?.count ?? 0) + 1 });
+  }
+  for (const [key, { event, count }] of ooms) {
+    const times = count > 1 ? `, ${count} times in ten minutes, last` : "";
+    const text = `Out of memory on ${gpuName(event.gpu, event.uuid)}${times} at ${timeOfDay(event.unix_seconds)}: ${oomInWords(event)}`;
+    add("critical", key, text);
+  }
+}
+
+/** What failed, against what there was. */
+function oomInWords(event) {
+  const { requested_bytes: requested, device_free_bytes: free, limit_bytes: limit, allocator } = event.detail;
+  const who = processName(event.workload, event.rank, event.pid);
+  const asked = requested === null ? `${who} asked for more than there was` : `${who} asked for ${bytes(requested)}`;
+  const had = [];
+  if (free !== null && free !== undefined) had.push(`${bytes(free)} was free`);
+  const reserved = allocator?.reserved_bytes ?? null;
+  if (free >= requested && limit !== null && reserved !== null) had.push(`it held ${bytes(reserved)} of its limit of ${bytes(limit)}`);
+  if (allocator?.fragmented_bytes) had.push(`${bytes(allocator.fragmented_bytes)} fragmented`);
+  return had.length > 0 ? `${asked}; ${had.join(", ")}.` : `${asked}.`;
+}
+
+class Troubles {
+  constructor() {
+    this.known = new Map();
+    this.since = new Map();
+    this.more = h("li", { class: "more" });
+  }
+
+  update(view) {
+    const found = this.lasting(troublesOf(view), view.moment.clock_seconds);
+    const shown = found.slice(0, SHOWN_TROUBLES);
+    const keys = new Set(shown.map(({ key }) => key));
+    for (const key of this.known.keys()) if (!keys.has(key)) this.known.delete(key);
+    const elements = shown.map((trouble) => this.entry(trouble));
+    if (found.length > shown.length) {
+      setText(this.more, `and ${found.length - shown.length} more`);
+      elements.push(this.more);
+    }
+    arrange($("troubles"), elements);
+    setHidden($("quiet"), found.length > 0);
+  }
+
+  /** Without those that have to last and have not. */
+  lasting(found, now) {
+    this.since = new Map(found.map(({ key }) => [key, Math.min(this.since.get(key) ?? now, now)]));
+    return found.filter(({ key, mustLast }) => !mustLast || now - this.since.get(key) >= LASTING_SECONDS);
+  }
+
+  entry({ level, key, text }) {
+    let known = this.known.get(key);
+    if (known === undefined) {
+      const [label, words] = [h("span", { class: "level" }), h("span", { class: "words" })];
+      known = { element: h("li", {}, label, " ", words), label, words };
+      this.known.set(key, known);
+    }
+    setAttribute(known.element, "data-level", level);
+    setText(known.label, level);
+    setText(known.words, text);
+    return known.element;
+  }
+}

@@ -1,0 +1,132 @@
+"""What the dashboards have in common: variables, the links between them, and the events drawn over every graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import (
+    DashboardCursorSync,
+    DashboardLinkType,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+
+from gpumem_dashboards.panels import SOURCE
+from gpumem_dashboards.promql import NODE
+
+__all__ = ["actions_annotation", "board", "encoded", "link", "ooms_annotation", "post_mortem_times", "variable"]
+
+TAGS = ["gpu", "pytorch", "gpumem"]
+# Sorted, and before the labels that are added: Prometheus to 2.42 at least sorts the list of a count_values in place,
+# the new label among them, and takes another grouping at each further point.
+_OOM = "gpu, instance, pid, rank, uuid, workload"
+_FROM, _TO = "x_from", "x_to"
+_BEFORE_SECONDS, _AFTER_SECONDS = 600, 60
+
+
+def board(title: str, uid: str, description: str, *, time: str, refresh: str) -> Any:
+    """An empty dashboard with its data source and with links to the others, which keep time and variables."""
+    others = (
+        dashboard.DashboardLink("GPU memory")
+        .type(DashboardLinkType.DASHBOARDS)
+        .tags(["gpumem"])
+        .as_dropdown(False)
+        .keep_time(True)
+        .include_vars(True)
+    )
+    return (
+        dashboard.Dashboard(title)
+        .uid(uid)
+        .description(description)
+        .tags(TAGS)
+        .editable()
+        .tooltip(DashboardCursorSync.CROSSHAIR)
+        .time(time, "now")
+        .refresh(refresh)
+        .link(others)
+        .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
+    )
+
+
+def variable(name: str, label: str, metric: str, value_of: str, *, several: bool = True) -> Any:
+    """A variable whose values are those of a label; `several` may be chosen, all at first.
+
+    All is `.*`, so that series without the label are among them.
+    """
+    asked = f"label_values({metric}, {value_of})"
+    made = (
+        dashboard.QueryVariable(name)
+        .label(label)
+        .datasource(SOURCE)
+        .query(asked)
+        .definition(asked)
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.NATURAL_ASC)
+    )
+    if not several:
+        return made
+    everything = VariableOption(selected=True, text=["All"], value=["$__all"])
+    return made.multi(True).include_all(True).all_value(".*").current(everything)
+
+
+def link(uid: str, **values: str) -> str:
+    """The address of another dashboard: the same data source and time, and these variables.
+
+    Values are Grafana's own expressions, such as `__field.labels.gpu`; what is not named keeps its default.
+    """
+    chosen = "".join(f"&var-{name}=${{{value}:percentencode}}" for name, value in values.items())
+    return f"/d/{uid}?${{datasource:queryparam}}&${{__url_time_range}}{chosen}"
+
+
+def post_mortem_times(timestamp: str) -> tuple[str, str]:
+    """From when to when an error is looked at, as expressions in milliseconds: the ten minutes before it, and one."""
+    return (
+        f"floor({timestamp} - {_BEFORE_SECONDS}) * 1000",
+        f"ceil({timestamp} + {_AFTER_SECONDS}) * 1000",
+    )
+
+
+def ooms_annotation(selector: str) -> Any:
+    """Each error at the moment of its own, with a link to its post-mortem."""
+    happened = f"gpumem_last_oom_timestamp_seconds{{{selector}}}"
+    expression = f"{happened} * 1000"
+    # A link can only be filled with labels, so both ends of the time become labels.
+    for name, moment in zip((_FROM, _TO), post_mortem_times(happened), strict=True):
+        expression += f' * on ({_OOM}) group_left ({name}) count_values by ({_OOM}) ("{name}", {moment})'
+    values = {"node": "instance", "gpu": "gpu", "workload": "workload", "pid": "pid"}
+    address = f"/d/gpumem-oom?from={{{{{_FROM}}}}}&to={{{{{_TO}}}}}" + "".join(
+        f"&var-{name}={{{{{label}}}}}" for name, label in values.items()
+    )
+    return (
+        _annotation("Out of memory", "red", expression)
+        .title_format("Out of memory: {{workload}} {{rank}} (pid {{pid}})")
+        .text_format(f'GPU {{{{gpu}}}} of {{{{instance}}}}. <a href="{address}">Post-mortem</a>')
+        .tag_keys("workload,rank")
+        .use_value_for_time(True)
+    )
+
+
+def actions_annotation(selector: str = NODE) -> Any:
+    """Actions, by what became of them; nobody counts them by device or process."""
+    increase = f"increase(gpumem_actions_total{{{selector}}}[$__rate_interval])"
+    return (
+        _annotation("Actions", "blue", f"sum by (instance, action, outcome) ({increase}) > 0")
+        .title_format("{{action}}: {{outcome}}")
+        .text_format("Asked of processes on {{instance}}.")
+        .tag_keys("action,outcome")
+    )
+
+
+def encoded(made: Any) -> str:
+    """The dashboard as Grafana's JSON, every panel numbered, with a newline at its end."""
+    model = made.build()
+    for number, panel in enumerate(model.panels or [], start=1):
+        panel.id_val = number
+    return JSONEncoder(sort_keys=True, indent=2).encode(model) + "\n"
+
+
+def _annotation(name: str, colour: str, expression: str) -> Any:
+    return dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(expression)

@@ -1,0 +1,312 @@
+"""Node: where every byte of each device is, whose it is, and what of it a clear would give back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grafana_foundation_sdk.builders import dashboard
+from grafana_foundation_sdk.models import units
+from grafana_foundation_sdk.models.common import BigValueTextMode
+
+from gpumem_dashboards.frame import actions_annotation, board, link, ooms_annotation, variable
+from gpumem_dashboards.palette import PRESSURE
+from gpumem_dashboards.panels import bars, count, graph, ledger, number, stacked
+from gpumem_dashboards.promql import (
+    DEVICE,
+    ONE_NODE,
+    above_seconds,
+    growth,
+    hard_used_ratio,
+    process_used,
+    seconds_to_full,
+    with_info,
+)
+from gpumem_dashboards.tables import Column, table
+
+__all__ = ["node"]
+
+GPU = f'{ONE_NODE}, gpu=~"$gpu"'
+OF_PROCESSES = 'workload=~"$workload", rank=~"$rank"'
+TORCH = f"{GPU}, {OF_PROCESSES}"
+LEGEND = "GPU {{gpu}} {{workload}} {{rank}} (pid {{pid}})"
+TO_WORKLOAD = (
+    "This workload",
+    "/d/gpumem-workload?${datasource:queryparam}&${__url_time_range}&${gpu:queryparam}"
+    "&var-node=${node:percentencode}&var-workload=${__data.fields.workload:percentencode}",
+)
+TO_THIS_WORKLOAD = link("gpumem-workload", node="node", workload="__field.labels.workload")
+
+
+def node() -> Any:
+    """The dashboard of one node; a row for each of its devices."""
+    made = (
+        board(
+            "GPU memory: one node",
+            "gpumem-node",
+            "Where every byte of GPU memory of one node is, whose it is, and what of it a clear would give back.",
+            time="now-1h",
+            refresh="10s",
+        )
+        .with_variable(variable("node", "Node", "gpumem_exporter_build_info", "instance", several=False))
+        .with_variable(variable("gpu", "GPU", f"gpumem_device_up{{{ONE_NODE}}}", "gpu"))
+        .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{ONE_NODE}}}", "workload"))
+        .with_variable(variable("rank", "Rank", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "rank"))
+        .annotation(ooms_annotation(TORCH))
+        .annotation(actions_annotation(ONE_NODE))
+        .with_row(dashboard.Row("Node"))
+    )
+    for panel in (*_figures(), _devices(), _processes()):
+        made = made.with_panel(panel)
+    made = made.with_row(dashboard.Row("GPU $gpu").repeat("gpu")).with_panel(_ledger()).with_panel(_clear())
+    made = made.with_panel(_holders())
+    made = made.with_row(dashboard.Row("Over time"))
+    for panel in _over_time():
+        made = made.with_panel(panel)
+    return made
+
+
+def _figures() -> list[Any]:
+    return [
+        number(
+            "Devices that answer",
+            "Devices for which the driver answers, and those for which it does not: their figures are absent.",
+            units.Short,
+            [(f"sum(gpumem_device_up{{{GPU}}})", "up"), (f"sum(1 - gpumem_device_up{{{GPU}}})", "down")],
+        ),
+        number(
+            "Highest pressure",
+            "Of the device that is pressed most: the share of its memory that is neither free nor would come back by a"
+            " clear.",
+            units.PercentUnit,
+            f"max({hard_used_ratio(GPU)})",
+            limits=PRESSURE,
+        ),
+        number(
+            "A clear would give back",
+            "Bytes that torch.cuda.empty_cache() in every reporting process would return to the driver now.",
+            units.BytesIEC,
+            f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})',
+        ),
+        number(
+            "Fragmented",
+            "Bytes that PyTorch holds in no tensor and that a clear cannot give back.",
+            units.BytesIEC,
+            f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_fragmented"}})',
+        ),
+        count(
+            "Out-of-memory errors",
+            "Errors that processes of this node told of in the time shown, caught ones included.",
+            f'round(sum(increase(gpumem_events_total{{{ONE_NODE}, type="oom"}}[$__range])))',
+        ),
+        number(
+            "Source",
+            "nvml: these are real devices. demo: everything here is simulated.",
+            units.NoUnit,
+            [(f"gpumem_exporter_build_info{{{ONE_NODE}}}", "{{source}} {{version}}")],
+        ).text_mode(BigValueTextMode.NAME),
+    ]
+
+
+def _devices() -> Any:
+    def of(category: str) -> str:
+        return f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category="{category}"}})'
+
+    def figure(name: str) -> str:
+        return f"sum by ({DEVICE}) (gpumem_device_{name}{{{GPU}}})"
+
+    free = f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category=~"free|torch_reclaimable"}})'
+    slope = f"sum by ({DEVICE}) ({growth('gpumem_device_memory_used_bytes', GPU)})"
+    return table(
+        "Devices",
+        "One row a device. Pressure: the share that is neither free nor would come back by a clear. Used, free and held"
+        " back are the driver's words and add up to the total. Unattributed is what no process owns: signed, and near"
+        " zero on a healthy node. An empty cell is unknown, not zero.",
+        units.BytesIEC,
+        [
+            Column("gpu", heading="GPU", width=60),
+            Column("name", heading="Device"),
+            Column("mig_profile", heading="MIG", width=90),
+            Column(
+                "What",
+                f"group by ({DEVICE}, name, mig_profile, driver_version) (gpumem_device_info{{{GPU}}})",
+                hidden=True,
+            ),
+            Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
+            Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
+            Column("Full in", seconds_to_full(free, slope), units.Seconds, width=90),
+            Column("Busy", figure("utilization_ratio"), units.PercentUnit, width=70),
+            Column("Total", figure("memory_total_bytes")),
+            Column("Used", figure("memory_used_bytes")),
+            Column("Free", figure("memory_free_bytes")),
+            Column("Held back", figure("memory_reserved_bytes")),
+            Column("A clear gives back", of("torch_reclaimable")),
+            Column("Fragmented", of("torch_fragmented")),
+            Column("Unattributed", of("unattributed")),
+            Column("driver_version", heading="Driver", width=110),
+        ],
+        sort_by="GPU",
+        descending=False,
+        drop=("instance", "uuid"),
+        height=9,
+    )
+
+
+def _processes() -> Any:
+    by = "instance, gpu, pid"
+    shown = "workload, rank, command, user, k8s_namespace, k8s_pod, reporting"
+    # The filter on workload and rank stands on the info series alone: every other column is joined to its rows.
+    listed = f"group by ({by}) ({process_used(GPU)})"
+    known = f"gpumem_process_info{{{ONE_NODE}, {OF_PROCESSES}}}"
+
+    def figure(name: str) -> str:
+        return f"sum by ({by}) (gpumem_torch_{name}{{{TORCH}}})"
+
+    reported = f"group by ({by}) (gpumem_torch_reserved_bytes{{{TORCH}}})"
+    age = f"time() - gpumem_reporter_last_report_timestamp_seconds{{{ONE_NODE}, {OF_PROCESSES}}}"
+    return table(
+        "Processes",
+        "Each process on each device, the largest first. Without a reporter only what the driver counts is known; an"
+        " empty cell is unknown, not zero. Not torch is what the driver counts less what PyTorch reserved: CUDA"
+        " context, NCCL, libraries. Click a workload to see its ranks.",
+        units.BytesIEC,
+        [
+            Column("gpu", heading="GPU", width=60),
+            Column("workload", heading="Workload", link=TO_WORKLOAD),
+            Column("rank", heading="Rank", width=70),
+            Column("user", heading="User"),
+            Column("k8s_pod", heading="Pod"),
+            Column("Who", f"{listed} * on (instance, pid) group_left ({shown}) {known}", hidden=True),
+            Column("Used", f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and on (instance, pid) {known}"),
+            Column("In tensors", figure("allocated_bytes")),
+            Column("Reserved", figure("reserved_bytes")),
+            Column("A clear gives back", figure("reclaimable_bytes")),
+            Column("Fragmented", figure("fragmented_bytes")),
+            Column("Not torch", figure("non_torch_bytes")),
+            Column(
+                "Last report",
+                f"{reported} * on (instance, pid) group_left () ({age})",
+                units.Seconds,
+                ((None, "transparent"), (5, "yellow"), (15, "red")),
+                width=110,
+            ),
+            Column("pid", width=90),
+            Column("command", heading="Command"),
+            Column("k8s_namespace", heading="Namespace"),
+            Column("reporting", heading="Reports", width=80),
+        ],
+        sort_by="Used",
+        drop=("instance",),
+        height=12,
+    )
+
+
+def _ledger() -> Any:
+    return ledger(
+        "Where every byte of GPU $gpu is",
+        "The stack meets the dashed line, the device's total, to the byte at every scrape. Bytes of no known process"
+        " are signed: below zero, a report is ahead of the driver's last reading.",
+        GPU,
+    )
+
+
+def _clear() -> Any:
+    return bars(
+        "What a clear would give back on GPU $gpu",
+        "Reclaimable bytes of each process: what torch.cuda.empty_cache() would return to the driver now. The fifteen"
+        " largest.",
+        units.BytesIEC,
+        [(f"sort_desc(topk(15, gpumem_torch_reclaimable_bytes{{{GPU}}}))", "{{workload}} {{rank}} (pid {{pid}})")],
+        no_value="no process reports",
+        height=10,
+    ).data_links([dashboard.DashboardLink("This workload").url(TO_THIS_WORKLOAD)])
+
+
+def _holders() -> Any:
+    held = with_info(process_used(GPU), "workload, rank, command", ONE_NODE)
+    panel = graph(
+        "Whose memory it is on GPU $gpu",
+        "What each process holds, as the driver counts it, stacked. A process without a reporter is shown by its"
+        " command. The upper edge is what is in use on the device, but for bytes of no known process.",
+        units.BytesIEC,
+        [(held, "{{workload}} {{rank}} {{command}} (pid {{pid}})")],
+        span=24,
+    )
+    return stacked(panel, 50).min(0)
+
+
+def _over_time() -> list[Any]:
+    def of_torch(name: str) -> list[tuple[str, str]]:
+        return [(f"gpumem_torch_{name}{{{TORCH}}}", LEGEND)]
+
+    def by_rate(name: str) -> list[tuple[str, str]]:
+        return [(f"rate(gpumem_torch_{name}{{{TORCH}}}[$__rate_interval])", LEGEND)]
+
+    return [
+        graph(
+            "Pressure, by device",
+            "Share of the device's memory that is neither free nor would come back by a clear.",
+            units.PercentUnit,
+            [(hard_used_ratio(GPU), "GPU {{gpu}}")],
+        )
+        .min(0)
+        .max(1),
+        graph(
+            "Time in which a kernel ran, by device",
+            "Share of the time in which at least one kernel ran: busy time, not how much of the chip was used.",
+            units.PercentUnit,
+            [(f"gpumem_device_utilization_ratio{{{GPU}}}", "GPU {{gpu}}")],
+        )
+        .min(0)
+        .max(1),
+        graph(
+            "In tensors, by process",
+            "Bytes handed out to tensors. A steady training loop draws a level band; one that rises from step to step"
+            " keeps tensors that it no longer needs.",
+            units.BytesIEC,
+            of_torch("allocated_bytes"),
+        ).min(0),
+        graph(
+            "Not PyTorch's, by process",
+            "What the driver counts for a process less what PyTorch reserved: CUDA context, NCCL, libraries. Level"
+            " after the start; growth is a leak outside PyTorch. Below zero for a moment: the report is ahead of the"
+            " driver.",
+            units.BytesIEC,
+            of_torch("non_torch_bytes"),
+        ),
+        graph(
+            "Fragmentation, by process",
+            "Share of what PyTorch reserved that is in no tensor and that a clear cannot give back.",
+            units.PercentUnit,
+            of_torch("fragmentation_ratio"),
+        )
+        .min(0)
+        .max(1),
+        graph(
+            "Slack, by process",
+            "Share of what PyTorch reserved that is in no tensor: cache, be it fragmented or not. High after a peak,"
+            " and no trouble until another process on the device needs it.",
+            units.PercentUnit,
+            of_torch("slack_ratio"),
+        )
+        .min(0)
+        .max(1),
+        graph(
+            "Allocation retries, by process",
+            "Allocations a second that failed at first, upon which PyTorch flushed its cache and tried again. Each one"
+            " stalls the program, and an out-of-memory error is near.",
+            units.CountsPerSecond,
+            by_rate("alloc_retries_total"),
+        ).min(0),
+        graph(
+            "Page-locked host memory, by process",
+            "Main memory that PyTorch keeps locked for copies, on no device. It is missing for other programs on the"
+            " node.",
+            units.BytesIEC,
+            [
+                (
+                    f"gpumem_torch_pinned_host_bytes{{{ONE_NODE}, {OF_PROCESSES}}}",
+                    "{{workload}} {{rank}} (pid {{pid}})",
+                )
+            ],
+        ).min(0),
+    ]

@@ -1,0 +1,58 @@
+"""The list of out-of-memory errors, each with a way to its post-mortem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from grafana_foundation_sdk.models import units
+
+from gpumem_dashboards.frame import post_mortem_times
+from gpumem_dashboards.tables import Column, table
+
+__all__ = ["listed"]
+
+
+def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
+    """The last error of each process in the time shown, also of processes that are gone."""
+
+    def figure(name: str) -> str:
+        by = "instance, gpu, pid, workload, rank"
+        return f"max by ({by}) (last_over_time(gpumem_last_oom_{name}{{{selector}}}[$__range]))"
+
+    happened = figure("timestamp_seconds")
+    since, until = post_mortem_times(happened)
+    return table(
+        "The last error of each process",
+        "The last error of each process on each device in the time shown. What PyTorch asked the driver for stands"
+        " beside what there was: free on the device, and in the process' own cache, which a clear could return or"
+        " could not. Click one for its post-mortem.",
+        units.BytesIEC,
+        [
+            Column("instance", heading="Node", hidden=not node_shown),
+            Column("gpu", heading="GPU", width=60),
+            Column("workload", heading="Workload", link=("Post-mortem", _address())),
+            Column("rank", heading="Rank", width=70),
+            Column("pid", width=90),
+            Column("Ago", f"time() - {happened}", units.Seconds, width=100),
+            Column("Asked for", figure("requested_bytes")),
+            Column("Free on the device", figure("device_free_bytes")),
+            Column("A clear gives back", figure("reclaimable_bytes")),
+            Column("Fragmented", figure("fragmented_bytes")),
+            Column("In tensors", figure("allocated_bytes")),
+            Column("From", since, units.NoUnit, hidden=True),
+            Column("To", until, units.NoUnit, hidden=True),
+        ],
+        sort_by="Ago",
+        descending=False,
+        no_value="No out-of-memory errors in the time shown.",
+        height=height,
+    )
+
+
+def _address() -> str:
+    values = {"node": "instance", "gpu": "gpu", "workload": "workload", "pid": "pid"}
+    chosen = "".join(f"&var-{name}=${{__data.fields.{label}:percentencode}}" for name, label in values.items())
+    return (
+        "/d/gpumem-oom?${datasource:queryparam}"
+        f"&from=${{__data.fields.From.numeric}}&to=${{__data.fields.To.numeric}}{chosen}"
+    )

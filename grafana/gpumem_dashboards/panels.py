@@ -1,0 +1,216 @@
+"""Panels of each kind, made alike: title, how to read it, unit, the chosen data source, numbered queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from grafana_foundation_sdk.builders import bargauge, common, prometheus, stat, statushistory, timeseries
+from grafana_foundation_sdk.models.common import (
+    BarGaugeDisplayMode,
+    BarGaugeNamePlacement,
+    BarGaugeSizing,
+    BarGaugeValueMode,
+    BigValueColorMode,
+    BigValueGraphMode,
+    BigValueTextMode,
+    GraphDrawStyle,
+    LegendDisplayMode,
+    LegendPlacement,
+    SortOrder,
+    StackingMode,
+    TooltipDisplayMode,
+    VisibilityMode,
+    VizOrientation,
+)
+from grafana_foundation_sdk.models.dashboard import DataSourceRef, DynamicConfigValue
+
+from gpumem_dashboards.palette import LEDGER, colour, none_is_good, steps
+
+__all__ = [
+    "SOURCE",
+    "Limits",
+    "Queries",
+    "bars",
+    "columns",
+    "count",
+    "dashed",
+    "described",
+    "graph",
+    "history",
+    "ledger",
+    "number",
+    "query",
+    "stacked",
+]
+
+SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+
+Queries = Sequence[tuple[str, str]]
+"""Expression and legend."""
+Limits = Sequence[tuple[float | None, str]]
+
+
+def query(expression: str, legend: str, letter: str = "A", *, instant: bool = False) -> Any:
+    """One query, over the time shown or at its end."""
+    made = prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(letter).datasource(SOURCE)
+    return made.instant() if instant else made.range()
+
+
+def described(panel: Any, title: str, description: str, unit: str) -> Any:
+    """What every panel has."""
+    return panel.title(title).description(description).unit(unit).datasource(SOURCE)
+
+
+def number(
+    title: str,
+    description: str,
+    unit: str,
+    queries: Queries | str,
+    *,
+    limits: Limits = (),
+    decimals: int | None = None,
+    no_value: str = "unknown",
+    span: int = 4,
+    height: int = 4,
+) -> Any:
+    """One figure, or a few, in large type; coloured where it has limits."""
+    panel = (
+        described(stat.Panel(), title, description, unit)
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .graph_mode(BigValueGraphMode.NONE)
+        .color_mode(BigValueColorMode.BACKGROUND if limits else BigValueColorMode.NONE)
+        .no_value(no_value)
+        .height(height)
+        .span(span)
+    )
+    for letter, (expression, legend) in _lettered([(queries, "")] if isinstance(queries, str) else queries):
+        panel = panel.with_target(query(expression, legend, letter, instant=True))
+    if not isinstance(queries, str):
+        panel = panel.text_mode(BigValueTextMode.VALUE_AND_NAME)
+    if limits:
+        panel = panel.thresholds(steps(*limits))
+    return panel if decimals is None else panel.decimals(decimals)
+
+
+def count(title: str, description: str, expression: str, *, bad: str = "red", span: int = 4) -> Any:
+    """A number of things of which there should be none."""
+    return number(title, description, "short", expression, limits=none_is_good(bad), decimals=0, span=span)
+
+
+def graph(title: str, description: str, unit: str, queries: Queries, *, span: int = 12, height: int = 8) -> Any:
+    """Lines over time, with a table of last and highest below."""
+    panel = (
+        described(timeseries.Panel(), title, description, unit)
+        .fill_opacity(10)
+        .show_points(VisibilityMode.NEVER)
+        .legend(
+            common.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(LegendDisplayMode.TABLE)
+            .placement(LegendPlacement.BOTTOM)
+            .calcs(["lastNotNull", "max"])
+        )
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
+        .height(height)
+        .span(span)
+    )
+    for letter, (expression, legend) in _lettered(queries):
+        panel = panel.with_target(query(expression, legend, letter))
+    return panel
+
+
+def stacked(panel: Any, fill_opacity: int = 70) -> Any:
+    """The same graph as a stack."""
+    stack = common.StackingConfig().mode(StackingMode.NORMAL).group("A")
+    return panel.stacking(stack).fill_opacity(fill_opacity).line_width(0)
+
+
+def columns(panel: Any, smallest_interval: str) -> Any:
+    """The same graph as stacked columns, each of at least that interval."""
+    return stacked(panel.draw_style(GraphDrawStyle.BARS), 80).interval(smallest_interval).line_width(1)
+
+
+def dashed(name: str, shade: str) -> tuple[str, list[DynamicConfigValue]]:
+    """Override of one series of a stack: a dashed line of its own that is no part of it."""
+    return name, [
+        DynamicConfigValue("custom.stacking", {"mode": "none", "group": "A"}),
+        DynamicConfigValue("custom.fillOpacity", 0),
+        DynamicConfigValue("custom.lineWidth", 2),
+        DynamicConfigValue("custom.lineStyle", {"fill": "dash", "dash": [10, 10]}),
+        colour(shade),
+    ]
+
+
+def ledger(title: str, description: str, selector: str, only: str = "", *, span: int = 16, height: int = 10) -> Any:
+    """Where every byte of the chosen devices is, stacked to their total; `only` narrows them further."""
+    queries = [
+        (f'sum by (category) (gpumem_ledger_bytes{{{selector}, category="{category}"}}{only})', name)
+        for category, name, _ in LEDGER
+    ]
+    queries.append((f"sum(gpumem_device_memory_total_bytes{{{selector}}}{only})", "total"))
+    panel = stacked(graph(title, description, "bytes", queries, span=span, height=height), 80)
+    for _, name, shade in LEDGER:
+        panel = panel.override_by_name(name, [colour(shade)])
+    return panel.override_by_name(*dashed("total", "text"))
+
+
+def bars(
+    title: str,
+    description: str,
+    unit: str,
+    queries: Queries,
+    *,
+    limits: Limits = ((None, "green"),),
+    no_value: str = "none",
+    span: int = 8,
+    height: int = 8,
+) -> Any:
+    """Horizontal bars, one for each series: its value at the end of the time shown."""
+    panel = (
+        described(bargauge.Panel(), title, description, unit)
+        .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
+        .orientation(VizOrientation.HORIZONTAL)
+        .display_mode(BarGaugeDisplayMode.BASIC)
+        .name_placement(BarGaugeNamePlacement.TOP)
+        .value_mode(BarGaugeValueMode.TEXT)
+        .sizing(BarGaugeSizing.AUTO)
+        .show_unfilled(True)
+        .thresholds(steps(*limits))
+        .min(0)
+        .no_value(no_value)
+        .height(height)
+        .span(span)
+    )
+    for letter, (expression, legend) in _lettered(queries):
+        panel = panel.with_target(query(expression, legend, letter, instant=True))
+    return panel
+
+
+def history(title: str, description: str, unit: str, queries: Queries, limits: Limits, *, height: int = 10) -> Any:
+    """A heat map: one row for each series, time to the right, the value as colour."""
+    panel = (
+        described(statushistory.Panel(), title, description, unit)
+        .thresholds(steps(*limits))
+        .show_value(VisibilityMode.NEVER)
+        .row_height(0.9)
+        .col_width(1)
+        .legend(
+            common.VizLegendOptions()
+            .show_legend(True)
+            .display_mode(LegendDisplayMode.LIST)
+            .placement(LegendPlacement.BOTTOM)
+        )
+        .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.SINGLE).sort(SortOrder.NONE))
+        .max_data_points(120)
+        .height(height)
+        .span(24)
+    )
+    for letter, (expression, legend) in _lettered(queries):
+        panel = panel.with_target(query(expression, legend, letter))
+    return panel
+
+
+def _lettered(queries: Queries) -> list[tuple[str, tuple[str, str]]]:
+    return list(zip(ascii_uppercase, queries, strict=False))

@@ -1,0 +1,195 @@
+"""Reads a dashboard's JSON as Grafana does: its variables, its queries with every macro filled in, and their answers.
+
+Needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Prometheus", "PrometheusError", "Query", "Scope", "all_panels", "queries", "resolve"]
+
+ALL = ".*"
+_LABEL_VALUES = re.compile(r"label_values\((?:(?P<match>.+),\s*)?(?P<label>\w+)\)", re.DOTALL)
+
+
+class PrometheusError(Exception):
+    """Prometheus did not take a query; the text is its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Query:
+    """One query of a dashboard.
+
+    Attributes:
+        where: dashboard and panel (or variable, annotation) and the query's letter.
+        expression: PromQL with Grafana's macros and variables in it.
+        instant: asked at the end of the time shown alone.
+        table: its answer becomes rows.
+        legend: pattern of a series' name.
+    """
+
+    where: str
+    expression: str
+    instant: bool = False
+    table: bool = False
+    legend: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """A time that is shown and what the variables stand at.
+
+    Attributes:
+        end: unix seconds.
+        range_seconds: how long a time is shown.
+        scrape_seconds: the data source's scrape interval.
+        points: how many a panel draws at most.
+        variables: by name; `.*` for all.
+    """
+
+    end: float
+    range_seconds: int = 3600
+    scrape_seconds: float = 15.0
+    points: int = 240
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def start(self) -> float:
+        """Unix seconds."""
+        return self.end - self.range_seconds
+
+    def interval_seconds(self, smallest_seconds: float = 0.0) -> float:
+        """Between two points, in whole scrapes."""
+        scrapes = -(-self.range_seconds // (self.points * self.scrape_seconds))
+        return max(scrapes * self.scrape_seconds, smallest_seconds)
+
+    def fill(self, expression: str, smallest_seconds: float = 0.0) -> str:
+        """The expression with every macro and variable replaced."""
+        interval = self.interval_seconds(smallest_seconds)
+        macros = {
+            "__range_s": f"{self.range_seconds}",
+            "__range": f"{self.range_seconds}s",
+            "__interval": _duration(interval),
+            "__rate_interval": _duration(max(interval + self.scrape_seconds, 4 * self.scrape_seconds)),
+            **self.variables,
+        }
+        return re.sub(r"\$(?:\{(\w+)(?::\w+)?\}|(\w+))", lambda found: macros[found[1] or found[2]], expression)
+
+
+def all_panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Every panel that is no row, also those of collapsed rows."""
+    for panel in dashboard["panels"]:
+        if panel["type"] == "row":
+            yield from panel.get("panels", ())
+        else:
+            yield panel
+
+
+def queries(dashboard: Mapping[str, Any]) -> Iterator[Query]:
+    """Every query of panels and annotations; those of variables are asked in another way, by `resolve`."""
+    for panel in all_panels(dashboard):
+        for target in panel["targets"]:
+            where = f"{dashboard['uid']} / {panel['title']} / {target['refId']}"
+            table = target.get("format") == "table"
+            legend = target.get("legendFormat", "")
+            yield Query(where, target["expr"], bool(target.get("instant")), table, legend)
+    for annotation in dashboard["annotations"]["list"]:
+        yield Query(f"{dashboard['uid']} / annotation {annotation['name']}", annotation["expr"])
+
+
+class Prometheus:
+    """A Prometheus server's API.
+
+    Args:
+        url: `http://host:port`.
+        timeout_seconds: of each request.
+    """
+
+    def __init__(self, url: str, timeout_seconds: float = 30.0) -> None:
+        self._url = url.rstrip("/")
+        self._timeout_seconds = timeout_seconds
+
+    def instant(self, expression: str, at: float) -> list[dict[str, Any]]:
+        """The series of an instant query: `metric` and `values`, a list of one (time, text)."""
+        data = self._ask("query", query=expression, time=f"{at:.3f}")
+        if data["resultType"] == "scalar":
+            return [{"metric": {}, "values": [data["result"]]}]
+        return [{"metric": series["metric"], "values": [series["value"]]} for series in data["result"]]
+
+    def over_time(self, expression: str, start: float, end: float, step_seconds: float) -> list[dict[str, Any]]:
+        """The series of a range query: `metric` and `values`, a list of (time, text)."""
+        asked = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_seconds:g}"}
+        return list(self._ask("query_range", query=expression, **asked)["result"])
+
+    def label_values(self, selector: str, label: str, start: float, end: float) -> list[str]:
+        """The values of a label on the series that a selector finds, in a natural order."""
+        asked = {"match[]": selector, "start": f"{start:.3f}", "end": f"{end:.3f}"}
+        return sorted(self._ask(f"label/{label}/values", **asked), key=_natural)
+
+    def ask(self, query: Query, scope: Scope, smallest_seconds: float = 0.0) -> list[dict[str, Any]]:
+        """The answer to a dashboard's query."""
+        expression = scope.fill(query.expression, smallest_seconds)
+        if query.instant:
+            return self.instant(expression, scope.end)
+        step = scope.interval_seconds(smallest_seconds)
+        # As Grafana does: points at whole steps, so that they do not shift with each refresh.
+        start, end = scope.start // step * step, scope.end // step * step
+        return self.over_time(expression, start, max(start, end), step)
+
+    def _ask(self, what: str, **parameters: str) -> Any:
+        url = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
+        if not url.startswith(("http://", "https://")):
+            raise PrometheusError(f"not an http address: {self._url}")
+        try:
+            with urllib.request.urlopen(url, timeout=self._timeout_seconds) as answer:  # noqa: S310 - checked above
+                document = json.load(answer)
+        except urllib.error.HTTPError as error:
+            detail = error.read().decode(errors="replace")
+            raise PrometheusError(f"{detail}\n{parameters}") from error
+        return document["data"]
+
+
+def resolve(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) -> dict[str, str]:
+    """What each variable stands at when the dashboard is opened, unless the scope says otherwise.
+
+    One of which several may be chosen stands at all, another at its first value; empty where it has none.
+    """
+    chosen: dict[str, str] = dict(scope.variables)
+    for variable in dashboard["templating"]["list"]:
+        name = variable["name"]
+        if variable["type"] != "query" or name in chosen:
+            continue
+        if variable.get("includeAll"):
+            chosen[name] = variable["allValue"]
+            continue
+        values = variable_values(variable, prometheus, scope, chosen)
+        chosen[name] = values[0] if values else ""
+    return chosen
+
+
+def variable_values(
+    variable: Mapping[str, Any], prometheus: Prometheus, scope: Scope, chosen: Mapping[str, str]
+) -> list[str]:
+    """What a variable offers, by what those before it stand at."""
+    asked = _LABEL_VALUES.fullmatch(variable["query"])
+    if asked is None:
+        raise ValueError(f"no label_values: {variable['query']}")
+    selector = Scope(scope.end, scope.range_seconds, variables=chosen).fill(asked["match"])
+    return prometheus.label_values(selector, asked["label"], scope.start, scope.end)
+
+
+def _duration(seconds: float) -> str:
+    return f"{round(seconds * 1000)}ms"
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    parts = re.split(r"(\d+)", text)
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

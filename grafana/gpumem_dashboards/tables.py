@@ -1,0 +1,153 @@
+"""Tables: each column a query, the rows joined by the labels that the queries share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from string import ascii_uppercase
+from typing import Any
+
+from grafana_foundation_sdk.builders import common
+from grafana_foundation_sdk.builders import table as tables
+from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
+from grafana_foundation_sdk.models.prometheus import PromQueryFormat
+
+from gpumem_dashboards.palette import PRESSURE, steps
+from gpumem_dashboards.panels import Limits, described, query
+
+__all__ = ["Column", "matrix", "table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column: what is asked, or a label of what is asked."""
+
+    title: str
+    """As it is headed; a label's column is named after the label here and headed by `heading`."""
+    expression: str = ""
+    """Empty: the column is a label."""
+    unit: str = ""
+    """Where it is not the table's."""
+    limits: Limits = ()
+    """Colours the cell's background."""
+    gauge: bool = False
+    """The cell is a bar from 0 to 1."""
+    heading: str = ""
+    width: int = 0
+    link: tuple[str, str] = ("", "")
+    """Title and address."""
+    mapping: dict[str, Any] = field(default_factory=dict)
+    """Words for values."""
+    hidden: bool = False
+    """It only carries its labels, or what a link needs."""
+
+
+def table(
+    title: str,
+    description: str,
+    unit: str,
+    listed: Sequence[Column],
+    *,
+    sort_by: str,
+    descending: bool = True,
+    drop: Sequence[str] = (),
+    no_value: str = "",
+    span: int = 24,
+    height: int = 10,
+) -> Any:
+    """A table of what the queries say at the end of the time shown, in the order of `listed`.
+
+    Args:
+        title: of the panel.
+        description: how to read it.
+        unit: of the columns that name none.
+        listed: the columns, labels and queries mixed.
+        sort_by: heading of the column that it is sorted by at first.
+        descending: the greatest first.
+        drop: labels that the queries bring and nobody wants to see.
+        no_value: what an empty table says.
+        span: of 24.
+        height: in rows of the grid.
+    """
+    panel = (
+        described(tables.Panel(), title, description, unit)
+        .height(height)
+        .span(span)
+        .sort_by([common.TableSortByFieldState().display_name(sort_by).desc(descending)])
+        .with_transformation(DataTransformerConfig(id_val="merge", options={}))
+    )
+    if no_value:
+        panel = panel.no_value(no_value)
+    asked = [column for column in listed if column.expression]
+    # With one query alone Grafana calls its column "Value", with several "Value #A" and so on.
+    names = ["Value"] if len(asked) == 1 else [f"Value #{letter}" for letter in ascii_uppercase[: len(asked)]]
+    fields = {id(column): name for column, name in zip(asked, names, strict=True)}
+    for letter, column in zip(ascii_uppercase, asked, strict=False):
+        made = query(column.expression, "", letter, instant=True).format(PromQueryFormat.TABLE)
+        panel = panel.with_target(made)
+    shown = {fields.get(id(column), column.title): column for column in listed}
+    headings = {name: column.heading or column.title for name, column in shown.items()}
+    panel = panel.with_transformation(
+        DataTransformerConfig(
+            id_val="organize",
+            options={
+                "excludeByName": dict.fromkeys(("Time", *drop), True),
+                "indexByName": {name: at for at, name in enumerate(shown)},
+                "renameByName": {name: heading for name, heading in headings.items() if name != heading},
+            },
+        )
+    )
+    for column in listed:
+        panel = _dress(panel, column)
+    return panel
+
+
+def matrix(title: str, description: str, expression: str, link: tuple[str, str], *, span: int, height: int) -> Any:
+    """Nodes by devices: a row for each node, a column for each index, the value as the cell's colour."""
+    order = ({"fields": {}, "sort": [{"field": name}]} for name in ("instance", "gpu"))
+    ordered = [DataTransformerConfig(id_val="sortBy", options=by) for by in order]
+    panel = (
+        described(tables.Panel(), title, description, "percentunit")
+        .height(height)
+        .span(span)
+        .decimals(0)
+        .thresholds(steps(*PRESSURE))
+        .with_target(query(expression, "", instant=True).format(PromQueryFormat.TABLE))
+    )
+    grouping = {"columnField": "gpu", "rowField": "instance", "valueField": "Value", "emptyValue": "null"}
+    for transformation in (*ordered, DataTransformerConfig(id_val="groupingToMatrix", options=grouping)):
+        panel = panel.with_transformation(transformation)
+    cell = [DynamicConfigValue("custom.cellOptions", {"type": "color-background", "mode": "basic"}), _links(*link)]
+    return panel.override_by_regexp("^[0-9].*", cell).override_by_name(
+        r"instance\gpu", [DynamicConfigValue("displayName", "Node")]
+    )
+
+
+def _dress(panel: Any, column: Column) -> Any:
+    wanted: list[DynamicConfigValue] = []
+    if column.unit:
+        wanted.append(DynamicConfigValue("unit", column.unit))
+    if column.gauge:
+        wanted += [
+            DynamicConfigValue("custom.cellOptions", {"type": "gauge", "mode": "basic", "valueDisplayMode": "text"}),
+            DynamicConfigValue("min", 0),
+            DynamicConfigValue("max", 1),
+        ]
+    if column.limits:
+        made = [{"value": value, "color": name} for value, name in column.limits]
+        wanted.append(DynamicConfigValue("thresholds", {"mode": "absolute", "steps": made}))
+        if not column.gauge:
+            wanted.append(DynamicConfigValue("custom.cellOptions", {"type": "color-background", "mode": "basic"}))
+    if column.mapping:
+        wanted.append(DynamicConfigValue("mappings", [column.mapping]))
+    if column.width:
+        wanted.append(DynamicConfigValue("custom.width", column.width))
+    if column.link[1]:
+        wanted.append(_links(*column.link))
+    if column.hidden:
+        wanted.append(DynamicConfigValue("custom.hidden", True))
+    return panel.override_by_name(column.heading or column.title, wanted) if wanted else panel
+
+
+def _links(title: str, url: str) -> DynamicConfigValue:
+    return DynamicConfigValue("links", [{"title": title, "url": url, "targetBlank": False}])

@@ -1,0 +1,269 @@
+"""The dashboards as files: built from their program, lawful, and about every metric there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpumem_dashboards.queries import all_panels, queries
+
+from gpumem_exporter.collectors.catalog import METRICS
+from tests.contract.dashboard_rules import RULES, UNITS, parsed, selectors
+
+FOLDER = Path(__file__).resolve().parents[2] / "grafana"
+NAMES = ("exporter", "fleet", "node", "oom", "workload")
+FILES = {name: FOLDER / "dashboards" / f"{name}.json" for name in NAMES}
+
+ON_NO_DASHBOARD = {
+    "gpumem_device_memory_is_host": "marks an integrated GPU for who writes queries; node and fleet show its figures",
+    "gpumem_policy_evaluations_total": "there with --policy.file alone; what rules do is among the exporter's actions",
+    "gpumem_alerts_total": "counts where Alertmanager is told of the receiver; what alerts do is among the actions",
+}
+"""Metrics that no dashboard shows, and why."""
+OF_PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
+OF_THE_PROCESS = {"process_cpu_seconds_total", "process_open_fds", "process_resident_memory_bytes"}
+
+needs_sdk = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="Grafana's SDK needs Python 3.11, and one version suffices"
+)
+
+
+def load(name: str) -> dict[str, Any]:
+    return dict(json.loads(FILES[name].read_text(encoding="utf-8")))
+
+
+def test_there_are_these_five_and_no_other() -> None:
+    assert sorted(path.stem for path in (FOLDER / "dashboards").iterdir()) == sorted(NAMES)
+    assert {load(name)["uid"] for name in NAMES} == {f"gpumem-{name}" for name in NAMES}
+
+
+@needs_sdk
+def test_building_them_again_gives_the_same_bytes(tmp_path: Path) -> None:
+    built = subprocess.run(
+        [sys.executable, str(FOLDER / "build.py"), str(tmp_path)], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stderr
+    for name, path in FILES.items():
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), f"run python grafana/build.py for {name}"
+
+
+@needs_sdk
+@pytest.mark.filterwarnings("ignore:Prefer using dashboardv2")
+@pytest.mark.parametrize("name", NAMES)
+def test_grafana_s_own_types_know_every_key(name: str) -> None:
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
+    register_default_plugins()
+    mistyped = load(name)
+    mistyped["panels"][1]["targets"][0]["exprr"] = ""
+    for dashboard, lost in ((load(name), False), (mistyped, True)):
+        again = json.loads(JSONEncoder().encode(Dashboard.from_json(dashboard)))
+        assert (again != dashboard) is lost
+
+
+@needs_sdk
+def test_every_unit_is_one_of_grafana_s() -> None:
+    from grafana_foundation_sdk.models import units
+
+    assert {value for value in vars(units).values() if isinstance(value, str)} >= UNITS
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", NAMES)
+def test_it_keeps_to_the_rule(name: str, rule: str) -> None:
+    assert list(RULES[rule](load(name))) == []
+
+
+def _expression(dashboard: dict[str, Any], change: Callable[[str], str]) -> None:
+    target = dashboard["panels"][1]["targets"][0]
+    target["expr"] = change(target["expr"])
+
+
+def _panel(dashboard: dict[str, Any], **changes: Any) -> None:
+    dashboard["panels"][1].update(changes)
+
+
+def _defaults(dashboard: dict[str, Any], **changes: Any) -> None:
+    dashboard["panels"][1]["fieldConfig"]["defaults"].update(changes)
+
+
+def _first(dashboard: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next(panel for panel in dashboard["panels"] if panel["type"] == kind)
+
+
+SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
+    "no title": ("panels_say_what_they_show", lambda d: _panel(d, title="")),
+    "no description": ("panels_say_what_they_show", lambda d: _panel(d, description="Used.")),
+    "a unit that is none": ("panels_say_what_they_show", lambda d: _defaults(d, unit="gigabytes")),
+    "no id": ("everything_is_numbered", lambda d: _panel(d, id=None)),
+    "one id twice": ("everything_is_numbered", lambda d: _panel(d, id=d["panels"][2]["id"])),
+    "no query": ("everything_is_numbered", lambda d: _panel(d, targets=[])),
+    "no refId": ("everything_is_numbered", lambda d: d["panels"][1]["targets"][0].pop("refId")),
+    "a data source of its own": ("all_data_comes_from_the_chosen_source", lambda d: _panel(d, datasource={"uid": "p"})),
+    "an annotation from elsewhere": (
+        "all_data_comes_from_the_chosen_source",
+        lambda d: d["annotations"]["list"][0].update(datasource={"uid": "-- Grafana --"}),
+    ),
+    "one over another": ("panels_lie_side_by_side", lambda d: _panel(d, gridPos=d["panels"][2]["gridPos"])),
+    "a hidden legend": (
+        "panels_ask_and_show_what_their_kind_needs",
+        lambda d: _first(d, "timeseries")["options"]["legend"].update(showLegend=False),
+    ),
+    "a table over time": (
+        "panels_ask_and_show_what_their_kind_needs",
+        lambda d: _first(d, "table")["targets"][0].update(instant=False, range=True),
+    ),
+    "a transformation without options": (
+        "panels_ask_and_show_what_their_kind_needs",
+        lambda d: _first(d, "table")["transformations"][0].update(options=None),
+    ),
+    "a variable less": (
+        "variables_are_the_agreed_ones_and_follow_the_time",
+        lambda d: d["templating"]["list"].pop(),
+    ),
+    "a variable that stands still": (
+        "variables_are_the_agreed_ones_and_follow_the_time",
+        lambda d: d["templating"]["list"][1].update(refresh=1),
+    ),
+    "all without the empty ones": (
+        "variables_are_the_agreed_ones_and_follow_the_time",
+        lambda d: d["templating"]["list"][2].update(allValue=""),
+    ),
+    "several nodes by =": (
+        "variables_are_matched_as_they_are_chosen",
+        lambda d: _expression(d, lambda e: e.replace('=~"$node"', '="$node"')),
+    ),
+    "a variable that is not there": (
+        "variables_are_matched_as_they_are_chosen",
+        lambda d: _expression(d, lambda e: e.replace("$gpu", "$card")),
+    ),
+    "a selector of all nodes": (
+        "every_selector_names_its_nodes",
+        lambda d: _expression(d, lambda e: e.replace('instance=~"$node", ', "")),
+    ),
+    "a bare counter": (
+        "counters_are_only_asked_for_their_increase",
+        lambda d: _expression(d, lambda _: 'sum(gpumem_torch_ooms_total{instance=~"$node"})'),
+    ),
+    "a rate of a gauge": (
+        "counters_are_only_asked_for_their_increase",
+        lambda d: _expression(d, lambda _: 'rate(gpumem_nvml_up{instance=~"$node"}[$__rate_interval])'),
+    ),
+    "the interval of the graph": (
+        "counters_are_only_asked_for_their_increase",
+        lambda d: _expression(d, lambda _: 'rate(gpumem_torch_ooms_total{instance=~"$node"}[$__interval])'),
+    ),
+    "a window of its own": (
+        "counters_are_only_asked_for_their_increase",
+        lambda d: _expression(d, lambda _: 'rate(gpumem_torch_ooms_total{instance=~"$node"}[5m])'),
+    ),
+    "a pid of any node": (
+        "a_pid_is_one_process_of_one_node",
+        lambda d: _expression(d, lambda _: 'sum by (pid) (gpumem_torch_allocated_bytes{instance=~"$node"})'),
+    ),
+    "info by pid alone": (
+        "a_pid_is_one_process_of_one_node",
+        lambda d: _expression(
+            d,
+            lambda _: (
+                'gpumem_reporter_up{instance=~"$node"} * on (pid) group_left (user)'
+                ' gpumem_process_info{instance=~"$node"}'
+            ),
+        ),
+    ),
+    "a grouping out of order": (
+        "count_values_survives_a_known_bug",
+        lambda d: _expression(d, lambda _: 'count_values by (uuid, gpu) ("x", gpumem_device_up{instance=~"$node"})'),
+    ),
+    "a recording rule": (
+        "no_recording_rule_and_no_unknown_label",
+        lambda d: _expression(d, lambda _: 'gpu:gpumem_memory_used:ratio{instance=~"$node"}'),
+    ),
+    "a label that no metric has": (
+        "no_recording_rule_and_no_unknown_label",
+        lambda d: _expression(d, lambda e: e.replace("gpu=~", "card=~")),
+    ),
+    "links that forget the variables": (
+        "links_lead_to_a_dashboard_with_time_and_variables",
+        lambda d: d["links"][0].update(includeVars=False),
+    ),
+    "a link that forgets the time": (
+        "links_lead_to_a_dashboard_with_time_and_variables",
+        lambda d: _defaults(d, links=[{"url": "/d/gpumem-node?${datasource:queryparam}&var-node=a"}]),
+    ),
+    "a link to nowhere": (
+        "links_lead_to_a_dashboard_with_time_and_variables",
+        lambda d: _defaults(d, links=[{"url": "/d/gpumem-none?${datasource:queryparam}&${__url_time_range}"}]),
+    ),
+    "no marks of errors": ("events_are_marked", lambda d: d["annotations"]["list"].pop(0)),
+    "marks where errors were seen": (
+        "events_are_marked",
+        lambda d: d["annotations"]["list"][0].update(useValueForTime=False),
+    ),
+    "no tag": ("it_can_be_found_and_edited", lambda d: d.update(tags=[])),
+}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_each_rule_finds_a_dashboard_that_breaks_it(spoilt: str) -> None:
+    rule, spoil = SPOILT[spoilt]
+    dashboard = deepcopy(load("fleet"))
+    spoil(dashboard)
+    assert list(RULES[rule](dashboard)) != []
+
+
+def test_nothing_that_leads_down_is_missed_when_it_is_gone() -> None:
+    text = json.dumps(load("fleet"))
+    for target in ("gpumem-node", "gpumem-workload", "gpumem-oom"):
+        without = json.loads(text.replace(f"/d/{target}?", "/d/elsewhere?"))
+        assert list(RULES["downward_links_are_there"](without)) == [f"nothing leads to ['{target}']"]
+
+
+def metrics_on(dashboard: dict[str, Any]) -> set[str]:
+    """The names of all series that a dashboard's panels and annotations ask for."""
+    return {str(selector.name) for query in queries(dashboard) for selector, _ in selectors(parsed(query.expression))}
+
+
+def test_every_metric_on_a_dashboard_exists_and_every_metric_is_on_one_or_there_is_a_reason() -> None:
+    shown = set().union(*(metrics_on(load(name)) for name in NAMES)) - OF_PROMETHEUS - OF_THE_PROCESS
+    families = {re.sub(r"(_seconds)_(?:bucket|count|sum)$", r"\1", name) for name in shown}
+    catalog = {metric.name for metric in METRICS}
+    assert families - catalog == set()
+    assert catalog - families == ON_NO_DASHBOARD.keys()
+    assert all(ON_NO_DASHBOARD.values())
+
+
+def test_each_dashboard_shows_what_it_is_for() -> None:
+    wanted = {
+        "fleet": {"gpumem_ledger_bytes", "gpumem_torch_fragmented_bytes", "gpumem_reporter_up", "gpumem_events_total"},
+        "node": {"gpumem_ledger_bytes", "gpumem_torch_reclaimable_bytes", "gpumem_process_info"},
+        "workload": {"gpumem_torch_step", "gpumem_torch_phase_peak_bytes", "gpumem_torch_component_bytes"},
+        "oom": {metric.name for metric in METRICS if metric.name.startswith("gpumem_last_oom_")},
+        "exporter": {"gpumem_held_requests", "gpumem_reports_total", "process_resident_memory_bytes"},
+    }
+    for name, metrics in wanted.items():
+        assert metrics <= metrics_on(load(name)), name
+
+
+def test_a_table_names_each_of_its_columns_and_drops_none_by_mistake() -> None:
+    for name in NAMES:
+        for panel in all_panels(load(name)):
+            for transformation in panel.get("transformations") or ():
+                if panel["type"] == "table" and transformation["id"] == "organize":
+                    renamed = transformation["options"]["renameByName"]
+                    letters = [target["refId"] for target in panel["targets"]]
+                    values = [f"Value #{letter}" for letter in letters] if len(letters) > 1 else ["Value"]
+                    assert set(values) <= renamed.keys(), panel["title"]
+                    headings = {*renamed.values(), *transformation["options"]["indexByName"]}
+                    dressed = {override["matcher"]["options"] for override in panel["fieldConfig"]["overrides"]}
+                    assert dressed <= headings, panel["title"]
+                    assert panel["options"]["sortBy"][0]["displayName"] in headings, panel["title"]

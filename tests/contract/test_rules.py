@@ -1,0 +1,407 @@
+"""The rules for Prometheus, their runbooks, and Alertmanager's configuration.
+
+Each alert has a file of promtool tests of its own, in rules/. They are run on the alert as it is shipped, and, in the
+same run, on what becomes of it without one of its conditions: if no test notices, nothing says that it is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpumem_exporter.cli.main import COMMANDS
+from gpumem_exporter.collectors.catalog import METRICS
+from gpumem_exporter.events import EVENT_TYPES
+from tests.contract.rule_mutants import Mutant, mutants
+from tests.exporter_process import wait_for
+from tests.running_prometheus import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "deploy" / "prometheus" / "rules"
+RUNBOOKS = ROOT / "deploy" / "runbooks"
+ALERTMANAGER = ROOT / "deploy" / "alertmanager" / "alertmanager.yml"
+TESTS = Path(__file__).parent / "rules"
+
+SECTIONS = ("What it means", "Confirm", "Do", "Do not")
+KINDS = ("fires", "silent", "resolves")
+FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"}
+"""Metrics that are not of this project, and that rules and runbooks may name all the same."""
+CATALOG = {metric.name: metric for metric in METRICS}
+
+
+@cache
+def groups(file: str) -> list[dict[str, Any]]:
+    """The groups of a file of rules."""
+    loaded: list[dict[str, Any]] = yaml.safe_load((RULES / file).read_text())["groups"]
+    return loaded
+
+
+ALERTS: dict[str, dict[str, Any]] = {rule["alert"]: rule for group in groups("alerts.yml") for rule in group["rules"]}
+RECORDS: dict[str, dict[str, Any]] = {
+    rule["record"]: rule for group in groups("recording.yml") for rule in group["rules"]
+}
+
+
+def tool(name: str, package: str) -> str:
+    path = shutil.which(name)
+    assert path, f"{name} is not on PATH: run the tests by `sh tests/run.sh`, which brings it (Debian's {package})"
+    return path
+
+
+def run(*words: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
+
+
+# --- what an alert is made of
+
+
+def test_prometheus_takes_the_rules() -> None:
+    checked = run(tool("promtool", "prometheus"), "check", "rules", *sorted(RULES.glob("*.yml")))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert f"{len(ALERTS)} rules found" in checked.stdout
+
+
+def test_prometheus_is_told_of_the_rules_and_of_the_job_that_they_look_for() -> None:
+    configuration = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    assert configuration["rule_files"] == ["rules/*.yml"]
+    assert "gpumem" in [job["job_name"] for job in configuration["scrape_configs"]]
+    assert configuration["global"]["scrape_interval"] == "15s"
+    jobs = {job for alert in ALERTS.values() for job in re.findall(r"job!?=\"([^\"]*)\"", alert["expr"])}
+    assert jobs == {"gpumem"}
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_says_how_urgent_it_is_what_is_wrong_in_figures_and_where_to_read_on(name: str) -> None:
+    alert = ALERTS[name]
+    assert name.startswith("GpuMem")
+    assert "for" in alert
+    assert alert["labels"].keys() == {"severity"}
+    assert alert["labels"]["severity"] in ("critical", "warning", "info")
+    assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
+    assert alert["annotations"]["runbook_url"] == f"deploy/runbooks/{name}.md"
+    for text in (alert["annotations"]["summary"], alert["annotations"]["description"]):
+        assert re.search(r"\$labels\.(instance|workload)", text), name
+    assert re.search(r"\$value|query", alert["annotations"]["description"]) or name == "GpuMemExporterAbsent"
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_recording_rule_is_called_by_level_metric_and_operation_and_is_used_or_kept_for_long_views(name: str) -> None:
+    level, metric, operation = name.split(":")
+    assert level in ("process", "device", "rank", "workload")
+    assert metric in CATALOG
+    assert re.fullmatch(r"[a-z0-9_]+", operation)
+    users = [rule["expr"] for rule in (*ALERTS.values(), *RECORDS.values()) if rule.get("record") != name]
+    assert level == "workload" or any(name in expression for expression in users), "no alert needs it"
+
+
+def test_every_metric_that_a_rule_or_a_runbook_names_is_in_the_catalog() -> None:
+    texts = {path.name: path.read_text() for path in (*RULES.glob("*.yml"), *RUNBOOKS.glob("*.md"))}
+    assert len(texts) == len(ALERTS) + 2
+    for file, text in texts.items():
+        # A recording rule's name goes first, so that its middle is not taken for a metric.
+        recorded = re.findall(r"\b(?:process|device|rank|workload):\w+:\w+", text)
+        assert set(recorded) <= RECORDS.keys(), file
+        plain = re.sub(r"\b(?:process|device|rank|workload):\w+:\w+", "", text)
+        named = {name for name in re.findall(r"\bgpumem_[a-z0-9_]+\b", plain) if name != "gpumem_exporter"}
+        buckets = {f"{name}_bucket" for name, metric in CATALOG.items() if metric.type == "histogram"}
+        assert named <= CATALOG.keys() | buckets, file
+        foreign = set(re.findall(r"\b(?:up|process_[a-z0-9_]+)(?=[{\[])", plain))
+        assert foreign <= FOREIGN, file
+
+
+def test_every_label_that_a_rule_selects_or_joins_by_is_one_that_its_series_have() -> None:
+    known = {label for metric in METRICS for label in metric.labels} | {"job", "instance", "host"}
+    for name, rule in {**ALERTS, **RECORDS}.items():
+        selected = re.findall(r"[{,]\s*(\w+)\s*(?:=~|!~|!=|=)", rule["expr"])
+        joined = re.findall(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)", rule["expr"])
+        labels = {*selected, *(label.strip() for listed in joined for label in listed.split(","))}
+        assert labels - {""} <= known, name
+
+
+# --- runbooks
+
+
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} == ALERTS.keys()
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_a_runbook_says_what_it_means_how_to_confirm_what_to_do_and_what_not_and_fits_a_page(name: str) -> None:
+    text = (RUNBOOKS / f"{name}.md").read_text()
+    assert text.startswith(f"# {name}\n")
+    assert tuple(re.findall(r"^## (.*)$", text, flags=re.MULTILINE)) == SECTIONS
+    assert len(text.splitlines()) <= 70
+    commands = set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)", text))
+    assert commands <= set(COMMANDS), name
+    assert commands, "it names none of the exporter's own commands"
+    assert set(re.findall(r"[?&]type=(\w+)", text)) <= set(EVENT_TYPES)
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (RUNBOOKS / link).is_file(), link
+
+
+def test_every_query_of_a_runbook_is_one() -> None:
+    queries = [
+        query
+        for path in sorted(RUNBOOKS.glob("*.md"))
+        for block in re.findall(r"^```promql\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for query in block.strip().split("\n\n")
+    ]
+    assert len(queries) >= len(ALERTS)
+    rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
+    checked = subprocess.run(
+        [tool("promtool", "prometheus"), "check", "rules", "/dev/stdin"],
+        input=yaml.safe_dump({"groups": [{"name": "queries", "rules": rules}]}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+# --- the alerts' own tests
+
+
+@cache
+def written_tests(name: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load((TESTS / f"{name}.yml").read_text())
+    return loaded
+
+
+def test_every_alert_has_tests_and_all_tests_belong_to_an_alert() -> None:
+    assert {path.stem for path in TESTS.glob("*.yml")} == ALERTS.keys()
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_is_tested_for_firing_for_its_look_alikes_and_for_resolving(name: str) -> None:
+    document = written_tests(name)
+    assert document["rule_files"] == ["../../../deploy/prometheus/rules/*.yml"]
+    in_order = (*groups("recording.yml"), *groups("alerts.yml"))
+    assert document["group_eval_order"] == [group["name"] for group in in_order]
+    seen = set()
+    for test in document["tests"]:
+        kind = test["name"].partition(":")[0]
+        seen.add(kind)
+        cases = test["alert_rule_test"]
+        assert {case["alertname"] for case in cases} == {name}
+        firing = [bool(case["exp_alerts"]) for case in cases]
+        if kind == "silent":
+            assert not any(firing), test["name"]
+        elif kind == "resolves":
+            assert (firing[0], firing[-1]) == (True, False), test["name"]
+        else:
+            assert firing[-1], test["name"]
+    assert seen == set(KINDS)
+
+
+def test_the_tests_can_be_run_as_they_stand() -> None:
+    some = ("GpuMemEventsDropped.yml", "GpuMemDeviceLost.yml")
+    ran = run(tool("promtool", "prometheus"), "test", "rules", *some, cwd=TESTS)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_an_alert_passes_its_tests_and_without_any_one_of_its_conditions_it_does_not(name: str, tmp_path: Path) -> None:
+    weakened = list(_weakened(name))
+    alerts = [ALERTS[name], *(rule for _, rules in weakened for rule in rules if "alert" in rule)]
+    records = [*(RECORDS[record] for record in _needed(yaml.safe_dump(ALERTS[name])))]
+    records += [rule for _, rules in weakened for rule in rules if "record" in rule]
+    rules = {"groups": [{"name": "records", "rules": records}, {"name": "alerts", "rules": alerts}]}
+    if not records:
+        del rules["groups"][0]
+    (tmp_path / "rules.yml").write_text(yaml.safe_dump(rules))
+
+    document = copy.deepcopy(written_tests(name))
+    document["rule_files"] = ["rules.yml"]
+    document["group_eval_order"] = [group["name"] for group in rules["groups"]]
+    for test in document["tests"]:
+        for case in list(test["alert_rule_test"]):
+            bare = [{"exp_labels": expected["exp_labels"]} for expected in case["exp_alerts"]]
+            test["alert_rule_test"] += [
+                {**case, "alertname": f"{name}_{number}", "exp_alerts": bare} for number in range(len(weakened))
+            ]
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(document))
+
+    ran = run(tool("promtool", "prometheus"), "test", "rules", "tests.yml", cwd=tmp_path)
+
+    said = ran.stdout + ran.stderr
+    failures = dict(reversed(re.findall(r"alertname: (\w+),(.*?)(?=\n    name: |\n\n|\Z)", said, re.DOTALL)))
+    assert failures, said
+    assert name not in failures, f"{name}{failures[name]}"
+    unnoticed = [what for number, (what, _) in enumerate(weakened) if f"{name}_{number}" not in failures]
+    assert not unnoticed, f"no test of {name} notices when this is left out: " + "; ".join(unnoticed)
+
+
+def _needed(expression: str) -> list[str]:
+    """The recording rules that an expression, or any text, names, directly or not, in the order of their recording."""
+    used = {record for record in RECORDS if re.search(rf"{record}(?!\w)", expression)}
+    for record in list(used):
+        used.update(_needed(RECORDS[record]["expr"]))
+    return [record for record in RECORDS if record in used]
+
+
+def _weakened(name: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """What to leave out of an alert or a recording rule that it uses, and the rules that remain, under other names."""
+    alert = {key: value for key, value in ALERTS[name].items() if key != "annotations"}
+    number = 0
+
+    def named(changes: dict[str, Any]) -> dict[str, Any]:
+        return {**alert, "alert": f"{name}_{number}", **changes}
+
+    yield "everything: it never fires", [named({"expr": "vector(1) > 2"})]
+    for mutant in mutants(alert["expr"]):
+        number += 1
+        yield mutant.left_out, [named({"expr": mutant.expression})]
+    if alert["for"] != "0s":
+        number += 1
+        yield f"for: {alert['for']}", [named({"for": "0s"})]
+    if "keep_firing_for" in alert:
+        number += 1
+        rule = named({})
+        del rule["keep_firing_for"]
+        yield f"keep_firing_for: {alert['keep_firing_for']}", [rule]
+    for record in _needed(alert["expr"]):
+        for mutant in mutants(RECORDS[record]["expr"]):
+            number += 1
+            yield f"{record}: {mutant.left_out}", _with_record(record, mutant, named({}), number)
+
+
+def _with_record(record: str, mutant: Mutant, alert: dict[str, Any], number: int) -> list[dict[str, Any]]:
+    """An alert on a recording rule that is weakened; those recorded from that one are recorded anew, too."""
+    changed = {record: f"{record}_{number}"}
+    rules = [{"record": changed[record], "expr": mutant.expression}]
+    for other in _needed(alert["expr"]):
+        if other != record and record in _needed(RECORDS[other]["expr"]):
+            changed[other] = f"{other}_{number}"
+            rules.append({"record": changed[other], "expr": _renamed(RECORDS[other]["expr"], changed)})
+    return [*rules, {**alert, "expr": _renamed(alert["expr"], changed)}]
+
+
+def _renamed(expression: str, changed: dict[str, str]) -> str:
+    for old, new in changed.items():
+        expression = re.sub(rf"{old}(?!\w)", new, expression)
+    return expression
+
+
+# --- Alertmanager
+
+
+def test_alertmanager_takes_its_configuration() -> None:
+    checked = run(tool("amtool", "prometheus-alertmanager"), "check-config", ALERTMANAGER)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize(("severity", "receiver"), [("critical", "page"), ("warning", "tickets"), ("info", "notes")])
+def test_an_alert_reaches_the_receiver_of_its_severity(severity: str, receiver: str) -> None:
+    routed = run(
+        tool("amtool", "prometheus-alertmanager"),
+        *("config", "routes", "test", f"--config.file={ALERTMANAGER}", "alertname=GpuMemX", f"severity={severity}"),
+    )
+    assert routed.stdout.split() == [receiver], routed.stderr
+
+
+def test_nobody_is_told_until_a_receiver_is_filled_in() -> None:
+    configuration = yaml.safe_load(ALERTMANAGER.read_text())
+    assert [receiver.keys() for receiver in configuration["receivers"]] == [{"name"}] * 3
+
+
+def alert(name: str, instance: str = "node-1:9844", **labels: str) -> dict[str, Any]:
+    """As Prometheus would send it."""
+    severity = ALERTS[name]["labels"]["severity"]
+    return {"labels": {"alertname": name, "job": "gpumem", "instance": instance, "severity": severity, **labels}}
+
+
+def test_a_cause_silences_what_follows_from_it_on_the_same_node_device_and_process(tmp_path: Path) -> None:
+    sent = {
+        "the driver": alert("GpuMemNvmlDown"),
+        "a device of that node": alert("GpuMemDeviceLost", gpu="0", uuid="GPU-a"),
+        "a device of another node": alert("GpuMemDeviceLost", "node-2:9844", gpu="0", uuid="GPU-b"),
+        "a process that outlived itself": alert("GpuMemProcessGoneMemoryHeld", "node-3:9844", gpu="0", uuid="GPU-c"),
+        "its memory": alert("GpuMemUnattributed", "node-3:9844", gpu="0", uuid="GPU-c"),
+        "other memory": alert("GpuMemUnattributed", "node-3:9844", gpu="1", uuid="GPU-d"),
+        "an error": alert("GpuMemOomHappened", "node-4:9844", uuid="GPU-e", pid="7"),
+        "the retries before it": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="7"),
+        "retries of another process": alert("GpuMemAllocatorRetrying", "node-4:9844", uuid="GPU-e", pid="8"),
+        "no exporter": alert("GpuMemExporterAbsent", "node-5:9844", host="node-5"),
+        "what it said last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
+        "an idle job": alert("GpuMemReporterSilent", "node-1:9844", pid="7"),
+    }
+    address = f"127.0.0.1:{free_port()}"
+    process = subprocess.Popen(
+        [
+            tool("prometheus-alertmanager", "prometheus-alertmanager"),
+            f"--config.file={ALERTMANAGER}",
+            f"--storage.path={tmp_path}",
+            f"--web.listen-address={address}",
+            "--cluster.listen-address=",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        url = f"http://{address}/api/v2/alerts"
+        wait_for(lambda: _asked(f"http://{address}/-/ready"), "Alertmanager")
+        assert _asked(url, list(sent.values())) is not None
+        known = wait_for(lambda: _known(url, len(sent)), "the alerts")
+    finally:
+        process.terminate()
+        process.wait(timeout=20)
+
+    silenced = {what for what, one in sent.items() if any(one["labels"] == labels and mutes for labels, mutes in known)}
+    assert silenced == {
+        "a device of that node",
+        "its memory",
+        "the retries before it",
+        "what it said last",
+    }
+
+
+def _asked(url: str, body: Any = None) -> bytes | None:
+    """What the answer holds; None where there is none yet."""
+    request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, None if body is None else json.dumps(body).encode(), timeout=5) as answer:
+            held: bytes = answer.read()
+            return held or b" "
+    except OSError:
+        return None
+
+
+def _known(url: str, count: int) -> list[tuple[dict[str, str], list[str]]] | None:
+    """The labels of each alert, and which others silence it; None until all are there."""
+    alerts = json.loads(_asked(url) or b"[]")
+    return [(one["labels"], one["status"]["inhibitedBy"]) for one in alerts] if len(alerts) == count else None
+
+
+def test_only_alerts_that_exist_silence_others_and_never_themselves() -> None:
+    for rule in yaml.safe_load(ALERTMANAGER.read_text())["inhibit_rules"]:
+        causes, effects = _matched(rule["source_matchers"]), _matched(rule["target_matchers"])
+        assert causes, rule
+        assert effects, rule
+        assert not causes & effects, rule
+
+
+def _matched(matchers: list[str]) -> set[str]:
+    """The alerts that the matchers on `alertname` mean; each pattern must mean nothing but alerts."""
+    meant = set(ALERTS)
+    for matcher in matchers:
+        label, operator, value = re.fullmatch(r"(\w+)(=~|!=|=)\"(.*)\"", matcher).groups()  # type: ignore[union-attr]
+        if label != "alertname":
+            continue
+        if operator == "=":
+            assert value in ALERTS
+        for one in re.findall(r"\((.*)\)", value):
+            assert {f"GpuMem{part}" for part in one.split("|")} <= ALERTS.keys()
+        matching = {name for name in ALERTS if re.fullmatch(value, name)}
+        meant = meant - matching if operator == "!=" else meant & matching
+    return meant

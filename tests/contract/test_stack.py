@@ -1,0 +1,205 @@
+"""docker-compose.yml, the Kubernetes manifests and Grafana's provisioning agree, and name only what is there.
+
+That containers made from them run is checked by tests/stack, which needs root and takes minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+KUBERNETES = DEPLOY / "kubernetes"
+KUSTOMIZATIONS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("[dg]*/**/kustomization.yaml"))
+
+
+def read(path: str) -> Any:
+    """The only document of a YAML file."""
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def documents(path: str) -> list[dict[str, Any]]:
+    """All documents of a YAML file."""
+    return list(yaml.safe_load_all((ROOT / path).read_text(encoding="utf-8")))
+
+
+def services() -> dict[str, dict[str, Any]]:
+    return dict(read("docker-compose.yml")["services"])
+
+
+def mounts(service: dict[str, Any]) -> dict[str, str]:
+    """What a compose service mounts, by the place where it finds it."""
+    return {volume.split(":")[1]: volume.split(":")[0] for volume in service["volumes"]}
+
+
+def test_compose_mounts_only_what_is_there_and_publishes_on_loopback_alone() -> None:
+    compose = read("docker-compose.yml")
+    for name, service in compose["services"].items():
+        assert service["ports"], name
+        for port in service["ports"]:
+            assert port.startswith("127.0.0.1:"), f"{name}: {port}"
+        for volume in service["volumes"]:
+            source, _, options = volume.partition(":")
+            assert (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"], volume
+            assert not source.startswith(".") or options.endswith(":ro"), volume
+
+
+def test_every_container_of_compose_is_confined_bounded_and_checked() -> None:
+    for name, service in services().items():
+        assert service["read_only"] is True, name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert re.fullmatch(r"\d+[mg]", service["mem_limit"]), name
+        if "build" in service:
+            assert re.search(r"^HEALTHCHECK ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+        else:
+            assert re.fullmatch(r"[\w-]+/[\w-]+:v?\d+\.\d+\.\d+", service["image"]), name
+            port = service["ports"][0].rpartition(":")[2]
+            assert f"http://127.0.0.1:{port}/" in service["healthcheck"]["test"][-1], name
+
+
+def test_whatever_compose_waits_for_is_started_in_either_profile() -> None:
+    for name, service in services().items():
+        for other, how in service.get("depends_on", {}).items():
+            assert how == {"condition": "service_healthy"}, name
+            assert "profiles" not in services()[other], name
+
+
+def test_prometheus_finds_the_exporter_and_the_alertmanager_by_the_names_that_compose_gives_them() -> None:
+    configuration = read("deploy/prometheus/prometheus.yml")
+    (job,) = (job for job in configuration["scrape_configs"] if job["job_name"] == "gpumem")
+    assert job["static_configs"] == [{"targets": ["exporter:9844"]}]
+    (alertmanagers,) = configuration["alerting"]["alertmanagers"]
+    assert alertmanagers["static_configs"] == [{"targets": ["alertmanager:9093"]}]
+    assert {"exporter", "alertmanager"} <= services().keys()
+    demo, exporter = services()["demo"], services()["exporter"]
+    assert demo["networks"]["default"]["aliases"] == ["exporter"]
+    assert (exporter["profiles"], demo["profiles"]) == (["gpu"], ["demo"])
+
+
+@pytest.mark.parametrize("name", ["exporter", "demo"])
+def test_events_are_kept_in_a_volume_whose_folder_the_image_gives_to_its_user(name: str) -> None:
+    service, dockerfile = services()[name], (ROOT / "Dockerfile").read_text()
+    folder = service["environment"]["GPUMEM_STORAGE_PATH"]
+    assert mounts(service)[folder] in read("docker-compose.yml")["volumes"]
+    (user,) = re.findall(r"^USER (\d+):\1$", dockerfile, flags=re.MULTILINE)
+    assert f"install -d -o {user} -g {user} -m 0700 {folder}\n" in dockerfile
+    other = services()["demo" if name == "exporter" else "exporter"]
+    assert mounts(service)[folder] != mounts(other)[folder], "a demo's events are no history of the node"
+
+
+def test_grafana_is_given_all_dashboards_and_opens_with_the_fleets() -> None:
+    grafana = services()["grafana"]
+    (provider,) = read("grafana/provisioning/dashboards/gpumem.yml")["providers"]
+    folder = provider["options"]["path"]
+    assert mounts(grafana)[folder] == "./grafana/dashboards"
+    assert mounts(grafana)["/etc/grafana/provisioning"] == "./grafana/provisioning"
+    assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{folder}/fleet.json"
+    assert (ROOT / "grafana/dashboards/fleet.json").is_file()
+
+
+def test_grafanas_data_sources_are_the_services_and_know_the_scrape_interval() -> None:
+    sources = {source["type"]: source for source in read("grafana/provisioning/datasources/gpumem.yml")["datasources"]}
+    for kind in ("prometheus", "alertmanager"):
+        port = services()[kind]["ports"][0].rpartition(":")[2]
+        assert sources[kind]["url"] == f"http://{kind}:{port}"
+    told = sources["prometheus"]["jsonData"]
+    assert told["timeInterval"] == read("deploy/prometheus/prometheus.yml")["global"]["scrape_interval"]
+    assert told["alertmanagerUid"] == sources["alertmanager"]["uid"]
+
+
+@pytest.mark.parametrize("path", ["deploy/kubernetes/exporter.yaml", "deploy/kubernetes/training.yaml"])
+def test_kubernetes_takes_every_object(path: str) -> None:
+    for document in documents(path):
+        kubernetes_validate.validate(document, kubernetes_validate.latest_version(), strict=True)
+
+
+def test_kubernetes_would_not_take_an_object_with_a_misspelt_key() -> None:
+    agent = daemonset()
+    agent["spec"]["template"]["spec"]["hostPIDs"] = True
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(agent, kubernetes_validate.latest_version(), strict=True)
+
+
+def daemonset() -> dict[str, Any]:
+    (found,) = (
+        document for document in documents("deploy/kubernetes/exporter.yaml") if document["kind"] == "DaemonSet"
+    )
+    return found
+
+
+def test_the_daemonset_keeps_events_in_a_folder_of_the_host_and_has_no_capability() -> None:
+    pod = daemonset()["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    (storage,) = (item["value"] for item in container["env"] if item["name"] == "GPUMEM_STORAGE_PATH")
+    (volume,) = (mount["name"] for mount in container["volumeMounts"] if storage.startswith(mount["mountPath"] + "/"))
+    (source,) = (item for item in pod["volumes"] if item["name"] == volume)
+    assert source["hostPath"]["type"] == "DirectoryOrCreate"
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+
+
+def test_process_details_patches_the_capabilities_of_the_daemonsets_only_container() -> None:
+    component = read("deploy/kubernetes/process-details/kustomization.yaml")
+    (patch,) = component["patches"]
+    assert patch["target"] == {"kind": "DaemonSet", "name": daemonset()["metadata"]["name"]}
+    (operation,) = yaml.safe_load(patch["patch"])
+    *way, added = operation["path"].split("/")[1:]
+    place: Any = daemonset()
+    for step in way:
+        place = place[int(step)] if isinstance(place, list) else place[step]
+    assert (place, added) == ({"drop": ["ALL"]}, "add")
+    assert operation["value"] == ["SYS_PTRACE", "DAC_READ_SEARCH"]
+
+
+@pytest.mark.parametrize("path", KUSTOMIZATIONS)
+def test_a_kustomization_names_only_what_is_there(path: str) -> None:
+    here, kustomization = (ROOT / path).parent, read(path)
+    named = kustomization.get("resources", [])
+    assert all((here / name).exists() for name in named), named
+    files = [file for generated in kustomization.get("configMapGenerator", ()) for file in generated["files"]]
+    assert all((here / file).is_file() for file in files), files
+    assert named or files or kustomization["kind"] == "Component"
+
+
+def test_every_dashboard_is_a_config_map_and_none_is_too_large_for_kubectl_apply() -> None:
+    generated = read("grafana/kustomization.yaml")["configMapGenerator"]
+    named = [file for config_map in generated for file in config_map["files"]]
+    dashboards = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
+    assert sorted(named) == [f"dashboards/{path.name}" for path in dashboards]
+    assert all(len(config_map["files"]) == 1 for config_map in generated)
+    # Kept whole in an annotation, as JSON inside of JSON: quotes and line ends take two bytes.
+    for path in dashboards:
+        text = path.read_text()
+        assert len(text) + text.count('"') + text.count("\n") < 256 << 10, path.name
+    assert "../../grafana" in read("deploy/kubernetes/kustomization.yaml")["resources"]
+
+
+def test_the_prometheus_rules_of_kubernetes_are_those_of_prometheus() -> None:
+    build = runpy.run_path(str(KUBERNETES / "prometheus-operator" / "build.py"))
+    made = (KUBERNETES / "prometheus-operator" / "prometheusrule.yaml").read_text(encoding="utf-8")
+    assert made == build["prometheus_rules"](), "run python deploy/kubernetes/prometheus-operator/build.py"
+    objects = documents("deploy/kubernetes/prometheus-operator/prometheusrule.yaml")
+    files = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
+    assert [rule["spec"] for rule in objects] == [read(path.relative_to(ROOT).as_posix()) for path in files]
+    assert [rule["metadata"]["name"] for rule in objects] == [f"gpumem-{path.stem}" for path in files]
+    assert files
+
+
+def test_the_pod_monitor_scrapes_the_daemonset_as_the_job_that_dashboards_and_rules_know() -> None:
+    monitor, agent = read("deploy/kubernetes/prometheus-operator/podmonitor.yaml"), daemonset()
+    assert monitor["spec"]["selector"] == agent["spec"]["selector"]
+    assert monitor["metadata"]["namespace"] == agent["metadata"]["namespace"]
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (container,) = agent["spec"]["template"]["spec"]["containers"]
+    assert endpoint["port"] in {port["name"] for port in container["ports"]}
+    assert endpoint["interval"] == read("deploy/prometheus/prometheus.yml")["global"]["scrape_interval"]
+    labels = {rule["targetLabel"]: rule for rule in endpoint["relabelings"]}
+    assert labels["job"] == {"targetLabel": "job", "replacement": "gpumem"}
+    assert labels["instance"]["sourceLabels"] == ["__meta_kubernetes_pod_node_name"]

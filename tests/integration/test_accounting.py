@@ -1,0 +1,173 @@
+"""Every action has one end, and everybody says the same of it: reply, audit log, events, counters."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.errors import ExporterUnreachableError
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.exporter_process import ExporterProcess, wait_for
+from tests.integration.end_to_end_checks import QUICK
+
+ACTIONS = 1000
+THREADS = 16
+PATIENCE_SECONDS = 90.0
+
+
+@pytest.fixture
+def exporter(node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path) -> ExporterProcess:
+    storage = ("--storage.path", str(tmp_path / "events"))
+    return start_exporter(node, *QUICK, *storage, "--log.level", "warning")
+
+
+@pytest.fixture
+def processes(exporter: ExporterProcess, start_torch: StartTorch) -> list[TorchProcess]:
+    started = [start_torch(GPUMEM_EXPORTER_URL=exporter.url) for _ in range(2)]
+    for rank, process in enumerate(started):
+        process.call("start_client", workload="train", rank=rank)
+        process.call("alloc", nbytes=MIB)
+    exporter.wait_for_processes(*(process.pid for process in started))
+    return started
+
+
+def ask_all(exporter: ExporterProcess, pids: Sequence[int]) -> list[Any]:
+    """Ask for so many clears from several threads, each with a key of its own, again and again until it is answered."""
+
+    def ask(numbers: range) -> list[Any]:
+        connection = Connection(exporter.url, timeout_seconds=70.0)
+        answered = []
+        for number in numbers:
+            body = {"action": "empty_cache", "target": {"pid": pids[number % len(pids)]}, "wait_seconds": 60}
+            headers = {"Content-Type": "application/json", "Idempotency-Key": f"key-{number}"}
+            end = time.monotonic() + PATIENCE_SECONDS
+            while True:
+                try:
+                    answer = connection.request("POST", "/api/v1/actions", json.dumps(body).encode(), headers)
+                except ExporterUnreachableError:
+                    answer = None
+                if answer is not None and answer.status == 200:
+                    break
+                # after a restart, nobody may have reported yet
+                assert answer is None or answer.status == 404, answer
+                assert time.monotonic() < end, answer
+                time.sleep(0.02)
+            answered.append(json.loads(answer.body))
+        connection.close()
+        return answered
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return [
+            action for found in pool.map(ask, [range(i, ACTIONS, THREADS) for i in range(THREADS)]) for action in found
+        ]
+
+
+def events(exporter: ExporterProcess, type_: str) -> list[Any]:
+    found: list[Any] = []
+    after, more = 0, True
+    while more:
+        page = exporter.get(f"/api/v1/events?type={type_}&after={after}&limit=1000")
+        found += [event["detail"] for event in page["events"]]
+        after, more = page["next_after"], page["more"]
+    return found
+
+
+def flushes(processes: Sequence[TorchProcess]) -> int:
+    return sum(process.call("stats", device=0)["num_sync_all_streams"] for process in processes)
+
+
+@pytest.mark.timeout(300)
+def test_of_a_thousand_actions_at_once_none_is_lost_and_none_is_done_twice(
+    exporter: ExporterProcess, processes: list[TorchProcess]
+) -> None:
+    before = flushes(processes)
+    replies = ask_all(exporter, [process.pid for process in processes])
+    assert flushes(processes) - before == ACTIONS
+    assert Counter(reply["state"] for reply in replies) == {"done": ACTIONS}
+    ids = {reply["id"] for reply in replies}
+    assert len(ids) == ACTIONS
+    assert Counter(event["id"] for event in events(exporter, "action_asked")) == dict.fromkeys(ids, 1)
+    ends = events(exporter, "action")
+    assert Counter(event["id"] for event in ends) == dict.fromkeys(ids, 1)
+    assert {event["state"] for event in ends} == {"done"}
+    metrics = exporter.metrics()
+    assert metrics.value("gpumem_actions_total", action="empty_cache", outcome="done") == ACTIONS
+    assert metrics.value("gpumem_action_duration_seconds_count", action="empty_cache") == ACTIONS
+    logged = exporter.get("/api/v1/actions?limit=1000")["actions"]
+    assert {action["id"] for action in logged} == ids
+
+
+@pytest.mark.timeout(300)
+def test_an_exporter_killed_in_the_middle_answers_for_every_action_once(
+    exporter: ExporterProcess, processes: list[TorchProcess]
+) -> None:
+    before = flushes(processes)
+    pids = [process.pid for process in processes]
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(ask_all, exporter, pids)
+        for share in (0.2, 0.6):
+            wait_for(lambda share=share: flushes(processes) - before > share * ACTIONS, "a share of the actions", 120.0)
+            exporter.stop(signal.SIGKILL)
+            exporter.start()
+        replies = asked.result()
+    outcomes = {reply["id"]: reply["state"] for reply in replies}
+    assert len(outcomes) == len(replies) == ACTIONS
+    done = sum(state == "done" for state in outcomes.values())
+    # what was cut off may have been done, and says that this is not known
+    assert done <= flushes(processes) - before <= ACTIONS
+    assert set(outcomes.values()) <= {"done", "failed"}
+    cut_off = [reply for reply in replies if reply["state"] == "failed"]
+    assert all("restarted before its answer came" in row["reason"] for reply in cut_off for row in reply["results"])
+    assert len(cut_off) <= 2 * THREADS
+    ends = {event["id"]: event["state"] for event in events(exporter, "action")}
+    assert ends == outcomes
+    assert len(events(exporter, "action")) == len(events(exporter, "action_asked")) == ACTIONS
+
+
+def test_the_same_key_finds_the_same_action_after_a_restart_and_nothing_is_done_again(
+    exporter: ExporterProcess, processes: list[TorchProcess]
+) -> None:
+    def ask() -> Any:
+        body = {"action": "empty_cache", "target": {"all": True}, "reason": "once"}
+        answer = exporter.request("POST", "/api/v1/actions", body, {"Idempotency-Key": "the key"})
+        assert answer.status == 200, answer
+        return json.loads(answer.body)
+
+    first = ask()
+    before = flushes(processes)
+    assert exporter.stop(signal.SIGKILL)
+    exporter.start()
+    exporter.wait_for_processes(*(process.pid for process in processes))
+    again = ask()
+    assert (again["id"], again["state"], again["reason"]) == (first["id"], "done", "once")
+    assert flushes(processes) == before
+    refused = {"action": "reset_peak", "target": {"all": True}}
+    assert exporter.request("POST", "/api/v1/actions", refused, {"Idempotency-Key": "the key"}).status == 409
+    assert exporter.get(f"/api/v1/actions/{first['id']}")["requested_by"] == first["requested_by"]
+
+
+def test_who_asks_too_often_is_told_when_to_come_again(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, "--report.interval", "0.2", "--action.process-limit", "2")
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="train", rank=0)
+    process.call("alloc", nbytes=MIB)
+    exporter.wait_for_processes(process.pid)
+    body = {"action": "empty_cache", "target": {"pid": process.pid}}
+    answers = [exporter.request("POST", "/api/v1/actions", body) for _ in range(3)]
+    assert [answer.status for answer in answers] == [200, 200, 429]
+    assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+    assert "was asked 2 times within a minute" in json.loads(answers[2].body)["detail"]

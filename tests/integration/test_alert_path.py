@@ -1,0 +1,97 @@
+"""The whole path of an alert, each part real: demo, Prometheus with the project's rules, Alertmanager, a receiver."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.exporter_process import ExporterProcess, wait_for
+from tests.integration.alert_path import DEPLOY, Receiver, alertmanager, hastened, prometheus, receiving
+
+TIMES = 150.0
+"""How much faster than in production: what takes 50 minutes there takes 20 seconds here."""
+TIMEOUT_SECONDS = 180.0
+"""On a machine that is slow."""
+
+
+@dataclass(frozen=True)
+class AlertPath:
+    """Its two ends."""
+
+    exporter: ExporterProcess
+    receiver: Receiver
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[AlertPath]:
+    exporter = ExporterProcess(tmp_path, "--demo", "--report.interval=0.2", "--collect.interval=0.2")
+    try:
+        listening = r"addresses=http://(127\.0\.0\.1:\d+)"
+        (address,) = wait_for(lambda: re.findall(listening, exporter.log()), "the exporter's address")
+        with (
+            receiving() as receiver,
+            alertmanager(tmp_path, receiver.url, times=TIMES) as alerts_to,
+            prometheus(tmp_path, exporter=address, alerts_to=alerts_to, times=TIMES),
+        ):
+            yield AlertPath(exporter, receiver)
+    finally:
+        exporter.close()
+
+
+def test_a_leak_and_a_fragmented_heap_raise_their_alerts_and_an_action_resolves_them(path: AlertPath) -> None:
+    troubles = {"GpuMemFragmentationHigh": "demo-asr-varlen", "GpuMemLeak": "demo-rag-indexer-leak"}
+    fired, come_before_action = {}, {}
+    for name, workload in troubles.items():
+        fired[name] = path.receiver.wait_for_alert("firing", TIMEOUT_SECONDS, alertname=name, workload=workload)
+        come_before_action[name] = len(path.receiver.notifications)
+        # What hangs in reference cycles is what leaks in the one and what lies between the pieces in the other.
+        action = path.exporter.act("empty_cache", target={"workload": workload}, collect_garbage=True, wait_seconds=30)
+        assert (action["state"], action["freed_bytes"] > 1 << 28) == ("done", True)
+    for name, workload in troubles.items():
+        since = come_before_action[name]
+        resolved = path.receiver.wait_for_alert(
+            "resolved", TIMEOUT_SECONDS, since=since, alertname=name, workload=workload
+        )
+        assert resolved["fingerprint"] == fired[name]["fingerprint"]
+        assert resolved["endsAt"] > resolved["startsAt"]
+    for alert in fired.values():
+        assert_it_tells_what_to_know(alert)
+
+
+def assert_it_tells_what_to_know(alert: Mapping[str, Any]) -> None:
+    """Whose memory, where and how much, in words; and where to read on."""
+    labels, annotations = alert["labels"], alert["annotations"]
+    assert labels["severity"] == "warning"
+    assert labels["job"] == "gpumem"
+    for text in (annotations["summary"], annotations["description"]):
+        assert labels["workload"] in text
+        assert f"GPU {labels['gpu']}" in text
+        assert re.search(r"\d[KMGT]iB", text), text
+        assert not re.search(r"no value|error|NaN|{{|}}", text), text
+    assert labels["pid"] in annotations["description"]
+    assert (DEPLOY.parent / annotations["runbook_url"]).is_file()
+
+
+def test_making_the_rules_faster_changes_each_duration_and_nothing_else() -> None:
+    rules = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
+    assert len(rules) >= 2
+    for path in rules:
+        document = yaml.safe_load(path.read_text())
+        faster = hastened(document, 60.0)
+        for group, fast_group in zip(document["groups"], faster["groups"], strict=True):
+            for rule, fast in zip(group["rules"], fast_group["rules"], strict=True):
+                durations = r"\b\d+(?:ms|[smhd])\b"
+                assert re.sub(durations, "", fast["expr"]) == re.sub(durations, "", rule["expr"])
+                was, now = (re.findall(r"\b(\d+)(ms|[smhd])\b", each["expr"]) for each in (rule, fast))
+                assert [unit for _, unit in now] == ["ms"] * len(was)
+                seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+                assert [60 * int(number) for number, _ in now] == [int(n) * 1000 * seconds[unit] for n, unit in was]
+                assert {key: value for key, value in fast.items() if key not in ("expr", "for", "keep_firing_for")} == {
+                    key: value for key, value in rule.items() if key not in ("expr", "for", "keep_firing_for")
+                }

@@ -1,0 +1,292 @@
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.protocol import MODES
+from gpumem_exporter.server.guard import MAX_ALERTS_BYTES
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.exporter_process import wait_for
+from tests.integration.end_to_end_checks import QUICK
+from tests.integration.running_exporter import RunningExporter, problem, running_exporter
+from tests.unit.builders import UUIDS, report, sample
+
+ALERTS = "/api/v1/alerts"
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "alertmanager" / "gpumem-receiver.example.yml"
+CLEAR = {"gpumem_action": "empty_cache", "gpumem_target_pid": "1"}
+
+
+@pytest.fixture
+def exporter() -> Iterator[RunningExporter]:
+    """An exporter with one reporting process, pid 1."""
+    with running_exporter(report_interval=20, report_expiry=60) as running:
+        assert running.report(report(1, devices=(sample(UUIDS[0], 10, 7),), modes=MODES)).status == 200
+        yield running
+
+
+def alert(fingerprint: str = "aaaa", status: str = "firing", began: str = "monday", **said: str) -> dict[str, Any]:
+    return {
+        "status": status,
+        "labels": {"alertname": "Hoarded"},
+        "annotations": said,
+        "startsAt": began,
+        "endsAt": "0001-01-01T00:00:00Z",
+        "generatorURL": "",
+        "fingerprint": fingerprint,
+    }
+
+
+def message(*alerts: dict[str, Any]) -> dict[str, Any]:
+    return {"version": "4", "status": "firing", "receiver": "gpumem", "groupKey": "{}", "alerts": list(alerts)}
+
+
+def send(exporter: RunningExporter, *alerts: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
+    """What became of each alert."""
+    answer = exporter.request("POST", ALERTS, message(*alerts), **headers)
+    assert answer.status == 200, answer.body
+    told: list[dict[str, Any]] = json.loads(answer.body)["alerts"]
+    return told
+
+
+def counted(exporter: RunningExporter, outcome: str) -> float | None:
+    return exporter.sample("gpumem_alerts_total", outcome=outcome)
+
+
+def actions(exporter: RunningExporter) -> list[Any]:
+    listed: list[Any] = exporter.document("/api/v1/actions")["actions"]
+    return listed
+
+
+def test_a_firing_alert_becomes_an_action_and_says_whose_it_is(exporter: RunningExporter) -> None:
+    (told,) = send(exporter, alert(gpumem_mode="step", gpumem_reason="7 bytes", **CLEAR))
+    (action,) = actions(exporter)
+    assert told == {"fingerprint": "aaaa", "outcome": "acted", "reason": "", "action_id": action["id"]}
+    assert (action["action"], action["mode"], action["target"]) == ("empty_cache", "step", {"pid": 1})
+    assert action["requested_by"] == "alert:Hoarded by tcp:127.0.0.1"
+    assert action["reason"] == "alert Hoarded (aaaa): 7 bytes"
+    assert action["state"] == "queued"
+    assert counted(exporter, "acted") == 1
+
+
+def test_the_same_message_again_is_no_news(exporter: RunningExporter) -> None:
+    outcomes = [send(exporter, alert(**CLEAR))[0]["outcome"] for _ in range(3)]
+    assert outcomes == ["acted", "repeated", "repeated"]
+    changed = alert(gpumem_reason="a template with another value", **CLEAR)
+    assert send(exporter, changed)[0]["outcome"] == "repeated"
+    assert len(actions(exporter)) == 1
+    assert counted(exporter, "repeated") == 3
+
+
+def test_the_same_message_many_times_at_once_acts_once(exporter: RunningExporter) -> None:
+    together = threading.Barrier(16)
+
+    def ask() -> list[dict[str, Any]]:
+        together.wait(10)
+        return send(exporter, alert("aaaa", **CLEAR), alert("bbbb", **CLEAR), alert("aaaa", **CLEAR))
+
+    with ThreadPoolExecutor(16) as pool:
+        told = [each for asked in [pool.submit(ask) for _ in range(16)] for each in asked.result(30)]
+    assert [each["outcome"] for each in told].count("acted") == 2
+    assert {each["outcome"] for each in told} == {"acted", "repeated"}
+    assert len(actions(exporter)) == 2
+
+
+def test_another_firing_acts_again_once_its_cooldown_is_over(exporter: RunningExporter) -> None:
+    quick = {**CLEAR, "gpumem_cooldown_seconds": "0"}
+    assert send(exporter, alert(began="monday", **CLEAR))[0]["outcome"] == "acted"
+    assert send(exporter, alert(began="tuesday", **CLEAR))[0]["outcome"] == "cooling"
+    assert send(exporter, alert("bbbb", began="monday", **quick))[0]["outcome"] == "acted"
+    assert send(exporter, alert("bbbb", began="tuesday", **quick))[0]["outcome"] == "acted"
+    assert len(actions(exporter)) == 3
+
+
+def test_what_is_resolved_is_noted_and_does_nothing(exporter: RunningExporter) -> None:
+    assert send(exporter, alert(status="resolved", **CLEAR))[0]["outcome"] == "resolved"
+    assert actions(exporter) == []
+    send(exporter, alert(**CLEAR))
+    assert send(exporter, alert(status="resolved", **CLEAR))[0]["outcome"] == "resolved"
+    assert (len(actions(exporter)), counted(exporter, "resolved")) == (1, 2)
+
+
+def test_an_alert_that_asks_for_nothing_is_counted(exporter: RunningExporter) -> None:
+    (told,) = send(exporter, alert(summary="hi"))
+    assert (told["outcome"], told["action_id"]) == ("ignored", None)
+    assert (actions(exporter), counted(exporter, "ignored")) == ([], 1)
+
+
+def test_one_that_cannot_be_done_is_refused_by_itself_and_tried_when_it_comes_again(exporter: RunningExporter) -> None:
+    absent = alert("bbbb", gpumem_action="empty_cache", gpumem_target_pid="2")
+    told = send(exporter, alert("cccc", gpumem_action="clear"), absent, alert(**CLEAR))
+    assert [each["outcome"] for each in told] == ["refused", "refused", "acted"]
+    assert "no action 'clear'" in told[0]["reason"]
+    assert "nothing matches pid=2" in told[1]["reason"]
+    assert counted(exporter, "refused") == 2
+    assert exporter.report(report(2, devices=(sample(UUIDS[1], 10, 7),))).status == 200
+    assert [each["outcome"] for each in send(exporter, absent)] == ["acted"]
+
+
+def test_what_is_no_message_of_alertmanagers_is_422_and_names_the_field(exporter: RunningExporter) -> None:
+    wrong = copy.deepcopy(message(alert(**CLEAR)))
+    wrong["alerts"][0]["labels"] = {"a": 1}
+    document = problem(exporter.request("POST", ALERTS, wrong), 422)
+    assert [error["field"] for error in document["errors"]] == ["alerts.0.labels.a"]
+    problem(exporter.request("POST", ALERTS, body=b"{"), 422)
+    problem(exporter.request("POST", ALERTS, body=b" " * (MAX_ALERTS_BYTES + 1)), 413)
+    assert counted(exporter, "invalid") == 2
+    assert actions(exporter) == []
+
+
+def test_whoever_may_act_may_send_alerts_and_nobody_else(exporter: RunningExporter, tmp_path: Path) -> None:
+    problem(exporter.request("POST", ALERTS, message(), Origin="http://evil.example"), 403)
+    problem(exporter.request("POST", ALERTS, message(), Host="evil.example"), 403)
+    problem(exporter.request("POST", ALERTS, message(), Content_Type="text/plain"), 415)
+    (tmp_path / "token").write_text("s3cret")
+    with running_exporter(action_token_file=str(tmp_path / "token")) as guarded:
+        problem(guarded.request("POST", ALERTS, message(alert(**CLEAR))), 401)
+        problem(guarded.request("POST", ALERTS, message(alert(**CLEAR)), Authorization="Bearer wrong"), 401)
+        assert send(guarded, alert(summary="hi"), Authorization="Bearer s3cret")[0]["outcome"] == "ignored"
+
+
+def test_terminate_needs_to_be_allowed_and_to_come_with_the_token(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("s3cret")
+    victim = subprocess.Popen(["sleep", "600"])
+    asked = {"gpumem_action": "terminate", "gpumem_target_pid": str(victim.pid)}
+    secret = {"Authorization": "Bearer s3cret"}
+    try:
+        for flags, headers, said in (
+            ({"action_allow": "terminate"}, {}, "terminate needs to know who asks"),
+            ({"action_token_file": str(tmp_path / "token")}, secret, "--action.allow"),
+        ):
+            with running_exporter(**flags) as exporter:
+                assert exporter.report(report(victim.pid, devices=(sample(),))).status == 200
+                (told,) = send(exporter, alert(**asked), **headers)
+                assert told["outcome"] == "refused"
+                assert said in told["reason"]
+        assert victim.poll() is None
+        with running_exporter(action_allow="terminate", action_token_file=str(tmp_path / "token")) as exporter:
+            assert exporter.report(report(victim.pid, devices=(sample(),))).status == 200
+            assert send(exporter, alert(**asked), **secret)[0]["outcome"] == "acted"
+            victim.wait(30)
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+def test_a_real_alertmanager_clears_a_real_process_once_and_tells_when_it_is_resolved(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    exporter = start_exporter(node, *QUICK, "--action.token-file", str(token))
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="hoarder", rank=0)
+    process.call("free", numbers=[process.call("alloc", nbytes=256 * MIB)])
+    exporter.wait_for_processes(process.pid)
+    (address,) = re.findall(r"http://(127\.0\.0\.1:\d+)", exporter.log())
+
+    def outcome(name: str) -> float:
+        return exporter.metrics().value("gpumem_alerts_total", outcome=name)
+
+    before = used(node, process.pid)
+    now = datetime.now(timezone.utc)
+    firing = {
+        "labels": {"alertname": "CacheHoarded", "gpumem_action": "empty_cache", "pid": str(process.pid)},
+        "annotations": {
+            "gpumem_target_pid": str(process.pid),
+            "gpumem_reason": "256 MiB could be given back",
+        },
+        "endsAt": (now + timedelta(minutes=10)).isoformat(),
+    }
+    other = {"labels": {"alertname": "Other"}, "annotations": {"gpumem_action": "empty_cache"}}  # not for the exporter
+    with alertmanager(tmp_path, f"http://{address}{ALERTS}", token) as post:
+        post(firing, other)
+        wait_for(lambda: used(node, process.pid) == before - 256 * MIB, "the clear")
+        process.call("free", numbers=[process.call("alloc", nbytes=128 * MIB)])  # a second clear would give it back
+        wait_for(lambda: outcome("repeated") >= 2, "its repetitions")
+        post({**firing, "endsAt": datetime.now(timezone.utc).isoformat()})
+        wait_for(lambda: outcome("resolved") >= 1, "its end")
+    assert (outcome("acted"), outcome("refused"), outcome("invalid"), outcome("ignored")) == (1, 0, 0, 0)
+    assert used(node, process.pid) == before - 128 * MIB
+    answer = exporter.request("GET", "/api/v1/actions", headers={"Authorization": "Bearer s3cret"})
+    (action,) = json.loads(answer.body)["actions"]
+    (row,) = action["results"]
+    assert (row["pid"], row["outcome"], row["freed_bytes"]) == (process.pid, "done", 256 * MIB)
+    assert action["requested_by"] == "alert:CacheHoarded by token@127.0.0.1"
+    assert re.fullmatch(r"alert CacheHoarded \([0-9a-f]{16}\): 256 MiB could be given back", action["reason"])
+
+
+def used(node: EmulatedNode, pid: int) -> int:
+    return sum(book.processes.get(pid, 0) for book in node.books().devices)
+
+
+@contextmanager
+def alertmanager(folder: Path, receiver: str, token: Path) -> Iterator[Callable[..., None]]:
+    """Alertmanager with the example's route and receiver, made fast; yields what posts alerts to it."""
+    configuration = yaml.safe_load(EXAMPLE.read_text())
+    (route,) = configuration["route"]["routes"]
+    route |= {"group_interval": "500ms", "repeat_interval": "500ms"}
+    (webhook,) = configuration["receivers"][1]["webhook_configs"]
+    webhook["url"] = receiver
+    webhook["http_config"]["authorization"]["credentials_file"] = str(token)
+    file = folder / "alertmanager.yml"
+    file.write_text(yaml.safe_dump(configuration))
+    program = shutil.which("prometheus-alertmanager")
+    assert program, "prometheus-alertmanager is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+    log = folder / "alertmanager.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [
+                *(program, f"--config.file={file}", f"--storage.path={folder / 'alertmanager'}"),
+                *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+        )
+    try:
+        listening = wait_for(
+            lambda: re.search(r'msg="Listening on" address=(\S+)', log.read_text()), "Alertmanager's address"
+        )
+        connection = Connection(f"http://{listening[1]}", timeout_seconds=30.0)
+
+        def post(*alerts: dict[str, Any]) -> None:
+            answer = connection.request(
+                "POST", "/api/v2/alerts", json.dumps(alerts).encode(), {"Content-Type": "application/json"}
+            )
+            assert answer.status == 200, answer.body
+
+        yield post
+        connection.close()
+        assert process.poll() is None, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+        print(log.read_text())  # pytest shows it where the test failed
+
+
+def test_the_example_is_what_alertmanager_understands_and_sends_what_asks_for_an_action() -> None:
+    def amtool(*words: str) -> str:
+        program = shutil.which("amtool")
+        assert program, "amtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+        return subprocess.run([program, *words], check=True, capture_output=True, text=True, timeout=60).stdout
+
+    assert "SUCCESS" in amtool("check-config", str(EXAMPLE))
+    route = ("config", "routes", "test", f"--config.file={EXAMPLE}")
+    assert amtool(*route, "alertname=Hoarded", "gpumem_action=empty_cache").strip() == "gpumem"
+    assert amtool(*route, "alertname=Hoarded").strip() == "nobody"

@@ -1,0 +1,385 @@
+"""Every query of every dashboard, asked of a real Prometheus that scrapes the demo and a node with real torch.
+
+The demo is scraped twice, as two nodes: all their pids are the same, and nothing may mix them up. It takes as long as
+the queries need; `GPUMEM_DASHBOARD_SECONDS=120` makes it scrape for at least that long before anything is asked.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gpumem_dashboards.frames import merged, table_of, transformed
+from gpumem_dashboards.queries import Prometheus, Query, Scope, all_panels, queries, resolve, variable_values
+
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.running_prometheus import RunningPrometheus, free_port
+
+FOLDER = REPOSITORY / "grafana"
+NAMES = ("exporter", "fleet", "node", "oom", "workload")
+LEAST_SECONDS = float(os.environ.get("GPUMEM_DASHBOARD_SECONDS", "0"))
+RANGE_SECONDS = 60 + round(LEAST_SECONDS)
+DEMO, ALSO_DEMO, EMULATED = "demo", "demo-again", "emulated"
+ASKED_BYTES = 1 << 40
+WORKLOADS = {DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak"), EMULATED: ("train",)}
+"""Those whose dashboards are asked. Of the demo's one tells phases and components, the other one leaks."""
+
+ANSWERLESS: dict[tuple[str, str], str] = {
+    (DEMO, "gpumem-fleet / Reporters that went silent / A"): "no process of the demo falls silent without ending",
+    **{
+        (EMULATED, f"gpumem-workload / What the tensors are for / {letter}"): "the library does not tell components"
+        for letter in "ABCD"
+    },
+    (EMULATED, "gpumem-workload / Peak of each phase / A"): "the library does not tell phases",
+}
+"""Queries that a node cannot answer, and why; each is answered on the other."""
+if LEAST_SECONDS < 120:
+    THEN = {"The ledger at that moment": "ABCDEFGH", "Who was on the device at that moment": "ABCD"}
+    ANSWERLESS |= {
+        (
+            DEMO,
+            f"gpumem-oom / {title} / {letter}",
+        ): "its first error may come before the first scrape, its next much later"
+        for title, letters in THEN.items()
+        for letter in letters
+    }
+
+pytestmark = pytest.mark.timeout(240 + LEAST_SECONDS)
+
+# A rank that keeps a little of each step, so that there is a slope, while the other one does not.
+TRAINING = """
+import threading, time
+from gpumem_exporter import client
+
+def work():
+    kept = []
+    while True:
+        batch = [torch.empty(16 << 20, dtype=torch.uint8, device=device) for _ in range(4)]
+        if leaks and len(kept) < 400:
+            kept.append(torch.empty(3 << 20, dtype=torch.uint8, device=device))
+        del batch
+        client.step()
+        time.sleep(0.1)
+
+threading.Thread(target=work, daemon=True).start()
+"""
+RUN_OUT = f"""
+try:
+    torch.empty({ASKED_BYTES}, dtype=torch.uint8, device=device)
+except torch.OutOfMemoryError:
+    pass
+"""
+
+
+def load(name: str) -> dict[str, Any]:
+    return dict(json.loads((FOLDER / "dashboards" / f"{name}.json").read_text(encoding="utf-8")))
+
+
+@dataclass
+class Scraped:
+    """What runs, and what was answered."""
+
+    prometheus: Prometheus
+    url: str
+    node: EmulatedNode
+    processes: Mapping[str, TorchProcess]
+    answered: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
+
+    def scope(self, dashboard: Mapping[str, Any], node: str, **variables: str) -> Scope:
+        """The last minute as the dashboard shows it of that node."""
+        chosen = {"node": node, **variables}
+        if dashboard["uid"] == "gpumem-workload":
+            chosen.setdefault("workload", WORKLOADS.get(node, WORKLOADS[DEMO])[0])
+        bare = Scope(time.time(), RANGE_SECONDS, 1.0, RANGE_SECONDS, chosen)
+        return Scope(bare.end, RANGE_SECONDS, 1.0, RANGE_SECONDS, resolve(dashboard, self.prometheus, bare))
+
+    def value(self, expression: str, scope: Scope) -> float:
+        """The only series of an instant query."""
+        (series,) = self.prometheus.instant(scope.fill(expression), scope.end)
+        return float(series["values"][0][1])
+
+    def rows(self, dashboard: str, title: str, node: str, **variables: str) -> list[dict[str, Any]]:
+        """A table's rows, by the headings of its columns."""
+        document = load(dashboard)
+        (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
+        scope = self.scope(document, node, **variables)
+        columns, rows = transformed(merged(self.frames(panel, scope)), panel["transformations"])
+        return [{heading: row[name] for name, heading in columns if name in row} for row in rows]
+
+    def frames(self, panel: Mapping[str, Any], scope: Scope) -> list[list[dict[str, Any]]]:
+        several = len(panel["targets"]) > 1
+        return [
+            table_of(
+                self.prometheus.instant(scope.fill(target["expr"]), scope.end),
+                f"Value #{target['refId']}" if several else "Value",
+            )
+            for target in panel["targets"]
+        ]
+
+
+@pytest.fixture(scope="module")
+def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[Scraped]:
+    folder = tmp_path_factory.mktemp("dashboards")
+    ports = {DEMO: free_port(), EMULATED: free_port()}
+    for name in ("node", "demo", "exporter"):
+        (folder / name).mkdir()
+    exporters: list[ExporterProcess] = []
+    processes: dict[str, TorchProcess] = {}
+    begun = time.monotonic()
+    with EmulatedNode(folder / "node") as node:
+        try:
+            flags = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "3")
+            on_node = {"environment": node.environment()}
+            exporters.append(
+                ExporterProcess(
+                    folder / "exporter", "--web.listen-address", f"127.0.0.1:{ports[EMULATED]}", *flags, **on_node
+                )
+            )
+            for name, rank in (("leaks", "0"), ("steady", "1"), ("stopped", "")):
+                own = {"GPUMEM_EXPORTER_URL": exporters[0].url, "GPUMEM_RANK": rank}
+                processes[name] = TorchProcess(node, own)
+            exporters.append(
+                ExporterProcess(folder / "demo", "--demo", "--web.listen-address", f"127.0.0.1:{ports[DEMO]}")
+            )
+            targets = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
+            targets[ALSO_DEMO] = targets[DEMO]
+            with RunningPrometheus(folder / "prometheus", targets) as prometheus:
+                found = Scraped(Prometheus(prometheus.url), prometheus.url, node, processes)
+                _begin_to_work(node, processes)
+                _wait_for_scrapes(found)
+                _make_things_happen(exporters, processes)
+                time.sleep(max(0.0, LEAST_SECONDS - (time.monotonic() - begun)))
+                _ask_until_all_is_answered(found)
+                yield found
+        finally:
+            for process in processes.values():
+                process.close()
+            for exporter in exporters:
+                print(exporter.log()[-4000:])
+                exporter.close()
+
+
+def _begin_to_work(node: EmulatedNode, processes: Mapping[str, TorchProcess]) -> None:
+    node.set_utilization(0, 80)
+    node.set_process(999_999, 1, 700 * MIB)  # without a reporter
+    for name, device, workload in (("leaks", 0, "train"), ("steady", 1, "train"), ("stopped", 1, "notebook")):
+        processes[name].call("start_client", workload=workload)
+        processes[name].call("random_heap", device=device, seed=device)
+    for name, device in (("leaks", 0), ("steady", 1)):
+        processes[name].exec(TRAINING, device=f"cuda:{device}", leaks=name == "leaks")
+
+
+def _wait_for_scrapes(found: Scraped) -> None:
+    def reporting() -> bool:
+        # A post-mortem looks at the time before the error in steps of five seconds.
+        asked = "count by (instance) (count_over_time(gpumem_reporter_up[1m]) > 7)"
+        series = found.prometheus.instant(asked, time.time())
+        counts = {one["metric"]["instance"]: float(one["values"][0][1]) for one in series}
+        return counts.get(EMULATED) == 3 and counts.get(DEMO, 0) > 5 and counts.get(ALSO_DEMO, 0) > 5
+
+    wait_for(reporting, "some scrapes of every node", 60.0)
+
+
+def _make_things_happen(exporters: list[ExporterProcess], processes: Mapping[str, TorchProcess]) -> None:
+    processes["leaks"].exec(RUN_OUT, device="cuda:0")
+    processes["stopped"].signal(signal.SIGSTOP)
+    for exporter, workload in zip(exporters, ("train", "demo-asr-varlen"), strict=True):
+        exporter.act("empty_cache", target={"workload": workload}, wait_seconds=20)
+
+
+def _ask_until_all_is_answered(found: Scraped) -> None:
+    missing = {(node, query.where): (node, name, query) for node, name, query in _cases() if query}
+    end = time.monotonic() + 60
+
+    def ask() -> bool:
+        for name in NAMES:
+            for node, workload in _workloads(name):
+                scope = found.scope(load(name), node, **workload)
+                for key, (of_node, of_name, query) in list(missing.items()):
+                    if (of_node, of_name) == (node, name) and (answer := found.prometheus.ask(query, scope)):
+                        found.answered[key] = answer
+                        del missing[key]
+        return missing.keys() <= ANSWERLESS.keys() or time.monotonic() > end
+
+    wait_for(ask, "answers", 120.0)
+
+
+def _workloads(name: str) -> list[tuple[str, dict[str, str]]]:
+    """As what each node's dashboard is asked."""
+    if name != "workload":
+        return [(DEMO, {}), (EMULATED, {})]
+    return [(node, {"workload": workload}) for node, workloads in WORKLOADS.items() for workload in workloads]
+
+
+def _cases() -> Iterator[tuple[str, str, Query]]:
+    for name in NAMES:
+        for query in queries(load(name)):
+            for node in (DEMO, EMULATED):
+                yield node, name, query
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+def test_every_query_is_answered(scraped: Scraped, node: str, name: str) -> None:
+    asked = {query.where for of_node, of_name, query in _cases() if (of_node, of_name) == (node, name)}
+    answered = {where for of_node, where in scraped.answered if of_node == node}
+    excused = {where for of_node, where in ANSWERLESS if of_node == node}
+    assert asked - answered - excused == set()
+
+
+def test_what_a_node_cannot_answer_the_other_does() -> None:
+    asked = {(node, query.where) for node, _, query in _cases()}
+    assert ANSWERLESS.keys() <= asked
+    assert all(ANSWERLESS.values())
+    for node, where in ANSWERLESS:
+        assert ({DEMO: EMULATED, EMULATED: DEMO}[node], where) not in ANSWERLESS
+
+
+def test_no_query_mixes_up_nodes_whose_pids_are_the_same(scraped: Scraped) -> None:
+    """Joins that are not unique make Prometheus refuse; groups that forget the node lose rows."""
+    for name in NAMES:
+        dashboard = load(name)
+        several = any(v["name"] == "node" and v.get("multi") for v in dashboard["templating"]["list"])
+        scope = scraped.scope(dashboard, ".*" if several else DEMO)
+        for query in queries(dashboard):
+            scraped.prometheus.ask(query, scope)
+    held = [row for row in scraped.rows("fleet", "Devices, the most pressed first", ".*") if "It holds" in row]
+    by_node: dict[str, dict[str, tuple[str, float]]] = {}
+    for row in held:
+        by_node.setdefault(row["Node"], {})[row["GPU"]] = (row["Largest process"], row["It holds"])
+    assert {node: len(devices) for node, devices in by_node.items()} == {DEMO: 8, ALSO_DEMO: 8, EMULATED: 2}
+    assert {workload for workload, _ in by_node[EMULATED].values()} == {"train"}
+
+
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_variable_offers_something_and_every_table_has_one_row_for_each_thing(
+    scraped: Scraped, name: str, node: str
+) -> None:
+    dashboard = load(name)
+    scope = scraped.scope(dashboard, node)
+    for variable in dashboard["templating"]["list"]:
+        if variable["type"] == "query" and not (variable["name"] == "rank" and node == DEMO):
+            assert variable_values(variable, scraped.prometheus, scope, scope.variables), variable["name"]
+    for panel in all_panels(dashboard):
+        if panel["type"] != "table" or panel["transformations"][0]["id"] != "merge":
+            continue
+        frames = scraped.frames(panel, scope)
+        assert not any("__name__" in row for frame in frames for row in frame), panel["title"]
+        # Each query adds columns to the rows there are, and none adds rows that no other has labels for.
+        rows = merged(frames)
+        assert len(rows) == max(map(len, frames), default=0), panel["title"]
+
+
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+def test_the_stack_of_each_device_sums_to_its_total_to_the_byte(scraped: Scraped, node: str) -> None:
+    dashboard = load("node")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Where every byte of GPU $gpu is")
+    *categories, total = (target["expr"] for target in panel["targets"])
+    assert len(categories) == 8
+    for gpu in range(8 if node == DEMO else 2):
+        scope = scraped.scope(dashboard, node, gpu=str(gpu))
+        whole = scraped.value(total, scope)
+        assert sum(scraped.value(category, scope) for category in categories) == whole > 0
+
+
+@pytest.mark.parametrize("node", [DEMO, EMULATED])
+def test_the_parts_of_what_is_reserved_sum_to_it(scraped: Scraped, node: str) -> None:
+    dashboard = load("workload")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "What the reserved bytes are")
+    *parts, reserved = (target["expr"] for target in panel["targets"])
+    scope = scraped.scope(dashboard, node)
+    assert sum(scraped.value(part, scope) for part in parts) == scraped.value(reserved, scope) > 0
+
+
+def test_the_table_of_processes_is_what_the_node_itself_knows(scraped: Scraped) -> None:
+    rows = {(row["GPU"], row["pid"]): row for row in scraped.rows("node", "Processes", EMULATED)}
+    books = scraped.node.books()
+    on_devices = {(str(gpu), str(pid)) for gpu in (0, 1) for pid in books[gpu].processes}
+    assert rows.keys() == on_devices
+    stopped = rows["1", str(scraped.processes["stopped"].pid)]
+    assert stopped["Used"] == books[1].processes[scraped.processes["stopped"].pid]
+    assert (stopped["Workload"], stopped["Reports"]) == ("notebook", "false")
+    assert rows["1", "999999"]["Used"] == 700 * MIB
+    steady = rows["1", str(scraped.processes["steady"].pid)]
+    assert (steady["Workload"], steady["Rank"], steady["Reports"]) == ("train", "1", "true")
+    assert steady["Reserved"] == steady["In tensors"] + steady["A clear gives back"] + steady["Fragmented"]
+    assert steady["Used"] == steady["Reserved"] + steady["Not torch"]
+
+
+def test_an_error_that_really_happened_is_listed_marked_and_judged(scraped: Scraped) -> None:
+    dashboard = load("oom")
+    scope = scraped.scope(dashboard, EMULATED)
+    assert scope.variables["pid"] == str(scraped.processes["leaks"].pid)
+
+    def shown(title: str) -> float:
+        (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == title)
+        return scraped.value(panel["targets"][0]["expr"], scope)
+
+    book = scraped.node.books()[0]
+    assert shown("Asked for") == ASKED_BYTES
+    assert shown("Limit") == book.total_bytes - book.reserved_bytes
+    assert shown("Missing") == ASKED_BYTES - shown("Free on the device")
+    assert shown("What the figures say") == 6  # truly too large
+    assert time.time() - shown("When") / 1000 < 240 + 2 * LEAST_SECONDS
+    (row,) = scraped.rows("fleet", "The last error of each process", EMULATED)
+    assert (row["Workload"], row["Asked for"]) == ("train", ASKED_BYTES)
+    (mark,) = scraped.answered[EMULATED, "gpumem-fleet / annotation Out of memory"]
+    assert float(mark["values"][-1][1]) == pytest.approx(shown("When"), abs=1)
+    assert int(mark["metric"]["x_from"]) == pytest.approx(shown("When") - 600_000, abs=1000)
+
+
+def test_the_ledger_of_that_moment_sums_to_the_total_too(scraped: Scraped) -> None:
+    dashboard = load("oom")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "The ledger at that moment")
+    scope = scraped.scope(dashboard, EMULATED)
+    book = scraped.node.books()[0]
+    assert sum(scraped.value(target["expr"], scope) for target in panel["targets"]) == book.total_bytes
+
+
+def test_a_process_that_was_stopped_is_the_one_that_fell_silent(scraped: Scraped) -> None:
+    (row,) = scraped.rows("fleet", "Reporters that went silent", EMULATED)
+    assert (row["pid"], row["Workload"]) == (str(scraped.processes["stopped"].pid), "notebook")
+    assert row["Silent for"] > 3
+
+
+def test_the_rank_that_keeps_tensors_is_the_one_that_grows(scraped: Scraped) -> None:
+    rows = {row["Rank"]: row for row in scraped.rows("workload", "Ranks side by side", EMULATED)}
+    assert rows["0"]["Grows by"] > 10 * abs(rows["1"]["Grows by"])
+    assert "Full in" in rows["0"]
+    assert rows["0"]["Step"] > 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_preview_draws_the_answers_and_says_that_it_is_no_grafana(
+    scraped: Scraped, name: str, tmp_path: Path
+) -> None:
+    command = (
+        *(sys.executable, str(FOLDER / "preview.py"), "--prometheus", scraped.url, "--out", str(tmp_path)),
+        *("--dashboard", name, "--seconds", str(RANGE_SECONDS), "--scrape-interval", "1", "--var", f"node={EMULATED}"),
+        *(("--var", "workload=train") if name == "workload" else ()),
+    )
+    # No browser, which makes screenshots where there is one: what is drawn is checked here.
+    told = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": "/nowhere"})
+    assert (told.returncode, told.stdout) == (0, f"{tmp_path / name}.html\n"), told.stderr
+    page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
+    assert "This is not Grafana" in page
+    for panel in all_panels(load(name)):
+        assert html.escape(panel["title"].split("$")[0]) in page
+    assert page.count("<section") >= len(list(all_panels(load(name))))
+    # What the library does not tell; and columns by the minute or by ten of them may have no point yet.
+    assert page.count("No data") <= {"workload": 1, "fleet": 2, "exporter": 3}.get(name, 0)
+    assert "NaN" not in page
+    assert "<svg" in page

@@ -1,0 +1,411 @@
+"""`fleet` over three exporters that serve the demo and a real Prometheus that scrapes them.
+
+The first lets everybody on this machine act, the second wants a token, the third is stopped where a test says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import os
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+from urllib.request import urlopen
+
+import pytest
+
+from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.running_prometheus import RunningPrometheus, free_port
+
+TOKEN = "a-token-for-tests"
+NOTEBOOK = 'gpumem_torch_reclaimable_bytes{workload="demo-notebook"}'
+LATELY = f"last_over_time({NOTEBOOK}[10m])"
+"""Names the third node's processes too while that is down."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Three exporters, the address of each as Prometheus knows it, and the commands beside them."""
+
+    exporters: tuple[ExporterProcess, ...]
+    instances: tuple[str, ...]
+    prometheus: RunningPrometheus
+
+    def command(self, *arguments: str, token: bool = True, **environ: str) -> subprocess.CompletedProcess[str]:
+        known = {"GPUMEM_PROMETHEUS_URL": self.prometheus.url, **environ}
+        if token:
+            known.setdefault("GPUMEM_ACTION_TOKEN", TOKEN)
+        return fleet_command(*arguments, **known)
+
+    def json(self, *arguments: str, code: int = 0, **options: Any) -> Any:
+        ended = self.command(*arguments, "--json", **options)
+        assert (ended.returncode, ended.stderr) == (code, ""), ended.stdout
+        return json.loads(ended.stdout)
+
+    def ask(self, query: str) -> list[dict[str, str]]:
+        """The labels of a query's series."""
+        return [dict(labels) for labels in Prometheus(self.prometheus.url).query(query).series]
+
+    def wait_until_known(self) -> None:
+        """Return once Prometheus knows every process that these tests name."""
+        known = 'gpumem_torch_reclaimable_bytes{workload=~"demo-(llm-pretrain|pipeline-finetune|notebook)"}'
+        wait_for(lambda: len(self.ask(known)) == 3 * (4 + 2 + 1), "every process of three exporters", 90.0)
+
+    def actions(self, number: int) -> list[Any]:
+        """What was asked of an exporter, newest first."""
+        answer = self.exporters[number].request("GET", "/api/v1/actions", headers={"Authorization": f"Bearer {TOKEN}"})
+        return list(json.loads(answer.body)["actions"])
+
+
+def fleet_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpumem_exporter", "fleet", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=environment(**environ),
+    )
+
+
+def environment(**changes: str) -> dict[str, str]:
+    own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), **changes}
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("fleet")
+    (folder / "token").write_text(TOKEN)
+    exporters: list[ExporterProcess] = []
+    instances = tuple(f"127.0.0.1:{free_port()}" for _ in range(3))
+    try:
+        for number, instance in enumerate(instances):
+            (folder / f"node{number}").mkdir()
+            guarded = ("--action.token-file", str(folder / "token")) if number == 1 else ()
+            flags = ("--demo", "--web.listen-address", instance, *guarded)
+            exporters.append(ExporterProcess(folder / f"node{number}", *flags, environment=environment()))
+        with RunningPrometheus(folder / "prometheus", {instance: instance for instance in instances}) as prometheus:
+            running = Fleet(tuple(exporters), instances, prometheus)
+            running.wait_until_known()
+            yield running
+    finally:
+        for exporter in exporters:
+            exporter.close()
+
+
+@pytest.fixture
+def third_is_down(fleet: Fleet) -> Iterator[str]:
+    """The third exporter's instance, while it is down."""
+    fleet.exporters[2].stop()
+    try:
+        yield fleet.instances[2]
+    finally:
+        fleet.exporters[2].start()
+        fleet.wait_until_known()
+
+
+def test_a_dry_run_says_what_would_be_freed_where_and_touches_nothing(fleet: Fleet) -> None:
+    before = [fleet.actions(number) for number in range(3)]
+    document = fleet.json("clear", "--query", NOTEBOOK, "--dry-run")
+    assert [row["instance"] for row in document["results"]] == sorted(fleet.instances, key=lambda i: int(i[10:]))
+    assert {row["outcome"] for row in document["results"]} == {"done"}
+    assert document["freed_bytes"] == sum(row["freed_bytes"] for row in document["results"])
+    for number in range(3):
+        new = fleet.actions(number)[: len(fleet.actions(number)) - len(before[number])]
+        assert [(action["dry_run"], action["action"]) for action in new] == [(True, "empty_cache")]
+
+
+def test_a_clear_asks_each_exporter_for_the_processes_that_the_query_names_and_for_no_other(fleet: Fleet) -> None:
+    query = 'gpumem_torch_allocated_bytes{workload=~"demo-(llm-pretrain|pipeline-finetune)", rank!~"[23]"}'
+    wanted = {(labels["instance"], labels["pid"]) for labels in fleet.ask(query)}
+    before = [len(fleet.actions(number)) for number in range(3)]
+    ended = fleet.command("clear", "--query", query, "--reason", "a test")
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    assert len(wanted) == 9
+    for number, instance in enumerate(fleet.instances):
+        asked = fleet.actions(number)
+        new = asked[: len(asked) - before[number]]
+        assert {str(action["target"]["pid"]) for action in new} == {pid for at, pid in wanted if at == instance}
+        assert len(new) == 3  # a process on two devices is asked once
+        assert {(action["action"], action["reason"], action["state"]) for action in new} == {
+            ("empty_cache", "a test", "done")
+        }
+        assert {str(row["pid"]) for action in new for row in action["results"]} == {
+            pid for at, pid in wanted if at == instance
+        }
+    lines = ended.stdout.splitlines()
+    rows = [line.split() for line in lines[1:-1]]
+    assert {(row[0], row[1]) for row in rows} == wanted
+    assert re.fullmatch(r"Freed \d.* in 9 of 9 processes\.", lines[-1])
+
+
+def test_what_is_done_to_a_device_is_done_to_the_devices_that_are_named_alone(fleet: Fleet) -> None:
+    query = 'gpumem_torch_allocated_bytes{workload="demo-pipeline-finetune", gpu="6"}'
+    document = fleet.json("reset-peak", "--query", query)
+    assert [row["gpu"] for row in document["results"]] == ["6", "6", "6"]
+
+
+def test_an_exporter_that_refuses_and_one_that_is_down_are_named_and_the_others_still_act(
+    fleet: Fleet, third_is_down: str
+) -> None:
+    document = fleet.json("gc", "--query", LATELY, token=False, code=1)
+    found = {row["instance"]: row for row in document["results"]}
+    assert {instance: row["outcome"] for instance, row in found.items()} == {
+        fleet.instances[0]: "done",
+        fleet.instances[1]: "refused",
+        third_is_down: "failed",
+    }
+    assert "a token is needed" in found[fleet.instances[1]]["reason"]
+    assert f"no exporter answers at http://{third_is_down}" in found[third_is_down]["reason"]
+    assert found[third_is_down]["workload"] == "demo-notebook"
+    ended = fleet.command("gc", "--query", LATELY, token=False)
+    assert ended.returncode == 1
+    assert f"{third_is_down}: pid " in ended.stdout
+    assert "Collected garbage in 1 of 3 processes" in ended.stdout
+    assert TOKEN not in ended.stdout
+
+    info = fleet.command("info")
+    assert info.returncode == 1
+    assert f"{third_is_down}: no exporter answers" in info.stdout
+    assert "2 of 3 exporters, 16 devices: " in info.stdout.splitlines()[-1]
+
+
+def test_a_process_that_has_gone_since_the_query_is_told_as_gone(fleet: Fleet) -> None:
+    renamed = f'label_replace({NOTEBOOK}, "pid", "4000000", "pid", ".*")'
+    document = fleet.json("clear", "--query", renamed, code=1)
+    assert [(row["pid"], row["outcome"]) for row in document["results"]] == [(4000000, "gone")] * 3
+    other = f'label_replace({NOTEBOOK}, "workload", "before", "workload", ".*")'
+    document = fleet.json("clear", "--query", other, code=1)
+    assert {(row["workload"], row["outcome"]) for row in document["results"]} == {("before", "gone")}
+
+
+def test_more_processes_than_are_allowed_are_counted_and_nothing_is_asked(fleet: Fleet) -> None:
+    before = [len(fleet.actions(number)) for number in range(3)]
+    ended = fleet.command(
+        "clear", "--query", 'gpumem_reporter_up{workload="demo-llm-pretrain"}', "--max-processes", "9"
+    )
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "12 processes are meant, more than --max-processes 9; nothing was asked" in ended.stderr
+    assert [len(fleet.actions(number)) for number in range(3)] == before
+
+
+@pytest.mark.parametrize(
+    ("query", "code", "said"),
+    [
+        ("sum by (instance) (gpumem_torch_reclaimable_bytes)", 2, "it needs one of the labels pid, workload, rank"),
+        ("sum by (pid) (gpumem_torch_reclaimable_bytes)", 2, "no label 'instance'"),
+        ("sum(", 2, "parse error"),
+        ("1", 2, "gives a scalar"),
+    ],
+)
+def test_a_query_that_cannot_be_meant_is_wrong_usage(fleet: Fleet, query: str, code: int, said: str) -> None:
+    ended = fleet.command("clear", "--query", query)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (code, "", 1)
+    assert said in ended.stderr
+
+
+def test_a_query_that_names_nothing_leaves_nothing_to_do(fleet: Fleet) -> None:
+    ended = fleet.command("clear", "--query", "gpumem_torch_reclaimable_bytes > 1e15")
+    assert (ended.returncode, ended.stdout) == (0, "The query names no process: there is nothing to do.\n")
+
+
+def test_a_workload_whose_ranks_make_no_steps_cannot_act_as_a_group_and_nothing_is_asked(fleet: Fleet) -> None:
+    before = [len(fleet.actions(number)) for number in range(3)]
+    ended = fleet.command("clear", "--group", "--query", NOTEBOOK)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "makes no steps" in ended.stderr
+    assert [len(fleet.actions(number)) for number in range(3)] == before
+
+
+def test_info_has_every_device_of_every_exporter(fleet: Fleet) -> None:
+    ended = fleet.command("info", token=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for instance in fleet.instances:
+        rows = [line.split() for line in ended.stdout.splitlines() if line.startswith(f"{instance} ")]
+        assert [row[1] for row in rows] == [str(gpu) for gpu in range(8)]
+    document = fleet.json("info", "--query", f'gpumem_device_up{{instance="{fleet.instances[0]}"}}')
+    (exporter,) = document["exporters"]
+    assert (exporter["instance"], exporter["error"], len(exporter["devices"])) == (fleet.instances[0], None, 8)
+
+
+def test_top_shows_the_same_live_until_q_and_leaves_the_terminal_as_it_was(fleet: Fleet) -> None:
+    with on_terminal("top", "--interval", "0.2", GPUMEM_PROMETHEUS_URL=fleet.prometheus.url) as terminal:
+        terminal.read_until(b"24 devices")
+        terminal.read_until(b"24 devices")  # drawn again
+        assert terminal.modes() != terminal.modes_before
+        os.write(terminal.fd, b"q")
+        assert terminal.wait() == 0
+        assert b"\x1b[?1049l" in terminal.output  # back from the other screen
+        assert terminal.modes() == terminal.modes_before
+
+
+@pytest.mark.parametrize(("key_or_signal", "status"), [(b"\x03", 130), (signal.SIGTERM, 143)])
+def test_whatever_ends_top_the_terminal_is_as_it_was(fleet: Fleet, key_or_signal: Any, status: int) -> None:
+    with on_terminal("top", GPUMEM_PROMETHEUS_URL=fleet.prometheus.url) as terminal:
+        terminal.read_until(b"24 devices")
+        if isinstance(key_or_signal, bytes):
+            os.write(terminal.fd, key_or_signal)
+        else:
+            terminal.process.send_signal(key_or_signal)
+        assert terminal.wait() == status
+        assert terminal.modes() == terminal.modes_before
+        assert b"Traceback" not in terminal.output
+
+
+def test_top_wants_a_terminal(fleet: Fleet) -> None:
+    ended = fleet.command("top")
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert "fleet info" in ended.stderr
+
+
+def test_a_path_a_tenant_and_a_user_reach_the_api_and_an_alien_redirect_does_not_get_them(fleet: Fleet) -> None:
+    with answering(fleet.prometheus.url) as (url, asked):
+        address = url.removeprefix("http://")
+        ended = fleet.command(
+            *("info", "--prometheus", f"http://ada:p%40ss@{address}/mimir/prometheus"),
+            *("--prometheus-header", "X-Scope-OrgID: gpu"),
+        )
+        assert ended.returncode == 0, ended.stderr
+        path, headers = asked.pop()
+        assert urlsplit(path).path == "/mimir/prometheus/api/v1/query"
+        assert parse_qs(urlsplit(path).query)["query"] == ['up{job="gpumem"}']
+        assert headers["x-scope-orgid"] == "gpu"
+        assert base64.b64decode(headers["authorization"].removeprefix("Basic ")) == b"ada:p@ss"
+
+        ended = fleet.command("info", "--prometheus", f"http://ada:s3cret@{address}/elsewhere")
+        assert (ended.returncode, ended.stdout) == (1, "")
+        assert "sends on to http://other.example/" in ended.stderr
+        assert "s3cret" not in ended.stderr
+        ended = fleet.command("info", "--prometheus", f"{url}/denied")
+        assert "HTTP 401" in ended.stderr
+        assert "--prometheus-token-file" in ended.stderr
+
+
+def test_a_bearer_token_is_read_from_its_file(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("of-prometheus\n")
+    with answering(fleet.prometheus.url) as (url, asked):
+        ended = fleet.command("info", "--prometheus", url, "--prometheus-token-file", str(tmp_path / "token"))
+        assert ended.returncode == 0, ended.stderr
+        assert asked.pop()[1]["authorization"] == "Bearer of-prometheus"
+
+
+def test_nobody_there_is_1_and_names_the_address() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    ended = fleet_command("info", "--prometheus", url)
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert f"no Prometheus answers at {url}" in ended.stderr
+
+
+@contextmanager
+def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str, str]]]]]:
+    """A front of a Prometheus that strips a path, and keeps what it was asked with."""
+    asked: list[tuple[str, Mapping[str, str]]] = []
+
+    class Front(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+            if self.path.startswith("/elsewhere"):
+                self.send_response(302)
+                self.send_header("Location", "http://other.example/")
+                self.end_headers()
+                return
+            if self.path.startswith("/denied"):
+                self.send_error(401)
+                return
+            with urlopen(upstream + self.path[self.path.index("/api/") :], timeout=30) as answer:
+                body = answer.read()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Front) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@dataclass
+class Terminal:
+    """A command on a terminal of its own."""
+
+    process: subprocess.Popen[bytes]
+    fd: int
+    theirs: int
+    modes_before: list[Any]
+    output: bytes = b""
+
+    def modes(self) -> list[Any]:
+        return termios.tcgetattr(self.theirs)
+
+    def read_until(self, wanted: bytes, seconds: float = 60.0) -> None:
+        """Read until it has been written once more than before."""
+        begin, end = len(self.output), time.monotonic() + seconds
+        while wanted not in self.output[begin:]:
+            assert time.monotonic() < end, self.output
+            self._read(0.1)
+
+    def wait(self) -> int:
+        end = time.monotonic() + 60.0
+        while self.process.poll() is None:
+            assert time.monotonic() < end
+            self._read(0.05)
+        self._read(0.0)
+        return self.process.wait()
+
+    def _read(self, seconds: float) -> None:
+        if select.select([self.fd], [], [], seconds)[0]:
+            self.output += os.read(self.fd, 1 << 16)
+
+
+@contextmanager
+def on_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 160, 0, 0))
+    before = termios.tcgetattr(theirs)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpumem_exporter", "fleet", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        preexec_fn=lambda: _control(theirs),
+        env=environment(TERM="xterm-256color", **environ),
+    )
+    try:
+        yield Terminal(process, ours, theirs, before)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait(30)
+        os.close(ours)
+        os.close(theirs)
+
+
+def _control(theirs: int) -> None:
+    """Ctrl-C on that terminal is for this process."""
+    fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)

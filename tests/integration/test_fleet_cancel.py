@@ -1,0 +1,58 @@
+"""Taking an action back, by the API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.protocol import MODES
+from tests.integration.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.unit.builders import UUIDS, report, sample
+
+
+@pytest.fixture
+def exporter() -> Iterator[RunningExporter]:
+    """An exporter with two reporters that can wait for a step."""
+    with running_exporter(report_interval=20, report_expiry=60) as running:
+        for pid in (1, 2):
+            assert running.report(report(pid, devices=(sample(UUIDS[0], 10, 7),), modes=MODES)).status == 200
+        yield running
+
+
+def test_an_action_that_has_not_begun_is_taken_back_and_the_process_that_waits_is_told(
+    exporter: RunningExporter,
+) -> None:
+    asked = exporter.act(action="empty_cache", target={"all": True}, mode="step", wait_seconds=0)
+    action_id = json.loads(asked.body)["id"]
+    fetched = exporter.report(report(1, sequence=2, devices=(sample(UUIDS[0], 10, 7),), modes=MODES))
+    assert [command["id"] for command in json.loads(fetched.body)["commands"]] == [action_id]
+
+    answer = exporter.request("DELETE", f"{ACTIONS}/{action_id}")
+    assert answer.status == 202
+    (row,) = json.loads(answer.body)["results"]
+    assert (row["pid"], row["outcome"], row["reason"]) == (2, "refused", "cancelled by tcp:127.0.0.1")
+
+    told = exporter.report(report(1, sequence=3, devices=(sample(UUIDS[0], 10, 7),), modes=MODES, waiting=(action_id,)))
+    assert json.loads(told.body)["cancelled"] == [action_id]
+    nothing = exporter.report(report(2, sequence=2, devices=(sample(UUIDS[0], 10, 7),), modes=MODES))
+    assert "commands" not in json.loads(nothing.body)
+
+
+def test_a_finished_action_stays_as_it_is_and_an_unknown_one_is_404(exporter: RunningExporter) -> None:
+    done = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, dry_run=True).body)
+    answer = exporter.request("DELETE", f"{ACTIONS}/{done['id']}")
+    assert (answer.status, json.loads(answer.body)) == (200, done)
+    problem(exporter.request("DELETE", f"{ACTIONS}/nobody"), 404)
+
+
+def test_who_may_not_act_may_not_take_back_either(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret\n")
+    with running_exporter(action_token_file=str(token)) as exporter:
+        problem(exporter.request("DELETE", f"{ACTIONS}/nobody"), 401)
+        problem(exporter.request("DELETE", f"{ACTIONS}/nobody", Authorization="Bearer s3cret"), 404)
+    with running_exporter() as exporter:
+        problem(exporter.request("DELETE", f"{ACTIONS}/nobody", Origin="http://evil.example"), 403)

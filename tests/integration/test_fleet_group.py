@@ -1,0 +1,184 @@
+"""A group over several nodes: real ranks, in step by a collective, that report to two exporters; a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulation.node import EmulatedNode
+from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.running_prometheus import RunningPrometheus, free_port
+
+WORKLOAD = "fleet-ranks"
+ONE_RANK = f'gpumem_torch_allocated_bytes{{workload="{WORKLOAD}", rank="0"}}'
+RANK = """
+import os, sys, time
+import torch, torch.distributed as dist
+from gpumem_exporter import client
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+os.environ["GPUMEM_EXPORTER_URL"] = sys.argv[2 + rank]  # as if it ran on a node of its own
+client.start(workload="fleet-ranks")
+kept = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{rank}")
+stop = torch.zeros(1)
+while not stop.item():
+    spare = torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{rank}")
+    del spare
+    stop.fill_(os.path.exists(sys.argv[1]))
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    time.sleep(0.02)
+    client.step()
+client.stop()
+os._exit(0)
+"""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Two ranks, the exporter of each, and the command beside them."""
+
+    exporters: tuple[ExporterProcess, ...]
+    pids: tuple[int, ...]
+    prometheus: str
+
+    def clear(self, *options: str, code: int, **environ: str) -> Any:
+        """`fleet clear --group`; its document, or what it says on standard error."""
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "gpumem_exporter", "fleet", "clear", "--group", "--query", ONE_RANK),
+                *("--prometheus", self.prometheus, "--deadline", "60", "--json", *options),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "GPUMEM_ACTION_TOKEN": "right", **environ},
+        )
+        assert ended.returncode == code, ended
+        return json.loads(ended.stdout) if ended.stdout else ended.stderr
+
+    def step(self, rank: int) -> int:
+        """The last step of a rank that its exporter knows."""
+        return int(self.exporters[rank].processes()[self.pids[rank]]["step"])
+
+
+@pytest.fixture(scope="module")
+def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    folder = tmp_path_factory.mktemp("fleet-group")
+    (folder / "token").write_text("right")
+    (folder / "rank.py").write_text(RANK)
+    node = EmulatedNode(folder / "node")
+    instances = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    ends: list[Callable[[], object]] = [node.close]
+    try:
+        exporters = []
+        for number, instance in enumerate(instances):
+            (folder / f"exporter{number}").mkdir()
+            guarded = ("--action.token-file", str(folder / "token")) if number == 1 else ()
+            flags = ("--web.listen-address", instance, "--report.interval", "0.5", *guarded)
+            exporters.append(ExporterProcess(folder / f"exporter{number}", *flags, environment=node.environment()))
+            ends.append(exporters[-1].close)
+        prometheus = RunningPrometheus(folder / "prometheus", {instance: instance for instance in instances})
+        ends.append(prometheus.close)
+        environment = {
+            **node.environment(),
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        with (folder / "torchrun.log").open("wb") as log:
+            launcher = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+                    *(str(folder / "rank.py"), str(folder / "finished"), *(exporter.url for exporter in exporters)),
+                ],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        ends.append(lambda: _end(launcher, folder, exporters))
+
+        def steps() -> tuple[int, ...]:
+            assert launcher.poll() is None, (folder / "torchrun.log").read_text()
+            found = [next(iter(exporter.processes().values()), None) for exporter in exporters]
+            return tuple(one["pid"] for one in found if one and one["step_seconds"])
+
+        pids = wait_for(lambda: steps() if len(steps()) == 2 else None, "two ranks that make steps", 120.0)
+        assert pids is not None
+        running = Ranks(tuple(exporters), pids, prometheus.url)
+        wait_for(lambda: running.clear("--dry-run", code=0)["results"], "Prometheus' knowing of the ranks", 60.0)
+        yield running
+    finally:
+        for end in reversed(ends):
+            end()
+
+
+def _end(launcher: subprocess.Popen[bytes], folder: Path, exporters: list[ExporterProcess]) -> None:
+    (folder / "finished").touch()
+    try:
+        launcher.wait(30)
+    except subprocess.TimeoutExpired:
+        for exporter in exporters:  # torchrun gives each rank a session of its own
+            for pid in exporter.processes():
+                os.kill(pid, signal.SIGKILL)
+        launcher.kill()
+        launcher.wait(30)
+
+
+def test_ranks_on_two_exporters_clear_after_the_same_step_though_the_query_names_one_of_them(ranks: Ranks) -> None:
+    document = ranks.clear(code=0)
+    assert document["state"] == "done"
+    assert {(row["rank"], row["outcome"], row["step"]) for row in document["results"]} == {
+        ("0", "done", document["at_step"]),
+        ("1", "done", document["at_step"]),
+    }
+    assert {row["pid"] for row in document["results"]} == set(ranks.pids)
+    assert {row["thread_id"] for row in document["results"]} == set(ranks.pids)  # in the training thread
+    assert len({row["url"] for row in document["results"]}) == 2
+
+
+def test_with_an_exporter_that_refuses_the_others_ranks_never_act(ranks: Ranks) -> None:
+    document = ranks.clear(code=1, GPUMEM_ACTION_TOKEN="wrong")
+    assert document["called_off"].partition(": ")[2].startswith("refused: HTTP 401")
+    assert {row["rank"]: row["outcome"] for row in document["results"]} == {"0": "refused", "1": "refused"}
+    cancelled = next(row for row in document["results"] if row["rank"] == "0")
+    assert cancelled["reason"].startswith("cancelled by ")
+    step = document["at_step"]
+    wait_for(lambda: ranks.step(0) > step, "the step's passing")
+    (action,) = [one for one in ranks.exporters[0].get("/api/v1/actions")["actions"] if one["at_step"] == step]
+    assert [row["outcome"] for row in action["results"]] == ["refused"]
+
+
+def test_with_one_rank_stopped_the_ranks_on_other_exporters_are_called_off_and_it_is_named(ranks: Ranks) -> None:
+    os.kill(ranks.pids[1], signal.SIGSTOP)
+    try:
+        document = ranks.clear(code=1)
+    finally:
+        os.kill(ranks.pids[1], signal.SIGCONT)
+    found = {row["rank"]: row for row in document["results"]}
+    assert {rank: row["outcome"] for rank, row in found.items()} == {"0": "refused", "1": "expired"}
+    assert "did not ask for work in time" in found["1"]["reason"]
+    assert f"expired: pid {ranks.pids[1]}" in document["called_off"]
+    step = ranks.step(0)
+    wait_for(lambda: ranks.step(0) > step + 5, "both ranks' going on")
+
+
+def test_with_an_exporter_that_cannot_be_reached_nothing_is_asked(ranks: Ranks) -> None:
+    before = len(ranks.exporters[0].get("/api/v1/actions")["actions"])
+    ranks.exporters[1].signal(signal.SIGSTOP)
+    try:
+        said = ranks.clear(code=1)
+    finally:
+        ranks.exporters[1].signal(signal.SIGCONT)
+    assert "which lately had ranks, cannot be asked" in said
+    assert len(ranks.exporters[0].get("/api/v1/actions")["actions"]) == before

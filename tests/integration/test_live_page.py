@@ -1,0 +1,266 @@
+"""The live page: what it shows, to whom, and that it does so cheaply and within its own policy."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.exporter_process import ExporterProcess
+from tests.integration.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
+from tests.unit.builders import MIB, UUIDS
+
+__all__ = ["browser", "open_page"]
+
+GIB = 1 << 30
+NASTY = "<img src=x onerror=\"document.title='taken over'\"><script>document.title='taken over'</script>"
+
+
+@pytest.fixture(scope="module")
+def driverless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterProcess, str]]:
+    """An exporter on a machine without a driver, whose processes are the test's."""
+    with serving(tmp_path_factory.mktemp("driverless"), "--report.expiry", "3600") as (exporter, url):
+        yield exporter, url
+
+
+def known_device(**changes: Any) -> dict[str, Any]:
+    """A device of 10 GiB as the state has it."""
+    ledger = {
+        "torch_allocated": 4 * GIB,
+        "torch_reclaimable": 2 * GIB,
+        "torch_fragmented": 1 * GIB,
+        "non_torch": GIB // 2,
+        "other_processes": 0,
+        "driver_reserved": GIB // 2,
+        "unattributed": 0,
+        "free": 2 * GIB,
+    }
+    memory = {"total_bytes": 10 * GIB, "of_host": False}
+    device = {"gpu": "0", "uuid": UUIDS[0], "name": "Test", "mig_profile": "", "up": True, "error": ""}
+    return {**device, "memory": memory, "utilization_ratio": 0.5, "ledger": ledger, **changes}
+
+
+def made_up(exporter: ExporterProcess, *devices: dict[str, Any]) -> dict[str, Any]:
+    """The exporter's own answer, with other devices in it."""
+    answer = copy.deepcopy(state_of(exporter))
+    answer["state"].update(devices=list(devices), source="nvml", nvml={"up": True, "error": "", "driver_version": "1"})
+    return answer
+
+
+def test_the_parts_of_each_devices_bar_add_up_to_its_memory(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    live = open_page(url, viewport={"width": 1280, "height": 900})
+    devices = exporter.get("/api/v1/devices")["devices"]
+    assert live.page.locator(".device").count() == len(devices) == 8
+    for card, device in enumerate(devices):
+        ledger = live.ledger(card)
+        assert None not in ledger.values()
+        assert sum(value or 0 for value in ledger.values()) == device["memory"]["total_bytes"]
+        assert f"GPU {device['gpu']}" in live.text(f".device:nth-child({card + 1}) h3")
+    widths = live.page.evaluate(
+        """() => [...document.querySelector('.device .ledger').querySelectorAll('.part:not([hidden])')]
+            .map((part) => [Number(part.dataset.bytes), part.getBoundingClientRect().width])"""
+    )
+    scale = sum(width for _, width in widths) / sum(size for size, _ in widths)
+    assert all(abs(width - size * scale) <= 2 + 0.02 * width for size, width in widths)
+
+
+def test_the_last_ten_minutes_are_there_as_soon_as_the_page_is(demo: Demo, open_page: OpenPage) -> None:
+    _, url = demo
+    live = open_page(url)
+    lines = live.page.evaluate("[...document.querySelectorAll('.chart .in-use')].map((path) => path.getAttribute('d'))")
+    assert len(lines) == 8
+    assert all(re.fullmatch(r"M[\d.]+ [\d.]+h\.1(L[\d.]+ [\d.]+)+", line) for line in lines)
+    assert re.search(r"in use (for|in) \d+ s", live.text("figcaption"))
+
+
+def test_it_says_that_a_demo_is_one_and_lists_what_happened(demo: Demo, open_page: OpenPage) -> None:
+    _, url = demo
+    live = open_page(url)
+    assert "This is a demo" in live.text(".demo")
+    assert "demo" in live.page.title()
+    live.page.locator("#events li[data-type=process_started]").first.wait_for()
+    assert "demo-" in live.text("#events li[data-type=process_started]")
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (2560, "dark"), (320, "light")])
+def test_everybody_can_use_it(demo: Demo, open_page: OpenPage, width: int, scheme: str) -> None:
+    _, url = demo
+    live = open_page(url, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    live.page.locator("#events li").first.wait_for()
+    assert live.violations_of_access() == []
+    assert live.page.evaluate("document.documentElement.scrollWidth") <= width
+    live.page.locator("#clear-all").click()
+    live.page.locator("#dialog-results").wait_for()
+    assert live.violations_of_access() == []
+
+
+def test_rows_are_sorted_and_filtered_by_keyboard_alone(demo: Demo, open_page: OpenPage) -> None:
+    _, url = demo
+    live = open_page(url, viewport={"width": 1280, "height": 900})
+    page = live.page
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "Skip to the processes"
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "filter"
+    page.keyboard.type("demo-llm")
+    live.until("[...document.querySelectorAll('#rows tr:not([hidden])')].length === 4")
+    assert re.fullmatch(r"4 of \d+ rows", live.text("#count"))
+    for _ in range(2):  # past the workload, to the rank
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    assert page.locator("#head [aria-sort=ascending]").inner_text() == "Rank"
+    ranks = "#rows tr:not([hidden]) [data-column=rank]"
+    assert page.locator(ranks).all_inner_texts() == ["0", "1", "2", "3"]
+    page.keyboard.press("Enter")
+    assert page.locator("#head [aria-sort=descending]").inner_text() == "Rank"
+    assert page.locator(ranks).all_inner_texts() == ["3", "2", "1", "0"]
+
+
+def test_without_a_driver_it_says_why_and_still_shows_who_reports(driverless: Demo, open_page: OpenPage) -> None:
+    exporter, url = driverless
+    send(exporter, 501, 70 * MIB, workload="lonely")
+    live = open_page(url)
+    live.page.locator("#degraded").wait_for()
+    assert live.text("#degraded").startswith("NVML is down, so devices are not shown: ")
+    assert exporter.get("/health")["nvml"]["error"] in live.text("#degraded")
+    assert "devices are not known" in live.text("#no-devices")
+    live.until("document.querySelector('#rows').textContent.includes('lonely')")
+    row = live.text("#rows tr:has-text('lonely')")
+    assert "70.0 MiB" in row
+    assert "–" in row  # what the driver would say of it
+
+
+def test_what_a_process_says_of_itself_is_text(driverless: Demo, open_page: OpenPage) -> None:
+    exporter, url = driverless
+    send(exporter, 502, MIB, workload=NASTY, rank="<b>0</b>", command="<i>python</i>")
+    live = open_page(url)
+    live.until("document.querySelector('#rows').textContent.includes('onerror')")
+    assert NASTY in live.page.locator("#rows tr:has-text('onerror') [data-column=workload]").inner_text()
+    live.until("document.querySelector('#events').textContent.includes('onerror')")
+    live.page.locator("#clear-all").click()
+    live.until("document.querySelector('#dialog-results').textContent.includes('onerror')")
+    assert (
+        live.page.evaluate("document.querySelectorAll('body img, body b, body i, body script:not([type])').length") == 0
+    )
+    assert live.page.title() == "GPU memory"
+
+
+def test_a_refresh_changes_figures_and_builds_nothing_anew(driverless: Demo, open_page: OpenPage) -> None:
+    exporter, url = driverless
+    for pid in (601, 602):
+        send(exporter, pid, pid * MIB, workload="kept")
+    live = open_page(url)
+    live.until("document.querySelectorAll('#rows tr').length >= 2 && document.querySelector('#events li')")
+    live.page.evaluate(
+        """() => {
+            window.built = 0;
+            window.kept = [...document.querySelectorAll('#rows tr, #rows td, #rows span, .figure, #events li')];
+            new MutationObserver((changes) => {
+                for (const change of changes) built += change.addedNodes.length + change.removedNodes.length;
+            }).observe(document.querySelector('#rows'), {childList: true, subtree: true});
+        }"""
+    )
+    for turn in range(1, 4):
+        send(exporter, 601, (601 + 10 * turn) * MIB, workload="kept", sequence=turn + 1)
+        live.until("document.querySelector('#rows').textContent.includes(it)", f"{601 + 10 * turn}\u00a0MiB")
+    assert live.page.evaluate("kept.every((element) => element.isConnected)")
+    assert live.page.evaluate("built") == 0
+
+
+def test_what_is_not_known_is_said_to_be_unknown_and_never_0(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    partly = known_device()
+    for category in ("non_torch", "other_processes", "driver_reserved"):
+        del partly["ledger"][category]
+    partly["ledger"]["unattributed"] = GIB
+    lost = known_device(gpu="1", uuid=UUIDS[1], memory=None, ledger=None, up=False, error="GPU is lost")
+    live = open_page(url, answer=lambda: made_up(exporter, partly, lost))
+    assert live.ledger(0) == {**partly["ledger"], "non_torch": None, "other_processes": None, "driver_reserved": None}
+    unknown = live.page.locator(".device:first-child .figure.unknown")
+    assert unknown.all_inner_texts() == ["non-torch\nunknown", "other processes\nunknown", "driver\nunknown"]
+    assert live.text("#node [data-category=non_torch]") == "unknown"
+    assert "GPU is lost" in live.text(".device:nth-child(2)")
+    assert "not known" in live.text(".device:nth-child(2)")
+    assert not live.page.locator(".device:nth-child(2) .ledger").is_visible()
+    assert "GPU 1 does not answer: GPU is lost" in live.text("#troubles li[data-level=critical]")
+
+
+def test_bytes_that_two_readings_count_twice_are_shown_as_an_overlap(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    device = known_device()
+    device["ledger"].update(unattributed=-GIB, free=3 * GIB)
+    live = open_page(url, answer=lambda: made_up(exporter, device))
+    assert sum(value or 0 for value in live.ledger(0).values()) == 10 * GIB
+    assert live.text(".device [data-category=unattributed]") == "−1.0 GiB"
+    drawn = live.page.evaluate(
+        """() => {
+            const bar = document.querySelector('.device .ledger');
+            const widths = ['.overlap', '.free'].map((part) => bar.querySelector(part).getBoundingClientRect());
+            return widths.map((part) => [part.left, part.right].map(
+                (x) => (x - bar.getBoundingClientRect().left) / bar.getBoundingClientRect().width));
+        }"""
+    )
+    (overlap_left, overlap_right), (free_left, _) = drawn
+    assert overlap_right == pytest.approx(free_left, abs=0.03)
+    assert overlap_right - overlap_left == pytest.approx(1 / 11, abs=0.01)
+
+
+def test_where_there_is_no_point_there_is_no_line(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+
+    def answer() -> dict[str, Any]:
+        document = made_up(exporter, known_device())
+        now = document["moment"]["clock_seconds"]
+        ages = (500, 498, 496, 494, 300, 298, 296)
+        document["history"].update(
+            seconds=[now - age for age in ages],
+            devices={UUIDS[0]: {"in_use": [5000, None, 6000, 6500, 7000, 7500, 7600], "allocated": [100] * 7}},
+        )
+        document["state"]["newest"] = None
+        return document
+
+    live = open_page(url, answer=answer)
+    path = live.page.locator(".device .in-use").get_attribute("d")
+    assert [run.count("L") for run in str(path).split("M")[1:]] == [0, 1, 2]
+    assert "in 500 s" in live.text("figcaption") or "in 8 min" in live.text("figcaption")
+
+
+def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_free(
+    demo: Demo, open_page: OpenPage
+) -> None:
+    exporter, url = demo
+    full = known_device()
+    full["ledger"].update(free=GIB // 4, torch_allocated=5 * GIB + 3 * GIB // 4)
+
+    def answer() -> dict[str, Any]:
+        document = made_up(exporter, full)
+        columns = document["state"]["columns"]
+        row = {**dict.fromkeys(columns), "pid": 77, "state": "reporting", "workload": "hoarder", "uuid": UUIDS[0]}
+        row.update(gpu="0", reclaimable_bytes=2 * GIB, clears=True, last_report_unix_seconds=0)
+        document["state"]["processes"] = [[row[name] for name in columns]]
+        return document
+
+    live = open_page(url, answer=answer)
+    said = live.text("#troubles li:has-text('GPU 0 is full')")
+    assert "256 MiB of 10.0 GiB free" in said
+    assert "Clearing would free 2.0 GiB, most of it in hoarder (pid 77)." in said
+    assert live.page.locator(".device").get_attribute("data-level") == "critical"
+
+
+def test_a_page_of_another_version_loads_itself_anew_once(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+
+    def answer() -> dict[str, Any]:
+        document = made_up(exporter, known_device())
+        document["state"]["page"] = "another"
+        return document
+
+    live = open_page(url, answer=answer)
+    first = live.text("#moment")
+    live.until("document.querySelector('#moment').textContent !== it", first)
+    assert live.requested.count(url) == 2

@@ -1,0 +1,140 @@
+"""Clearing from the live page: what it would free, the question, what it did free; and who may not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.integration.live_page import Demo, LivePage, OpenPage, browser, open_page, send, serving
+
+__all__ = ["browser", "open_page"]
+
+GIB = 1 << 30
+TOKEN = "a-token-that-is-long-enough-to-be-one"
+TORCH_ONE_GIB = (
+    "blocks = [torch.empty(256 << 20, dtype=torch.uint8, device='cuda') for _ in range(4)]; del blocks; result = 0"
+)
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An exporter that wants a token for actions."""
+    folder = tmp_path_factory.mktemp("guarded")
+    token = folder / "token"
+    token.write_text(TOKEN + "\n")
+    token.chmod(0o600)
+    with serving(folder, "--report.expiry", "3600", "--action.token-file", str(token)) as (exporter, url):
+        send(exporter, 700, GIB)
+        yield url
+
+
+def begins(live: LivePage, selector: str, text: str) -> None:
+    live.until(f"document.querySelector('{selector}').textContent.replaceAll('\\u00a0', ' ').startsWith(it)", text)
+
+
+def test_a_clear_by_the_button_gives_back_what_it_said_it_would(
+    make_node: MakeNode, start_torch: StartTorch, tmp_path: Path, open_page: OpenPage
+) -> None:
+    node = make_node(devices=2)
+    with serving(tmp_path, environment=node.environment()) as (exporter, url):
+        process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
+        process.call("start_client", workload="hoarder")
+        process.exec(TORCH_ONE_GIB)
+        live = open_page(url, viewport={"width": 1280, "height": 900})
+        live.until("document.querySelector('.device .torch_reclaimable').dataset.bytes === it", str(GIB))
+        before = live.ledger(0)
+        live.page.get_by_role("button", name="Clear GPU 0…").click()
+        begins(live, "#dialog-status", "It would free 1.0 GiB in 1 process.")
+        assert live.ledger(0)["torch_reclaimable"] == GIB  # nothing was done yet
+        live.page.get_by_role("button", name="Free 1.0 GiB").click()
+        begins(live, "#dialog-status", "Freed 1.0 GiB in 1 process.")
+        row = live.text("#dialog-results tbody tr")
+        assert row.split("\t") == [f"hoarder (pid {process.pid})", "0", "1.0 GiB → 0", "1.0 GiB", "done"]
+        live.page.get_by_role("button", name="Close").click()
+        live.until("document.querySelector('.device .torch_reclaimable').dataset.bytes === '0'")
+        after = live.ledger(0)
+        assert after == {**before, "torch_reclaimable": 0, "free": (before["free"] or 0) + GIB}
+        live.page.locator("#events li[data-type=action]").wait_for()
+        said = live.text("#events li[data-type=action]")
+        assert "empty_cache on 1 process: done, freed 1.0 GiB" in said
+        assert "asked for on the live page" in said
+
+
+def test_a_clear_needs_no_mouse_and_leaves_the_focus_where_it_was(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    live = open_page(url, viewport={"width": 1280, "height": 900})
+    for key in ("Tab", "Tab", "Enter"):  # past the skip link
+        live.page.keyboard.press(key)
+    begins(live, "#dialog-status", "It would free")
+    assert live.page.evaluate("document.activeElement.id") == "dialog-confirm"
+    live.page.keyboard.press("Escape")
+    assert not live.page.locator("#dialog").is_visible()
+    assert live.page.evaluate("document.activeElement.id") == "clear-all"
+    assert exporter.get("/api/v1/actions?limit=1")["actions"][0]["dry_run"] is True
+    live.page.keyboard.press("Enter")
+    begins(live, "#dialog-status", "It would free")
+    live.page.keyboard.press("Enter")
+    begins(live, "#dialog-status", "Freed")
+    assert live.page.evaluate("document.activeElement.id") == "dialog-cancel"
+    action = exporter.get("/api/v1/actions?limit=1")["actions"][0]
+    assert (action["action"], action["dry_run"], action["target"]) == ("empty_cache", False, {"all": True})
+    assert live.page.locator("#dialog-results tbody tr").count() == len(action["results"])
+    live.page.keyboard.press("Enter")
+    assert live.page.evaluate("document.activeElement.id") == "clear-all"
+
+
+def test_one_process_is_cleared_from_its_row(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    live = open_page(url, viewport={"width": 1280, "height": 900})
+    live.page.locator("#rows tr:has-text('demo-notebook') button").click()
+    begins(live, "#dialog-title", "Clear demo-notebook (pid ")
+    begins(live, "#dialog-status", "It would free")
+    action = exporter.get("/api/v1/actions?limit=1")["actions"][0]
+    assert {result["workload"] for result in action["results"]} == {"demo-notebook"}
+
+
+def test_a_token_is_asked_for_and_kept_nowhere_but_in_the_page(guarded: str, open_page: OpenPage) -> None:
+    live = open_page(guarded, expects=("status of 401",))
+    begins(live, "#access", "To clear, the exporter's token is needed")
+    begins(live, "#events-note", "Events are for those who may act.")
+    assert live.page.locator("#events li").count() == 0
+    live.page.locator("#clear-all").click()
+    begins(live, "#dialog-status", "The exporter wants its token for this.")
+    live.page.keyboard.type("wrong")
+    live.page.keyboard.press("Enter")
+    begins(live, "#dialog-error", "Actions: the token is not right")
+    live.page.locator("#token").fill("Schlüssel mit Umlaut")
+    live.page.keyboard.press("Enter")
+    begins(live, "#dialog-error", "That is no token")
+    live.page.locator("#token").fill(TOKEN)
+    live.page.keyboard.press("Enter")
+    begins(live, "#dialog-status", "It would free")
+    live.page.locator("#events li").first.wait_for(state="attached")
+    kept = live.page.evaluate(
+        "[location.href, document.cookie, ...Object.values(localStorage), ...Object.values(sessionStorage),"
+        " document.querySelector('#token').value].join(' ')"
+    )
+    assert TOKEN not in kept
+    assert not any(TOKEN in url for url in live.requested)
+
+
+def test_where_clearing_is_not_open_the_button_says_why(demo: Demo, open_page: OpenPage) -> None:
+    _, url = demo
+    proxied = open_page(url, expects=("status of 403",), extra_http_headers={"X-Forwarded-For": "10.1.2.3"})
+    begins(proxied, "#access", "Clearing is not open to you here. Actions are open to this machine's loopback")
+    proxied.page.locator("#clear-all").click()
+    begins(proxied, "#dialog-error", "Actions are open to this machine's loopback")
+    assert not proxied.page.locator("#dialog-confirm").is_visible()
+
+
+def test_where_clears_are_switched_off_it_says_so(tmp_path: Path, open_page: OpenPage) -> None:
+    with serving(tmp_path, "--action.allow", "reset_peak") as (exporter, url):
+        send(exporter, 701, GIB)
+        live = open_page(url)
+        begins(live, "#access", "Clears are switched off here")
+        live.page.locator("#clear-all").click()
+        begins(live, "#dialog-error", "Clears are switched off here")
+        assert exporter.get("/api/v1/actions")["actions"] == []

@@ -1,0 +1,96 @@
+"""The live page and its exporter: how the state comes, and what is shown when none comes."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.integration.live_page import Demo, LivePage, OpenPage, browser, open_page, serving
+
+__all__ = ["browser", "open_page"]
+
+LOST = ("ERR_", "Failed to load resource")
+
+
+def assert_it_says_that_the_exporter_is_lost(live: LivePage) -> None:
+    live.page.locator("#lost").wait_for()
+    assert re.match(r"Lost the exporter\. Last seen \d\d:\d\d:\d\d; what is below is from then\.", live.text("#lost"))
+    assert live.page.locator("#lost").get_attribute("role") == "alert"
+    assert live.text("#mode") == "lost"
+    assert live.page.evaluate("getComputedStyle(document.querySelector('main')).filter") == "grayscale(1)"
+    assert live.page.locator("#clear-all").is_disabled()
+
+
+def assert_it_is_live(live: LivePage) -> None:
+    live.until("document.body.dataset.mode === 'live'")
+    assert not live.page.locator("#lost").is_visible()
+    assert live.page.evaluate("getComputedStyle(document.querySelector('main')).filter") == "none"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+    """A demo that a test may end; it starts it again."""
+    with serving(tmp_path_factory.mktemp("own"), "--demo") as running:
+        yield running
+
+
+def test_a_killed_exporter_is_missed_at_once_and_welcomed_back(own: Demo, open_page: OpenPage) -> None:
+    exporter, url = own
+    live = open_page(url, expects=LOST)
+    assert_it_is_live(live)
+    exporter.stop(signal.SIGKILL)
+    assert_it_says_that_the_exporter_is_lost(live)
+    exporter.start()
+    assert_it_is_live(live)
+    live.until("document.querySelectorAll('.device').length === 8")
+
+
+def test_an_exporter_that_is_asked_to_stop_does_not_wait_for_those_who_look(own: Demo, open_page: OpenPage) -> None:
+    exporter, url = own
+    lives = [open_page(url, expects=LOST) for _ in range(2)]
+    for live in lives:
+        assert_it_is_live(live)
+    assert exporter.stop(signal.SIGTERM) == 0
+    assert re.search("Traceback|level=error", exporter.log()) is None, exporter.log()
+    for live in lives:
+        assert_it_says_that_the_exporter_is_lost(live)
+    exporter.start()
+
+
+def test_an_exporter_that_stands_still_is_missed_though_the_connection_is_there(own: Demo, open_page: OpenPage) -> None:
+    exporter, url = own
+    live = open_page(url, expects=LOST)
+    assert_it_is_live(live)
+    # Instead of waiting: the page's clock runs ahead, and what it asks for takes too long.
+    live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + (window.ahead ?? 0); }")
+    exporter.signal(signal.SIGSTOP)
+    live.page.evaluate("() => { window.ahead = 60_000; AbortSignal.timeout = () => AbortSignal.abort(); }")
+    live.page.locator("#lost").wait_for()
+    exporter.signal(signal.SIGCONT)
+
+
+def test_without_server_sent_events_it_asks_again_and_again(demo: Demo, open_page: OpenPage) -> None:
+    _, url = demo
+    live = open_page(url, script="delete window.EventSource")
+    assert live.text("#mode") == "polling every 2 s"
+    first = live.text("#moment")
+    live.until("document.querySelector('#moment').textContent !== it", first)
+    assert live.text("#mode") == "polling every 2 s"
+
+
+def test_where_the_stream_is_refused_it_asks_again_and_again_and_tries_the_stream_later(
+    demo: Demo, open_page: OpenPage
+) -> None:
+    _, url = demo
+    script = """
+        const Real = EventSource;
+        window.refusing = true;
+        window.EventSource = function (path) { return new Real(window.refusing ? '/refused' : path); };
+    """
+    live = open_page(url, expects=("status of 404", "EventSource's response"), script=script)
+    live.until("document.body.dataset.mode === 'polling'")
+    live.page.evaluate("window.refusing = false")
+    assert_it_is_live(live)

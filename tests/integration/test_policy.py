@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.protocol import CommandResult, DeviceResult
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import MIB, EmulatedNode
+from tests.exporter_process import ExporterProcess, wait_for
+from tests.integration.end_to_end_checks import QUICK
+from tests.integration.running_exporter import RunningExporter, eventually, problem, running_exporter
+from tests.unit.builders import UUIDS, report, sample
+
+RELOAD = "/-/reload"
+EVALUATIONS = "gpumem_policy_evaluations_total"
+
+
+def rule(name: str = "tidy", **changes: Any) -> dict[str, Any]:
+    """A rule that acts on any process with slack."""
+    return {
+        "name": name,
+        "workloads": ["*"],
+        "when": {"slack_bytes": {"over": "10MiB"}},
+        "do": {"action": "empty_cache"},
+        "dry_run": False,
+        **changes,
+    }
+
+
+def written(path: Path, *rules: dict[str, Any]) -> Path:
+    """A policy file: JSON is YAML."""
+    path.write_text(json.dumps({"rules": list(rules)}, indent=1))
+    return path
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    return written(tmp_path / "policy.yml", rule())
+
+
+@pytest.fixture
+def exporter(policy: Path) -> Iterator[RunningExporter]:
+    with running_exporter(policy_file=str(policy)) as running:
+        yield running
+
+
+def used(node: EmulatedNode, pid: int) -> int:
+    return sum(book.processes.get(pid, 0) for book in node.books().devices)
+
+
+def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves_its_own_alone(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    idle = {"slack_bytes": {"over": "100MiB"}, "idle_seconds": {"over": "1s"}}
+    policy = written(
+        tmp_path / "policy.yml",
+        rule("acts", workloads=["hoard*"], when=idle, do={"action": "empty_cache", "mode": "idle"}),
+        rule("would", workloads=["tidy"], when=idle, dry_run=True),
+    )
+    exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
+    held = {}
+    for workload in ("hoarder", "tidy"):
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.call("start_client", workload=workload, rank=0)
+        process.call("free", numbers=[process.call("alloc", nbytes=256 * MIB)])
+        held[workload] = (process, used(node, process.pid))
+    (hoarder, before), (tidy, kept) = held["hoarder"], held["tidy"]
+    wait_for(lambda: exporter.metrics().values(EVALUATIONS, rule="would", result="would_act") == [1], "the dry run")
+    wait_for(lambda: used(node, hoarder.pid) == before - 256 * MIB, "the clear")
+    assert used(node, tidy.pid) == kept
+
+    def acted() -> list[Any]:
+        actions = exporter.get("/api/v1/actions")["actions"]
+        return [action for action in actions if action["requested_by"] == "policy:acts" and action["results"]]
+
+    wait_for(acted, "its result")
+    (action,) = acted()
+    (row,) = action["results"]
+    assert (row["pid"], row["workload"], row["outcome"], row["freed_bytes"]) == (
+        hoarder.pid,
+        "hoarder",
+        "done",
+        256 * MIB,
+    )
+    assert (action["mode"], action["target"]) == ("idle", {"pid": hoarder.pid})
+    assert action["reason"].startswith("slack_bytes 256.0 MiB (over 100.0 MiB), idle_seconds ")
+    assert exporter.metrics().value(EVALUATIONS, rule="acts", result="acted") == 1
+    assert [event["detail"]["requested_by"] for event in exporter.get("/api/v1/events?type=action")["events"]] == [
+        "policy:acts"
+    ]
+    assert "requested_by=policy:would" in exporter.log()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("rules:\n  - nmae: x\n", ":2: a rule: unknown key 'nmae'; the keys are name, workloads, when"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(
+    tmp_path: Path, content: str | None, said: str
+) -> None:
+    path = tmp_path / "policy.yml"
+    if content is not None:
+        path.write_text(content)
+    ended = subprocess.run(
+        [sys.executable, "-m", "gpumem_exporter", "serve", "--policy.file", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert said in line
+
+
+def test_hangup_reads_the_file_again_and_a_wrong_one_changes_nothing_and_says_why(
+    policy: Path, start_exporter: StartExporter
+) -> None:
+    exporter: ExporterProcess = start_exporter(None, "--policy.file", str(policy))
+
+    def rules() -> set[str]:
+        return {dict(labels)["rule"] for labels in exporter.metrics().samples.get(EVALUATIONS, {})}
+
+    assert rules() == {"tidy"}
+    policy.write_text("rules: [{}]\n")
+    exporter.signal(signal.SIGHUP)
+    wait_for(lambda: "policy.yml:1: a rule: the key 'name' is missing" in exporter.log(), "the complaint")
+    assert rules() == {"tidy"}
+    written(policy, rule("other"))
+    exporter.signal(signal.SIGHUP)
+    wait_for(lambda: rules() == {"other"}, "the new rule")
+    assert exporter.stop() == 0
+
+
+def test_reload_puts_the_file_in_force_and_says_what_is_in_it(exporter: RunningExporter, policy: Path) -> None:
+    written(policy, rule("one"), rule("two", dry_run=True))
+    answer = exporter.request("POST", RELOAD, Content_Type="application/x-www-form-urlencoded")
+    assert answer.status == 200
+    assert json.loads(answer.body)["rules"] == [
+        {"name": "one", "dry_run": False, "stopped": 0},
+        {"name": "two", "dry_run": True, "stopped": 0},
+    ]
+    assert exporter.sample(EVALUATIONS, rule="two", result="acted") == 0
+    assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") is None
+
+
+def test_reload_of_a_wrong_file_is_422_names_the_line_and_changes_nothing(
+    exporter: RunningExporter, policy: Path
+) -> None:
+    policy.write_text("rules:\n  - {}\n")
+    detail = problem(exporter.request("POST", RELOAD), 422)["detail"]
+    assert detail.startswith("nothing has changed: ")
+    assert f"{policy}:2: a rule: the key 'name' is missing" in detail
+    policies = exporter.runtime.policies
+    assert policies is not None
+    assert [each.name for each in policies.engine.rules] == ["tidy"]
+
+
+def test_without_a_policy_there_is_nothing_to_reload() -> None:
+    with running_exporter() as exporter:
+        assert "--policy.file" in problem(exporter.request("POST", RELOAD), 404)["detail"]
+
+
+def test_whoever_may_act_may_reload_and_nobody_else(policy: Path, tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret")
+    with running_exporter(policy_file=str(policy), action_token_file=str(token)) as exporter:
+        problem(exporter.request("POST", RELOAD), 401)
+        assert exporter.request("POST", RELOAD, Authorization="Bearer s3cret").status == 200
+    with running_exporter(policy_file=str(policy)) as exporter:
+        problem(exporter.request("POST", RELOAD, Origin="http://evil.example"), 403)
+        problem(exporter.request("POST", RELOAD, Host="evil.example"), 403)
+        problem(exporter.request("GET", RELOAD), 405)
+
+
+class Process:
+    """A scripted process that holds 50 MiB in its cache and never gives any of it back."""
+
+    def __init__(self, exporter: RunningExporter) -> None:
+        self.exporter = exporter
+        self.sequence = 0
+        self.ran: list[str] = []
+
+    def report(self) -> None:
+        """Report, and run what is asked."""
+        self.sequence += 1
+        devices = (sample(UUIDS[0], 10 * MIB, 50 * MIB),)
+        results = tuple(
+            CommandResult(ran, "done", devices=(DeviceResult(UUIDS[0], 60 * MIB, 60 * MIB, freed_bytes=0),))
+            for ran in self.ran[-1:]
+        )
+        answer = self.exporter.report(report(1, devices=devices, sequence=self.sequence, results=results))
+        assert answer.status == 200
+        self.ran += [command["id"] for command in json.loads(answer.body).get("commands", ())]
+
+
+def test_a_rule_that_does_not_help_stops_and_the_event_says_why(tmp_path: Path) -> None:
+    policy = written(tmp_path / "policy.yml", rule(cooldown="1s", stop_after={"clears": 2}))
+    with running_exporter(policy_file=str(policy)) as exporter:
+        process = Process(exporter)
+
+        def stopped() -> Any:
+            process.report()
+            return exporter.document("/api/v1/events?type=policy_stopped")["events"]
+
+        (event,) = eventually(stopped)
+        assert {name: event[name] for name in ("type", "pid", "workload", "gpu")} == {
+            "type": "policy_stopped",
+            "pid": 1,
+            "workload": "train",
+            "gpu": "0",
+        }
+        detail = event["detail"]
+        assert (detail["rule"], detail["action"]) == ("tidy", "empty_cache")
+        assert detail["reason"] == "empty_cache did not help 2 times in a row: 0 bytes came back"
+        assert [tried["action_id"] for tried in detail["tries"]] == process.ran
+        assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 2
+
+        def evaluated_as_stopped() -> float | None:
+            process.report()
+            return exporter.sample(EVALUATIONS, rule="tidy", result="stopped")
+
+        eventually(evaluated_as_stopped)
+        assert len(process.ran) == 2
+        assert json.loads(exporter.request("POST", RELOAD).body)["rules"][0]["stopped"] == 1
+
+
+def test_a_rule_whose_action_is_refused_is_counted_and_rests(tmp_path: Path) -> None:
+    group = {"action": "empty_cache", "group": True}
+    policy = written(tmp_path / "policy.yml", rule(do=group))
+    with running_exporter(policy_file=str(policy)) as exporter:
+        process = Process(exporter)  # makes no steps: no step can be chosen for its group
+
+        def cooling() -> float | None:
+            process.report()
+            return exporter.sample(EVALUATIONS, rule="tidy", result="cooling")
+
+        eventually(cooling)
+        assert exporter.sample(EVALUATIONS, rule="tidy", result="refused") == 1
+        assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 0
+        assert process.ran == []

@@ -1,0 +1,497 @@
+"""`top` as somebody sits before it: a real terminal, real exporters, the emulated node's real NVML."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.sizes import short_bytes
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
+from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.terminal_program import TerminalProgram
+
+Sit = Callable[..., TerminalProgram]
+StartExporter = Callable[..., ExporterProcess]
+
+_FIGURES = {
+    "used": "used_bytes",
+    "allocated": "allocated_bytes",
+    "reclaimable": "reclaimable_bytes",
+    "fragmented": "fragmented_bytes",
+    "non-torch": "non_torch_bytes",
+}
+_SHORT = {"allocated": "alloc", "reclaimable": "reclaim", "fragmented": "frag"}
+_FOREIGN = 4_000_001
+"""A pid that no process has."""
+
+
+def _environment(base: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
+    own = ("GPUMEM_", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH", "TERM")
+    kept = {name: value for name, value in (base or os.environ).items() if not name.startswith(own)}
+    return {**kept, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY), **changes}
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "gpumem_exporter", "top", *arguments]
+
+
+def _once(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command("--once", *arguments),
+        env=environment or _environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture
+def sit() -> Iterator[Sit]:
+    """Sits down before a new terminal: `sit("--url", …, columns=80, lines=24, environment=…)`."""
+    programs: list[TerminalProgram] = []
+
+    def start(
+        *arguments: str, environment: Mapping[str, str] | None = None, command: list[str] | None = None, **size: int
+    ) -> TerminalProgram:
+        programs.append(TerminalProgram(command or _command(*arguments), environment or _environment(), **size))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.close()
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
+    """An exporter that serves the demo, most of whose processes report."""
+    exporter = ExporterProcess(tmp_path_factory.mktemp("demo"), "--demo")
+    try:
+        wait_for(lambda: len(exporter.processes()) >= 12, "a dozen reporting processes")
+        yield exporter
+    finally:
+        exporter.close()
+
+
+def _process_rows(terminal: TerminalProgram) -> dict[tuple[str, str], dict[str, str]]:
+    """The figures on the screen by pid and device, cut out below their headings; empty while it is half drawn."""
+    lines = terminal.lines
+    top = next((i for i, line in enumerate(lines) if re.match(r" *pid[▲▼]? gpu", line)), None)
+    if top is None:
+        return {}
+    ends = {}
+    for name in _FIGURES:
+        word = name if re.search(rf"\b{name}\b", lines[top]) else _SHORT.get(name, name)
+        if word not in lines[top]:
+            return {}
+        end = lines[top].index(word) + len(word)
+        # The arrow of the order stands behind its heading, inside of the column or in the gap behind it.
+        ends[name] = end + (lines[top][end : end + 1] in ("▼", "▲"))
+    rows = {}
+    for line in lines[top + 1 :]:
+        if not line.strip() or line.startswith(("A clear", "What a clear")):
+            return rows
+        if not re.match(r" *\d+ \d", line) or len(line) < max(ends.values()):
+            break
+        pid, gpu = line.split()[:2]
+        rows[pid, gpu] = {name: line[:end].split()[-1] for name, end in ends.items()}
+    return {}
+
+
+def _told_rows(document: Any) -> dict[tuple[str, str], dict[str, str]]:
+    """The same figures as `/api/v1/processes` has them."""
+    return {
+        (str(process["pid"]), device["gpu"]): {name: short_bytes(device[field]) for name, field in _FIGURES.items()}
+        for process in document["processes"]
+        for device in process["devices"]
+    }
+
+
+@pytest.mark.parametrize(("columns", "lines", "rows"), [(80, 24, 9), (200, 60, 14)])
+def test_the_figures_on_the_screen_are_the_exporters_of_the_same_moment(
+    demo: ExporterProcess, sit: Sit, columns: int, lines: int, rows: int
+) -> None:
+    terminal = sit("--url", demo.url, "--interval", "0.2", columns=columns, lines=lines)
+
+    def agrees() -> bool:
+        told = _told_rows(demo.get("/api/v1/processes"))
+        terminal.pump(0.25)
+        shown = _process_rows(terminal)
+        return len(shown) >= rows and shown.items() <= told.items()
+
+    terminal.until(agrees, "the screen to be what the exporter says")
+    for device in demo.get("/api/v1/devices")["devices"]:
+        (line,) = [line for line in terminal.lines if re.match(rf"{device['gpu']} +[HA]100", line)]
+        assert line.endswith(short_bytes(device["memory"]["total_bytes"]))
+    assert terminal.lines[1] == "DEMO: simulated devices and processes"
+    assert terminal.lines[-1].startswith("q quit")
+    assert max(map(len, terminal.lines)) <= columns
+
+
+def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, sit: Sit) -> None:
+    terminal = sit("--url", demo.url, "--sort", "pid", columns=120, lines=60)
+
+    def pids() -> list[int]:
+        return [int(pid) for pid, _ in _process_rows(terminal)]
+
+    terminal.until(lambda: len(pids()) >= 12 and pids() == sorted(pids()), "rows by pid")
+    terminal.type("r")
+    terminal.until(lambda: pids() == sorted(pids(), reverse=True), "rows by pid, reversed")
+    terminal.type("s")
+    terminal.until_shows("used▼")
+    terminal.type("/LLM train")
+    terminal.until_shows("/LLM train", "enter keeps it")
+    terminal.type("\r")
+    terminal.until_shows("1-4 of 4")
+    terminal.until(lambda: terminal.text.count("demo-") == terminal.text.count("demo-llm-pretrain") == 4, "these rows")
+    terminal.type("\x1b")
+    terminal.until(lambda: len(pids()) >= 12, "the others again")
+
+
+def test_arrows_choose_and_scroll_and_the_help_tells_the_keys(demo: ExporterProcess, sit: Sit) -> None:
+    terminal = sit("--url", demo.url, "--sort", "pid")
+    terminal.until_shows("A clear would give back", "1-9 of")
+    first = next(iter(_process_rows(terminal)))
+    terminal.type("\x1b[B" * 3 + "\x1b[6~" + "\x1b[F")
+    terminal.until(lambda: not re.search(r" 1-9 of", terminal.text) and first not in _process_rows(terminal), "the end")
+    terminal.type("?")
+    terminal.until_shows("a clear cannot give it back", "any key goes back")
+    terminal.type("xg")
+    terminal.until_shows("1-9 of")
+
+
+def test_a_resized_window_is_filled_again_and_nothing_wraps(demo: ExporterProcess, sit: Sit) -> None:
+    # What a shell once exported says nothing about the window now.
+    environment = _environment(COLUMNS="40", LINES="10")
+    terminal = sit("--url", demo.url, environment=environment)
+    terminal.until_shows("A clear would give back")
+    for columns, lines in ((200, 60), (100, 30), (80, 24)):
+        terminal.resize(columns, lines)
+
+        def filled(columns: int = columns, lines: int = lines) -> bool:
+            ends = terminal.lines[0].startswith("gpumem-exporter top"), terminal.lines[lines - 1].startswith("q quit")
+            once = terminal.text.count("gpumem-exporter top") == terminal.text.count("A clear would") == 1
+            return all(ends) and once and ("command" in terminal.text) == (columns == 200)
+
+        terminal.until(filled, f"{columns}x{lines} to be filled")
+    terminal.resize(50, 10)
+    terminal.until_shows("too small: 50x10; needs 72x12")
+
+
+@pytest.mark.parametrize(("changes", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_colours_are_left_out_where_none_are_wanted(
+    demo: ExporterProcess, sit: Sit, changes: dict[str, str], coloured: bool
+) -> None:
+    terminal = sit("--url", demo.url, environment=_environment(**changes))
+    terminal.until_shows("A clear would give back")
+    assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is coloured
+
+
+def _given_back(terminal: TerminalProgram) -> None:
+    """The terminal is as it was: modes, first screen, cursor, wrapping."""
+    assert terminal.modes() == terminal.modes_before
+    for taken, given in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h"), (b"\x1b[?7l", b"\x1b[?7h")):
+        assert terminal.output.count(taken) == terminal.output.count(given) >= 1
+        assert terminal.output.rindex(given) > terminal.output.rindex(taken)
+
+
+@pytest.mark.parametrize(
+    ("typed", "sent", "status"),
+    [
+        ("q", None, 0),
+        ("\x03", None, 130),
+        (None, signal.SIGTERM, -signal.SIGTERM),
+        (None, signal.SIGHUP, -signal.SIGHUP),
+    ],
+)
+def test_the_terminal_is_given_back_however_it_ends(
+    demo: ExporterProcess, sit: Sit, typed: str | None, sent: int | None, status: int
+) -> None:
+    terminal = sit("--url", demo.url)
+    terminal.until_shows("A clear would give back")
+    assert terminal.modes() != terminal.modes_before
+    if typed is not None:
+        terminal.type(typed)
+    if sent is not None:
+        terminal.signal(sent)
+    assert terminal.wait() == status
+    _given_back(terminal)
+
+
+def test_a_connection_that_breaks_ends_it(demo: ExporterProcess, sit: Sit) -> None:
+    terminal = sit("--url", demo.url)
+    terminal.until_shows("A clear would give back")
+    assert terminal.hang_up() == -signal.SIGHUP
+
+
+def test_the_terminal_is_given_back_after_a_defect_and_the_traceback_is_readable(
+    demo: ExporterProcess, sit: Sit
+) -> None:
+    code = (
+        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.live import view\n"
+        "view.View.press = lambda *_: 1 / 0\n"
+        "sys.exit(main.main())"
+    )
+    terminal = sit(command=[sys.executable, "-c", code, "top", "--url", demo.url])
+    terminal.until_shows("A clear would give back")
+    terminal.type("j")
+    assert terminal.wait() == 1
+    _given_back(terminal)
+    after = terminal.output[terminal.output.rindex(b"\x1b[?1049l") :]
+    assert b"ZeroDivisionError" in after
+
+
+def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_brings_it_back(demo: ExporterProcess, sit: Sit) -> None:
+    environment = _environment(PS1="ready> ", ENV="")
+    terminal = sit(command=["sh", "-i"], environment=environment)
+    terminal.until_shows("ready>")
+    terminal.type(f"{' '.join(_command('--url', demo.url))}\n")
+    terminal.until_shows("A clear would give back")
+    for turn in (1, 2):
+        terminal.type("\x1a")
+        terminal.until(lambda n=turn: terminal.output.count(b"\x1b[?1049l") == n, "the first screen")
+        terminal.until(lambda n=turn: terminal.output.count(b"Stopped") >= n, "the shell to say so")
+        terminal.type("stty -a | tr -s ' ;' '\\n' | grep -x -e icanon -e echo | sort | tr '\\n' +\n")
+        terminal.until(lambda n=turn: terminal.output.count(b"echo+icanon+") == n, "the shell's own modes")
+        terminal.type("fg\n")
+        terminal.until(lambda n=turn: terminal.output.count(b"\x1b[?1049h") == n + 1, "the screen again")
+        drawn = len(terminal.output)
+        terminal.until(lambda n=drawn: b"q quit" in terminal.output[n:], "it to be drawn")
+    terminal.type("q")
+    terminal.until(lambda: terminal.output.endswith(b"ready> "), "the shell")
+    assert terminal.output.count(b"\x1b[?1049l") == 3
+
+
+def test_a_stop_from_outside_is_no_trouble(demo: ExporterProcess, sit: Sit) -> None:
+    terminal = sit("--url", demo.url)
+    terminal.until_shows("A clear would give back")
+    terminal.signal(signal.SIGSTOP)
+    terminal.signal(signal.SIGCONT)
+    terminal.until(lambda: terminal.output.count(b"\x1b[?1049h") == 2, "the screen to be taken again")
+    terminal.type("q")
+    assert terminal.wait() == 0
+    _given_back(terminal)
+
+
+def test_without_an_exporter_the_screen_says_so_and_shows_no_figures_until_there_is_one_again(
+    node: EmulatedNode, start_exporter: StartExporter, sit: Sit
+) -> None:
+    node.set_process(_FOREIGN, 0, 3 * GIB)
+    exporter = start_exporter(node)
+    terminal = sit("--url", exporter.url, "--interval", "0.2", columns=200)
+    terminal.until_shows(str(_FOREIGN), "3.0G")
+    for stop, start in (
+        (lambda: exporter.stop(signal.SIGKILL), exporter.start),
+        (lambda: exporter.signal(signal.SIGSTOP), lambda: exporter.signal(signal.SIGCONT)),
+    ):
+        stop()
+        terminal.until_shows("LOST THE EXPORTER", "trying again", "no answer", exporter.url)
+        assert "3.0G" not in terminal.text
+        assert str(_FOREIGN) not in terminal.text
+        start()
+        terminal.until_shows(str(_FOREIGN), "3.0G")
+        assert "LOST" not in terminal.text
+
+
+def _without_default_exporter(socket: Path, *arguments: str) -> list[str]:
+    """`top` on a machine whose default socket is `socket`."""
+    code = (
+        "import sys; from gpumem_exporter.cli.main import main; from gpumem_exporter.client import _settings\n"
+        f"_settings.DEFAULT_URLS = ('unix://{socket}',)\n"
+        "sys.exit(main())"
+    )
+    return [sys.executable, "-c", code, "top", *arguments]
+
+
+def test_the_driver_stands_in_until_an_exporter_answers_and_again_when_it_has_gone(
+    node: EmulatedNode, start_exporter: StartExporter, sit: Sit, tmp_path: Path
+) -> None:
+    node.set_process(_FOREIGN, 0, 3 * GIB)
+    node.set_process(_FOREIGN + 1, 1, 2 * GIB)
+    node.lose_device(1)
+    socket = tmp_path / "exporter0" / "exporter.sock"
+    terminal = sit(
+        command=_without_default_exporter(socket, "--interval", "0.2"),
+        environment=_environment(node.environment()),
+        columns=200,
+    )
+    terminal.until_shows("NVML ALONE", str(_FOREIGN), "3.0G", "GPU is lost")
+    (device,) = [line for line in terminal.lines if line.startswith("0 ")]
+    book = node.books()[0]
+    assert device.split()[-3:] == [short_bytes(n) for n in (book.used_bytes, book.free_bytes, book.total_bytes)]
+    row = terminal.until(lambda: _process_rows(terminal).get((str(_FOREIGN), "0")), "its row")
+    assert row == {"used": "3.0G", "allocated": "-", "reclaimable": "-", "fragmented": "-", "non-torch": "-"}
+    assert str(socket) in terminal.text
+
+    exporter = start_exporter(node)
+    assert exporter.socket == socket
+    terminal.until(lambda: "NVML ALONE" not in terminal.text, "the exporter to take over")
+    terminal.until_shows(str(socket), str(_FOREIGN), "A clear would give back nothing")
+
+    exporter.stop(signal.SIGKILL)
+    terminal.until_shows("NVML ALONE", str(_FOREIGN), "3.0G")
+
+
+def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, sit: Sit
+) -> None:
+    exporter = start_exporter(node, "--report.interval", "0.2")
+    name = "\x1b]0;owned\x07[red]x[/red]"
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False")
+    process.exec("kept = torch.empty(100 << 20, device='cuda', dtype=torch.uint8)", given=1)
+    process.exec("torch.empty(300 << 20, device='cuda', dtype=torch.uint8)", given=1)
+    process.call("start_client", workload=name, rank=3)
+    exporter.wait_for_processes(process.pid)
+
+    def told() -> Any:
+        return exporter.processes()[process.pid]["devices"][0]
+
+    wait_for(lambda: told()["reclaimable_bytes"] == 300 * MIB and told()["used_bytes"], "the sample and a poll")
+    document = json.loads(_once("--json", "--url", exporter.url).stdout)
+    (row,) = document["rows"]
+    assert {field: row[field] for field in row if field in told()} == {
+        field: value for field, value in told().items() if field in row
+    }
+    assert row["workload"] == name
+    assert json.loads(_once("--json", "--url", exporter.url, "--gpu", "1").stdout)["rows"] == []
+    assert json.loads(_once("--json", "--url", exporter.url, "--workload", name).stdout)["rows"]
+
+    terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
+    terminal.until_shows(f"{process.pid} 0", "?]0;owned?[red]x[/red]", "300M")
+    assert b"\x1b]0;" not in terminal.output
+    figures = {name: short_bytes(told()[field]) for name, field in _FIGURES.items()}
+    terminal.until(lambda: _process_rows(terminal) == {(str(process.pid), "0"): figures}, f"its row: {figures}")
+    terminal.type("c")
+    terminal.until_shows("choose a process first")
+    terminal.type("jc")
+    terminal.until_shows(f"pid {process.pid}: Would free 300 MiB", "Clear it? y/n")
+    terminal.type("n")
+    terminal.until_shows("q quit")
+    assert told()["reclaimable_bytes"] == 300 * MIB
+    terminal.type("c")
+    terminal.until_shows("Clear it? y/n")
+    terminal.type("y")
+    terminal.until_shows(f"pid {process.pid}: Freed 300 MiB in 1 of 1 process.")
+    after = {**figures, "used": "612M", "reclaimable": "0B"}
+    terminal.until(
+        lambda: list(_process_rows(terminal).values()) == [after], f"the row without what was freed: {after}"
+    )
+
+
+def test_once_prints_a_frame_that_nothing_is_cut_from_and_ends(demo: ExporterProcess) -> None:
+    ended = _once("--url", demo.url)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert lines[1].startswith("DEMO")
+    assert "\x1b" not in ended.stdout
+    assert "…" not in ended.stdout
+    assert sum("python pretrain.py" in line for line in lines) == 4
+    assert lines[-1].startswith("A clear would give back")
+
+
+def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProcess) -> None:
+    ended = _once("--json", "--url", demo.url, "--sort", "fragmented", "--gpu", "7", "--filter", "demo")
+    document = json.loads(ended.stdout)
+    assert list(document) == ["exporter", "source", "taken_unix_seconds", "nvml", "devices", "rows"]
+    assert (document["exporter"], document["source"]) == (demo.url, "demo")
+    assert [device["gpu"] for device in document["devices"]] == ["7"]
+    assert {row["gpu"] for row in document["rows"]} == {"7"}
+    sizes = [row["fragmented_bytes"] for row in document["rows"]]
+    assert sizes == sorted(sizes, reverse=True)
+    help_text = subprocess.run(
+        _command("--help"), env=_environment(), capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    listed = re.search(r"in order: ([\w\s,]+);", help_text)
+    assert listed
+    assert [name.strip() for name in listed.group(1).split(",")] == list(document["rows"][0])
+
+
+def test_once_with_the_driver_alone_is_done_and_says_what_is_not_known(node: EmulatedNode, tmp_path: Path) -> None:
+    node.set_process(_FOREIGN, 0, 3 * GIB)
+    command = _without_default_exporter(tmp_path / "none.sock", "--once")
+    environment = _environment(node.environment())
+
+    def run(*more: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more], env={**environment, **changes}, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    ended = run()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "NVML ALONE" in ended.stdout
+    document = json.loads(run("--json").stdout)
+    assert document["exporter"] is None
+    assert [device["ledger"] for device in document["devices"]] == [None, None]
+    (row,) = document["rows"]
+    assert (row["pid"], row["used_bytes"], row["state"]) == (_FOREIGN, 3 * GIB, None)
+    assert {row[f"{name}_bytes"] for name in ("allocated", "reserved", "reclaimable", "fragmented", "non_torch")} == {
+        None
+    }
+    # An exporter that was named is the one that is meant.
+    for named in (run("--url", "unix:///nonexistent.sock"), run(GPUMEM_EXPORTER_URL="unix:///nonexistent.sock")):
+        assert (named.returncode, named.stdout, named.stderr.count("\n")) == (1, "", 1)
+        assert "unix:///nonexistent.sock" in named.stderr
+
+
+def test_nothing_that_answers_is_1_in_one_line_that_says_both(node: EmulatedNode, tmp_path: Path) -> None:
+    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+    ended = subprocess.run(
+        _without_default_exporter(tmp_path / "none.sock", "--once"),
+        env=_environment(node.environment()),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert "none.sock" in ended.stderr
+    assert "NVML_ERROR_DRIVER_NOT_LOADED" in ended.stderr
+
+
+def test_a_reader_that_goes_early_is_no_traceback(demo: ExporterProcess) -> None:
+    shell = f"{' '.join(_command('--once', '--url', demo.url, '--json'))} | head -1"
+    ended = subprocess.run(
+        ["sh", "-c", shell], env=_environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--once", "--sort", "size"), "--sort size: must be one of used, "),
+        (("--once", "--interval", "0"), "must be 0.2 to 3600"),
+        (("--json",), "add --once"),
+        ((), "`top --once`"),
+    ],
+)
+def test_wrong_usage_is_2_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    ended = subprocess.run(
+        _command(*arguments),
+        env=_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert said in ended.stderr
+
+
+def test_a_terminal_that_cannot_move_its_cursor_is_told_what_to_use(demo: ExporterProcess, sit: Sit) -> None:
+    terminal = sit("--url", demo.url, environment=_environment(TERM="dumb"), columns=120)
+    assert terminal.wait() == 2
+    assert "top --once" in terminal.text
+    assert b"\x1b" not in terminal.output

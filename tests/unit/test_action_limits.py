@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.actions.limits import RateLimits, retry_after
+from gpumem_exporter.errors import TooManyActionsError
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.limits = RateLimits(per_caller=6, per_process=3, clock=lambda: self.now)
+
+    def take(self, caller: str = "me", *processes: int) -> None:
+        self.limits.take(caller, [(pid, f"pid {pid}") for pid in processes])
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_minutes_worth_may_come_at_once_and_then_it_comes_as_the_minute_passes(bench: Bench) -> None:
+    for _ in range(6):
+        bench.take()
+    with pytest.raises(TooManyActionsError, match="me has asked for 6 actions within a minute") as caught:
+        bench.take()
+    assert caught.value.retry_seconds == pytest.approx(10.0)
+    bench.now += caught.value.retry_seconds
+    bench.take()
+    with pytest.raises(TooManyActionsError):
+        bench.take()
+    bench.take("somebody else")
+
+
+def test_a_process_is_asked_so_often_whoever_asks_and_a_refused_action_counts_for_nobody(bench: Bench) -> None:
+    for caller in ("a", "b", "c"):
+        bench.take(caller, 1)
+    for _ in range(10):
+        with pytest.raises(TooManyActionsError, match="pid 1 was asked 3 times within a minute"):
+            bench.take("d", 2, 1)
+    for _ in range(3):
+        bench.take("d", 2)  # neither the caller's nor the other process' share has been touched
+
+
+def test_an_hour_of_silence_gives_no_more_than_a_minutes_worth(bench: Bench) -> None:
+    bench.take()
+    bench.now += 3600
+    for _ in range(6):
+        bench.take()
+    with pytest.raises(TooManyActionsError):
+        bench.take()
+
+
+def test_only_so_many_are_remembered(bench: Bench) -> None:
+    for number in range(10_000):
+        bench.take(str(number), number)
+    assert len(bench.limits._callers._left) == len(bench.limits._processes._left) == 4096
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.01, "1"), (1.0, "1"), (9.2, "10")])
+def test_when_to_come_again_is_told_in_whole_seconds(seconds: float, said: str) -> None:
+    assert retry_after(seconds) == said

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import re
+from importlib.resources import files
+
+import pytest
+
+from gpumem_exporter.server.page_source import SCRIPTS, STYLES, Page
+
+PAGE = Page("1.2.3", demo=False, telemetry_path="/metrics")
+
+
+def policy(page: Page) -> dict[str, str]:
+    parts = (part.partition(" ") for part in page.headers["Content-Security-Policy"].split("; "))
+    return {name: value for name, _, value in parts}
+
+
+def between(page: Page, tag: str) -> str:
+    (found,) = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", page.body.decode(), flags=re.DOTALL)
+    return str(found)
+
+
+@pytest.mark.parametrize(("tag", "directive"), [("style", "style-src"), ("script", "script-src")])
+def test_only_its_own_style_and_script_are_allowed(tag: str, directive: str) -> None:
+    digest = base64.b64encode(hashlib.sha256(between(PAGE, tag).encode()).digest()).decode()
+    assert policy(PAGE)[directive] == f"'sha256-{digest}'"
+
+
+def test_nothing_else_is_allowed_but_asking_the_exporter() -> None:
+    allowed = policy(PAGE)
+    assert (
+        allowed["default-src"]
+        == allowed["base-uri"]
+        == allowed["form-action"]
+        == allowed["frame-ancestors"]
+        == "'none'"
+    )
+    assert allowed["connect-src"] == "'self'"
+    assert "unsafe" not in PAGE.headers["Content-Security-Policy"]
+
+
+def test_it_names_nothing_outside_of_the_exporter() -> None:
+    text = PAGE.body.decode().replace("http://www.w3.org/2000/svg", "")
+    assert re.findall(r"https?://[^\s'\"]+", text) == []
+    assert re.findall(r"\b(?:src|srcset|action)=|@import|url\(", text) == []
+
+
+def test_its_script_never_makes_markup_out_of_text() -> None:
+    assert (
+        re.findall(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", between(PAGE, "script")
+        )
+        == []
+    )
+
+
+def test_no_part_of_it_is_left_out() -> None:
+    folder = files("gpumem_exporter.server").joinpath("page")
+    there = {file.name for file in folder.iterdir() if not file.name.startswith("_")}
+    assert there == {*STYLES, *SCRIPTS, "index.html", "demo.html"}
+    assert "<!--" not in PAGE.body.decode()
+
+
+def test_what_it_is_told_is_text() -> None:
+    page = Page("1.2.3", demo=False, telemetry_path='/<b onclick="x">')
+    assert "<b " not in page.body.decode()
+    assert "&lt;b onclick=&quot;x&quot;&gt;" in page.body.decode()
+
+
+def test_only_a_demo_says_so() -> None:
+    demo = Page("1.2.3", demo=True, telemetry_path="/metrics")
+    assert "This is a demo" in demo.body.decode()
+    assert "This is a demo" not in PAGE.body.decode()
+
+
+def test_it_says_which_page_it_is_and_another_version_is_another_page() -> None:
+    assert f'<meta name="page" content="{PAGE.digest}">' in PAGE.body.decode()
+    assert Page("1.2.4", demo=False, telemetry_path="/metrics").digest != PAGE.digest
+
+
+def test_compressed_it_is_the_same_and_small() -> None:
+    assert gzip.decompress(PAGE.compressed) == PAGE.body
+    assert len(PAGE.compressed) < 24_000

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.server.streams import Streams, TooManyStreamsError
+
+
+class State:
+    """A state that counts how often it is rendered."""
+
+    def __init__(self) -> None:
+        self.document: dict[str, Any] = {"value": 0}
+        self.renderings = 0
+        self.now = 100.0
+        self.broken = False
+
+    def render(self) -> dict[str, Any]:
+        self.renderings += 1
+        if self.broken:
+            raise RuntimeError("broken")
+        return self.document
+
+    def streams(self, **options: Any) -> Streams:
+        return Streams(
+            self.render, clock=lambda: self.now, wall_clock=lambda: 5.0, **{"interval_seconds": 0.001, **options}
+        )
+
+
+def test_nothing_is_rendered_while_nobody_follows() -> None:
+    async def scenario() -> None:
+        state = State()
+        streams = state.streams(interval_seconds=60.0)
+        with streams.follow() as follower:
+            await follower.next()
+        assert state.renderings == 1
+        await asyncio.sleep(0)  # for the one that was cancelled to end
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
+
+
+def test_all_who_follow_are_given_the_same_rendering() -> None:
+    async def scenario() -> None:
+        state = State()
+        streams = state.streams(interval_seconds=60.0)
+        with streams.follow() as one, streams.follow() as other:
+            first, second = await one.next(), await other.next()
+        assert first[0] is second[0]
+        assert first[1]
+        assert state.renderings == 1
+        assert json.loads(first[0].state) == {"value": 0}
+        assert json.loads(first[0].moment) == {"clock_seconds": 100.0, "unix_seconds": 5.0}
+
+    asyncio.run(scenario())
+
+
+def test_an_unchanged_state_is_told_apart_from_a_changed_one() -> None:
+    async def scenario() -> None:
+        state = State()
+        with state.streams().follow() as follower:
+            assert (await follower.next())[1]
+            assert not (await follower.next())[1]
+            state.document = {"value": 1}
+            changes = [await follower.next() for _ in range(2)]
+        assert [json.loads(rendering.state)["value"] for rendering, changed in changes if changed] == [1]
+
+    asyncio.run(scenario())
+
+
+def test_whoever_is_slow_misses_states_and_is_given_the_newest_as_a_change() -> None:
+    async def scenario() -> None:
+        state = State()
+        streams = state.streams()
+        with streams.follow() as slow, streams.follow() as quick:
+            await slow.next()
+            for value in (1, 2, 3):
+                state.document = {"value": value}
+                while not (await quick.next())[1]:
+                    pass
+            while (await quick.next())[1]:
+                pass
+            rendering, changed = await slow.next()
+        assert changed
+        assert json.loads(rendering.state) == {"value": 3}
+
+    asyncio.run(scenario())
+
+
+def test_there_is_room_for_so_many_and_for_another_when_one_has_gone() -> None:
+    async def scenario() -> None:
+        streams = State().streams(max_streams=2)
+        with streams.follow():
+            with streams.follow(), pytest.raises(TooManyStreamsError), streams.follow():
+                pass
+            with streams.follow():
+                assert len(streams) == 2
+        assert len(streams) == 0
+
+    asyncio.run(scenario())
+
+
+def test_who_follows_first_after_a_pause_is_given_no_old_state() -> None:
+    async def scenario() -> None:
+        state = State()
+        streams = state.streams(interval_seconds=60.0)
+        with streams.follow() as follower:
+            await follower.next()
+        state.document = {"value": 1}
+        with streams.follow() as follower:
+            assert json.loads((await follower.next())[0].state) == {"value": 1}
+
+    asyncio.run(scenario())
+
+
+def test_whoever_asks_once_shares_what_is_rendered_anyway() -> None:
+    async def scenario() -> None:
+        state = State()
+        streams = state.streams(interval_seconds=1.0)
+        assert streams.latest() is streams.latest()
+        state.now += 0.5
+        assert streams.latest() is streams.latest()
+        assert state.renderings == 2
+        with streams.follow() as follower:
+            rendering, _ = await follower.next()
+            state.now += 0.9
+            assert streams.latest() is rendering
+        assert state.renderings == 3
+
+    asyncio.run(scenario())
+
+
+def test_a_rendering_that_fails_is_told_of_and_the_next_one_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario() -> None:
+        state = State()
+        state.broken = True
+        with state.streams().follow() as follower:
+            waiting = asyncio.ensure_future(follower.next())
+            while state.renderings < 3:
+                await asyncio.sleep(0)
+            assert not waiting.done()
+            state.broken = False
+            assert (await waiting)[1]
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(scenario())
+    assert "the state cannot be rendered" in caplog.text

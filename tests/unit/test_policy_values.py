@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.actions.policy_values import read_value, shown_value
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "value"),
+    [
+        ("0", "bytes", 0),
+        ("4GiB", "bytes", 4 << 30),
+        ("1.5 MiB", "bytes", 3 << 19),
+        ("8e9", "bytes", 8e9),
+        ("2GB", "bytes", 2e9),
+        ("12B", "bytes", 12),
+        ("5%", "ratio", 0.05),
+        ("5 %", "ratio", 0.05),
+        ("0.3", "ratio", 0.3),
+        ("1", "ratio", 1.0),
+        ("90", "seconds", 90),
+        ("90s", "seconds", 90),
+        ("5m", "seconds", 300),
+        ("1.5h", "seconds", 5400),
+        ("1d", "seconds", 86400),
+    ],
+)
+def test_a_figure_is_read_with_its_unit(text: str, unit: str, value: float) -> None:
+    assert read_value(text, unit) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "unit"),
+    [
+        ("", "bytes"),
+        ("GiB", "bytes"),
+        ("4 gib", "bytes"),
+        ("-1", "bytes"),
+        ("nan", "bytes"),
+        ("inf", "bytes"),
+        ("1e400", "bytes"),
+        ("4GiB or so", "bytes"),
+        ("5%", "bytes"),
+        ("1.01", "ratio"),
+        ("101%", "ratio"),
+        ("5m", "ratio"),
+        ("5 min", "seconds"),
+        ("1:30", "seconds"),
+        ("４", "seconds"),
+    ],
+)
+def test_what_is_no_figure_is_refused_with_what_would_be(text: str, unit: str) -> None:
+    with pytest.raises(ValueError, match=r"^expected"):
+        read_value(text, unit)
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "shown"),
+    [
+        (0, "bytes", "0 bytes"),
+        (1023, "bytes", "1023 bytes"),
+        (64 << 20, "bytes", "64.0 MiB"),
+        (int(4.24 * 2**30), "bytes", "4.2 GiB"),
+        (0.0312, "ratio", "3.12 %"),
+        (1.0, "ratio", "100 %"),
+        (61.4, "seconds", "61 s"),
+        (0.25, "seconds", "0.25 s"),
+    ],
+)
+def test_a_figure_is_shown_as_somebody_would_write_it(value: float, unit: str, shown: str) -> None:
+    assert shown_value(value, unit) == shown

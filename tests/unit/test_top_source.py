@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.live.source import Source
+from gpumem_exporter.cli.live.watcher import Known
+from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError, NvmlUnavailableError
+from tests.unit.top_documents import device, process, reading
+
+_DEVICES = {"source": "nvml", "nvml": {"up": True}, "devices": [device("0")]}
+_PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
+
+
+class _Api:
+    """An exporter that is there or not."""
+
+    def __init__(self) -> None:
+        self.url = "unix:///e.sock"
+        self.error: Exception | None = None
+        self.asked = 0
+        self.closed = 0
+        self.processes: Any = _PROCESSES
+
+    def get(self, path: str) -> Any:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return _DEVICES if path.endswith("devices") else self.processes
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class _Driver:
+    """A driver that is there or not."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.opened = 0
+        self.released = 0
+
+    def open(self) -> _Driver:
+        self.opened += 1
+        return self
+
+    def read(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return _DEVICES, _PROCESSES
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class _World:
+    """A source, with a clock that stands until it is moved."""
+
+    def __init__(self, *, named: bool = False) -> None:
+        self.api, self.driver, self.now = _Api(), _Driver(), 100.0
+        self.source = Source(
+            ("unix:///e.sock",),
+            driver=None if named else self.driver.open,
+            open_api=lambda: self.api,  # type: ignore[arg-type,return-value]
+            clock=lambda: self.now,
+        )
+
+
+def test_an_exporter_that_answers_is_all_that_is_asked() -> None:
+    world = _World()
+    read = world.source.read()
+    assert (read.url, read.without_exporter, [row.pid for row in read.rows]) == ("unix:///e.sock", "", [7])
+    assert world.driver.opened == 0
+
+
+@pytest.mark.parametrize("error", [ExporterUnreachableError("nobody"), ExporterAnswerError(404, "nobody")])
+def test_the_driver_stands_in_for_an_exporter_that_does_not_answer(error: ExporterError) -> None:
+    world = _World()
+    world.api.error = error
+    read = world.source.read()
+    assert read.url == ""
+    assert "nobody" in read.without_exporter
+
+
+def test_the_exporter_is_looked_for_now_and_then_and_takes_over_when_it_is_there() -> None:
+    world = _World()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.source.read()
+    world.api.error = None
+    world.now += 2.9
+    assert world.source.read().url == ""
+    assert world.api.asked == 1
+    world.now += 0.1
+    assert world.source.read().url == "unix:///e.sock"
+    assert (world.driver.opened, world.driver.released) == (1, 1)
+
+
+def test_an_exporter_that_was_named_has_no_stand_in() -> None:
+    world = _World(named=True)
+    world.api.error = ExporterUnreachableError("nobody")
+    with pytest.raises(ExporterUnreachableError, match="nobody"):
+        world.source.read()
+    world.api.error = None
+    assert world.source.read().url == "unix:///e.sock"
+
+
+def test_no_exporter_and_no_driver_says_both_and_lets_go_of_the_driver() -> None:
+    world = _World()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.driver.error = NvmlUnavailableError("no library")
+    with pytest.raises(ExporterUnreachableError, match=r"nobody.*no library"):
+        world.source.read()
+    assert world.driver.released == 1
+
+
+@pytest.mark.parametrize("processes", [{"processes": [{}]}, {"processes": ["x"]}, {"processes": 7}])
+def test_a_document_of_somebody_else_is_no_exporters(processes: Any) -> None:
+    world = _World(named=True)
+    world.api.processes = processes
+    with pytest.raises(ExporterUnreachableError, match="not a gpumem-exporter"):
+        world.source.read()
+
+
+def test_closing_lets_go_of_everything() -> None:
+    world = _World()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.source.read()
+    world.source.close()
+    assert (world.api.closed, world.driver.released) == (2, 1)
+
+
+def test_what_was_known_is_lost_with_the_next_failure_or_when_no_answer_comes() -> None:
+    known = Known(reading([], []), answered_seconds=100.0)
+    assert known.lost(100.9, 1.0) == ""
+    assert known.lost(104.9, 1.0) == ""
+    assert known.lost(105.1, 1.0) == "it has not answered for 5 s"
+    assert known.lost(130.0, 60.0) == ""
+    assert Known(reading([], []), 100.0, failure="refused").lost(100.1, 1.0) == "refused"

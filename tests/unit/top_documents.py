@@ -1,0 +1,91 @@
+"""The API's documents for the tests of `top`, small and true to form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gpumem_exporter.cli.live.rows import rows_of
+from gpumem_exporter.cli.live.source import Reading
+
+GIB = 1 << 30
+URL = "unix:///run/gpumem/exporter.sock"
+
+
+def device(gpu: str, **changes: Any) -> dict[str, Any]:
+    """An 80 GiB device: half of it allocated, a quarter reclaimable."""
+    ledger = {
+        "torch_allocated": 40 * GIB,
+        "torch_reclaimable": 20 * GIB,
+        "torch_fragmented": 2 * GIB,
+        "non_torch": GIB,
+        "other_processes": 0,
+        "driver_reserved": GIB,
+        "unattributed": 0,
+        "free": 16 * GIB,
+    }
+    memory = {"total_bytes": 80 * GIB, "used_bytes": 63 * GIB, "free_bytes": 16 * GIB, "reserved_bytes": GIB}
+    return {
+        "gpu": gpu,
+        "uuid": f"GPU-{gpu}",
+        "name": "NVIDIA H100 80GB HBM3",
+        "mig_profile": "",
+        "up": True,
+        "error": "",
+        "memory": memory,
+        "utilization_ratio": 0.93,
+        "ledger": ledger,
+        **changes,
+    }
+
+
+def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
+    """A process that reports, with the same figures on each of its devices; `changes` to either."""
+    figures = {
+        "used_bytes": 10 * GIB,
+        "allocated_bytes": 6 * GIB,
+        "reserved_bytes": 9 * GIB,
+        "reclaimable_bytes": 2 * GIB,
+        "fragmented_bytes": GIB,
+        "non_torch_bytes": GIB,
+    }
+    of_device = {name: changes.pop(name, value) for name, value in figures.items()}
+    return {
+        "pid": pid,
+        "reporting": True,
+        "state": "reporting",
+        "workload": "llm",
+        "rank": "0",
+        "command": "python train.py",
+        "user": "alice",
+        "k8s_namespace": None,
+        "k8s_pod": None,
+        "step": 7,
+        "sample_age_seconds": 0.42,
+        "actions": ["empty_cache"],
+        "devices": [{"gpu": gpu, "uuid": f"GPU-{gpu}", **of_device} for gpu in gpus],
+        **changes,
+    }
+
+
+def unreported(pid: int, gpu: str, used_bytes: int) -> dict[str, Any]:
+    """A process of which only the driver speaks."""
+    names = ("workload", "rank", "step", "sample_age_seconds", "allocated_bytes", "reserved_bytes")
+    unknown = dict.fromkeys((*names, "reclaimable_bytes", "fragmented_bytes", "non_torch_bytes"))
+    return process(
+        pid,
+        gpu,
+        used_bytes=used_bytes,
+        reporting=False,
+        state="unreported",
+        actions=[],
+        command="tritonserver",
+        **unknown,
+    )
+
+
+def reading(devices: list[dict[str, Any]], processes: list[dict[str, Any]], **changes: Any) -> Reading:
+    """What an exporter answered."""
+    of_devices = {"source": "nvml", "nvml": {"up": True, "error": "", "driver_version": "1"}, "devices": devices}
+    of_processes = {"source": "nvml", "processes": processes}
+    given = {"url": URL, **changes}
+    return Reading({**of_devices, **given.pop("document", {})}, of_processes, rows_of(of_processes), **given)
