@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.protocol import MAX_LABEL_LENGTH, SnapshotBlock, SnapshotFile, SnapshotSegment
 
-__all__ = ["snapshot_folder", "write_snapshot"]
+__all__ = ["snapshot_folder", "write_file", "write_snapshot"]
 
 _KEPT_FILES = 10
 _TRACE_ENTRIES_MAX = 50_000
@@ -42,12 +42,10 @@ def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(folder) if folder else Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
 
 
-def write_snapshot(allocator: Allocator, path: str | os.PathLike[str] | None = None) -> SnapshotFile:
-    """Take a snapshot and write it. Holds the GIL for about half a microsecond a block.
+def write_snapshot(allocator: Allocator) -> SnapshotFile:
+    """Take a snapshot and write it into `snapshot_folder()`, where the ten last are kept.
 
-    Args:
-        allocator: whose.
-        path: the file; None for one in `snapshot_folder()`, where the ten last are kept.
+    Holds the GIL for about half a microsecond a block.
 
     Raises:
         CommandRefusedError: the allocator gives none, the folder is another user's, or it cannot be written.
@@ -55,8 +53,8 @@ def write_snapshot(allocator: Allocator, path: str | os.PathLike[str] | None = N
     taken = allocator.snapshot()
     taken["device_traces"] = [trace[-_TRACE_ENTRIES_MAX:] for trace in taken.get("device_traces", ())]
     try:
-        file = Path(path) if path is not None else _next_file(snapshot_folder())
-        size = _write(file, taken)
+        file = _next_file(snapshot_folder())
+        size = write_file(file, taken)
     except OSError as error:
         raise CommandRefusedError(f"the snapshot cannot be written: {error}") from None
     return _summary(allocator, taken, file, size)
@@ -76,8 +74,12 @@ def _next_file(folder: Path) -> Path:
     return folder / f"gpumem-{os.getpid()}-{taken}-{time.monotonic_ns()}.pickle"
 
 
-def _write(file: Path, taken: dict[str, Any]) -> int:
-    """Whole or not at all, and readable for this user alone. Bytes."""
+def write_file(file: Path, taken: dict[str, Any]) -> int:
+    """Write what torch gave: whole or not at all, and readable for this user alone. Returns the bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
-from typing import Any
 
-from gpumem_exporter.client._attached import no_cuda
-from gpumem_exporter.client._statistics import initialised_torch
+from gpumem_exporter.client._attached import attached, no_cuda
+from gpumem_exporter.client._snapshot import write_file
 
 __all__ = ["snapshot"]
 
@@ -23,22 +21,12 @@ def snapshot(path: str | os.PathLike[str]) -> Path | None:
 
     Raises:
         OSError: it cannot be written.
+        CommandRefusedError: this allocator gives no snapshot.
     """
-    torch = initialised_torch()
-    if torch is None:
+    allocator = attached()
+    if allocator is None:
         no_cuda("snapshot")
         return None
     target = Path(path)
-    _write_snapshot(torch, target)
+    write_file(target, allocator.snapshot())
     return target
-
-
-def _write_snapshot(torch: Any, path: Path) -> None:
-    content = torch.cuda.memory._snapshot()
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with partial.open("wb") as file:
-            pickle.dump(content, file)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
