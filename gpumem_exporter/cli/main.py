@@ -20,7 +20,7 @@ __all__ = ["COMMANDS", "FAILED", "INTERRUPTED", "PROGRAM", "WRONG_USAGE", "main"
 
 PROGRAM = "gpumem-exporter"
 
-COMMANDS = ("serve", "run", "info", "clear", "gc", "reset-peak", "release-nvml", "attach-nvml", "doctor")
+COMMANDS = ("serve", "run", "info", "clear", "gc", "reset-peak", "release-nvml", "attach-nvml", "plan", "doctor")
 """In the order in which the help lists them."""
 
 FAILED = 1
