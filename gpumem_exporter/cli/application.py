@@ -27,6 +27,7 @@ Examples:
   gpumem-exporter info                                # where every byte is
   gpumem-exporter top                                 # the same, live
   gpumem-exporter clear --gpu 0                       # give cached memory back
+  gpumem-exporter plan train:make_model --input 'float32[B,3,224,224]' --gpu 80GiB
   gpumem-exporter doctor                              # what is wrong, and what mends it
 
 \b

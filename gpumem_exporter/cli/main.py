@@ -23,7 +23,7 @@ PROGRAM = "gpumem-exporter"
 COMMANDS = (
     *("serve", "run", "info", "top"),
     *("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
-    *("release-nvml", "attach-nvml", "doctor"),
+    *("plan", "release-nvml", "attach-nvml", "doctor"),
     "fleet",
 )
 """In the order in which the help lists them."""

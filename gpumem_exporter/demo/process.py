@@ -13,8 +13,8 @@ from dataclasses import replace
 from random import Random
 
 from gpumem_exporter.client._ooms import OutOfMemoryLog
+from gpumem_exporter.core.allocator_model import CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.allocator import CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.expandable import ExpandableAllocator
 from gpumem_exporter.demo.moments import Moments

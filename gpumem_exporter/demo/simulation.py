@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from random import Random
 
 from gpumem_exporter import __version__
+from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.allocator import SimulatedOutOfMemoryError
 from gpumem_exporter.demo.device import SimulatedDevice, build_devices
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.roster import ROSTER, Workload

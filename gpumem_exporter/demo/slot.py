@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gpumem_exporter.demo.allocator import Block, CachingAllocator
+from gpumem_exporter.core.allocator_model import Block, CachingAllocator
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.protocol import DeviceResult, DeviceSample
 

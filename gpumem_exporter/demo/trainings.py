@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from gpumem_exporter.demo.allocator import SimulatedOutOfMemoryError
+from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
 __all__ = [

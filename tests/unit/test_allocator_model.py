@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from gpumem_exporter.demo.allocator import Block, CachingAllocator, SimulatedOutOfMemoryError, rounded_bytes
+from gpumem_exporter.core.allocator_model import Block, CachingAllocator, SimulatedOutOfMemoryError, rounded_bytes
 from gpumem_exporter.demo.expandable import ExpandableAllocator
 
 MIB = 1 << 20

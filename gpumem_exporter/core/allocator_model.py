@@ -1,4 +1,6 @@
-"""A small model of PyTorch's caching allocator: one device of one simulated process, with classic segments.
+"""A small model of PyTorch's caching allocator: one device of one process, with classic segments.
+
+The demo's processes live on it, and the planner replays a job on it.
 
 What is here is what the figures depend on, taken from `c10/cuda/CUDACachingAllocator.cpp`: sizes are rounded to 512
 bytes; requests up to 1 MiB come from 2 MiB segments, larger ones from 20 MiB segments, from 10 MiB on from a segment of
@@ -6,7 +8,7 @@ their own in steps of 2 MiB; best fit within a pool; blocks are split, and merge
 freed; when the driver refuses, the whole cache is flushed once and the request tried again. Streams are not modelled,
 but for blocks that another stream still uses.
 
-Not thread-safe: the simulation's lock guards every call.
+Not thread-safe.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ SEGMENT_STEP_BYTES = 2 * MIB
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """What `torch.cuda.OutOfMemoryError` is to a real program; it never leaves the simulation.
+    """What `torch.cuda.OutOfMemoryError` is to a real program; it never leaves a simulation or a plan.
 
     Args:
         message: what failed.

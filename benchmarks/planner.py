@@ -1,0 +1,185 @@
+"""What `gpumem-exporter plan` says beside what training then takes.
+
+    python -m benchmarks.planner [--json] [--real-gpu] [--only JOB ...] [--peaks]
+
+Each job (benchmarks/planner_jobs.py) is planned on fake tensors and run as an ordinary training script in a process of
+its own. First the peaks, at one batch size, on a device with room. Then the batch: the planner names the largest one
+for a device of `--gpu` GiB with its usual margin; the script must train 50 steps with it, and run out of memory with
+1.25 times as many samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims import Row, parser, show
+from benchmarks.planner_jobs import JOBS
+from gpumem_exporter.training.planning.devices import DEFAULT_OVERHEAD_BYTES, Gpu
+from gpumem_exporter.training.planning.inputs import parse_tensor
+from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.planner import plan_job
+from gpumem_exporter.training.planning.search import Sizing
+from tests.emulation.node import GIB, EmulatedNode
+
+MEDIAN_PERCENT, WORST_PERCENT = 5.0, 15.0
+MORE = 1.25
+PEAK_STEPS, BATCH_STEPS = 4, 50
+REPOSITORY = Path(__file__).parents[1]
+
+
+def main() -> int:
+    made = parser(__doc__ or "")
+    made.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB")
+    made.add_argument("--gpu", type=float, default=8.0, help="GiB of the device that batches are planned for")
+    made.add_argument("--peaks", action="store_true", help="leave the batches out, which take long")
+    options = made.parse_args()
+    peaks = [peak(name, options) for name in options.only]
+    batches = [] if options.peaks else [batch(name, options) for name in options.only]
+    rows = [row for result in peaks for row in result.rows()]
+    rows += [row for result in batches for row in result.rows()]
+    errors = [abs(result.reserved_error) for result in peaks]
+    rows.append(Row("reserved peak, error, median", 100 * statistics.median(errors), "%", MEDIAN_PERCENT))
+    rows.append(Row("reserved peak, error, worst", 100 * max(errors), "%", WORST_PERCENT))
+    if batches:
+        trained, refused = sum(b.trained for b in batches), sum(b.refused for b in batches)
+        rows.append(Row(f"planned batches that do not train {BATCH_STEPS} steps", len(batches) - trained, "", 0.5))
+        allowed = len(batches) / 6
+        rows.append(Row(f"{MORE} times as many samples that do train", len(batches) - refused, "", allowed + 0.5))
+    return show("planner", rows, as_json=options.json)
+
+
+@dataclass(frozen=True)
+class PeakResult:
+    name: str
+    batch: int
+    planned: tuple[int, int]
+    measured: tuple[int, int]
+
+    @property
+    def reserved_error(self) -> float:
+        return self.planned[1] / self.measured[1] - 1
+
+    def rows(self) -> list[Row]:
+        what = f"{self.name}, batch {self.batch}"
+        return [
+            Row(
+                f"{what}: {kind} peak planned",
+                planned / 2**20,
+                "MiB",
+                beside=f"measured {measured / 2**20:.1f} MiB: {100 * (planned / measured - 1):+.2f} %",
+            )
+            for kind, planned, measured in zip(("allocated", "reserved"), self.planned, self.measured, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    name: str
+    batch: int
+    more: int
+    planned_bytes: int
+    at_batch: dict[str, Any]
+    at_more: dict[str, Any]
+
+    @property
+    def trained(self) -> bool:
+        return not self.at_batch["oom"]
+
+    @property
+    def refused(self) -> bool:
+        return bool(self.at_more["oom"])
+
+    def rows(self) -> list[Row]:
+        reserved = self.at_batch["reserved_peak_bytes"]
+        told = "trains" if self.trained else "OUT OF MEMORY"
+        error = f"{100 * (self.planned_bytes / reserved - 1):+.2f} %"
+        retries = self.at_batch["retries"]
+        return [
+            Row(
+                f"{self.name}: planned batch",
+                self.batch,
+                "",
+                beside=f"{told}, {retries} flushes, reserved {reserved / 2**20:.0f} MiB ({error}); "
+                f"{self.more}: {'out of memory' if self.refused else 'trains'}",
+            )
+        ]
+
+
+def peak(name: str, options: argparse.Namespace) -> PeakResult:
+    """Planned and measured peaks at the job's own batch size."""
+    size = JOBS[name].batch
+    planned = Sizing(job(name, options.real_gpu)).peaks(size)
+    told = run(name, size, PEAK_STEPS, 80 * GIB, options.real_gpu)
+    measured = told["allocated_peak_bytes"], told["reserved_peak_bytes"]
+    result = PeakResult(name, size, (planned.allocated_bytes, planned.reserved_bytes), measured)
+    print(f"{name}: {100 * result.reserved_error:+.2f} %", file=sys.stderr, flush=True)
+    return result
+
+
+def batch(name: str, options: argparse.Namespace) -> BatchResult:
+    """The batch that the planner names, and a quarter more."""
+    total = int(options.gpu * GIB)
+    made = plan_job(job(name, options.real_gpu), Gpu("benchmark", total, DEFAULT_OVERHEAD_BYTES), changes=False)
+    more = -int(-made.largest_batch * MORE // 1)
+    result = BatchResult(
+        name,
+        made.largest_batch,
+        more,
+        made.reserved_peak_bytes,
+        run(name, made.largest_batch, BATCH_STEPS, total, options.real_gpu),
+        run(name, more, BATCH_STEPS, total, options.real_gpu),
+    )
+    print(f"{name}: {result.rows()[0].measured:.0f} {result.rows()[0].beside}", file=sys.stderr, flush=True)
+    return result
+
+
+def job(name: str, cudnn: bool) -> Job:
+    """The job in the planner's words."""
+    given = JOBS[name]
+    return Job(
+        given.make,
+        (parse_tensor(given.input),),
+        (parse_tensor(given.target),),
+        optimizer=given.optimizer,
+        optimizer_options=given.options,
+        precision=given.precision,
+        attention=given.attention,
+        convolution="cudnn" if cudnn else "native",
+        accumulation=given.accumulation,
+    )
+
+
+def run(name: str, size: int, steps: int, total_bytes: int, real_gpu: bool) -> dict[str, Any]:
+    """Train in a process of its own, on a device of that size; what the script says of itself.
+
+    A real device is what it is: its allocator is held to the same number of bytes.
+    """
+    command = [sys.executable, "-m", "benchmarks.planner_jobs", name, str(size), str(steps)]
+    if real_gpu:
+        free = str(total_bytes - DEFAULT_OVERHEAD_BYTES)
+        return _answer(subprocess.run([*command, "--cudnn", "--limit", free], capture_output=True, cwd=REPOSITORY))
+    with (
+        tempfile.TemporaryDirectory(prefix="gpumem-benchmark-") as folder,
+        EmulatedNode(Path(folder) / "node", 1, total_bytes) as node,
+    ):
+        return _answer(subprocess.run(command, capture_output=True, cwd=REPOSITORY, env=node.environment()))
+
+
+def _answer(done: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
+    lines = done.stdout.decode().strip().splitlines()
+    if not lines:
+        raise RuntimeError(done.stderr.decode()[-2000:])
+    told: dict[str, Any] = json.loads(lines[-1])
+    return told
+
+
+if __name__ == "__main__":
+    sys.exit(main())

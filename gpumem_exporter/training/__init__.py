@@ -1,0 +1,29 @@
+"""What a training script calls for itself: how large a batch may be, and how to make it fit.
+
+Each name is imported when it is first used, so that importing this package costs nothing, imports no torch, and works
+where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_MODULES = {
+    "Plan": "gpumem_exporter.training.planning.plan",
+    "plan": "gpumem_exporter.training.planning.planner",
+    "plan_description": "gpumem_exporter.training.planning.planner",
+}
+"""Which module each public name lives in."""
+
+__all__ = sorted(_MODULES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -1,0 +1,108 @@
+"""Makes the job's model out of fake tensors, and changes it as the job or a question asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.planning.job import Job
+
+__all__ = ["DTYPES", "checkpoint_blocks", "freeze", "in_moving_order", "make_fake_mode", "make_model"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
+
+
+def make_fake_mode() -> FakeTensorMode:
+    """A mode in which tensors take no memory."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # A copied fake tensor (nn.TransformerEncoder copies its layer) would bring a copy of the mode, another mode.
+    mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
+    return mode
+
+
+def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
+    """The module, in training mode. Call it with `mode` left.
+
+    Raises:
+        ConfigurationError: what the factory returned is no module.
+    """
+    try:
+        with mode:
+            model = job.make_model()
+    except DataDependentOutputException:
+        # It computes with values (`torch.linspace(...).tolist()`): made for once in this machine's memory, then faked.
+        model = job.make_model()
+        if isinstance(model, nn.Module):
+            _fake(model, mode)
+    if not isinstance(model, nn.Module):
+        raise ConfigurationError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
+    with mode:
+        if job.precision.startswith("pure-"):
+            _cast(model, DTYPES[job.precision])
+        if job.frozen:
+            freeze(model)
+        if job.checkpointing:
+            checkpoint_blocks(model)
+    return model.train()
+
+
+def in_moving_order(module: nn.Module) -> list[nn.Module]:
+    """Modules in the order in which `Module.to` moves their tensors: children first."""
+    return [m for child in module.children() for m in in_moving_order(child)] + [module]
+
+
+def _fake(model: nn.Module, mode: FakeTensorMode) -> None:
+    _replace(model, mode.from_tensor)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """What `Module.to(dtype)` does, which refuses to swap fake parameters that anybody else knows."""
+    _replace(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change every parameter and buffer; what was tied stays tied."""
+    made: dict[int, Tensor] = {}
+    kept: list[Tensor] = []  # so that no id is used again
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    kept.append(parameter)
+                    made[id(parameter)] = nn.Parameter(change(parameter.detach()), parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]  # type: ignore[assignment]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                kept.append(buffer)
+                module._buffers[name] = made.setdefault(id(buffer), change(buffer))
+
+
+def freeze(model: nn.Module) -> None:
+    """Fix all parameters but those of the last module that has some of its own."""
+    last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-1]
+    kept = {id(p) for p in last.parameters(recurse=False)}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in kept)
+
+
+def checkpoint_blocks(model: nn.Module) -> None:
+    """Recompute each of the model's repeated blocks: the longest list of modules with parameters that it has."""
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    blocks = max(([c for c in m.children() if any(True for _ in c.parameters())] for m in lists), key=len, default=[])
+    if not blocks:
+        raise ConfigurationError("the model has no nn.ModuleList and no nn.Sequential whose parts could be recomputed")
+    for block in blocks:
+        block.forward = _recomputed(block.forward)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return run

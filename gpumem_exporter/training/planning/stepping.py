@@ -1,0 +1,131 @@
+"""The training steps of a job: on fake tensors, written down by a tracer, or on a device, for real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.planning.inputs import TensorSpec
+from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.model import DTYPES
+
+__all__ = ["Watch", "train"]
+
+_NAMES = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
+_CLASSES = {name.lower(): name for name in _NAMES}
+_FP16_SCALE = 65536.0
+
+
+class Watch(Protocol):
+    """Whoever is told how far a step is."""
+
+    def forward(self) -> None:
+        """A batch is about to be made."""
+
+    def backward(self) -> None:
+        """The forward pass is over."""
+
+    def optimizer(self, counts_on_device: bool) -> None:
+        """The gradients are there."""
+
+    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:
+        """The optimizer has made its step."""
+
+
+def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch: Watch) -> None:
+    """Train for a few steps, as a plain script would: what it names lives until the name gets another value."""
+    optimizer, counts_on_device = _optimizer(job, model)
+    autocast = job.precision in ("bf16", "fp16")
+    for _ in range(steps):
+        for _ in range(job.accumulation):
+            watch.forward()
+            inputs = _make(job.inputs, batch, device)
+            targets = _make(job.targets, batch, device)
+            with torch.autocast(device, dtype=DTYPES[job.precision]) if autocast else nullcontext():
+                loss = _loss(job, model, inputs, targets)
+                if job.accumulation > 1:
+                    loss = loss / job.accumulation
+            watch.backward()
+            (loss * _FP16_SCALE if job.precision == "fp16" else loss).backward()
+        watch.optimizer(counts_on_device)
+        if optimizer is None:
+            model.zero_grad()
+            continue
+        optimizer.step()
+        watch.stepped(optimizer, counts_on_device)
+        optimizer.zero_grad()
+
+
+def _make(specs: Sequence[TensorSpec], batch: int, device: str) -> list[tuple[str, Tensor]]:
+    # Zeros are right for class indices and token numbers. On fake tensors only the shape counts.
+    return [(spec.name, torch.zeros(spec.at(batch), dtype=getattr(torch, spec.dtype), device=device)) for spec in specs]
+
+
+def _loss(job: Job, model: nn.Module, inputs: list[tuple[str, Tensor]], targets: list[tuple[str, Tensor]]) -> Tensor:
+    low = DTYPES[job.precision] if job.precision.startswith("pure-") else None
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(low) if low is not None and tensor.is_floating_point() else tensor
+
+    output = model(*(cast(t) for name, t in inputs if not name), **{name: cast(t) for name, t in inputs if name})
+    answers = [tensor for _, tensor in targets]
+    if callable(job.loss):
+        return _number(job.loss(output, *answers))
+    kind = job.loss
+    if kind == "auto":
+        if isinstance(getattr(output, "loss", None), Tensor):
+            return _number(output.loss)
+        kind = _fitting_loss(output, answers)
+    if kind == "output":
+        return _number(output)
+    logits = next((t for t in (getattr(output, "logits", None), output) if isinstance(t, Tensor)), None)
+    if logits is None:
+        raise ConfigurationError(f"the model returns {type(output).__name__}, no tensor: name a loss for it")
+    if kind == "mean":
+        return logits.mean()
+    if kind == "sum":
+        return logits.sum()
+    if not answers:
+        raise ConfigurationError(f"loss {kind} needs a target")
+    if kind == "cross_entropy":
+        return functional.cross_entropy(logits, answers[0])
+    return functional.mse_loss(logits, answers[0].to(logits.dtype))
+
+
+def _fitting_loss(output: Any, answers: Sequence[Tensor]) -> str:
+    if answers:
+        return "mse" if answers[0].is_floating_point() else "cross_entropy"
+    return "output" if isinstance(output, Tensor) and output.numel() == 1 else "mean"
+
+
+def _number(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        raise ConfigurationError("the loss is no tensor of one number")
+    return value
+
+
+def _optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
+    """The optimizer, and whether its step counts are on the device."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if job.optimizer == "none" or not parameters:
+        return None, False
+    options = dict(job.optimizer_options)
+    if isinstance(job.optimizer, str):
+        options = {**({"lr": 1e-3} if job.optimizer == "sgd" else {}), **options}
+        try:
+            made = getattr(torch.optim, _CLASSES[job.optimizer])(parameters, **options)
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(f"optimizer {job.optimizer}: {error}") from error
+    else:
+        made = job.optimizer(parameters, **options)
+    for group in made.param_groups:
+        # CUDA parameters get the foreach form unless the job says otherwise; fake ones, on the CPU, never would.
+        if group.get("foreach", False) is None and not group.get("fused"):
+            group["foreach"] = True
+    return made, any(group.get("fused") or group.get("capturable") for group in made.param_groups)

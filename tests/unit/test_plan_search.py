@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_exporter.training.planning.inputs import TensorSpec
+from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.plan import accumulate
+from gpumem_exporter.training.planning.replay import replay
+from gpumem_exporter.training.planning.search import Sizing
+from gpumem_exporter.training.planning.trace import Trace, blend
+
+MIB = 1 << 20
+JOB = Job(object, (TensorSpec("float32", ((1, True),)),))
+
+
+def steps(batch: int) -> Trace:
+    """100 MiB of parameters, and in each of two steps 3 MiB of activations a sample and 40 MiB of temporaries."""
+    trace = Trace()
+    trace.allocate(100 * MIB, "parameters")
+    for _ in range(2):
+        activations = [trace.allocate(batch * MIB, "activations") for _ in range(3)]
+        trace.free(trace.allocate(40 * MIB, "temporaries"))
+        for number in activations:
+            trace.free(number)
+    return trace
+
+
+class Made(Sizing):
+    """Sizes a job by traces made here; counts them."""
+
+    def __init__(self, *, jumps: bool = False) -> None:
+        super().__init__(JOB)
+        self.made = 0
+        self._jumps = jumps
+
+    def _make(self, batch: int) -> Trace:
+        self.made += 1
+        trace = steps(batch)
+        if self._jumps and batch % 2:
+            trace.free(trace.allocate(512, "temporaries"))
+        return trace
+
+
+def test_the_breakdown_is_that_of_the_moment_with_the_most() -> None:
+    shares = steps(10).peak()
+    assert shares["parameters"] == 100 * MIB
+    assert (shares["activations"], shares["temporaries"], shares["gradients"]) == (30 * MIB, 40 * MIB, 0)
+    assert steps(1).highs()["activations"] == 3 * MIB
+
+
+def test_a_replay_reserves_segments_and_keeps_them_for_the_next_step() -> None:
+    peaks = replay(steps(30))
+    assert (peaks.allocated_bytes, peaks.reserved_bytes) == (230 * MIB, 230 * MIB)
+    assert (peaks.retries, peaks.out_of_memory) == (0, False)
+    assert replay(steps(30), 229 * MIB).out_of_memory
+    assert not replay(steps(30), 230 * MIB).out_of_memory
+
+
+def test_a_trace_of_another_batch_lies_on_the_line_through_two() -> None:
+    line = blend(steps(4), 4, steps(8), 8)
+    assert line is not None
+    for batch in (1, 5, 8, 333):
+        assert line.at(batch) == steps(batch)
+
+
+def test_traces_of_different_events_have_no_line() -> None:
+    other = steps(8)
+    other.allocate(1, "temporaries")
+    assert blend(steps(4), 4, other, 8) is None
+
+
+def test_frees_that_follow_each_other_have_one_order() -> None:
+    forward, backward = Trace(), Trace()
+    for trace, order in ((forward, (1, 2)), (backward, (2, 1))):
+        for _ in range(2):
+            trace.allocate(512, "activations")
+        for number in order:
+            trace.free(number)
+    assert forward.events != backward.events
+    assert forward.ordered() == backward.ordered()
+
+
+@pytest.mark.parametrize("jumps", [False, True])
+@given(free=st.integers(1, 5000))
+def test_the_largest_batch_fits_and_one_more_sample_does_not(jumps: bool, free: int) -> None:
+    sizing = Made(jumps=jumps)
+    largest = sizing.largest(free * MIB)
+    assert largest == 0 or not replay(steps(largest), free * MIB).out_of_memory
+    assert replay(steps(largest + 1), free * MIB).out_of_memory
+    assert sizing.made <= (24 if jumps else 6)
+
+
+def test_the_largest_batch_divides_as_asked() -> None:
+    exact = Made().largest(1000 * MIB)
+    assert Made().largest(1000 * MIB, 64) == exact // 64 * 64
+
+
+def test_sharding_divides_what_is_of_the_model_alone() -> None:
+    whole = Made()
+    assert whole.sharded(5).peaks(10).allocated_bytes == whole.peaks(10).allocated_bytes - 80 * MIB
+    assert whole.made == 1, "the trace is the same one"
+
+
+@pytest.mark.parametrize(
+    ("largest", "target", "devices", "answer"),
+    [
+        (64, None, 1, (64, 1)),
+        (64, 512, 1, (64, 8)),
+        (64, 48, 1, (48, 1)),
+        (1509, 4096, 1, (1024, 4)),
+        (3, 256, 8, (2, 16)),
+        (10, 97, 1, (10, 10)),
+        (0, 512, 1, (1, 1)),
+    ],
+)
+def test_accumulation_reaches_the_target(
+    largest: int, target: int | None, devices: int, answer: tuple[int, int]
+) -> None:
+    assert accumulate(largest, target, devices) == answer
+
+
+@given(st.integers(1, 500), st.integers(1, 5000), st.integers(1, 16))
+def test_accumulation_never_falls_short_and_never_overfills(largest: int, target: int, devices: int) -> None:
+    batch, passes = accumulate(largest, target, devices)
+    assert 1 <= batch <= largest
+    assert target <= batch * passes * devices < target + (passes + batch) * devices
