@@ -198,10 +198,14 @@ class Dispatcher:
         return running.action
 
     def recall(self, action: Action, asked: Asked | None) -> None:
-        """Remember an action that has finished before this dispatcher began, and how it was asked for."""
-        if self.get(action.id) is not None:
+        """Remember an action that has finished before this dispatcher began, and how it was asked for.
+
+        Those of before are told newest first, and push out none of this run's.
+        """
+        if self.get(action.id) is not None or len(self._finished) >= self._kept_actions:
             return
-        self._remember(action)
+        self._finished[action.id] = action
+        self._finished.move_to_end(action.id, last=False)
         if asked is not None and asked.idempotency_key is not None:
             self._by_idempotency_key.setdefault(asked.idempotency_key, (asked.request, action.id))
 
@@ -377,7 +381,13 @@ class Dispatcher:
 
         async def end(host_pid: int) -> None:
             await running.released.wait()
-            result = await self._terminator.end(running.action.id, host_pid, victim.start_time_ticks)
+            try:
+                if running.called_off:
+                    result = CommandResult(running.action.id, "refused", running.called_off)
+                else:
+                    result = await self._terminator.end(running.action.id, host_pid, victim.start_time_ticks)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the action has an end
+                result = CommandResult(running.action.id, "failed", f"{type(error).__name__}: {error}"[:500])
             running.ending -= 1
             self._add(running, ended_rows(victim, result, self._gpu_labels()))
             self._finish_if_complete(running)
@@ -441,7 +451,9 @@ class Dispatcher:
         return replace(order.command, deadline_seconds=max(0.0, order.deadline_seconds - self._clock()))
 
     def _give_up(self, running: _Running, order: _Order, outcome: str, reason: str) -> None:
-        running.orders.pop(order.process.key, None)
+        if running.orders.get(order.process.key) is not order:
+            return  # given up already, with another of its group
+        del running.orders[order.process.key]
         result = CommandResult(running.action.id, outcome, reason)
         self._add(running, rows(order.pid, order.process, order.samples, result, self._gpu_labels()))
         if running.action.group:

@@ -59,7 +59,7 @@ class Target:
         reporting = {process.host_pid for process in snapshot.processes}
         found: dict[int, list[tuple[str, int | None]]] = {}
         for device in node.devices:
-            if (self.uuid or device.uuid) == device.uuid and (self.gpu or device.gpu) == device.gpu:
+            if self.uuid in (None, device.uuid) and self.gpu in (None, device.gpu):
                 for listed in device.processes or ():
                     if listed.pid not in reporting and (self.pid is None or str(self.pid) == str(listed.pid)):
                         found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))

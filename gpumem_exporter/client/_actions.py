@@ -112,7 +112,7 @@ class Executor:
             begun = self._clock()
             snapshot = runner(command)
             duration = self._clock() - begun
-            devices = tuple(self._compare(index, *measured) for index, measured in before.items())
+            devices = tuple(self._compare(i, *measured) for i, measured in before.items() if self._allocator.uuid(i))
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error))
         except Exception as error:  # noqa: BLE001 - whatever torch or a finalizer raises is this command's result

@@ -22,7 +22,7 @@ from gpumem_exporter.protocol import MAX_LABEL_LENGTH, SnapshotBlock, SnapshotFi
 
 __all__ = ["snapshot_folder", "write_file", "write_snapshot"]
 
-_KEPT_FILES = 10
+_KEPT_FILES = 64
 _TRACE_ENTRIES_MAX = 50_000
 """Of each device's history, the last: an entry with its stack takes kilobytes."""
 _SHOWN = 10
@@ -39,11 +39,23 @@ class Allocator(Protocol):
 def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path:
     """Where snapshots are written: GPUMEM_SNAPSHOT_DIR, or a folder of this user's own among the temporary files."""
     folder = environ.get("GPUMEM_SNAPSHOT_DIR", "").strip()
-    return Path(folder) if folder else Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
+    return Path(folder) if folder else _own_folder()
+
+
+def _own_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
+
+
+def _age_order(file: Path) -> float:
+    """The oldest first; another process may have removed it meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def write_snapshot(allocator: Allocator) -> SnapshotFile:
-    """Take a snapshot and write it into `snapshot_folder()`, where the ten last are kept.
+    """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
 
     Holds the GIL for about half a microsecond a block.
 
@@ -63,10 +75,13 @@ def write_snapshot(allocator: Allocator) -> SnapshotFile:
 def _next_file(folder: Path) -> Path:
     """A name for a new file, in a folder of this user's; the oldest of ours go."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    owner = folder.stat()
-    if "GPUMEM_SNAPSHOT_DIR" not in os.environ and (owner.st_uid != os.getuid() or stat.S_IMODE(owner.st_mode) & 0o077):
-        raise CommandRefusedError(f"{folder} is not this user's alone; name another one in GPUMEM_SNAPSHOT_DIR")
-    ours = sorted(folder.glob("gpumem-*.pickle"), key=lambda file: file.stat().st_mtime)
+    if folder == _own_folder():
+        # Among the temporary files anybody may have been first: with a folder that is open to others, or with a link.
+        owner = folder.lstat()
+        alone = owner.st_uid == os.getuid() and not stat.S_IMODE(owner.st_mode) & 0o077
+        if not (alone and stat.S_ISDIR(owner.st_mode)):
+            raise CommandRefusedError(f"{folder} is not this user's alone; name another one in GPUMEM_SNAPSHOT_DIR")
+    ours = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)
     for old in ours[: max(0, len(ours) + 1 - _KEPT_FILES)]:
         with contextlib.suppress(OSError):
             old.unlink()
@@ -81,8 +96,9 @@ def write_file(file: Path, taken: dict[str, Any]) -> int:
         OSError: it cannot be written.
     """
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as stream:
+        with os.fdopen(descriptor, "wb") as stream:
             pickle.dump(taken, stream, protocol=pickle.HIGHEST_PROTOCOL)
             size = stream.tell()
         part.replace(file)
@@ -100,7 +116,7 @@ def _summary(allocator: Allocator, taken: Mapping[str, Any], file: Path, size: i
     largest = heapq.nlargest(_SHOWN, alive, key=lambda pair: pair[1]["size"])
     split = (one for segment in segments if (one := _partly_free(allocator, segment)) is not None)
     return SnapshotFile(
-        path=str(file.absolute()),
+        path=str(file.absolute()).encode("utf-8", "replace").decode(),
         size_bytes=size,
         segments=len(segments),
         blocks=len(blocks),

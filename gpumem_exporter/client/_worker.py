@@ -49,6 +49,9 @@ _REFUSED_INTERVALS = 5
 """An exporter that refuses our reports is asked again this many intervals later: nothing changes within one."""
 _NOT_FOR_US = (401, 403)
 """An exporter's socket belongs to its owner; the same exporter may take this user's reports over loopback."""
+_UNACCEPTABLE = (413, 422)
+_MAX_RESULTS = 64
+"""In one report; more ride on the next."""
 _CUDA_POLL_SECONDS = 0.05
 
 
@@ -81,6 +84,8 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
         self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
         self._sequence = 0
+        self._unacceptable = False
+        """The last report was refused for what was in it."""
 
     def start(self) -> None:
         """Begin reporting."""
@@ -167,6 +172,7 @@ class Worker:
                 ooms = self._ooms.waiting()
                 self._sequence += 1
                 results += waiting.take_results()
+                batch = tuple(results[:_MAX_RESULTS])
                 identity = replace(identity, allocator_settings=allocator.settings[:MAX_LABEL_LENGTH])
                 reply = self._deliver(
                     Report(
@@ -176,7 +182,7 @@ class Worker:
                         devices=sample.devices,
                         pinned_host_bytes=sample.pinned_host_bytes,
                         step=sample.step,
-                        results=tuple(results),
+                        results=batch,
                         ooms=ooms,
                         actions=executor.actions,
                         modes=MODES,
@@ -185,8 +191,10 @@ class Worker:
                         hold_seconds=hold_seconds,
                     )
                 )
-                if reply is not None:
+                if reply is not None or self._unacceptable:
+                    # What the exporter does not take for its content, it never will: nothing is to stand behind it.
                     self._ooms.reported(ooms)
+                    results = results[len(batch) :]
             if reply is None:
                 self._wait(hold_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
                 continue
@@ -195,7 +203,6 @@ class Worker:
             # a command must not run because a hung job has recovered.
             sent = min(time.monotonic(), begun + hold_seconds)
             waiting.cancel(reply.cancelled)
-            results = []
             for command in reply.commands:
                 expires_seconds = sent + command.deadline_seconds
                 if command.mode == "now":
@@ -210,12 +217,15 @@ class Worker:
         try:
             ooms = self._ooms.waiting()
             results += waiting.take_results()
-            self._farewell(Report(identity, self._sequence + 1, results=tuple(results), ooms=ooms, final=True))
+            last = tuple(results[:_MAX_RESULTS])
+            self._farewell(Report(identity, self._sequence + 1, results=last, ooms=ooms, final=True))
         except (ExporterError, WireError, ValueError, OSError) as error:
             self._troubles.note("no goodbye", error, level=logging.INFO)
 
     def _observe_ooms(self, allocator: Allocator, sampler: Sampler) -> None:
         def listen(device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
+            if not allocator.uuid(device):
+                return  # a device that cannot be named
             self._ooms.note(
                 OutOfMemory(
                     uuid=allocator.uuid(device),
@@ -237,6 +247,7 @@ class Worker:
 
     def _deliver(self, report: Report) -> Reply | None:
         """Post a report and read the reply; None when there is none, after saying why once."""
+        self._unacceptable = False
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds)
         except ExporterUnreachableError as error:
@@ -246,6 +257,7 @@ class Worker:
             return None
         except ExporterAnswerError as error:
             self._troubles.note(f"the exporter refused a report ({error.status})", error)
+            self._unacceptable = error.status in _UNACCEPTABLE
             self._wait(self._interval_seconds * (_REFUSED_INTERVALS - 1))
             return None
         except (WireError, ValueError) as error:

@@ -28,6 +28,8 @@ MAX_DEADLINE_SECONDS = 3600.0
 MAX_WAIT_SECONDS = 60.0
 
 _Label = Annotated[str, Field(max_length=MAX_LABEL_LENGTH)]
+_Name = Annotated[str, Field(min_length=1, max_length=MAX_LABEL_LENGTH)]
+"""An empty one is a variable that was not set, and means nobody."""
 
 
 def _named_process(value: Any, known: ValidatorFunctionWrapHandler) -> Any:
@@ -55,8 +57,8 @@ class _Strict(BaseModel):
 class TargetBody(_Strict):
     """Which processes are meant. The keys narrow each other."""
 
-    gpu: _Label | None = Field(None, description="NVML index; `parent:instance` for a MIG device", examples=["0"])
-    uuid: _Label | None = Field(None, description="of the device, as NVML spells it")
+    gpu: _Name | None = Field(None, description="NVML index; `parent:instance` for a MIG device", examples=["0"])
+    uuid: _Name | None = Field(None, description="of the device, as NVML spells it")
     pid: _Pid | None = Field(
         None, description="as the metrics' label has it; a text where that has an @", examples=[4711, "1@4026532007"]
     )

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import TypeVar
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, Asked
@@ -22,6 +23,8 @@ from gpumem_exporter.events.actions import read_action, read_asked
 from gpumem_exporter.server.kept import read_events, wait_until_kept
 
 __all__ = ["Audit"]
+
+T = TypeVar("T")
 
 RESTARTED = "the exporter was restarted before its answer came; whether it was done is not known"
 _RECALLED_SECONDS = 7200.0
@@ -93,16 +96,23 @@ class Audit:
                 await asyncio.sleep(_RETRY_SECONDS)  # the log says by itself what is wrong with it
                 continue
             break
-        asked = {event.detail["id"]: read_asked(event) for event in events if event.type == "action_asked"}
-        ended = {event.detail["id"]: read_action(event) for event in events if event.type == "action"}
-        for action in sorted(ended.values(), key=lambda action: action.created_unix_seconds):
-            dispatcher.recall(action, asked.get(action.id))
-        for one in asked.values():
-            if one.action.id not in ended and dispatcher.get(one.action.id) is None:
+        try:
+            self._tell(dispatcher, events)
+        finally:
+            self._recalled.set()
+
+    def _tell(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
+        asked = dict(_readable(events, "action_asked", read_asked))
+        ended = dict(_readable(events, "action", read_action))
+        have_ended = {event.detail.get("id") for event in events if event.type == "action"}
+        known = [(action, asked.get(id_)) for id_, action in ended.items()]
+        for id_, one in asked.items():
+            if id_ not in have_ended and dispatcher.get(id_) is None:
                 lost = _lost(one)
-                dispatcher.recall(lost, one)
+                known.append((lost, one))
                 self._on_lost(lost)
-        self._recalled.set()
+        for action, how in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
+            dispatcher.recall(action, how)
 
     async def _read(self, since_unix_seconds: float) -> list[Event]:
         query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
@@ -113,6 +123,16 @@ class Audit:
             if not page.more:
                 return events
             query = replace(query, after=page.next_after)
+
+
+def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:
+    """What can be read of these; another version of the exporter may have written what this one cannot."""
+    for event in events:
+        if event.type == type_:
+            try:
+                yield event.detail["id"], read(event)
+            except Exception:  # noqa: BLE001 - told, and the others are read
+                _log.exception("an action of before cannot be read", extra={"fields": {"event": event.id}})
 
 
 def _lost(asked: Asked) -> Action:

@@ -36,6 +36,7 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     "session": _REQUIRED_TEXT,
     "id": _REQUIRED_TEXT,
     "outcome": core_schema.literal_schema(list(OUTCOMES)),
+    "path": core_schema.str_schema(max_length=4096),
     "reason": core_schema.str_schema(max_length=MAX_REASON_LENGTH),
     # Other threads allocate while a command runs: a reading after it may be above the one before.
     "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),

@@ -134,6 +134,8 @@ def actions_router(runtime: Runtime) -> APIRouter:
         action = dispatcher.get(request.path_params["action_id"])
         if action is None:
             raise ProblemError(404, _NO_SUCH_ACTION)
+        if action.finished:
+            await runtime.audit.kept(action)
         return json_response(action_document(action))
 
     @router.delete(
@@ -151,6 +153,8 @@ def actions_router(runtime: Runtime) -> APIRouter:
         action = dispatcher.cancel(request.path_params["action_id"], requested_by=request.state.caller)
         if action is None:
             raise ProblemError(404, _NO_SUCH_ACTION)
+        if action.finished:
+            await runtime.audit.kept(action)
         return json_response(action_document(action), 200 if action.finished else 202)
 
     return router
