@@ -10,7 +10,7 @@ from typing import Any
 from gpumem_exporter.client._attached import attached
 from gpumem_exporter.client._cleaning import clear_cache
 from gpumem_exporter.client._sizes import human_bytes
-from gpumem_exporter.client._steps import process_steps
+from gpumem_exporter.client._steps import OneStep, process_steps
 
 __all__ = ["AutoClean", "Cache", "auto_clean"]
 
@@ -64,6 +64,7 @@ class AutoClean:
         self._last_freed = 0
         self._fruitless = 0
         self._listening: Callable[[], None] = lambda: None
+        self._step = OneStep()
         self.clears = 0
         """How often it has cleared."""
         self.freed_bytes = 0
@@ -75,8 +76,9 @@ class AutoClean:
         """Look at the end of each step."""
         self._listening = process_steps().listen(self._stepped)
 
-    def _stepped(self, _optimizer: Any) -> None:
-        self.look()
+    def _stepped(self, optimizer: Any) -> None:
+        if self._step.ends(optimizer):
+            self.look()
 
     def stop(self, reason: str = "it was told to stop") -> None:
         """Clear no more."""

@@ -78,6 +78,15 @@ def clear_cache(*, collect_garbage: bool = False, synchronize: bool = False) -> 
     return _freed(allocator, allocator.empty_cache, _returned)
 
 
+def _may_have_graphs(torch: Any) -> bool:
+    """There is a private pool, as every CUDA graph has one; or nobody can say."""
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except (AttributeError, RuntimeError):
+        return True
+    return any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in segments)
+
+
 def deep_clean() -> DeepClean:
     """Free all that this process holds and does not use, and say what each rung freed.
 
@@ -96,7 +105,13 @@ def deep_clean() -> DeepClean:
     rungs = (
         _rung(allocator, "garbage", gc.collect, _held),
         _rung(allocator, "ipc_handles", torch.cuda.ipc_collect, _held),
-        _rung(allocator, "cublas_workspaces", getattr(c, "_cuda_clearCublasWorkspaces", None), _held),
+        # A captured graph has the workspace's address in it, wherever that was allocated.
+        _rung(
+            allocator,
+            "cublas_workspaces",
+            None if _may_have_graphs(torch) else getattr(c, "_cuda_clearCublasWorkspaces", None),
+            _held,
+        ),
         _rung(allocator, "cache", allocator.empty_cache, _returned),
         _rung(allocator, "pinned_host_cache", getattr(c, "_host_emptyCache", None), _pinned),
     )

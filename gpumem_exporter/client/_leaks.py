@@ -11,7 +11,7 @@ from typing import Any
 from gpumem_exporter.client._lingering import LingeringTensors, allocating_frames, walk
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
-from gpumem_exporter.client._steps import process_steps
+from gpumem_exporter.client._steps import OneStep, process_steps
 from gpumem_exporter.client._suspects import Growth, growing, suspicions
 from gpumem_exporter.client._trend import Slope, Trend
 
@@ -89,8 +89,7 @@ class LeakDetector:
         self._name_suspects = name_suspects
         self._statistics: Statistics | None = None
         self._watched: dict[int, _Watched] = {}
-        self._counted: weakref.ref[Any] | None = None
-        self._by_hand = False
+        self._step = OneStep()
         self._stop: Callable[[], None] = lambda: None
         self._steps = 0
 
@@ -118,7 +117,7 @@ class LeakDetector:
 
     def look(self) -> tuple[Leak, ...]:
         """Look now, where the program says so; from then on only there. Costs 15 µs a device. Returns `leaks`."""
-        self._by_hand = True
+        self._step.ends(None)
         self._look()
         return self.leaks
 
@@ -136,18 +135,8 @@ class LeakDetector:
         return leak
 
     def _stepped(self, optimizer: Any) -> None:
-        """Of several optimizers in a step, the first one seen counts; marks of the program count alone."""
-        if optimizer is None:
-            self._by_hand = True
-        elif self._by_hand:
-            return
-        else:
-            counted = self._counted() if self._counted is not None else None
-            if counted is None:
-                self._counted = weakref.ref(optimizer)
-            elif counted is not optimizer:
-                return
-        self._look()
+        if self._step.ends(optimizer):
+            self._look()
 
     def _look(self) -> None:
         torch = initialised_torch()

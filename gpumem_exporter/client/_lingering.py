@@ -225,12 +225,19 @@ class _Reader:
         if device.type != self._device_type:
             return
         index = device.index if device.index is not None else 0
-        graph = base.grad_fn.__get__(tensor)
+        try:
+            graph = base.grad_fn.__get__(tensor)
+        except RuntimeError:
+            graph = None  # a view whose base was changed in place has none that may be asked for
+        try:
+            shape = tuple(base.size(tensor))
+        except RuntimeError:
+            return  # nested: its buffers are tensors of their own
         dtype = base.dtype.__get__(tensor)
         name = self._names.get(dtype)
         if name is None:
             name = self._names[dtype] = str(dtype).removeprefix("torch.")
-        group = found.setdefault((tuple(base.size(tensor)), name, index, graph is not None), _Found())
+        group = found.setdefault((shape, name, index, graph is not None), _Found())
         group.count += 1
         if graph is not None:
             group.with_graph += 1

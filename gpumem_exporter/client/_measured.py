@@ -16,6 +16,7 @@ from gpumem_exporter.client._observed import Observed, Stretch, process_observed
 
 __all__ = ["DeviceUse", "Measured", "MemoryUse"]
 
+T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -95,6 +96,19 @@ class MemoryUse:
         return all(device.exact for device in self.devices)
 
 
+def pop_running(running: dict[int, list[T]]) -> T | None:
+    """Take what this thread began last off its stack; what another one began, where this began nothing."""
+    thread = threading.get_ident()
+    own = running.get(thread)
+    stack = own or next((stack for stack in list(running.values()) if stack), None)
+    if not stack:
+        return None
+    last = stack.pop()
+    if own is not None and not own:
+        running.pop(thread, None)
+    return last
+
+
 class Measured:
     """Measures the block under `with`, or each call of the function that it decorates.
 
@@ -123,12 +137,12 @@ class Measured:
         self._kept = kept
         self._reset_peaks = reset_peaks
         self._ended = ended
-        self._running: list[tuple[int, Stretch, MemoryUse]] = []
+        self._running: dict[int, list[tuple[Stretch, MemoryUse]]] = {}
 
     def __enter__(self) -> MemoryUse:
         stretch = Stretch(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
         use = MemoryUse(self._name)
-        self._running.append((threading.get_ident(), stretch, use))
+        self._running.setdefault(threading.get_ident(), []).append((stretch, use))
         with contextlib.suppress(Exception):  # a guest breaks nothing
             self._observed.enter(stretch)
         return use
@@ -136,9 +150,10 @@ class Measured:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        thread = threading.get_ident()
-        mine = [position for position, running in enumerate(self._running) if running[0] == thread]
-        _, stretch, use = self._running.pop(mine[-1] if mine else -1)
+        running = pop_running(self._running)
+        if running is None:
+            return
+        stretch, use = running
         with contextlib.suppress(Exception):
             self._observed.leave(stretch)
             if stretch.ended_seconds is not None:
@@ -153,7 +168,7 @@ class Measured:
     def _again(self) -> Measured:
         """One for a single call: calls of coroutines do not end in the order in which they began."""
         again = copy.copy(self)
-        again.__dict__["_running"] = []
+        again.__dict__["_running"] = {}
         return again
 
     def __call__(self, function: _Function) -> _Function:

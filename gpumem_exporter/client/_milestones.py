@@ -90,6 +90,7 @@ class Milestones:
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
         self._removers: list[Callable[[], None]] = []
+        self._forget_forward: Callable[[], None] = lambda: None
         place = _place(model)
         self.record(" and ".join(filter(None, (place, "optimizer made" if optimizer is not None else ""))) or "begin")
         if model is not None:
@@ -188,6 +189,7 @@ class Milestones:
                         self.record(place)
 
         handle = register(look)
+        self._forget_forward = handle.remove
         self._removers.append(handle.remove)
 
     def _on_step(self, optimizer: Any) -> None:
@@ -195,6 +197,7 @@ class Milestones:
         if watched is not None and optimizer is not None and optimizer is not watched:
             return
         self._stop_listening()
+        self._forget_forward()  # whoever steps has come by: it would be called at every forward for ever
         self.record("first optimizer step")
 
 
@@ -237,6 +240,14 @@ def _count_iterations(loader: Any, begun: Callable[[], object]) -> Callable[[], 
     said here of one loader is taken back: another library may have put its own round ours in between.
     """
     cls = type(loader)
+    try:
+        hash(loader)
+        weakref.ref(loader)
+        cls._gpumem_probe = None
+        del cls._gpumem_probe
+    except (TypeError, AttributeError):
+        _log.warning("epochs of a %s cannot be seen; call epoch() or iterate over epochs(...)", cls.__qualname__)
+        return lambda: None
     watched = cls.__dict__.get("_gpumem_iterations")
     if watched is None:
         watched = cls._gpumem_iterations = weakref.WeakKeyDictionary()
@@ -244,9 +255,10 @@ def _count_iterations(loader: Any, begun: Callable[[], object]) -> Callable[[], 
 
         @functools.wraps(iterate)
         def __iter__(self: Any) -> Any:  # noqa: N807 - it is one
-            callback = watched.get(self)
-            if callback is not None:
-                callback()
+            with contextlib.suppress(Exception):  # this runs inside the program's loop
+                callback = watched.get(self)
+                if callback is not None:
+                    callback()
             return iterate(self)
 
         cls.__iter__ = __iter__

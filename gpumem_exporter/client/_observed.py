@@ -94,7 +94,8 @@ class Observed:
         self._open: dict[int, Stretch] = {}
         self._peaks_now: dict[int, int] = {}
         self._lifted: dict[tuple[int, str], int] = {}
-        self._phases: dict[str, dict[int, PhasePeak]] = {}
+        # In a forked child the names stay: whoever has named a phase does not name it again.
+        self._phases: dict[str, dict[int, PhasePeak]] = {name: {} for name in getattr(self, "_phases", ())}
         self._outdated: set[tuple[str, int]] = set()
         self._full = False
         self._components: dict[int, ToldComponents] = {}
@@ -207,7 +208,7 @@ class Observed:
         """
         now = time.monotonic()
         with self._lock:
-            fresh = [told for told in self._components.values() if now < told.good_until_seconds]
+            fresh = [told for told in list(self._components.values()) if now < told.good_until_seconds]
         counted = [(told, told.devices[index]) for told in fresh if index in told.devices]
         if not counted:
             return {}

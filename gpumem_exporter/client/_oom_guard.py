@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from gpumem_exporter.client._attached import attached
 from gpumem_exporter.client._diagnosis import NOTE_BEGINS, OomDiagnosis, Run, diagnose
 from gpumem_exporter.client._growth import BlockHistory
+from gpumem_exporter.client._measured import pop_running
 from gpumem_exporter.client._oom_message import is_out_of_memory
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
 
@@ -57,7 +58,7 @@ class OomGuard:
         self._on_oom = on_oom
         self._free_frames = free_frames
         self._clean = clean
-        self._running: list[tuple[int, Run | None]] = []
+        self._running: dict[int, list[tuple[Run | None]]] = {}
 
     def __enter__(self) -> OomGuard:
         run = None
@@ -65,15 +66,13 @@ class OomGuard:
             run = _blocks.begin(self._block, self.batch_size)
         except Exception as error:  # noqa: BLE001 - a guest breaks nothing
             _log.info("a block is not measured: %r", error)
-        self._running.append((threading.get_ident(), run))
+        self._running.setdefault(threading.get_ident(), []).append((run,))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        thread = threading.get_ident()
-        mine = [position for position, running in enumerate(self._running) if running[0] == thread]
-        _, run = self._running.pop(mine[-1] if mine else -1)
+        (run,) = pop_running(self._running) or (None,)
         try:
             if error is None:
                 _blocks.end(run, self.batch_size)
@@ -83,25 +82,27 @@ class OomGuard:
             _log.info("an out-of-memory error is not explained: %r", trouble)
 
     def _explain(self, error: BaseException, traceback: TracebackType | None, run: Run | None) -> None:
-        if not _has_note(error):
-            first = next(each for each in _chain(error) if is_out_of_memory(each))
-            self.diagnosis = diagnose(first, traceback if first is error else first.__traceback__, run)
-            _add_note(error, str(self.diagnosis))
-            if self._on_oom is not None:
-                self._on_oom(self.diagnosis)
-        if self._free_frames:
-            for each in _chain(error):
-                _clear_frames(each.__traceback__)
-        if self._clean:
-            allocator = attached()
-            if allocator is not None and not allocator.capturing:
-                gc.collect()
-                allocator.empty_cache()
+        try:
+            if not _has_note(error):
+                first = next(each for each in _chain(error) if is_out_of_memory(each))
+                self.diagnosis = diagnose(first, traceback if first is error else first.__traceback__, run)
+                _add_note(error, str(self.diagnosis))
+                if self._on_oom is not None:
+                    self._on_oom(self.diagnosis)
+        finally:  # whatever the explaining raises: the program's next try needs the memory
+            if self._free_frames:
+                for each in _chain(error):
+                    _clear_frames(each.__traceback__)
+            if self._clean:
+                allocator = attached()
+                if allocator is not None and not allocator.capturing:
+                    gc.collect()
+                    allocator.empty_cache()
 
     def _again(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> OomGuard:
         """One for a single call: calls of coroutines do not end in the order in which they began."""
         again = copy.copy(self)
-        again._running = []
+        again._running = {}
         if self._batch_of is not None:
             try:
                 again.batch_size = int(self._batch_of(*arguments, **named))
@@ -183,7 +184,7 @@ class _Blocks:
     """What is remembered of each guarded block, by where it stands in the program."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer that runs inside may enter a guard itself
         self._histories: OrderedDict[tuple[tuple[str, int], int], BlockHistory] = OrderedDict()
         self._statistics: Statistics | None = None
 
@@ -232,11 +233,13 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _has_note(error: BaseException) -> bool:
-    return any(
-        isinstance(note, str) and note.startswith(NOTE_BEGINS)
-        for each in _chain(error)
-        for note in getattr(each, "__notes__", ())
-    )
+    """It is explained already. What happened before it, in whose handler it was raised, is another error."""
+    for each in _chain(error):
+        if any(isinstance(note, str) and note.startswith(NOTE_BEGINS) for note in getattr(each, "__notes__", ())):
+            return True
+        if is_out_of_memory(each):
+            return False
+    return False
 
 
 def _add_note(error: BaseException, note: str) -> None:

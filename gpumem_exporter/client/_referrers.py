@@ -20,6 +20,7 @@ __all__ = ["NOBODY", "Referrers", "instance_dictionary"]
 _LEVELS = 4
 _KEY_MAX = 40
 _FRAMES_MAX = 500
+_TARGETS_MAX = 64
 _REFERRERS_MAX = 2000
 _ITEMS_MAX = 200_000
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -42,19 +43,23 @@ class Referrers:
         self._frames: list[FrameType] = []
         self._told: dict[int, str] = {}
         self._paths: dict[int, str] = {}
+        self._end = float("inf")
 
     def describe(self, targets: list[Any], end: float) -> dict[int, str]:
         """For each target, by its id, its holder; `NOBODY` where no Python object holds it.
 
         Args:
-            targets: the objects.
+            targets: the objects, the most important first: only so many are described, since one pass compares every
+                reference in the heap with all of them, in one call that nothing can interrupt.
             end: on `time.thread_time()`; no pass begins later.
         """
+        given, targets = targets, targets[:_TARGETS_MAX]
+        self._end = end
         level: dict[int, Any] = {id(target): target for target in targets}
         above: dict[int, Any] = {}
         # By an object's id: the targets it holds, directly or not.
         holds: dict[int, set[int]] = {id(target): {id(target)} for target in targets}
-        self._ignored.update(map(id, (targets, level, above)))
+        self._ignored.update(map(id, (given, targets, level, above)))
         self._frames = _frames()
         self._ignored.add(id(self._frames))
         complete = True
@@ -87,7 +92,11 @@ class Referrers:
         referrers = gc.get_referrers(*arguments)
         self._ignored.add(id(referrers))
         found: dict[int, list[int]] = {}
+        cut = False
         for referrer in referrers[:_REFERRERS_MAX]:
+            cut = cut or time.thread_time() > self._end
+            if cut:
+                break
             kind = type(referrer)
             if id(referrer) in self._ignored or kind is FrameType:
                 continue
@@ -98,7 +107,7 @@ class Referrers:
                 found[id(referrer)] = keys
                 continue
             for key in keys:
-                said = _named(referrer, level[key])
+                said = _named(referrer, level[key], self._end)
                 if said:
                     self._tell(holds[key], said)
             self._put(referrer, keys, above, holds)
@@ -112,11 +121,13 @@ class Referrers:
                     self._tell(holds[key], owner.format(name))
             self._put(dictionary, keys, above, holds, next(filter(None, names.values()), ""))
         self._ignored -= {id(dictionaries), id(arguments), id(referrers)}
-        return alone
+        return set() if cut else alone
 
     def _put(
         self, referrer: Any, keys: list[int], above: dict[int, Any], holds: dict[int, set[int]], under: str = ""
     ) -> None:
+        if len(above) >= _TARGETS_MAX:
+            return
         kind = _container(referrer)
         kind = f"{kind} under {under[:_KEY_MAX]!r}" if kind and under else kind
         held = {target for key in keys for target in holds[key] if target not in self._told}
@@ -179,11 +190,11 @@ def _local_names(frame: FrameType, wanted: dict[int, Any]) -> dict[int, str]:
     return found
 
 
-def _named(referrer: Any, target: Any) -> str:
+def _named(referrer: Any, target: Any, end: float) -> str:
     """Where a referrer that is no dictionary gives the target a name."""
     kind = type(referrer)
     if kind is CellType:
-        return _closure(referrer)
+        return _closure(referrer) if time.thread_time() <= end else ""  # it takes passes of its own
     if kind is FunctionType:
         defaults = target is referrer.__defaults__ or target is referrer.__kwdefaults__
         return f"a default of {_function_name(referrer)}" if defaults else ""  # else its globals, or its closure

@@ -4,12 +4,39 @@ from __future__ import annotations
 
 import logging
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Steps", "process_steps"]
+from gpumem_exporter.client._cuda_start import when_cuda_starts
+
+__all__ = ["OneStep", "Steps", "process_steps"]
 
 _log = logging.getLogger("gpumem_exporter.client")
+
+
+class OneStep:
+    """Tells the ends of steps from what else listeners hear of: each of several optimizers, and marks by hand.
+
+    Of several optimizers in a step, the first one seen counts; where the program marks its steps, its marks alone.
+    """
+
+    def __init__(self) -> None:
+        self._by_hand = False
+        self._counted: weakref.ref[Any] | None = None
+
+    def ends(self, optimizer: Any) -> bool:
+        """Whether this is the end of a step; None for the program's mark."""
+        if optimizer is None:
+            self._by_hand = True
+            return True
+        if self._by_hand:
+            return False
+        counted = self._counted() if self._counted is not None else None
+        if counted is None:
+            self._counted = weakref.ref(optimizer)
+            return True
+        return counted is optimizer
 
 
 class Steps:
@@ -26,6 +53,7 @@ class Steps:
         self._listeners: dict[int, Callable[[Any], None]] = {}
         self._next_key = 0
         self._hooked = False
+        self._waiting = False
 
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
         """Have `callback(optimizer)` called after each step, with None for one that is marked by hand.
@@ -37,12 +65,19 @@ class Steps:
         """
         key, self._next_key = self._next_key, self._next_key + 1
         self._listeners[key] = callback
+        if "torch.optim.optimizer" in sys.modules:
+            self._hook()
+        elif not self._waiting:
+            self._waiting = True
+            when_cuda_starts(self._hook)  # torch is not imported yet
+        return lambda: self._stop(key)
+
+    def _hook(self) -> None:
         optimizers = sys.modules.get("torch.optim.optimizer")
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
         if register is not None and not self._hooked:
             self._hooked = True
             register(lambda optimizer, _args, _kwargs: self._tell(optimizer))
-        return lambda: self._stop(key)
 
     def mark(self) -> None:
         """A step has ended: the program says so."""
