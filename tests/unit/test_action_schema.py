@@ -77,6 +77,8 @@ def test_a_group_acts_at_a_step_and_everything_else_at_once_unless_it_says_other
         ("target", "object", {"target": "all"}),
         ("target.gpuu", "gpu, uuid, pid, workload, rank, all", {"target": {"gpuu": "0"}}),
         ("target.gpu", "string", {"target": {"gpu": 0}}),
+        ("target.gpu", "at least 1", {"target": {"gpu": ""}}),
+        ("target.uuid", "at least 1", {"target": {"uuid": ""}}),
         ("target.pid", "integer", {"target": {"pid": "1"}}),
         ("target.pid", "1", {"target": {"pid": 0}}),
         ("target.workload", "256", {"target": {"workload": "x" * 10_000}}),

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 
@@ -51,12 +51,15 @@ class Bench:
     def build(self, **changes: Any) -> Dispatcher:
         return Dispatcher(
             self.store,
-            allowed=frozenset(DEFAULT_ACTIONS),
             clock=lambda: self.now,
             wall_clock=lambda: 1e9 + self.now,
             on_finished=self.finished.append,
-            terminator=Terminator(NobodyHost()),
-            **{"limits": UNLIMITED, **changes},
+            **{
+                "allowed": frozenset(DEFAULT_ACTIONS),
+                "limits": UNLIMITED,
+                "terminator": Terminator(NobodyHost()),
+                **changes,
+            },
         )
 
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
@@ -487,3 +490,61 @@ def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_
     bench.ask(action, target)
     (command,) = run(bench.dispatcher.commands(bench.first, 0))
     assert command.uuids == uuids
+
+
+def test_a_target_of_an_empty_device_is_nobody_also_among_those_who_do_not_report(bench: Bench) -> None:
+    bench.store.put_reading(node(device(UUIDS[0], gpu="0", processes={900: MIB}), taken=bench.now))
+    snapshot = bench.store.snapshot(bench.now)
+    assert [listed.pid for listed in Target(gpu="0").select_listed(snapshot)] == [900]
+    assert list(Target(gpu="").select_listed(snapshot)) == []
+    assert list(Target(uuid="").select_listed(snapshot)) == []
+
+
+def test_of_a_group_whose_ranks_do_not_answer_each_has_one_result(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        third = ranks.rank(3, "2", 48)
+        action = ranks.ask_group()
+        await ranks.dispatcher.commands(third, 0)
+        held = ranks.says(third, action.id)
+        ranks.now += GROUP_ANSWER_SECONDS
+        ranks.dispatcher.expire()
+        ranks.answer(held, action, "refused")
+        (finished,) = ranks.finished
+        assert sorted(row.rank for row in finished.results) == ["0", "1", "2"]
+
+    run(scenario())
+
+
+def test_who_is_to_be_ended_lives_on_if_that_is_cancelled_before_it_is_written_down(bench: Bench) -> None:
+    class Deadly(Terminator):
+        ended: ClassVar[list[int]] = []
+
+        def objection(self, host_pid: int | None, start_time_ticks: int) -> str:
+            return ""
+
+        async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
+            self.ended.append(host_pid)
+            return CommandResult(action_id, "done")
+
+    async def scenario() -> None:
+        written = asyncio.Event()
+        bench.dispatcher = bench.build(
+            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: written.wait()
+        )
+        action = bench.ask("terminate", Target(pid=1))
+        bench.dispatcher.cancel(action.id, requested_by="me")
+        written.set()
+        finished = await bench.dispatcher.wait(action.id, 5)
+        assert {row.outcome for row in finished.results} == {"refused"}
+        assert Deadly.ended == []
+
+    run(scenario())
+
+
+def test_what_is_recalled_pushes_out_nothing_of_this_run(bench: Bench) -> None:
+    bench.dispatcher = bench.build(kept_actions=2)
+    old = dataclasses.replace(bench.ask(dry_run=True), id="before")
+    new = bench.ask(dry_run=True, idempotency_key="k")
+    bench.dispatcher.recall(old, None)
+    assert bench.dispatcher.get("before") is None
+    assert bench.dispatcher.get(new.id) == new

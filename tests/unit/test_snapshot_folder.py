@@ -1,0 +1,52 @@
+"""Where snapshots are written: they are pickles, and whoever can change one has the user who opens it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpumem_exporter.client import _snapshot
+from gpumem_exporter.errors import CommandRefusedError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this user among the temporary files, which is not there yet."""
+    monkeypatch.setattr(_snapshot.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("GPUMEM_SNAPSHOT_DIR", " ")  # as templates leave it: not set
+    return _snapshot.snapshot_folder()
+
+
+def test_it_is_made_for_this_user_alone(folder: Path) -> None:
+    assert _snapshot._next_file(folder).parent == folder
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_one_that_is_open_to_others_is_refused(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(CommandRefusedError, match="not this user's alone"):
+        _snapshot._next_file(folder)
+
+
+def test_a_link_is_refused_wherever_it_leads(folder: Path, tmp_path: Path) -> None:
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    folder.symlink_to(private)
+    with pytest.raises(CommandRefusedError, match="not this user's alone"):
+        _snapshot._next_file(folder)
+
+
+def test_only_the_last_are_kept(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    for number in range(70):
+        (folder / f"gpumem-{number:03}.pickle").touch()
+    _snapshot._next_file(folder)
+    assert len(list(folder.iterdir())) == 63
+
+
+def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="pickle"):
+        _snapshot.write_file(tmp_path / "x.pickle", {"unpicklable": lambda: None})
+    assert list(tmp_path.iterdir()) == []
