@@ -6,6 +6,7 @@ import http.server
 import json
 import socketserver
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ class RecordingExporter:
         self.reports: list[dict[str, Any]] = []
         self.commands: list[dict[str, Any]] = []
         """Given with the next answer."""
+        self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False
+        """Which reports are answered 422."""
         self._closing = threading.Event()
         outer = self
 
@@ -38,7 +41,7 @@ class RecordingExporter:
                     outer._closing.wait(min(hold_seconds, 60.0))
                 commands, outer.commands = outer.commands, []
                 body = json.dumps({"commands": commands, "report_interval_seconds": interval_seconds}).encode()
-                self.send_response(200)
+                self.send_response(422 if outer.refuses(report) else 200)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 try:

@@ -101,3 +101,17 @@ def test_under_an_allocator_that_neither_tells_nor_counts_errors_none_is_made_up
         reports = len(exporter.reports)
         wait_for(lambda: len(exporter.reports) >= reports + 3, "three reports after it")
         assert _ooms(exporter) == {}
+
+
+def test_a_result_that_the_exporter_does_not_take_silences_nobody(start_torch: StartTorch, tmp_path: Path) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock") as exporter:
+        exporter.refuses = lambda report: bool(report.get("results"))
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.call("start_client")
+        process.call("alloc", nbytes=1 << 20)
+        wait_for(lambda: exporter.reports, "a report")
+        exporter.commands = [{"id": "a", "action": "empty_cache", "deadline_seconds": 30}]
+        wait_for(lambda: any(report.get("results") for report in exporter.reports), "the result")
+        refused = len(exporter.reports)
+        wait_for(lambda: len(exporter.reports) > refused + 2, "reports after it")
+        assert not any(report.get("results") for report in exporter.reports[refused:])
