@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Column, Sample
 from gpumem_exporter.collectors.view import View
-from gpumem_exporter.core.ledger import node_ledgers
+from gpumem_exporter.core.ledger import node_ledgers, non_torch_bytes
 
 __all__ = ["device_samples", "ledger_samples"]
 
@@ -48,7 +48,12 @@ def ledger_samples(view: View) -> Iterator[Sample | Column]:
     for device in view.devices:
         ledger = ledgers.get(device.uuid)
         if ledger is not None:
+            beyond = ledger.non_torch
             for category, value in ledger.categories.items():
                 yield catalog.LEDGER, (device.gpu, device.uuid, category), value
-            rows = tuple([who[pid] for pid in ledger.non_torch])
-            yield Column(catalog.TORCH_NON_TORCH, (device.gpu, device.uuid), rows, list(ledger.non_torch.values()))
+        elif view.node is not None:
+            beyond = non_torch_bytes(view.node, view.names, device)
+        else:
+            continue
+        rows = tuple([who[pid] for pid in beyond])
+        yield Column(catalog.TORCH_NON_TORCH, (device.gpu, device.uuid), rows, list(beyond.values()))

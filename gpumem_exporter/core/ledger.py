@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from gpumem_exporter.core.naming import Names
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, NodeReading, ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "ProcessShare",
     "fragmented_bytes",
     "node_ledgers",
+    "non_torch_bytes",
 ]
 
 CATEGORIES = (
@@ -100,10 +101,7 @@ def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, De
     node = snapshot.node
     if node is None:
         return {}
-    reporting = (names or Names.of(snapshot)).reporting
-    processes = {
-        process.host_pid: process for _, process in reporting if process.host_pid is not None and node.lists(process)
-    }
+    processes = _listed_reporters(node, names or Names.of(snapshot))
     by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
     for host_pid, process in processes.items():
         for sample in process.report.devices:
@@ -115,6 +113,29 @@ def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, De
         if device.memory is not None:
             ledgers[device.uuid] = _ledger(device, device.memory, by_device[device.uuid], processes)
     return ledgers
+
+
+def non_torch_bytes(node: NodeReading, names: Names, device: DeviceReading) -> dict[int, int]:
+    """As `DeviceLedger.non_torch`, for a device that has no ledger: its memory is not known, its processes may be."""
+    samples: dict[int, DeviceSample] = {}
+    for host_pid, process in _listed_reporters(node, names).items():
+        for sample in process.report.devices:
+            if sample.uuid == device.uuid:
+                samples.setdefault(host_pid, sample)
+    return {
+        pid: used_bytes - sample.reserved_bytes
+        for pid, used_bytes, sample in _owners(device, samples)
+        if used_bytes is not None and sample is not None and sample.reserved_bytes is not None
+    }
+
+
+def _listed_reporters(node: NodeReading, names: Names) -> dict[int, ReportingProcess]:
+    """Who reports and is, for all that the host says, whom the driver lists; by host pid."""
+    return {
+        process.host_pid: process
+        for _, process in names.reporting
+        if process.host_pid is not None and node.lists(process)
+    }
 
 
 def _ledger(
