@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.metrics_core import Metric as PrometheusMetric
-from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
-from prometheus_client.registry import Collector
+from prometheus_client import CollectorRegistry
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Column, LineWriter, Sample, header
+from gpumem_exporter.collectors.own import OwnPage
 from gpumem_exporter.collectors.prepared import PreparedReports
 from gpumem_exporter.collectors.reporters import build_sample
 from gpumem_exporter.collectors.subjects import SUBJECTS, TORCH, Subject, SubjectRunner
@@ -52,7 +50,7 @@ class Exposition:
         max_prepared_processes: int = 1024,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._own = own
+        self._own = OwnPage(own)
         self._build = build_sample(version, source)
         self._prepared = PreparedReports(max_processes=max_prepared_processes)
         self._writer = LineWriter()
@@ -77,7 +75,7 @@ class Exposition:
         if view is not None:
             for name, subject in SUBJECTS:
                 families.update(self._runner.run(name, partial(self._lines, name, subject, view), outcomes) or {})
-        own = self._runner.run("own", partial(self._own_page, openmetrics=openmetrics), outcomes)
+        own = self._runner.run("own", partial(self._own.write, openmetrics=openmetrics), outcomes)
         families.update(self._write([self._build, *outcomes]))
         self._writer.end_page()
 
@@ -100,26 +98,3 @@ class Exposition:
 
     def _write(self, samples: Iterable[Sample | Column]) -> dict[catalog.Metric, Iterable[bytes]]:
         return {metric: (lines,) for metric, lines in self._writer.write(samples).items()}
-
-    def _own_page(self, *, openmetrics: bool) -> bytes:
-        registry = _WithoutCreated(self._own)
-        if openmetrics:
-            page: bytes = generate_openmetrics(registry)  # type: ignore[no-untyped-call]
-            return page.removesuffix(_EOF)
-        return generate_latest(registry)
-
-
-class _WithoutCreated(Collector):
-    """A registry without its `_created` series: nobody asks for them, and they double the number of counters.
-
-    `prometheus_client` can leave them out by itself, but only for the whole interpreter.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
-
-    def collect(self) -> Iterable[PrometheusMetric]:
-        for metric in self._registry.collect():  # each time made anew, so that it may be changed
-            created = f"{metric.name}_created"
-            metric.samples = [sample for sample in metric.samples if sample.name != created]
-            yield metric

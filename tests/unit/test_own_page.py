@@ -1,0 +1,53 @@
+"""The exporter's own metrics are written as `prometheus_client` writes them, byte for byte, but for `_created`."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Summary, generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
+
+from gpumem_exporter.collectors.own import OwnPage
+
+
+def expected(registry: CollectorRegistry, *, openmetrics: bool) -> bytes:
+    page = generate_openmetrics(registry) if openmetrics else generate_latest(registry)
+    lines = page.removesuffix(b"# EOF\n").splitlines(keepends=True)
+    return b"".join(line for line in lines if b"_created" not in line)
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    made = CollectorRegistry()
+    counter = Counter("c_total", 'A "counter" \\ of\nthings', ["b", "a"], registry=made)
+    counter.labels('x"y', "1\\2\n3").inc(5)
+    counter.labels("ä", "").inc(1e21)
+    for value, name in ((math.inf, "up"), (-math.inf, "down"), (math.nan, "none"), (1234567.0, "many"), (1e-9, "few")):
+        Gauge(f"g_{name}", "A gauge", registry=made).set(value)
+    histogram = Histogram("h", "A histogram", ["k"], registry=made, buckets=(0.1, 1, 2_500_000))
+    for value in (0.05, 3.0, 1e9):
+        histogram.labels("v").observe(value)
+    Histogram("e", "With an example", registry=made).observe(1.0, {"trace": "1"})
+    Summary("s", "A summary", registry=made).observe(2.0)
+    Info("i", "What it is", registry=made).info({"version": "1"})
+    Gauge("empty", "Nothing yet", ["k"], registry=made)
+    return made
+
+
+@pytest.mark.parametrize("openmetrics", [False, True])
+def test_every_kind_is_written_as_the_library_writes_it_also_the_second_time(
+    registry: CollectorRegistry, openmetrics: bool
+) -> None:
+    page = OwnPage(registry)
+    for _ in range(2):
+        assert page.write(openmetrics=openmetrics) == expected(registry, openmetrics=openmetrics)
+
+
+@given(st.floats())
+def test_every_number_is_written_as_the_library_writes_it(value: float) -> None:
+    registry = CollectorRegistry()
+    Gauge("g", "A gauge", registry=registry).set(value)
+    assert OwnPage(registry).write(openmetrics=False) == expected(registry, openmetrics=False)
