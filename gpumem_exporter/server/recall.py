@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from gpumem_exporter.core.last_ooms import KEPT, SHOWN_SECONDS
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events import Query, last_ooms
+from gpumem_exporter.events import Event, Query, last_ooms
 from gpumem_exporter.server.kept import read_events
 from gpumem_exporter.server.runtime import Runtime
 
@@ -42,9 +42,12 @@ async def _recall(runtime: Runtime) -> None:
     query = Query(
         since_unix_seconds=runtime.wall_clock() - SHOWN_SECONDS, types=("oom",), newest_of_each=True, limit=KEPT
     )
+    kept: list[Event] = []
     while True:
         page = await read_events(runtime.events.log, query)
-        runtime.store.recall_ooms(last_ooms(page.events, runtime.clock(), runtime.wall_clock()))
+        kept += page.events
         if not page.more:
-            return
+            break
         query = replace(query, after=page.next_after)
+    # All together: the oldest come first, and would be shown for a moment though later ones push them out.
+    runtime.store.recall_ooms(last_ooms(kept, runtime.clock(), runtime.wall_clock()))
