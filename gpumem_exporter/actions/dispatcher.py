@@ -28,7 +28,6 @@ from gpumem_exporter.actions.limits import RateLimits
 from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Asked, Target, gpu_labels
 from gpumem_exporter.actions.results import Victim, dry_rows, ended_rows, rows, victim
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import (
@@ -152,7 +151,7 @@ class Dispatcher:
         targets = list(request.target.select(snapshot))
         listed = list(request.target.select_listed(snapshot)) if request.action == "terminate" else []
         if not targets and not listed:
-            raise TargetNotFoundError(_what_there_is(request, snapshot))
+            raise TargetNotFoundError(request.target.mismatch(snapshot))
         at_step = None
         if request.group:
             targets = group_of(targets, snapshot)
@@ -502,19 +501,3 @@ def _final_state(results: tuple[ActionResult, ...]) -> str:
 def _caller(requested_by: str) -> str:
     """Whose share it is: a user over the socket has many pids."""
     return requested_by.partition(":pid=")[0]
-
-
-def _what_there_is(request: ActionRequest, snapshot: Snapshot) -> str:
-    """Why nothing matched, and what could be named instead."""
-    reporting = Names.of(snapshot).reporting
-    if not reporting:
-        return f"nothing matches {request.target.describe()}: no process reports to this exporter"
-    shown = [
-        f"pid={name}"
-        + (f" workload={process.report.process.workload}" if process.report.process.workload else "")
-        + (f" rank={process.report.process.rank}" if process.report.process.rank else "")
-        for name, process in reporting[:20]
-    ]
-    more = len(reporting) - len(shown)
-    listing = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
-    return f"nothing matches {request.target.describe()}; reporting here: {listing}"

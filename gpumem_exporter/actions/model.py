@@ -67,6 +67,21 @@ class Target:
             facts = node.facts.get(pid)
             yield ListedProcess(pid, facts.start_time_ticks if facts is not None else 0, tuple(found[pid]))
 
+    def mismatch(self, snapshot: Snapshot) -> str:
+        """Why nothing matched, and what could be named instead."""
+        reporting = Names.of(snapshot).reporting
+        if not reporting:
+            return f"nothing matches {self.describe()}: no process reports to this exporter"
+        shown = [
+            f"pid={name}"
+            + (f" workload={process.report.process.workload}" if process.report.process.workload else "")
+            + (f" rank={process.report.process.rank}" if process.report.process.rank else "")
+            for name, process in reporting[:20]
+        ]
+        more = len(reporting) - len(shown)
+        listing = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+        return f"nothing matches {self.describe()}; reporting here: {listing}"
+
     def describe(self) -> str:
         """As a caller would write it: `gpu=0 workload=llm`."""
         given = ((f.name, getattr(self, f.name)) for f in fields(self))

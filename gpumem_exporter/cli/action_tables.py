@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["action_tables", "reasons", "summary"]
+__all__ = ["COLUMNS", "action_tables", "reasons", "summary"]
 
 Document = Mapping[str, Any]
 
-_COLUMNS = (
+COLUMNS = (
     ("pid", "right"),
     ("workload", "cut"),
     ("rank", "right"),
@@ -37,7 +37,7 @@ def action_tables(action: Document, *, dry_run: bool) -> Iterator[RenderableType
     results = sorted(action.get("results") or (), key=_place)
     if results:
         counted = "allocated" if action.get("action") == "collect_garbage" else "reserved"
-        yield table("", _COLUMNS, (_row(result, counted) for result in results))
+        yield table("", COLUMNS, (_row(result, counted) for result in results))
     for reason in reasons(results):
         yield plain(reason, "red")
     for result in results:

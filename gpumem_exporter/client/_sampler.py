@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client._allocator import Allocator
+from gpumem_exporter.client._steps import OneStep
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["Sample", "Sampler"]
@@ -75,30 +75,20 @@ class Sampler:
         self._steps = 0
         self._last_step_seconds: float | None = None
         self._step_seconds = 0.0
-        self._stepped_by_hand = False
-        self._counted: weakref.ref[Any] | None = None
+        self._one_step = OneStep()
 
     def on_optimizer_step(self, optimizer: Any) -> None:
-        """After an optimizer's step, in the thread that made it. Never raises.
-
-        Where there are several optimizers, those of one step are told apart by counting the first one seen.
-        """
-        if self._stepped_by_hand:
-            return
+        """After an optimizer's step, in the thread that made it. Never raises."""
         try:
-            counted = self._counted() if self._counted is not None else None
-            if counted is None:
-                self._counted = weakref.ref(optimizer)
-            elif counted is not optimizer:
-                return
-            self._stepped()
+            if self._one_step.ends(optimizer):
+                self._stepped()
         except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer
             self._swallow(error)
 
     def on_step(self) -> None:
         """The program says that a step has ended; from now on only this counts as one. Never raises."""
-        self._stepped_by_hand = True
         try:
+            self._one_step.ends(None)
             self._stepped()
         except Exception as error:  # noqa: BLE001 - as above
             self._swallow(error)

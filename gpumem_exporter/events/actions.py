@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Asked, Target
 from gpumem_exporter.events.model import Event
 
-__all__ = ["MAX_RESULTS", "action_event", "asked_event", "one_of", "read_action", "read_asked"]
+__all__ = ["MAX_RESULTS", "about", "action_event", "asked_event", "read_action", "read_asked"]
 
 T = TypeVar("T")
+
+_COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
 
 MAX_RESULTS = 512
 """Results that an event holds: the first ones of an action on more, and how many were left out."""
@@ -26,11 +28,7 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     return Event(
         "action",
         finished_unix_seconds,
-        gpu=one_of(result.gpu for result in results),
-        uuid=one_of(result.uuid for result in results),
-        pid=one_of([result.pid for result in results]),
-        workload=one_of(result.workload for result in results),
-        rank=one_of(result.rank for result in results),
+        **about(results),
         detail={
             **_told(action),
             "state": action.state,
@@ -48,9 +46,9 @@ def asked_event(asked: Asked) -> Event:
     return Event(
         "action_asked",
         asked.action.created_unix_seconds,
-        pid=one_of([pid for pid, _, _ in asked.processes]),
-        workload=one_of(workload for _, workload, _ in asked.processes),
-        rank=one_of(rank for _, _, rank in asked.processes),
+        pid=_one_of([pid for pid, _, _ in asked.processes]),
+        workload=_one_of(workload for _, workload, _ in asked.processes),
+        rank=_one_of(rank for _, _, rank in asked.processes),
         detail={
             **_told(asked.action),
             "request": request,
@@ -109,7 +107,12 @@ def _action(detail: Mapping[str, Any], state: str) -> Action:
     )
 
 
-def one_of(values: Iterable[T]) -> T | None:
+def about(results: Sequence[ActionResult]) -> dict[str, Any]:
+    """An event's columns for these results: the device and the process, where all are about the same one."""
+    return {name: _one_of([getattr(result, name) for result in results]) for name in _COLUMNS}
+
+
+def _one_of(values: Iterable[T]) -> T | None:
     """The value that all are; None where they differ."""
     different = set(values)
     return different.pop() if len(different) == 1 else None

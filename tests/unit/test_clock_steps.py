@@ -13,12 +13,11 @@ import gpumem_exporter
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.protocol import ProcessIdentity
 
 from .builders import UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 
@@ -127,24 +126,10 @@ class OneGpu:
         return 0.5
 
 
-class NoHost:
-    def facts(self, pid: int) -> ProcessFacts | None:
-        return None
-
-    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        return None
-
-    def program(self, host_pid: int) -> int | None:
-        return None
-
-    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
-        return False
-
-
 @STEPS
 def test_a_reading_is_dated_by_the_wall_clock_and_measured_by_the_other(clocks: Clocks, step_seconds: float) -> None:
     driver = OneGpu()
-    reader = NodeReader(driver, NoHost(), clock=clocks.monotonic, wall_clock=clocks.wall)
+    reader = NodeReader(driver, NobodyHost(), clock=clocks.monotonic, wall_clock=clocks.wall)
 
     def set_the_clock() -> None:
         clocks.pass_(0.25)
@@ -160,7 +145,7 @@ def test_a_reading_is_dated_by_the_wall_clock_and_measured_by_the_other(clocks: 
 def test_a_missing_driver_is_sought_no_sooner_and_no_later(clocks: Clocks, step_seconds: float) -> None:
     driver = OneGpu()
     driver.missing = True
-    reader = NodeReader(driver, NoHost(), clock=clocks.monotonic, wall_clock=clocks.wall)
+    reader = NodeReader(driver, NobodyHost(), clock=clocks.monotonic, wall_clock=clocks.wall)
     assert not reader.read().up
     driver.missing = False
     clocks.wall_seconds += step_seconds

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.core.samples import DeviceMemory, NodeReading, ProcessFacts, ProcessMemory
+from gpumem_exporter.core.samples import DeviceMemory, NodeReading, ProcessMemory
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.poller import Poller, Schedule
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.protocol import ProcessIdentity
+
+from .builders import NobodyHost
 
 SOON = 30.0
 """Longer than anything waited for here takes; a test that is right never waits that long."""
@@ -60,20 +61,6 @@ class OneGpu:
         return 0.5
 
 
-class NoHost:
-    def facts(self, pid: int) -> ProcessFacts | None:
-        return None
-
-    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        return None
-
-    def program(self, host_pid: int) -> int | None:
-        return None
-
-    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
-        return False
-
-
 class Published:
     """Takes readings, and lets a test wait for the nth."""
 
@@ -100,7 +87,7 @@ def start() -> Iterator[Start]:
 
     def started(provider: OneGpu, publish: Callable[[NodeReading], None], **options: object) -> Poller:
         settings = {"interval_seconds": 0.001, **options}
-        poller = Poller(provider, NoHost(), publish, **settings)  # type: ignore[arg-type]
+        poller = Poller(provider, NobodyHost(), publish, **settings)  # type: ignore[arg-type]
         pollers.append(poller)
         poller.start()
         return poller
@@ -138,7 +125,7 @@ def test_stopping_closes_the_driver_without_waiting_for_the_interval(start: Star
 
 
 def test_a_poller_that_never_started_is_stopped_at_once() -> None:
-    poller = Poller(OneGpu(), NoHost(), Published(), interval_seconds=1.0)
+    poller = Poller(OneGpu(), NobodyHost(), Published(), interval_seconds=1.0)
     assert not poller.status(0.0).alive
     assert poller.stop(SOON)
 
@@ -281,7 +268,7 @@ def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: 
 
 
 def test_a_thread_that_hangs_does_not_keep_the_interpreter() -> None:
-    assert Poller(OneGpu(), NoHost(), Published(), interval_seconds=1.0)._thread.daemon
+    assert Poller(OneGpu(), NobodyHost(), Published(), interval_seconds=1.0)._thread.daemon
 
 
 @given(
@@ -320,7 +307,7 @@ def test_a_poll_can_be_had_before_the_interval_is_over() -> None:
         readings.append(reading)
         seen.release()
 
-    poller = Poller(OneGpu(), NoHost(), publish, interval_seconds=3600.0)
+    poller = Poller(OneGpu(), NobodyHost(), publish, interval_seconds=3600.0)
     poller.start()
     try:
         assert seen.acquire(timeout=SOON)

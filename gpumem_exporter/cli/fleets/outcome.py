@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.action_tables import summary
+from gpumem_exporter.cli.action_tables import COLUMNS, summary
 from gpumem_exporter.cli.main import one_line
 from gpumem_exporter.cli.sizes import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.cli.terminal import open_console, plain, print_json, show, table
@@ -20,18 +20,7 @@ __all__ = ["Outcome", "warn"]
 
 Row = Mapping[str, Any]
 
-_COLUMNS = (
-    ("exporter", "left"),
-    ("pid", "right"),
-    ("workload", "cut"),
-    ("rank", "right"),
-    ("gpu", "left"),
-    ("outcome", "left"),
-    ("before", "right"),
-    ("after", "right"),
-    ("freed", "right"),
-    ("took", "right"),
-)
+_COLUMNS = (("exporter", "left"), *COLUMNS)
 _MOST_NAMED = 8
 """So many processes are named with one reason; the table has them all."""
 
