@@ -239,7 +239,7 @@ class Report:
     waiting: tuple[str, ...] = ()
     """Ids of the commands that it has and that wait for their moment: they need not be given again."""
     step_seconds: float | None = None
-    """How long the last step took; None before the second, and once no step has ended for several times that long."""
+    """How long a step takes, the median of the last few; None before the second, and once none has ended for long."""
     hold_seconds: float = 0.0
     """How long the sender lets the exporter hold the reply at most; 0 asks for an answer at once."""
     final: bool = False

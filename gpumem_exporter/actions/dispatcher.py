@@ -41,7 +41,7 @@ __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "GROUP_LEAD_SECONDS",
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline a delivered command may still answer: it may have begun just in time."""
-GROUP_ANSWER_SECONDS = 1.0
+GROUP_ANSWER_SECONDS = 2.0
 """A rank that has not said by then that it has its command is not waited for."""
 _NOT_ALL = "not every rank of the group could take part"
 _OF_DEVICES = ("reset_peak", "set_memory_fraction")

@@ -16,7 +16,7 @@ __all__ = ["GROUP_LEAD_SECONDS", "Chosen", "group_of", "group_step", "lack", "re
 Chosen: TypeAlias = "tuple[int | str, ReportingProcess, tuple[DeviceSample, ...]]"
 """A process that is meant: its name, its report, and its samples of the devices meant."""
 
-GROUP_LEAD_SECONDS = 4.0
+GROUP_LEAD_SECONDS = 5.0
 """How far ahead a group's step lies at least: longer than it takes to reach every rank, and to call it off."""
 
 

@@ -7,6 +7,7 @@ step runs, and the two never at once. While the program is in `empty_cache()` it
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ _QUIET_STEPS = 3.0
 """Steps are over when none has come for three times the last one's length…"""
 _QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
 """…and for at least two seconds, or for a minute at most."""
+_PACE_STEPS = 9
+"""The pace is the median of so many steps: one that waited for an evaluation or another rank is not the pace."""
 _FLUSH_SECONDS_MAX = 10.0
 """A sample is given again, with its age, while the cache is being emptied; one that is older says nothing any more."""
 
@@ -75,6 +78,7 @@ class Sampler:
         self._steps = 0
         self._last_step_seconds: float | None = None
         self._step_seconds = 0.0
+        self._recent_step_seconds = [0.0] * _PACE_STEPS
         self._one_step = OneStep()
 
     def on_optimizer_step(self, optimizer: Any) -> None:
@@ -100,8 +104,9 @@ class Sampler:
 
     @property
     def step_seconds(self) -> float | None:
-        """How long the last step took; None while none run."""
-        return self._step_seconds if self._step_seconds > 0 and self.steps_run() else None
+        """How long a step takes, the median of the last few; None while none run. Any thread may ask."""
+        recent = [seconds for seconds in self._recent_step_seconds if seconds > 0]
+        return statistics.median(recent) if recent and self.steps_run() else None
 
     def current(self, next_report_seconds: float) -> Sample:
         """The sample to report now, and when the next one will be wanted.
@@ -134,6 +139,7 @@ class Sampler:
         now = self._clock()
         if self._last_step_seconds is not None:
             self._step_seconds = now - self._last_step_seconds
+            self._recent_step_seconds[self._steps % _PACE_STEPS] = self._step_seconds
         self._last_step_seconds = now
         self._steps += 1
         if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):

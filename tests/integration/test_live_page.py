@@ -76,7 +76,7 @@ def test_the_last_ten_minutes_are_there_as_soon_as_the_page_is(demo: Demo, open_
     number = r"-?[\d.]+(e-\d+)?"
     stretch = rf"M{number} {number}h\.1(L{number} {number})*"  # a busy machine may leave a hole: then there are several
     assert [line for line in lines if not re.fullmatch(rf"({stretch})+", line) or "L" not in line] == []
-    assert re.search(r"in use (for|in) \d+ s", live.text("figcaption"))
+    assert re.search(r"in use (for|in) \d+ (s|min)", live.text("figcaption"))
 
 
 def test_it_says_that_a_demo_is_one_and_lists_what_happened(demo: Demo, open_page: OpenPage) -> None:

@@ -46,7 +46,7 @@ def test_what_went_by_since_a_rank_said_its_step_counts() -> None:
         ({"step_seconds": None}, r"pid 1 on node2:9844 \(rank 1\) makes no steps"),
         ({"reporting": False, "state": "silent"}, r"pid 1 on node2:9844 \(rank 1\) has fallen silent"),
         ({"rank": "0"}, r"rank 0 is there 2 times, pid 1 on node1:9844 \(rank 0\), pid 1 on node2:9844 \(rank 0\)"),
-        ({"step_seconds": 40.0}, r"step 120 ends in about 2800\.0 s, the deadline is in 60 s"),
+        ({"step_seconds": 40.0}, r"step 130 ends in about 3200\.0 s, the deadline is in 60 s"),
     ],
 )
 def test_with_a_rank_that_cannot_nothing_is_asked(changes: dict[str, Any], said: str) -> None:
@@ -125,7 +125,7 @@ def test_asking_that_takes_too_long_for_the_step_calls_all_of_them_off() -> None
         begins=[RUNNING], cancels=[action(state="failed")], on_begin=lambda: clock.sleep(ASKING_SECONDS + 0.1)
     )
     found, _ = run({A: slow}, clock)
-    assert found.called_off == "asking every exporter took 3.1 s, which is too long for step 120"
+    assert found.called_off == "asking every exporter took 3.1 s, which is too long for step 130"
     assert slow.asked_for("cancel") == ["a1"]
 
 

@@ -72,6 +72,18 @@ def test_long_steps_are_waited_for_but_not_for_ever(bench: Bench) -> None:
     assert bench.report() == 0.0
 
 
+def test_one_long_step_among_many_is_not_the_pace(bench: Bench) -> None:
+    assert bench.sampler.step_seconds is None
+    bench.step()
+    assert bench.sampler.step_seconds is None  # one end is no length
+    for seconds in (0.1, 0.1, 60.0):
+        bench.step(seconds)
+        assert bench.sampler.step_seconds == pytest.approx(0.1)
+    for _ in range(5):
+        bench.step(2.0)
+    assert bench.sampler.step_seconds == pytest.approx(2.0)
+
+
 def test_only_the_first_of_several_optimizers_counts_a_step(bench: Bench) -> None:
     other = Optimizer()
     for _ in range(3):
