@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from gpumem_exporter.actions.model import ACTIONS, Action
 from gpumem_exporter.actions.policy import RESULTS
 from gpumem_exporter.collectors import catalog
+from gpumem_exporter.collectors.own import Unchanging
 from gpumem_exporter.events.model import EVENT_TYPES, Event
 from gpumem_exporter.protocol import OUTCOMES
 
@@ -37,25 +38,31 @@ class Instruments:
         self._registry = registry
         self._reports = _counter(catalog.REPORTS, registry)
         self._dropped = _counter(catalog.PROCESSES_DROPPED, registry)
-        self._actions = _counter(catalog.ACTIONS, registry)
-        self._freed = _counter(catalog.ACTION_FREED, registry)
-        self._events = _counter(catalog.EVENTS, registry)
-        self._events_dropped = _counter(catalog.EVENTS_DROPPED, registry)
-        self._policy = _counter(catalog.POLICY_EVALUATIONS, registry)
-        self._alerts = _counter(catalog.ALERTS, registry)
+        actions = _counter(catalog.ACTIONS)
+        freed = _counter(catalog.ACTION_FREED)
+        events = _counter(catalog.EVENTS)
+        alerts = _counter(catalog.ALERTS)
         metric = catalog.ACTION_DURATION
-        self._duration = Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=_ACTION_SECONDS)
+        duration = Histogram(metric.name, metric.help, metric.labels, registry=None, buckets=_ACTION_SECONDS)
 
         # A counter that starts with its first event hides that event from rate(); these are few and known beforehand.
         for action in ACTIONS:
-            self._freed.labels(action)
-            self._duration.labels(action)
+            freed.labels(action)
+            duration.labels(action)
             for outcome in OUTCOMES:
-                self._actions.labels(action, outcome)
+                actions.labels(action, outcome)
         for outcome in ALERT_OUTCOMES:
-            self._alerts.labels(outcome)
+            alerts.labels(outcome)
         for type_ in EVENT_TYPES:
-            self._events.labels(type_)
+            events.labels(type_)
+
+        self._actions = Unchanging(actions, registry)
+        self._freed = Unchanging(freed, registry)
+        self._events = Unchanging(events, registry)
+        self._events_dropped = _counter(catalog.EVENTS_DROPPED, registry)
+        self._policy = _counter(catalog.POLICY_EVALUATIONS, registry)
+        self._alerts = Unchanging(alerts, registry)
+        self._duration = Unchanging(duration, registry)
 
     def show_held_requests(self, count: Callable[[], int]) -> None:
         """Show how many requests are held open; `count` is called at each scrape, by whoever renders the page."""
@@ -72,8 +79,9 @@ class Instruments:
 
     def count_events(self, events: Iterable[Event]) -> None:
         """These happened: each is given once, and news."""
-        for event in events:
-            self._events.labels(event.type).inc()
+        with self._events.changing() as counter:
+            for event in events:
+                counter.labels(event.type).inc()
 
     def count_events_dropped(self, count: int) -> None:
         """So many events could not be kept."""
@@ -95,20 +103,24 @@ class Instruments:
 
     def count_alert(self, outcome: str) -> None:
         """An alert came; `outcome` is one of `ALERT_OUTCOMES`."""
-        self._alerts.labels(outcome).inc()
+        with self._alerts.changing() as counter:
+            counter.labels(outcome).inc()
 
     def observe_action(self, action: Action) -> None:
         """An action is finished. A dry run did nothing and is not counted."""
         if action.dry_run:
             return
         # A process on several devices has a result for each of them, and one outcome.
-        for *_, outcome in {(result.pid, result.workload, result.rank, result.outcome) for result in action.results}:
-            self._actions.labels(action.action, outcome).inc()
+        with self._actions.changing() as actions:
+            for *_, outcome in {(row.pid, row.workload, row.rank, row.outcome) for row in action.results}:
+                actions.labels(action.action, outcome).inc()
         # A process may have taken memory meanwhile; what one took is not taken off what another gave back.
-        self._freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
+        with self._freed.changing() as freed:
+            freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
         if action.duration_seconds is not None:
-            self._duration.labels(action.action).observe(action.duration_seconds)
+            with self._duration.changing() as duration:
+                duration.labels(action.action).observe(action.duration_seconds)
 
 
-def _counter(metric: catalog.Metric, registry: CollectorRegistry) -> Counter:
+def _counter(metric: catalog.Metric, registry: CollectorRegistry | None = None) -> Counter:
     return Counter(metric.name, metric.help, metric.labels, registry=registry)

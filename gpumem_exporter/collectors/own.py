@@ -1,14 +1,19 @@
 """The exporter's own counters and histograms, written as `prometheus_client` writes them, at a tenth of its price.
 
-They are a few hundred series: at 8 µs each they would take as long as all the rest of a page. What is not a plain
+They are a few hundred series: at 8 µs each they would take as long as all the rest of a page. Most of them count what
+happens a few times a day, and are made and written again only after a change (`Unchanging`). What is not a plain
 counter, gauge or histogram is left to `prometheus_client` itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from typing import Generic, TypeVar
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 from prometheus_client.registry import Collector
@@ -17,7 +22,9 @@ from prometheus_client.utils import floatToGoString
 
 from gpumem_exporter.collectors.lines import label_text
 
-__all__ = ["OwnPage"]
+__all__ = ["OwnPage", "Unchanging"]
+
+M = TypeVar("M", bound=MetricWrapperBase)
 
 _EOF = b"# EOF\n"
 _PLAIN = ("counter", "gauge", "histogram")
@@ -25,11 +32,47 @@ _SHORT = 1e6
 """Below it a number is written as Python writes it."""
 
 
+class Unchanging(Collector, Generic[M]):
+    """A metric that seldom changes: while it does not, it is collected as the very same objects.
+
+    Any thread may call it.
+
+    Args:
+        metric: not registered itself; whoever changes it goes through `changing`.
+        registry: where this is registered in its place.
+    """
+
+    def __init__(self, metric: M, registry: CollectorRegistry) -> None:
+        self._metric = metric
+        self._state = object()  # a new one after each change: unlike a number it cannot be set back by a race
+        self._collected: tuple[object, list[Metric]] | None = None
+        registry.register(self)
+
+    @contextmanager
+    def changing(self) -> Iterator[M]:
+        """The metric, to be changed."""
+        try:
+            yield self._metric
+        finally:
+            self._state = object()
+
+    def describe(self) -> Iterable[Metric]:
+        """Name and type, for the registry."""
+        return self._metric.describe()
+
+    def collect(self) -> Iterable[Metric]:
+        """As `prometheus_client` does; not to be altered."""
+        state, collected = self._state, self._collected
+        if collected is None or collected[0] is not state:
+            collected = self._collected = state, list(self._metric.collect())
+        return collected[1]
+
+
 class OwnPage:
     """Writes the metrics of a registry, without the `_created` series that double the number of counters.
 
-    Remembers the text of each series' name and labels: the exporter's own have few labels, known beforehand. Not
-    thread-safe.
+    Remembers the lines of each family until it is collected as another object, and the text of each series' name and
+    labels: the exporter's own have few labels, known beforehand. Not thread-safe.
 
     Args:
         registry: the exporter's own.
@@ -38,19 +81,27 @@ class OwnPage:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._texts: dict[tuple[str, tuple[tuple[str, str], ...]], str] = {}
+        self._families: dict[tuple[str, bool], tuple[Metric, str]] = {}
 
     def write(self, *, openmetrics: bool) -> bytes:
         """All families, without an end mark."""
-        lines: list[str] = []
+        texts: list[str] = []
         for metric in self._registry.collect():
-            created = f"{metric.name}_created"
-            metric.samples = [sample for sample in metric.samples if sample.name != created]  # it was made for us
-            if metric.type in _PLAIN and not metric.unit and not any(map(_is_special, metric.samples)):
-                lines.append(_header(metric, openmetrics=openmetrics))
-                lines += [f"{self._text(sample)}{_number(sample.value)}\n" for sample in metric.samples]
-            else:
-                lines.append(_by_prometheus_client(metric, openmetrics=openmetrics))
-        return "".join(lines).encode("utf-8", "replace")
+            key = metric.name, openmetrics
+            written, text = self._families.get(key, (None, ""))
+            if written is not metric:
+                text = self._family(metric, openmetrics=openmetrics)
+                self._families[key] = metric, text
+            texts.append(text)
+        return "".join(texts).encode("utf-8", "replace")
+
+    def _family(self, metric: Metric, *, openmetrics: bool) -> str:
+        created = f"{metric.name}_created"
+        samples = [sample for sample in metric.samples if sample.name != created]
+        if metric.unit or metric.type not in _PLAIN or any(map(_is_special, samples)):
+            return _by_prometheus_client(metric, samples, openmetrics=openmetrics)
+        lines = [f"{self._text(sample)}{_number(sample.value)}\n" for sample in samples]
+        return _header(metric, openmetrics=openmetrics) + "".join(lines)
 
     def _text(self, sample: Sample) -> str:
         key = sample.name, tuple(sample.labels.items())
@@ -70,7 +121,9 @@ class _One(Collector):
         return (self._metric,)
 
 
-def _by_prometheus_client(metric: Metric, *, openmetrics: bool) -> str:
+def _by_prometheus_client(metric: Metric, samples: list[Sample], *, openmetrics: bool) -> str:
+    metric = copy(metric)
+    metric.samples = samples
     if openmetrics:
         page: bytes = generate_openmetrics(_One(metric))  # type: ignore[no-untyped-call]
         return page.removesuffix(_EOF).decode()
