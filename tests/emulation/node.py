@@ -97,6 +97,10 @@ class Books:
     def by_uuid(self, uuid: str) -> DeviceBook:
         return next(device for device in self.devices if device.uuid == uuid)
 
+    def used_by(self, pid: int) -> int:
+        """What a process holds on all devices, its contexts included."""
+        return sum(device.processes.get(pid, 0) for device in self.devices)
+
 
 class Rule:
     """One thing that happens to matching calls until `remove()`. Also a context manager."""

@@ -69,22 +69,18 @@ def stepping(process: TorchProcess, folder: Path, pause: float = 0.01) -> Iterat
         stop.unlink()
 
 
-def used(node: EmulatedNode, pid: int) -> int:
-    return sum(book.processes.get(pid, 0) for book in node.books().devices)
-
-
 def test_in_mode_step_the_training_thread_clears_after_a_step_and_the_driver_has_what_it_freed(
     exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
 ) -> None:
     cache(process)
-    before = used(node, process.pid)
+    before = node.books().used_by(process.pid)
     with stepping(process, tmp_path) as told:
         action = exporter.act("empty_cache", target={"pid": process.pid}, mode="step")
     (row,) = action["results"]
     assert (action["state"], row["outcome"]) == ("done", "done")
     assert 0 < row["step"] <= told[0]
     assert row["thread_id"] == told[1] == process.pid  # Linux: the main thread's id is the process'
-    assert row["freed_bytes"] == before - used(node, process.pid) == 64 * MIB
+    assert row["freed_bytes"] == before - node.books().used_by(process.pid) == 64 * MIB
     assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
 
 
@@ -98,7 +94,7 @@ def test_in_every_mode_what_was_freed_is_what_the_driver_has_gained(
     for device in (0, 1):
         process.call("random_heap", device=device, seed=device, blocks=100)
     exporter.wait_for_processes(process.pid)
-    before, free = used(node, process.pid), [book.free_bytes for book in node.books().devices]
+    before, free = node.books().used_by(process.pid), [book.free_bytes for book in node.books().devices]
     if mode == "step":
         with stepping(process, tmp_path):
             action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=50)
@@ -108,7 +104,7 @@ def test_in_every_mode_what_was_freed_is_what_the_driver_has_gained(
     gained = [book.free_bytes - was for book, was in zip(node.books().devices, free, strict=True)]
     rows = {row["uuid"]: row for row in action["results"]}
     assert [rows[node.uuid(device)]["freed_bytes"] for device in (0, 1)] == gained[:2]
-    assert action["freed_bytes"] == before - used(node, process.pid) > 0
+    assert action["freed_bytes"] == before - node.books().used_by(process.pid) > 0
     for row in rows.values():
         assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
 
@@ -239,15 +235,15 @@ def test_terminate_ends_the_process_that_is_meant_and_gives_back_what_the_driver
         process.call("alloc", nbytes=64 * MIB)
         process.call("start_client", workload="train", rank=process.pid)
     deadly.wait_for_processes(victim.pid, other.pid)
-    held = used(node, victim.pid)
+    held = node.books().used_by(victim.pid)
     wait_for(lambda: deadly.metrics().values("gpumem_process_memory_used_bytes", pid=str(victim.pid)), "the driver")
     would = deadly.act("terminate", target={"pid": victim.pid}, dry_run=True)
     assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("done", held)]
-    assert used(node, victim.pid) == held
+    assert node.books().used_by(victim.pid) == held
     action = deadly.act("terminate", target={"pid": victim.pid})
     assert [(row["outcome"], row["reason"]) for row in action["results"]] == [("done", "ended by SIGTERM")]
     assert action["freed_bytes"] == held
-    assert used(node, victim.pid) == 0
+    assert node.books().used_by(victim.pid) == 0
     assert other.pid in deadly.processes()
 
 
@@ -260,7 +256,7 @@ def test_terminate_kills_what_does_not_heed_and_what_does_not_report(
     wait_for(lambda: deadly.metrics().values("gpumem_process_memory_used_bytes", pid=pid), "the driver's list")
     action = deadly.act("terminate", target={"pid": process.pid}, wait_seconds=60)
     assert [(row["outcome"], row["reason"]) for row in action["results"]] == [("done", "ended by SIGKILL")]
-    assert used(node, process.pid) == 0
+    assert node.books().used_by(process.pid) == 0
 
 
 def test_terminate_is_off_unless_it_is_allowed(exporter: ExporterProcess, process: TorchProcess) -> None:

@@ -203,7 +203,7 @@ def test_a_real_alertmanager_clears_a_real_process_once_and_tells_when_it_is_res
     def outcome(name: str) -> float:
         return exporter.metrics().value("gpumem_alerts_total", outcome=name)
 
-    before = used(node, process.pid)
+    before = node.books().used_by(process.pid)
     now = datetime.now(timezone.utc)
     firing = {
         "labels": {"alertname": "CacheHoarded", "gpumem_action": "empty_cache", "pid": str(process.pid)},
@@ -216,23 +216,19 @@ def test_a_real_alertmanager_clears_a_real_process_once_and_tells_when_it_is_res
     other = {"labels": {"alertname": "Other"}, "annotations": {"gpumem_action": "empty_cache"}}  # not for the exporter
     with alertmanager(tmp_path, f"http://{address}{ALERTS}", token) as post:
         post(firing, other)
-        wait_for(lambda: used(node, process.pid) == before - 256 * MIB, "the clear")
+        wait_for(lambda: node.books().used_by(process.pid) == before - 256 * MIB, "the clear")
         process.call("free", numbers=[process.call("alloc", nbytes=128 * MIB)])  # a second clear would give it back
         wait_for(lambda: outcome("repeated") >= 2, "its repetitions")
         post({**firing, "endsAt": datetime.now(timezone.utc).isoformat()})
         wait_for(lambda: outcome("resolved") >= 1, "its end")
     assert (outcome("acted"), outcome("refused"), outcome("invalid"), outcome("ignored")) == (1, 0, 0, 0)
-    assert used(node, process.pid) == before - 128 * MIB
+    assert node.books().used_by(process.pid) == before - 128 * MIB
     answer = exporter.request("GET", "/api/v1/actions", headers={"Authorization": "Bearer s3cret"})
     (action,) = json.loads(answer.body)["actions"]
     (row,) = action["results"]
     assert (row["pid"], row["outcome"], row["freed_bytes"]) == (process.pid, "done", 256 * MIB)
     assert action["requested_by"] == "alert:CacheHoarded by token@127.0.0.1"
     assert re.fullmatch(r"alert CacheHoarded \([0-9a-f]{16}\): 256 MiB could be given back", action["reason"])
-
-
-def used(node: EmulatedNode, pid: int) -> int:
-    return sum(book.processes.get(pid, 0) for book in node.books().devices)
 
 
 @contextmanager

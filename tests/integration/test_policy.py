@@ -52,10 +52,6 @@ def exporter(policy: Path) -> Iterator[RunningExporter]:
         yield running
 
 
-def used(node: EmulatedNode, pid: int) -> int:
-    return sum(book.processes.get(pid, 0) for book in node.books().devices)
-
-
 def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves_its_own_alone(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
@@ -71,11 +67,11 @@ def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves
         process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client", workload=workload, rank=0)
         process.call("free", numbers=[process.call("alloc", nbytes=256 * MIB)])
-        held[workload] = (process, used(node, process.pid))
+        held[workload] = (process, node.books().used_by(process.pid))
     (hoarder, before), (tidy, kept) = held["hoarder"], held["tidy"]
     wait_for(lambda: exporter.metrics().values(EVALUATIONS, rule="would", result="would_act") == [1], "the dry run")
-    wait_for(lambda: used(node, hoarder.pid) == before - 256 * MIB, "the clear")
-    assert used(node, tidy.pid) == kept
+    wait_for(lambda: node.books().used_by(hoarder.pid) == before - 256 * MIB, "the clear")
+    assert node.books().used_by(tidy.pid) == kept
 
     def acted() -> list[Any]:
         actions = exporter.get("/api/v1/actions")["actions"]

@@ -171,10 +171,6 @@ class World:
             "driver": books - self._used(),
         } == dict.fromkeys(("reclaimable", "torch", "driver"), action["freed_bytes"])
 
-    def used_by(self, process: TorchProcess) -> int:
-        """By the driver's word. Others may be about to end meanwhile, and what they held with them."""
-        return sum(book.processes.get(process.pid, 0) for book in self.node.books().devices)
-
     def _used(self) -> int:
         return sum(book.used_bytes for book in self.node.books().devices)
 
@@ -334,10 +330,10 @@ class RandomRun(RuleBasedStateMachine):
         def act() -> str:
             process = self.rng.choice(list(self.world.torches))
             self.world.exporter.wait_for_processes(process.pid)
-            before = self.world.used_by(process)
+            before = self.world.node.books().used_by(process.pid)
             action = self.world.exporter.act("empty_cache", target={"pid": process.pid})
             assert {row["outcome"] for row in action["results"]} == {"done"}, action
-            assert action["freed_bytes"] == before - self.world.used_by(process)
+            assert action["freed_bytes"] == before - self.world.node.books().used_by(process.pid)
             return f"{process.pid} gave back {action['freed_bytes']}"
 
         self.step("clear", act)

@@ -1,0 +1,95 @@
+"""`fleet terminate`: real processes on two nodes, one of whose exporters lets nobody end them; a real Prometheus."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.exporter_process import REPOSITORY, wait_for
+from tests.running_prometheus import RunningPrometheus, free_port
+
+TOKEN = "a-token-for-tests"
+DOOMED = 'gpumem_torch_allocated_bytes{workload="doomed"} > 32e6'
+MIB = 1 << 20
+
+
+class Nodes:
+    """Two nodes with two processes each, `doomed` and `spared`, and a Prometheus that knows them."""
+
+    def __init__(self, nodes: list[EmulatedNode], processes: list[dict[str, TorchProcess]], prometheus: str) -> None:
+        self.nodes = nodes
+        self.processes = processes
+        self._prometheus = prometheus
+
+    def terminate(self, *options: str, code: int) -> Any:
+        """End the workload `doomed` wherever it is."""
+        ended = subprocess.run(
+            [
+                *(sys.executable, "-m", "gpumem_exporter", "fleet", "terminate", "--prometheus", self._prometheus),
+                *("--query", DOOMED, "--json", *options),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "GPUMEM_ACTION_TOKEN": TOKEN},
+        )
+        assert (ended.returncode, ended.stderr) == (code, "")
+        return json.loads(ended.stdout)
+
+    def used(self, number: int, workload: str) -> int:
+        """What the driver says that a process uses."""
+        return self.nodes[number].books().used_by(self.processes[number][workload].pid)
+
+
+@pytest.fixture
+def nodes(
+    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
+) -> Iterator[Nodes]:
+    (tmp_path / "token").write_text(TOKEN)
+    made, processes, instances = [], [], []
+    for number, allowed in enumerate(("terminate,empty_cache", "empty_cache")):
+        node = make_node()
+        instance = f"127.0.0.1:{free_port()}"
+        flags = ("--web.listen-address", instance, "--action.token-file", str(tmp_path / "token"))
+        exporter = start_exporter(node, *flags, "--action.allow", allowed, "--report.interval", "0.2")
+        here = {}
+        for workload in ("doomed", "spared"):
+            process = here[workload] = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
+            process.call("alloc", nbytes=64 * MIB)
+            process.call("start_client", workload=workload, rank=str(number))
+        exporter.wait_for_processes(*(process.pid for process in here.values()))
+        made.append(node)
+        processes.append(here)
+        instances.append(instance)
+    with RunningPrometheus(tmp_path / "prometheus", {instance: instance for instance in instances}) as prometheus:
+        api = Prometheus(prometheus.url)
+        wait_for(lambda: len(api.query(DOOMED).series) == 2, "Prometheus' knowing of both", 60.0)
+        yield Nodes(made, processes, prometheus.url)
+
+
+def test_what_the_query_names_is_ended_where_that_is_allowed_and_nothing_else(nodes: Nodes) -> None:
+    held = nodes.used(0, "doomed")
+    for dry_run in (True, False):
+        document = nodes.terminate(*(["--dry-run"] if dry_run else []), code=1)
+        by_rank = {row["rank"]: row for row in document["results"]}
+        assert (by_rank["0"]["outcome"], by_rank["0"]["freed_bytes"]) == ("done", held)
+        assert by_rank["1"]["outcome"] == "refused"
+        assert "--action.allow" in by_rank["1"]["reason"]
+        assert nodes.used(0, "doomed") == (held if dry_run else 0)
+    assert nodes.processes[0]["doomed"].finish() != 0
+    for number, workload in ((0, "spared"), (1, "doomed"), (1, "spared")):
+        assert nodes.used(number, workload) > 64 * MIB
+        assert nodes.processes[number][workload].call("stats", device=0)
