@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import socket
+import ssl
 import subprocess
 import tempfile
 import urllib.error
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+import trustme
 import yaml
 
 from tests.exporter_process import wait_for
@@ -33,9 +35,10 @@ class RunningPrometheus:
     Args:
         folder: its configuration and data; made when missing.
         targets: `host:port` by the node's name, the label `instance`; two names may be of one exporter.
+        authority: signs its certificate; its API then is https.
     """
 
-    def __init__(self, folder: Path, targets: Mapping[str, str]) -> None:
+    def __init__(self, folder: Path, targets: Mapping[str, str], authority: trustme.CA | None = None) -> None:
         binary = shutil.which("prometheus")
         assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +49,9 @@ class RunningPrometheus:
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
         address = f"127.0.0.1:{free_port()}"
-        self.url = f"http://{address}"
+        self.url = f"http://{address}" if authority is None else f"https://{address}"
+        self._trusted = None if authority is None else _serve_https(folder, authority)
+        web = () if authority is None else (f"--web.config.file={folder / 'web.yml'}",)
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._popen = subprocess.Popen(
             [
@@ -55,6 +60,7 @@ class RunningPrometheus:
                 f"--storage.tsdb.path={folder / 'data'}",
                 f"--web.listen-address={address}",
                 "--log.level=warn",
+                *web,
             ],
             stdout=self._log,
             stderr=self._log,
@@ -84,7 +90,17 @@ class RunningPrometheus:
     def _ready(self) -> bool:
         assert self._popen.poll() is None, self.log()
         try:
-            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5) as answer:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5, context=self._trusted) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError):
             return False
+
+
+def _serve_https(folder: Path, authority: trustme.CA) -> ssl.SSLContext:
+    """Write what Prometheus needs to serve https; what a client needs to believe it."""
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "own.pem"))
+    server = {"cert_file": "own.pem", "key_file": "own.pem"}
+    (folder / "web.yml").write_text(yaml.safe_dump({"tls_server_config": server}))
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    return trusted

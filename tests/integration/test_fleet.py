@@ -28,6 +28,7 @@ from urllib.parse import parse_qs, urlsplit
 from urllib.request import urlopen
 
 import pytest
+import trustme
 
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
 from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
@@ -305,6 +306,19 @@ def test_a_bearer_token_is_read_from_its_file(fleet: Fleet, tmp_path: Path) -> N
         ended = fleet.command("info", "--prometheus", url, "--prometheus-token-file", str(tmp_path / "token"))
         assert ended.returncode == 0, ended.stderr
         assert asked.pop()[1]["authorization"] == "Bearer of-prometheus"
+
+
+def test_a_prometheus_behind_https_is_believed_by_its_certificate_alone(fleet: Fleet, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
+    targets = {fleet.instances[0]: fleet.instances[0]}
+    with RunningPrometheus(tmp_path / "prometheus", targets, authority) as prometheus:
+        doubted = fleet.command("info", "--prometheus", prometheus.url)
+        assert (doubted.returncode, doubted.stdout, doubted.stderr.count("\n")) == (1, "", 1)
+        assert "certificate verify failed" in doubted.stderr
+
+        trusting = {"GPUMEM_PROMETHEUS_URL": prometheus.url, "SSL_CERT_FILE": str(tmp_path / "authority.pem")}
+        wait_for(lambda: "8 devices" in fleet.command("info", **trusting).stdout, "the first scrape", 60.0)
 
 
 def test_nobody_there_is_1_and_names_the_address() -> None:
