@@ -142,7 +142,7 @@ def _ledger(
     device: DeviceReading, memory: DeviceMemory, samples: _Samples, processes: Mapping[int, ReportingProcess]
 ) -> DeviceLedger:
     """Add up one device."""
-    allocated = reclaimable = fragmented = others = 0
+    held = allocated = reclaimable = others = 0
     beyond: dict[int, int] = {}
     for pid, used_bytes, sample in _owners(device, samples):
         reserved = sample.reserved_bytes if sample is not None else None
@@ -151,11 +151,10 @@ def _ledger(
             continue
         # An allocator that keeps no books of tensors (a pluggable one) still holds what it reserved: unsplit, it counts
         # as allocated, since nothing shows that any of it could be given back.
-        in_tensors = reserved if sample.allocated_bytes is None else sample.allocated_bytes
-        returnable = sample.reclaimable_bytes or 0
-        allocated += in_tensors
-        reclaimable += returnable
-        fragmented += reserved - in_tensors - returnable
+        in_tensors = sample.allocated_bytes
+        held += reserved
+        allocated += reserved if in_tensors is None else in_tensors
+        reclaimable += sample.reclaimable_bytes or 0
         if used_bytes is not None:
             beyond[pid] = used_bytes - reserved
     non_torch = sum(beyond.values())
@@ -163,22 +162,19 @@ def _ledger(
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
         "torch_reclaimable": reclaimable,
-        "torch_fragmented": fragmented,
+        "torch_fragmented": held - allocated - reclaimable,
         "non_torch": None if device.processes is None else non_torch,
         "other_processes": None if device.processes is None else others,
         "driver_reserved": memory.reserved_bytes,
-        "unattributed": used - allocated - reclaimable - fragmented - non_torch - others,
+        "unattributed": used - held - non_torch - others,
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
     return DeviceLedger(device, memory.total_bytes, categories, samples, processes, beyond)
 
 
-def _owners(device: DeviceReading, samples: _Samples) -> Iterator[tuple[int, int | None, DeviceSample | None]]:
+def _owners(device: DeviceReading, samples: _Samples) -> list[tuple[int, int | None, DeviceSample | None]]:
     """Pid, the driver's figure and the report of each process on the device."""
     if device.processes is None:
-        for pid, sample in samples.items():
-            yield pid, None, sample
-    else:
-        for listed in device.processes:
-            yield listed.pid, listed.used_bytes, samples.get(listed.pid)
+        return [(pid, None, sample) for pid, sample in samples.items()]
+    return [(listed.pid, listed.used_bytes, samples.get(listed.pid)) for listed in device.processes]
