@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +110,21 @@ class ScriptedHost:
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
         return host_pid not in self.dead
+
+
+def read_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """One answer from a connection that stays open."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        piece = sock.recv(65536)
+        assert piece, received
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    while len(body) < int(headers["content-length"]):
+        body += sock.recv(65536)
+    return int(first.split()[1]), headers, body
 
 
 @dataclass

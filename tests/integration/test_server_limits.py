@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gpumem_exporter.server.http_protocol import Limits
-from tests.integration.running_exporter import RunningExporter, eventually, running_exporter
+from tests.integration.running_exporter import RunningExporter, eventually, read_answer, running_exporter
 from tests.unit.builders import UUIDS, report, sample
 
 LIMITS = Limits(max_connections=8, request_seconds=0.4, unread_seconds=0.4)
@@ -24,21 +24,6 @@ def exporter() -> Iterator[RunningExporter]:
 
 def connect(exporter: RunningExporter) -> socket.socket:
     return socket.create_connection(("127.0.0.1", exporter.port), timeout=30)
-
-
-def read_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """One answer from a connection that stays open."""
-    received = b""
-    while b"\r\n\r\n" not in received:
-        piece = sock.recv(65536)
-        assert piece, received
-        received += piece
-    head, _, body = received.partition(b"\r\n\r\n")
-    first, *lines = head.decode().split("\r\n")
-    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
-    while len(body) < int(headers["content-length"]):
-        body += sock.recv(65536)
-    return int(first.split()[1]), headers, body
 
 
 def read_to_the_end(sock: socket.socket) -> bytes:
