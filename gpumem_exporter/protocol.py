@@ -139,6 +139,8 @@ class OutOfMemory:
     limit_bytes: int | None = None
     """The device's memory, or what the process' memory fraction leaves of it."""
     step: int | None = None
+    phase: str = ""
+    """The phase of the program that the allocation belongs to; empty outside of phases, and where none is certain."""
     sample: DeviceSample | None = None
     """The device's allocator at that moment."""
 

@@ -14,6 +14,7 @@ from gpumem_exporter.client._actions import Executor
 from gpumem_exporter.client._allocator import Allocator
 from gpumem_exporter.client._identity import current_process
 from gpumem_exporter.client._ooms import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_exporter.client._phases import current_phase
 from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._transport import Connection
@@ -234,6 +235,7 @@ class Worker:
                     device_free_bytes=device_free_bytes,
                     limit_bytes=limit_bytes,
                     step=sampler.step,
+                    phase=current_phase() or "",
                     sample=allocator.sample_now(device),
                 )
             )

@@ -268,6 +268,7 @@ class SimulatedProcess:
                 device_free_bytes=slot.device.free_bytes,
                 limit_bytes=slot.limit_bytes,
                 step=self.step,
+                phase=slot.phase,
                 sample=slot.sample(),
             )
         )

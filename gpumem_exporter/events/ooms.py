@@ -110,6 +110,7 @@ def _event(
         "device_free_bytes": oom.device_free_bytes,
         "limit_bytes": oom.limit_bytes,
         "step": oom.step,
+        "phase": oom.phase or None,
         "allocator": allocator,
     }
     return Event(
@@ -138,7 +139,7 @@ def _tell(event: Event) -> None:
                 "uuid": event.uuid,
                 **{name: detail[name] for name in ("requested_bytes", "device_free_bytes", "limit_bytes")},
                 **{name: allocator.get(name) for name in ("allocated_bytes", "reclaimable_bytes", "fragmented_bytes")},
-                **{name: detail[name] for name in ("step", "number")},
+                **{name: detail[name] for name in ("step", "phase", "number")},
             }
         },
     )
