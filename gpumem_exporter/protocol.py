@@ -117,6 +117,9 @@ class DeviceSample:
     """`num_sync_all_streams`: flushes of the cache, wanted or forced."""
     peak_resets: int | None = None
     """How often the peaks were seen to have been reset, by whomever, since the reporter started."""
+    planned_reserved_peak_bytes: int | None = None
+    """What the job's plan expects of `reserved_peak_bytes`. A plan is for one device: of those of a process, it stands
+    at the one with the highest peak."""
     phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """Highest known peak of allocated bytes in each phase the program named: a lower bound where it is not exact."""
     component_bytes: Mapping[str, int] = field(default_factory=dict)

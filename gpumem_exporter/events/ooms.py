@@ -17,7 +17,9 @@ __all__ = ["OomIntake", "last_ooms"]
 
 _SESSIONS = 4096
 _SAMPLE_FIELDS = tuple(
-    f.name for f in fields(DeviceSample) if f.name not in ("uuid", "phase_peak_bytes", "component_bytes")
+    f.name
+    for f in fields(DeviceSample)
+    if f.name not in ("uuid", "phase_peak_bytes", "component_bytes", "planned_reserved_peak_bytes")
 )
 _OWN_FIGURES = ("requested_bytes", "device_free_bytes", "limit_bytes")
 _ALLOCATOR_FIGURES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
