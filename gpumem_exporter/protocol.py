@@ -117,6 +117,9 @@ class DeviceSample:
     """`num_sync_all_streams`: flushes of the cache, wanted or forced."""
     peak_resets: int | None = None
     """How often the peaks were seen to have been reset, by whomever, since the reporter started."""
+    planned_reserved_peak_bytes: int | None = None
+    """What the job's plan expects of `reserved_peak_bytes`. A plan is for one device: of those of a process, it stands
+    at the one with the highest peak."""
     phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
     """Highest known peak of allocated bytes in each phase the program named: a lower bound where it is not exact."""
     component_bytes: Mapping[str, int] = field(default_factory=dict)
@@ -139,6 +142,8 @@ class OutOfMemory:
     limit_bytes: int | None = None
     """The device's memory, or what the process' memory fraction leaves of it."""
     step: int | None = None
+    phase: str = ""
+    """The phase of the program that the allocation belongs to; empty outside of phases, and where none is certain."""
     sample: DeviceSample | None = None
     """The device's allocator at that moment."""
 

@@ -33,6 +33,8 @@ Examples:
   gpumem-exporter plan train:make_model --input 'float32[B,256]' --gpu 24GiB \\
       --apply config.yaml --map train.batch_size=batch --map train.accumulation=accumulation
   gpumem-exporter plan --restore config.yaml
+  gpumem-exporter plan train:make_model --input 'float32[B,256]' --gpu 24GiB --json > plan.json
+  gpumem-exporter run --plan plan.json -- python train.py    # exports how far the plan was from what it takes
 """
 
 _PLANNED_AS = typer.Option("--precision", help="fp32; bf16 or fp16 (autocast); pure-bf16 or pure-fp16.")

@@ -44,6 +44,8 @@ Options:
   --url URL        The exporter: http://host:port or unix:///path/to.sock (GPUMEM_EXPORTER_URL). Default: first
                    unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
   --rank RANK      Rank label (GPUMEM_RANK). Below torchrun and Slurm leave it out: RANK and SLURM_PROCID are used.
+  --plan FILE      What was planned for each process (gpumem-exporter plan ... --json > FILE): the error of the plan is
+                   exported beside what the processes take (GPUMEM_PLAN).
   --allocator KEY:VALUE,...
                    Settings of PyTorch's CUDA allocator, checked and put in force beside those that the environment
                    has (PYTORCH_CUDA_ALLOC_CONF), as in expandable_segments:True,garbage_collection_threshold:0.8.
@@ -53,13 +55,19 @@ Examples:
   gpumem-exporter run -- python train.py --lr 3e-4
   gpumem-exporter run --workload llm-pretrain -- torchrun --nproc-per-node 8 train.py
   gpumem-exporter run --allocator expandable_segments:True -- python train.py
+  gpumem-exporter run --plan plan.json -- python train.py
   gpumem-exporter run --url unix:///run/gpumem/exporter.sock -- bash job.sh
   GPUMEM_DISABLED=1 gpumem-exporter run -- python train.py    # the same command, nothing injected
 
 Exit code: the command's own; 2 wrong usage, 126 the command cannot be executed, 127 it is not found.
 """
 
-_VARIABLES = {"--workload": "GPUMEM_WORKLOAD", "--url": "GPUMEM_EXPORTER_URL", "--rank": "GPUMEM_RANK"}
+_VARIABLES = {
+    "--workload": "GPUMEM_WORKLOAD",
+    "--url": "GPUMEM_EXPORTER_URL",
+    "--rank": "GPUMEM_RANK",
+    "--plan": "GPUMEM_PLAN",
+}
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -68,11 +76,12 @@ def run(arguments: Sequence[str]) -> int:
     Raises:
         ConfigurationError: the options are wrong, or no command is given.
     """
+    names = ["help", "workload=", "url=", "rank=", "plan=", "allocator="]
     try:
-        options, command = getopt.getopt(list(arguments), "h", ["help", "workload=", "url=", "rank=", "allocator="])
+        options, command = getopt.getopt(list(arguments), "h", names)
     except getopt.GetoptError as error:
         raise ConfigurationError(
-            f"{error}; options before the command are --workload, --url, --rank and --allocator,"
+            f"{error}; options before the command are --workload, --url, --rank, --plan and --allocator,"
             " and the command follows `--`"
         ) from error
     if any(name in ("-h", "--help") for name, _ in options):
@@ -83,6 +92,8 @@ def run(arguments: Sequence[str]) -> int:
     given = {_VARIABLES[name]: value for name, value in options if name in _VARIABLES}
     given |= _allocator_settings([value for name, value in options if name == "--allocator"])
     _require_url(given.get("GPUMEM_EXPORTER_URL"))
+    if "GPUMEM_PLAN" in given:
+        given["GPUMEM_PLAN"] = _require_plan(given["GPUMEM_PLAN"])
     return _replace_process(command, injected_environment({**os.environ, **given}, _bootstrap_directory()))
 
 
@@ -122,6 +133,14 @@ def _require_url(url: str | None) -> None:
     from gpumem_exporter.client._transport import Connection
 
     Connection(url, timeout_seconds=1.0).close()
+
+
+def _require_plan(path: str) -> str:
+    """The file's absolute path: the command may begin in this folder and go on in another."""
+    from gpumem_exporter.client._plan import planned_peak_bytes
+
+    planned_peak_bytes(path)
+    return str(Path(path).absolute())
 
 
 def _replace_process(command: Sequence[str], environment: Mapping[str, str]) -> int:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client._bounds import PeakBounds
+from gpumem_exporter.client._calling_thread import calling_thread, mark_thread
 from gpumem_exporter.client._peaks import PeakWatch
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
 from gpumem_exporter.protocol import MAX_LABEL_LENGTH
@@ -139,6 +140,7 @@ class Observed:
     def enter(self, stretch: Stretch) -> None:
         """A stretch begins."""
         self._survive_forks()
+        mark_thread()
         statistics = self._find_statistics()
         with self._lock:
             if statistics is not None:
@@ -171,12 +173,15 @@ class Observed:
                 self._keep(stretch)
 
     def current_phase(self) -> str | None:
-        """The innermost phase or measured block of this thread, else the last begun in any other; None outside."""
-        thread = threading.get_ident()
+        """The innermost phase of this thread, else of the one that it works for; None outside of phases.
+
+        What a thread does that works for itself belongs to no other's phase. Raises nothing.
+        """
         with self._lock:
-            stretches = list(self._open.values())
-        mine = [stretch for stretch in stretches if stretch.thread == thread]
-        return (mine or stretches)[-1].name if stretches else None
+            innermost = {stretch.thread: stretch.name for stretch in self._open.values() if stretch.kept}
+        caller = calling_thread()
+        own = innermost.get(threading.get_ident())
+        return own if own is not None or caller is None else innermost.get(caller)
 
     def phases(self, index: int) -> Mapping[str, PhasePeak]:
         """The peak of each phase on a device, of those that run now, too."""

@@ -36,5 +36,5 @@ def phase(name: str, *, reset_peaks: bool = False) -> Measured:
 
 
 def current_phase() -> str | None:
-    """The innermost phase of this thread, else the last begun in any: a backward's threads run in its phase."""
+    """The innermost phase of this thread, else of the one that it works for: a backward's threads run in its phase."""
     return process_observed().current_phase()

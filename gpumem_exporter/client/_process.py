@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpumem_exporter.client._plan import AnyPlan
 from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._steps import process_steps
 from gpumem_exporter.client.reporter import Reporter
@@ -15,24 +16,33 @@ _reporter = Reporter()
 
 
 def start(
-    workload: str | None = None, *, rank: str | int | None = None, url: str | None = None, clean: bool = False
+    workload: str | None = None,
+    *,
+    rank: str | int | None = None,
+    url: str | None = None,
+    clean: bool = False,
+    plan: AnyPlan | None = None,
 ) -> None:
     """Report this process' GPU memory, from the moment it initialises CUDA on.
 
     What is not given comes from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID;
-    GPUMEM_EXPORTER_URL, else the socket /run/gpumem/exporter.sock, else http://127.0.0.1:9844. With GPUMEM_DISABLED=1
-    nothing happens. Starting twice is one reporter, and the first one's settings hold. Any thread may call this.
+    GPUMEM_EXPORTER_URL, else the socket /run/gpumem/exporter.sock, else http://127.0.0.1:9844; GPUMEM_PLAN. With
+    GPUMEM_DISABLED=1 nothing happens. Starting twice is one reporter, and the first one's settings hold. Any thread may
+    call this.
 
     Args:
         workload: the job's name, a label on its series.
         rank: this process' rank in the job.
         url: `http://host:port` or `unix:///path/to.sock`.
         clean: where the program has used CUDA already, free first all that it holds and does not use (`deep_clean`).
+        plan: what was planned for this process before it ran (`gpumem-exporter plan … --json > plan.json`, or
+            `training.plan`), whose error is then exported: the file's path, what stands in it, or the plan itself. One
+            that cannot be read costs a line of log and nothing else.
 
     Raises:
         ConfigurationError: the URL is neither of the two forms.
     """
-    settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url)
+    settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url, plan=plan)
     _reporter.start(settings)
     if clean and not settings.disabled:
         from gpumem_exporter.client._cleaning import clean_start

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpumem_exporter.client._plan import AnyPlan, told_plan
 from gpumem_exporter.protocol import MAX_LABEL_LENGTH
 
 __all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
@@ -31,6 +32,7 @@ class ReporterSettings:
     token: str
     token_file: str
     disabled: bool
+    plan: AnyPlan | None = None
 
     @classmethod
     def resolve(
@@ -39,6 +41,7 @@ class ReporterSettings:
         workload: str | None = None,
         rank: str | int | None = None,
         url: str | None = None,
+        plan: AnyPlan | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> ReporterSettings:
         """Fill what is not given from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters."""
@@ -51,6 +54,7 @@ class ReporterSettings:
             token=environ.get("GPUMEM_REPORT_TOKEN", "").strip(),
             token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
             disabled=environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"),
+            plan=told_plan(plan, environ),
         )
 
     def authorization(self) -> dict[str, str]:

@@ -14,6 +14,8 @@ from gpumem_exporter.client._actions import Executor
 from gpumem_exporter.client._allocator import Allocator
 from gpumem_exporter.client._identity import current_process
 from gpumem_exporter.client._ooms import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_exporter.client._phases import current_phase
+from gpumem_exporter.client._plan import planned_peak_bytes, with_plan
 from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._transport import Connection
@@ -156,6 +158,7 @@ class Worker:
         )
         self._sampler_ready(sampler)
         self._observe_ooms(allocator, sampler)
+        planned_bytes = self._planned_bytes()
         watching_steps = False
         results: list[CommandResult] = []
         while True:
@@ -179,7 +182,7 @@ class Worker:
                         process=identity,
                         sequence=self._sequence,
                         sample_age_seconds=max(0.0, time.monotonic() - sample.taken_seconds),
-                        devices=sample.devices,
+                        devices=with_plan(sample.devices, planned_bytes),
                         pinned_host_bytes=sample.pinned_host_bytes,
                         step=sample.step,
                         results=batch,
@@ -234,12 +237,21 @@ class Worker:
                     device_free_bytes=device_free_bytes,
                     limit_bytes=limit_bytes,
                     step=sampler.step,
+                    phase=current_phase() or "",
                     sample=allocator.sample_now(device),
                 )
             )
 
         self._observer.listener = listen
         self._observer.attached = self._observer.attached or allocator.observe_ooms(self._observer)
+
+    def _planned_bytes(self) -> int | None:
+        """What the job's plan expects; None without one, after saying what is wrong with it."""
+        planned_bytes: int | None = None
+        with self._troubles.swallowed("the plan is left out"):
+            if self._settings.plan is not None:
+                planned_bytes = planned_peak_bytes(self._settings.plan)
+        return planned_bytes
 
     def _wait(self, seconds: float) -> None:
         """Until the time is over, or something must be reported at once."""

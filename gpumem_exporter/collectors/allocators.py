@@ -8,6 +8,7 @@ from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Sample
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import fragmented_bytes
+from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.protocol import DeviceSample
 
@@ -49,6 +50,8 @@ def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str
             (catalog.TORCH_REQUESTED, sample.requested_bytes),
             (catalog.TORCH_ALLOCATED_PEAK, sample.allocated_peak_bytes),
             (catalog.TORCH_RESERVED_PEAK, sample.reserved_peak_bytes),
+            (catalog.TORCH_PLANNED_RESERVED_PEAK, sample.planned_reserved_peak_bytes),
+            (catalog.TORCH_PLAN_ERROR_RATIO, plan_error_ratio(sample, report.step)),
             (catalog.TORCH_RECLAIMABLE, sample.reclaimable_bytes),
             (catalog.TORCH_FRAGMENTED, fragmented),
             (catalog.TORCH_PRIVATE_POOLS, sample.private_pools_bytes),

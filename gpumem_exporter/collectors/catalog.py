@@ -1,7 +1,7 @@
 """The one table of every metric: name, type, help, labels. Nothing else in the package spells a metric's name.
 
 Names and labels are the public surface; dashboards, rules and their tests are held against this table. The order here
-is the order on the page. Bytes are bytes, seconds are seconds, ratios run from 0 to 1.
+is the order on the page. Bytes are bytes, seconds are seconds, ratios run from 0 to 1, but that of an error.
 """
 
 from __future__ import annotations
@@ -187,6 +187,22 @@ TORCH_RESERVED_PEAK = Metric(
     "gauge",
     "Highest gpumem_torch_reserved_bytes since whoever last reset the peaks in this process: the program, a library or"
     " a reset_peak action; the exporter never resets them by itself.",
+    _TORCH,
+)
+TORCH_PLANNED_RESERVED_PEAK = Metric(
+    "gpumem_torch_planned_reserved_peak_bytes",
+    "gauge",
+    "What the plan of the job, which was made before it ran, expects of gpumem_torch_reserved_peak_bytes. A plan is for"
+    " one device a process; of several it stands at the one with the highest peak. Absent without a plan.",
+    _TORCH,
+)
+TORCH_PLAN_ERROR_RATIO = Metric(
+    "gpumem_torch_plan_error_ratio",
+    "gauge",
+    "gpumem_torch_planned_reserved_peak_bytes / gpumem_torch_reserved_peak_bytes - 1. Signed: 0.05 is 5 % too much"
+    " planned, -0.05 is 5 % too little. Absent without a plan, until the second step has ended, and where steps are not"
+    " counted. A reset of the peaks leaves it as it is unless the cache was emptied, too: then it is of what was"
+    " reserved since.",
     _TORCH,
 )
 TORCH_RECLAIMABLE = Metric(
@@ -496,6 +512,8 @@ SCRAPED: tuple[Metric, ...] = (
     TORCH_REQUESTED,
     TORCH_ALLOCATED_PEAK,
     TORCH_RESERVED_PEAK,
+    TORCH_PLANNED_RESERVED_PEAK,
+    TORCH_PLAN_ERROR_RATIO,
     TORCH_RECLAIMABLE,
     TORCH_FRAGMENTED,
     TORCH_PRIVATE_POOLS,

@@ -13,6 +13,7 @@ from dataclasses import replace
 from random import Random
 
 from gpumem_exporter.client._ooms import OutOfMemoryLog
+from gpumem_exporter.client._plan import with_plan
 from gpumem_exporter.core.allocator_model import CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import SimulatedDevice
@@ -56,6 +57,7 @@ class SimulatedProcess:
         self.ended = False
         self.crashed = False
         self.pinned_host_bytes: int | None = None
+        self.planned_reserved_peak_bytes: int | None = None
         self.busy_ratio = 0.0
         self.garbage: list[Tensor] = []
         """Tensors that only Python's garbage collector would find: they hang in reference cycles."""
@@ -191,10 +193,11 @@ class SimulatedProcess:
 
     def report(self, sequence: int, results: Sequence[CommandResult], *, hold_seconds: float, final: bool) -> Report:
         """What its reporter sends now; of a process that has ended there is nothing to measure."""
+        samples = () if self.ended else tuple(slot.sample() for slot in self._slots)
         return Report(
             process=self.identity,
             sequence=sequence,
-            devices=() if self.ended else tuple(slot.sample() for slot in self._slots),
+            devices=with_plan(samples, self.planned_reserved_peak_bytes),
             pinned_host_bytes=self.pinned_host_bytes,
             step=self.step,
             results=tuple(results),
@@ -268,6 +271,7 @@ class SimulatedProcess:
                 device_free_bytes=slot.device.free_bytes,
                 limit_bytes=slot.limit_bytes,
                 step=self.step,
+                phase=slot.phase,
                 sample=slot.sample(),
             )
         )

@@ -49,6 +49,11 @@ class DeviceSlot:
         self._phase_peak_bytes: dict[str, int] = {}
 
     @property
+    def phase(self) -> str:
+        """The phase that the program is in; empty outside of phases."""
+        return self._phase
+
+    @property
     def limit_bytes(self) -> int:
         """What the process may have of the device."""
         own_limit_bytes = self.allocator.limit_bytes

@@ -26,6 +26,7 @@ def pretraining(process: SimulatedProcess) -> Iterator[None]:
     """Data-parallel training: the same sawtooth in each rank, close to the device's limit and never over it."""
     layers = 8
     process.pinned_host_bytes = 512 * MIB
+    process.planned_reserved_peak_bytes = 72_000 * MIB  # planned well, and a little too much
     process.hold(layers, 2080 * MIB, "parameters")
     process.step = 0
     while True:
@@ -63,6 +64,7 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
     """
     rng = process.rng
     process.pinned_host_bytes = 96 * MIB
+    process.planned_reserved_peak_bytes = 24_000 * MIB  # for batches of the mean length, in a heap without gaps
     process.limit_memory(0.58)
     process.hold(6, 512 * MIB, "parameters")
     process.hold(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint

@@ -17,7 +17,9 @@ __all__ = ["OomIntake", "last_ooms"]
 
 _SESSIONS = 4096
 _SAMPLE_FIELDS = tuple(
-    f.name for f in fields(DeviceSample) if f.name not in ("uuid", "phase_peak_bytes", "component_bytes")
+    f.name
+    for f in fields(DeviceSample)
+    if f.name not in ("uuid", "phase_peak_bytes", "component_bytes", "planned_reserved_peak_bytes")
 )
 _OWN_FIGURES = ("requested_bytes", "device_free_bytes", "limit_bytes")
 _ALLOCATOR_FIGURES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
@@ -110,6 +112,7 @@ def _event(
         "device_free_bytes": oom.device_free_bytes,
         "limit_bytes": oom.limit_bytes,
         "step": oom.step,
+        "phase": oom.phase or None,
         "allocator": allocator,
     }
     return Event(
@@ -138,7 +141,7 @@ def _tell(event: Event) -> None:
                 "uuid": event.uuid,
                 **{name: detail[name] for name in ("requested_bytes", "device_free_bytes", "limit_bytes")},
                 **{name: allocator.get(name) for name in ("allocated_bytes", "reclaimable_bytes", "fragmented_bytes")},
-                **{name: detail[name] for name in ("step", "number")},
+                **{name: detail[name] for name in ("step", "phase", "number")},
             }
         },
     )

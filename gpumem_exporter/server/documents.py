@@ -9,6 +9,7 @@ from typing import Any
 from gpumem_exporter.actions.model import gpu_labels
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers
 from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
@@ -157,13 +158,15 @@ def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> d
 
 
 def _process_devices(one: SeenProcess, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
-    samples = {sample.uuid: sample for sample in one.reporter.report.devices} if one.reporter else {}
+    report = one.reporter.report if one.reporter else None
+    samples = {sample.uuid: sample for sample in report.devices} if report else {}
+    step = report.step if report else None
     uuids = [*samples, *(uuid for uuid in one.shares if uuid not in samples)]
-    return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), one.shares.get(uuid)) for uuid in uuids]
+    return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), one.shares.get(uuid), step) for uuid in uuids]
 
 
 def _process_device(
-    uuid: str, gpu: str | None, sample: DeviceSample | None, share: ProcessShare | None
+    uuid: str, gpu: str | None, sample: DeviceSample | None, share: ProcessShare | None, step: int | None
 ) -> dict[str, Any]:
     document: dict[str, Any] = {
         "gpu": gpu,
@@ -171,6 +174,7 @@ def _process_device(
         "used_bytes": share.used_bytes if share else None,
         "non_torch_bytes": share.non_torch_bytes if share else None,
         "fragmented_bytes": fragmented_bytes(sample) if sample else None,
+        "plan_error_ratio": plan_error_ratio(sample, step) if sample else None,
     }
     for name in _SAMPLE_FIELDS:
         value = getattr(sample, name) if sample else None

@@ -61,6 +61,7 @@ def workload() -> Any:
     for title, panels in (
         ("Now", [*_figures(), _ranks(), _largest_ranks()]),
         ("Over time and over steps", _over_time()),
+        ("Plan against reality", _plan()),
         ("What is wasted", _wasted()),
         ("Phases and components", _phases_and_components()),
         ("The allocator at work", _at_work()),
@@ -306,6 +307,31 @@ def _over_steps() -> Any:
         },
     )
     return panel.with_transformation(join).with_transformation(drop)
+
+
+def _plan() -> list[Any]:
+    return [
+        graph(
+            "Highest reserved against the plan, by rank",
+            "The dashed line is the peak that the plan of the job expects of each process (gpumem-exporter plan), where"
+            " it was told of one; the others are the peaks that there were. A rank above it needs more than was"
+            " planned.",
+            units.BytesIEC,
+            [
+                (f"gpumem_torch_reserved_peak_bytes{{{ONE_WORKLOAD}}}", LEGEND),
+                (f"max(gpumem_torch_planned_reserved_peak_bytes{{{ONE_WORKLOAD}}})", "planned"),
+            ],
+        )
+        .min(0)
+        .override_by_name(*dashed("planned", "text")),
+        graph(
+            "Error of the plan, by rank",
+            "How much more the plan expected than the process reserved at its highest; below 0, how much less. Absent"
+            " without a plan, and until two steps have ended.",
+            units.PercentUnit,
+            [(f"gpumem_torch_plan_error_ratio{{{ONE_WORKLOAD}}}", LEGEND)],
+        ),
+    ]
 
 
 def _wasted() -> list[Any]:

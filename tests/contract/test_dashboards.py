@@ -246,7 +246,10 @@ def test_each_dashboard_shows_what_it_is_for() -> None:
     wanted = {
         "fleet": {"gpumem_ledger_bytes", "gpumem_torch_fragmented_bytes", "gpumem_reporter_up", "gpumem_events_total"},
         "node": {"gpumem_ledger_bytes", "gpumem_torch_reclaimable_bytes", "gpumem_process_info"},
-        "workload": {"gpumem_torch_step", "gpumem_torch_phase_peak_bytes", "gpumem_torch_component_bytes"},
+        "workload": {
+            *("gpumem_torch_step", "gpumem_torch_phase_peak_bytes", "gpumem_torch_component_bytes"),
+            *("gpumem_torch_planned_reserved_peak_bytes", "gpumem_torch_plan_error_ratio"),
+        },
         "oom": {metric.name for metric in METRICS if metric.name.startswith("gpumem_last_oom_")},
         "exporter": {"gpumem_held_requests", "gpumem_reports_total", "process_resident_memory_bytes"},
     }

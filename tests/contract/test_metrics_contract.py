@@ -63,6 +63,8 @@ CONTRACT = {
     "gpumem_torch_requested_bytes": f"gauge {TORCH}",
     "gpumem_torch_allocated_peak_bytes": f"gauge {TORCH}",
     "gpumem_torch_reserved_peak_bytes": f"gauge {TORCH}",
+    "gpumem_torch_planned_reserved_peak_bytes": f"gauge {TORCH}",
+    "gpumem_torch_plan_error_ratio": f"gauge {TORCH}",
     "gpumem_torch_reclaimable_bytes": f"gauge {TORCH}",
     "gpumem_torch_fragmented_bytes": f"gauge {TORCH}",
     "gpumem_torch_private_pools_bytes": f"gauge {TORCH}",
@@ -214,6 +216,7 @@ FULL = DeviceSample(
     segments_freed=400,
     cache_flushes=5,
     peak_resets=2,
+    planned_reserved_peak_bytes=32 * GIB,
     phase_peak_bytes={"forward": 25 * GIB, "backward": 28 * GIB},
     component_bytes={"parameters": 4 * GIB, "gradients": 4 * GIB, "optimizer_state": 8 * GIB, "other": 4 * GIB + 512},
 )

@@ -10,7 +10,17 @@ import pytest
 
 from gpumem_exporter import protocol
 from gpumem_exporter.errors import WireError
-from gpumem_exporter.protocol import Command, DeviceSample, ProcessIdentity, Reply, Report, reply_from_wire, to_wire
+from gpumem_exporter.protocol import (
+    Command,
+    DeviceSample,
+    OutOfMemory,
+    ProcessIdentity,
+    Reply,
+    Report,
+    reply_from_wire,
+    to_wire,
+)
+from gpumem_exporter.server.report_schema import ReportReader
 
 REPLY = Reply(
     commands=(Command("a", "empty_cache", 29.5, ("GPU-1",), True), Command("b", "reset_peak", 1.0)),
@@ -66,6 +76,33 @@ def test_what_is_unknown_or_empty_is_not_sent_and_zero_is() -> None:
     assert "workload" not in sent["process"]
 
 
+def test_a_phase_and_a_plan_are_sent_where_there_are_any_and_an_older_reporter_s_report_has_none() -> None:
+    identity = ProcessIdentity(1, 2, 3, "s", 4.0)
+    bare = Report(identity, 1, devices=(DeviceSample("GPU-1"),), ooms=(OutOfMemory("GPU-1", 1),))
+    sent = to_wire(bare)
+    assert sent["devices"] == [{"uuid": "GPU-1"}]
+    assert sent["ooms"] == [{"uuid": "GPU-1", "number": 1, "age_seconds": 0.0}]
+    assert ReportReader().read(json.dumps(sent).encode()) == bare
+    told = dataclasses.replace(
+        bare,
+        devices=(DeviceSample("GPU-1", planned_reserved_peak_bytes=7),),
+        ooms=(OutOfMemory("GPU-1", 1, phase="forward"),),
+    )
+    sent = to_wire(told)
+    assert sent["devices"][0].pop("planned_reserved_peak_bytes") == 7
+    assert sent["ooms"][0].pop("phase") == "forward"
+    assert sent == to_wire(bare)  # what an exporter that knows neither makes of it
+
+
 def test_every_message_writes_every_field_it_has() -> None:
-    for cls in (ProcessIdentity, DeviceSample, protocol.DeviceResult, protocol.CommandResult, Report, Command, Reply):
+    for cls in (
+        ProcessIdentity,
+        DeviceSample,
+        OutOfMemory,
+        protocol.DeviceResult,
+        protocol.CommandResult,
+        Report,
+        Command,
+        Reply,
+    ):
         assert protocol._FIELD_NAMES[cls] == tuple(field.name for field in dataclasses.fields(cls))

@@ -33,6 +33,7 @@ LEAST_SECONDS = float(os.environ.get("GPUMEM_DASHBOARD_SECONDS", "0"))
 RANGE_SECONDS = 60 + round(LEAST_SECONDS)
 DEMO, ALSO_DEMO, EMULATED = "demo", "demo-again", "emulated"
 ASKED_BYTES = 1 << 40
+PLANNED_BYTES = 1 << 30
 WORKLOADS = {DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak"), EMULATED: ("train",)}
 """Those whose dashboards are asked. Of the demo's one tells phases and components, the other one leaks."""
 
@@ -135,6 +136,8 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
     ports = {DEMO: free_port(), EMULATED: free_port()}
     for name in ("node", "demo", "exporter"):
         (folder / name).mkdir()
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps({"reserved_peak_bytes": PLANNED_BYTES}))
     exporters: list[ExporterProcess] = []
     processes: dict[str, TorchProcess] = {}
     begun = time.monotonic()
@@ -148,7 +151,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
                 )
             )
             for name, rank in (("leaks", "0"), ("steady", "1"), ("stopped", "")):
-                own = {"GPUMEM_EXPORTER_URL": exporters[0].url, "GPUMEM_RANK": rank}
+                own = {"GPUMEM_EXPORTER_URL": exporters[0].url, "GPUMEM_RANK": rank, "GPUMEM_PLAN": str(plan)}
                 processes[name] = TorchProcess(node, own)
             exporters.append(
                 ExporterProcess(folder / "demo", "--demo", "--web.listen-address", f"127.0.0.1:{ports[DEMO]}")

@@ -60,16 +60,20 @@ def test_nothing_else_of_the_environment_changes_but_the_mark_of_the_injection()
 
 
 def test_the_options_become_variables_and_the_command_keeps_its_own(
-    executed: list[tuple[str, list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch
+    executed: list[tuple[str, list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GPUMEM_WORKLOAD", "of the environment")
-    run(["--workload=llm", "--url", "unix:///s.sock", "--rank", "3", "--", "python", "train.py", "--url", "x", "--"])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "plan.json").write_text('{"reserved_peak_bytes": 5}')
+    given = ("--workload=llm", "--url", "unix:///s.sock", "--rank", "3", "--plan", "plan.json")
+    run([*given, "--", "python", "train.py", "--url", "x", "--"])
     ((program, command, environment),) = executed
     assert program == "python"
     assert command == ["python", "train.py", "--url", "x", "--"]
     assert environment["GPUMEM_WORKLOAD"] == "llm"
     assert environment["GPUMEM_EXPORTER_URL"] == "unix:///s.sock"
     assert environment["GPUMEM_RANK"] == "3"
+    assert environment["GPUMEM_PLAN"] == str(tmp_path / "plan.json")
 
 
 def test_the_dashes_before_the_command_may_be_left_out(
@@ -98,6 +102,8 @@ def test_what_is_injected_is_this_very_package(executed: list[tuple[str, list[st
         (["--rank"], "--rank"),
         (["--url", "ftp://x", "--", "true"], "ftp://x"),
         (["--url", "", "--", "true"], "http://host:port"),
+        (["--plan", "/nowhere/plan.json", "--", "true"], "/nowhere/plan.json: No such file"),
+        (["--plan", "", "--", "true"], "no regular file"),
     ],
 )
 def test_wrong_usage_is_said_in_one_line_and_starts_nothing(
@@ -116,7 +122,7 @@ def test_the_help_shows_examples_and_exit_codes(flag: str, capsys: pytest.Captur
     assert "Examples:" in out
     assert "126" in out
     assert "127" in out
-    for option in ("--workload", "--url", "--rank"):
+    for option in ("--workload", "--url", "--rank", "--plan"):
         assert option in out
 
 

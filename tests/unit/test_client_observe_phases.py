@@ -312,15 +312,27 @@ def test_an_asynchronous_generator_is_refused_where_it_is_decorated() -> None:
         measured(observed_on(Device()))(values)
 
 
-def test_the_current_phase_is_the_innermost_of_this_thread_else_the_last_of_any() -> None:
+def test_the_current_phase_is_the_innermost_of_this_thread_else_of_the_one_it_works_for_and_no_other_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     observed = observed_on(Device())
+    main = threading.get_ident()
     seen: list[str | None] = [observed.current_phase()]
-    with measured(observed, "outer"), measured(observed, "inner"):
-        thread = threading.Thread(target=lambda: seen.append(observed.current_phase()))
+
+    def work() -> None:
+        seen.append(observed.current_phase())
+        monkeypatch.setattr("gpumem_exporter.client._observed.calling_thread", lambda: main)
+        seen.append(observed.current_phase())
+        with measured(observed, "own"):
+            seen.append(observed.current_phase())
+
+    block = Measured("a block that is no phase", kept=False, observed=observed)
+    with measured(observed, "outer"), measured(observed, "inner"), block:
+        thread = threading.Thread(target=work)
         thread.start()
         thread.join()
         seen.append(observed.current_phase())
-    assert seen == [None, "inner", "inner"]
+    assert seen == [None, None, "inner", "own", "inner"]
 
 
 def test_one_phase_used_by_many_threads_at_once_loses_none_and_tells_the_largest() -> None:

@@ -63,7 +63,16 @@ def test_a_reporting_process_has_the_figures_of_driver_allocator_and_host() -> N
         "used_bytes",
         "non_torch_bytes",
         "fragmented_bytes",
+        "plan_error_ratio",
     }
+
+
+def test_the_error_of_a_plan_is_there_once_the_peak_can_have_been_reached() -> None:
+    planned = DeviceSample(UUIDS[0], reserved_peak_bytes=400, planned_reserved_peak_bytes=500)
+    for step, error in ((None, None), (1, None), (2, 0.25)):
+        snapshot = Snapshot(10.0, None, (reporting(100, devices=(planned,), step=step),))
+        (on_device,) = by_pid(processes_document(snapshot, "nvml"))[100]["devices"]
+        assert (on_device["planned_reserved_peak_bytes"], on_device["plan_error_ratio"]) == (500, error)
 
 
 def test_what_is_unknown_is_null_and_never_zero() -> None:

@@ -85,9 +85,8 @@ def test_an_error_is_an_event_with_the_allocator_at_that_moment_and_a_log_line(
     bench = Bench()
     bench.reading(device(UUIDS[0], gpu="3"))
     at_that_moment = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
-    told = oom(
-        1, age_seconds=2.5, requested_bytes=9, device_free_bytes=5, limit_bytes=50, step=4, sample=at_that_moment
-    )
+    figures = {"requested_bytes": 9, "device_free_bytes": 5, "limit_bytes": 50, "step": 4, "phase": "backward"}
+    told = oom(1, age_seconds=2.5, sample=at_that_moment, **figures)
     with caplog.at_level(logging.WARNING):
         bench.report(7, host_pid=4711, rank="2", ooms=(told,))
     event = bench.log.events[-1]
@@ -95,7 +94,7 @@ def test_an_error_is_an_event_with_the_allocator_at_that_moment_and_a_log_line(
     assert (event.gpu, event.uuid, event.pid, event.workload, event.rank) == ("3", UUIDS[0], 4711, "train", "2")
     detail = dict(event.detail)
     allocator = {name: value for name, value in detail.pop("allocator").items() if value is not None}
-    assert detail == {"number": 1, "requested_bytes": 9, "device_free_bytes": 5, "limit_bytes": 50, "step": 4}
+    assert detail == {"number": 1, **figures}
     assert allocator == {
         "allocated_bytes": 8 * MIB,
         "reserved_bytes": 14 * MIB,
@@ -108,6 +107,7 @@ def test_an_error_is_an_event_with_the_allocator_at_that_moment_and_a_log_line(
     (line,) = caplog.records
     fields = line.fields  # type: ignore[attr-defined]
     assert (fields["workload"], fields["rank"], fields["gpu"], fields["requested_bytes"]) == ("train", "2", "3", 9)
+    assert (fields["step"], fields["phase"]) == (4, "backward")
     assert (fields["device_free_bytes"], fields["reclaimable_bytes"], fields["fragmented_bytes"]) == (
         5,
         4 * MIB,

@@ -128,6 +128,7 @@ _samples = st.builds(
     segments_allocated=_count,
     segments_freed=_count,
     cache_flushes=_count,
+    planned_reserved_peak_bytes=_bytes,
     phase_peak_bytes=st.dictionaries(_text, st.integers(0, 2**40), max_size=2),
     component_bytes=st.dictionaries(_text, st.integers(0, 2**40), max_size=2),
 )

@@ -15,6 +15,7 @@ from gpumem_exporter.protocol import (
     CommandResult,
     DeviceResult,
     DeviceSample,
+    OutOfMemory,
     ProcessIdentity,
     Report,
     to_wire,
@@ -60,11 +61,21 @@ _SAMPLES = st.builds(
     uuid=_TEXT.filter(bool),
     phase_peak_bytes=_MAPPINGS,
     component_bytes=_MAPPINGS,
+    planned_reserved_peak_bytes=st.none() | st.integers(1, MAX_INTEGER),
     **{
         field.name: _BYTES
         for field in dataclasses.fields(DeviceSample)
         if field.name not in ("uuid", "phase_peak_bytes", "component_bytes", "allocated_bytes", "reclaimable_bytes")
+        and field.name != "planned_reserved_peak_bytes"
     },
+)
+_OOMS = st.builds(
+    OutOfMemory,
+    uuid=_TEXT.filter(bool),
+    number=st.integers(1, MAX_INTEGER),
+    step=_BYTES,
+    phase=_TEXT,
+    sample=st.none() | _SAMPLES,
 )
 _RESULTS = st.builds(
     CommandResult,
@@ -83,6 +94,7 @@ _REPORTS = st.builds(
     pinned_host_bytes=_BYTES,
     step=_BYTES,
     results=st.lists(_RESULTS, max_size=2).map(tuple),
+    ooms=st.lists(_OOMS, max_size=2).map(tuple),
     actions=st.lists(_TEXT, max_size=3).map(tuple),
     hold_seconds=_SECONDS,
     final=st.booleans(),
@@ -136,6 +148,15 @@ def test_null_is_unknown() -> None:
         ("devices.0.component_bytes", lambda d: d["devices"][0].update(component_bytes={str(i): 1 for i in range(65)})),
         ("devices", lambda d: d.update(devices=[{"uuid": str(i)} for i in range(MAX_DEVICES + 1)])),
         ("devices", lambda d: d.update(devices={})),
+        *(
+            (
+                "devices.0.planned_reserved_peak_bytes",
+                lambda d, planned=planned: d["devices"][0].update(planned_reserved_peak_bytes=planned),
+            )
+            for planned in (0, -1, 2**63, 1.5, True, "1")
+        ),
+        ("ooms.0.phase", lambda d: d.update(ooms=[{"uuid": UUIDS[0], "number": 1, "phase": "x" * 257}])),
+        ("ooms.0.phase", lambda d: d.update(ooms=[{"uuid": UUIDS[0], "number": 1, "phase": None}])),
         ("process.workload", lambda d: d["process"].update(workload="x" * 10_000)),
         ("process.workload", lambda d: d["process"].update(workload=7)),
         ("process.pid", lambda d: d["process"].update(pid=0)),

@@ -1,0 +1,129 @@
+"""The plan that a running job is told of: what counts as one, which device it is for, and what its error is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._plan import planned_peak_bytes, told_plan, with_plan
+from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.core.plan_errors import plan_error_ratio
+from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.training.planning.devices import Gpu
+from gpumem_exporter.training.planning.plan import Plan
+
+PLAN = Plan(
+    source="model",
+    gpu=Gpu("24GiB", 24 << 30, 1 << 30),
+    margin=0.85,
+    largest_batch=8,
+    batch=8,
+    accumulation=1,
+    target_effective_batch=None,
+    devices=1,
+    allocated_peak_bytes=900,
+    reserved_peak_bytes=1000,
+    breakdown={},
+)
+
+
+def test_a_file_what_stands_in_it_and_the_plan_itself_say_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(PLAN.as_dict(), indent=2))
+    for told in (PLAN, PLAN.as_dict(), file, str(file), SimpleNamespace(reserved_peak_bytes=1000)):
+        assert planned_peak_bytes(told) == 1000
+
+
+def test_an_argument_beats_the_environment_and_a_path_stays_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    environ = {"GPUMEM_PLAN": " plan.json "}
+    assert ReporterSettings.resolve(environ={}).plan is None
+    assert ReporterSettings.resolve(environ={"GPUMEM_PLAN": " "}).plan is None
+    assert ReporterSettings.resolve(environ=environ).plan == tmp_path / "plan.json"
+    assert ReporterSettings.resolve(plan="other.json", environ=environ).plan == tmp_path / "other.json"
+    assert ReporterSettings.resolve(plan=PLAN, environ=environ).plan is PLAN
+
+
+def test_a_folder_that_is_gone_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert told_plan("plan.json", {}) == "plan.json"
+    with pytest.raises(ConfigurationError, match=r"plan\.json: No such file"):
+        planned_peak_bytes("plan.json")
+
+
+NO_PLANS: dict[str, tuple[Any, str]] = {
+    "an empty mapping": ({}, "has no reserved_peak_bytes; gpumem-exporter plan … --json"),
+    "a number": (7, "has no reserved_peak_bytes"),
+    "nothing planned": ({"reserved_peak_bytes": 0}, "must be a whole number from 1 to .* not 0"),
+    "less than nothing": ({"reserved_peak_bytes": -5}, "not -5"),
+    "more than the exporter takes": ({"reserved_peak_bytes": 2**63}, "not 9223372036854775808"),
+    "a fraction": ({"reserved_peak_bytes": 1.5}, "not 1.5"),
+    "a truth": ({"reserved_peak_bytes": True}, "not True"),
+    "a text": ({"reserved_peak_bytes": "80GiB"}, "not '80GiB'"),
+    "an empty file": (b"", "is not what gpumem-exporter plan … --json prints: Expecting value"),
+    "a table": (b"from    the model\n", "is not what gpumem-exporter plan"),
+    "no UTF-8": (b"\xff\xfe\xfd", "is not what gpumem-exporter plan"),
+    "a list": (b"[1]", r"plan /.*/plan\.json has no reserved_peak_bytes"),
+    "a null": (b'{"reserved_peak_bytes": null}', "has no reserved_peak_bytes"),
+    "an infinity": (b'{"reserved_peak_bytes": Infinity}', "not inf"),
+    "deeper than Python goes": (b"[" * 500_000, "is not what gpumem-exporter plan"),
+    "a number of many digits": (b'{"reserved_peak_bytes": 1' + b"0" * 9000 + b"}", "plan /"),
+    "more than any plan": (b" " * (2 << 20), "is larger than any plan"),
+}
+
+
+@pytest.mark.parametrize("case", NO_PLANS)
+def test_what_is_no_plan_is_told_in_a_line_that_says_where_and_why(case: str, tmp_path: Path) -> None:
+    told, why = NO_PLANS[case]
+    if isinstance(told, bytes):
+        (tmp_path / "plan.json").write_bytes(told)
+        told = tmp_path / "plan.json"
+    with pytest.raises(ConfigurationError, match=why) as caught:
+        planned_peak_bytes(told)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_neither_a_folder_nor_a_pipe_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(ConfigurationError, match="is no regular file"):
+            planned_peak_bytes(path)
+
+
+def test_of_several_devices_the_plan_is_for_the_one_with_the_highest_peak() -> None:
+    def planned(*peaks: int | None, plan: int | None = 1000) -> list[int | None]:
+        samples = [DeviceSample(f"GPU-{at}", reserved_peak_bytes=peak) for at, peak in enumerate(peaks)]
+        return [sample.planned_reserved_peak_bytes for sample in with_plan(samples, plan)]
+
+    assert planned(2, 900, None) == [None, 1000, None]
+    assert planned(5, 5) == [1000, None]
+    assert planned(None) == [1000]
+    assert planned() == []
+    assert planned(2, 900, plan=None) == [None, None]
+
+
+def error(step: int | None, peak: int | None = 800, planned: int | None = 1000) -> float | None:
+    sample = DeviceSample("GPU-0", reserved_peak_bytes=peak, planned_reserved_peak_bytes=planned)
+    return plan_error_ratio(sample, step)
+
+
+def test_the_error_is_the_plan_s_own_and_over_0_where_too_much_was_planned() -> None:
+    assert error(2) == PLAN.error_ratio(800) == 0.25
+    assert error(100, peak=1250) == PLAN.error_ratio(1250) < 0
+
+
+def test_there_is_no_error_without_a_plan_a_peak_or_two_steps() -> None:
+    assert [error(None), error(0), error(1)] == [None] * 3
+    assert [error(2, peak=None), error(2, peak=0), error(2, planned=None)] == [None] * 3
