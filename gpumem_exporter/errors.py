@@ -23,6 +23,8 @@ The tree:
     │   └── IdempotencyConflictError  the same Idempotency-Key came with another request
     ├── PrometheusError               the Prometheus API that chooses a fleet's processes does not answer a query
     ├── CommandRefusedError           a process does not do what it was asked to; says why
+    ├── NoBatchSizeError              every batch size that was tried runs out of memory
+    ├── RankFailedError               another rank of the process group has failed, so that this one cannot go on
     └── ExporterError                 seen from the client's side of the wire
         ├── ExporterUnreachableError  nobody answers there
         └── ExporterAnswerError       it answered with an error; carries the status and the problem's detail
@@ -41,12 +43,14 @@ __all__ = [
     "GpumemError",
     "GroupIncompleteError",
     "IdempotencyConflictError",
+    "NoBatchSizeError",
     "NvmlDeviceLostError",
     "NvmlError",
     "NvmlNotSupportedError",
     "NvmlPermissionError",
     "NvmlUnavailableError",
     "PrometheusError",
+    "RankFailedError",
     "ReportRefusedError",
     "ReporterSupersededError",
     "StorageError",
@@ -156,6 +160,22 @@ class PrometheusError(GpumemError):
 
 class CommandRefusedError(GpumemError):
     """A process does not do what it was asked to; the message says why."""
+
+
+class NoBatchSizeError(GpumemError):
+    """Every batch size that was tried runs out of memory; the message names them, its cause is the last one's error."""
+
+
+class RankFailedError(GpumemError):
+    """Another rank of the process group has failed, or has gone, so that this one cannot go on.
+
+    Attributes:
+        ranks: which, as global ranks; empty where that is not known.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class ExporterError(GpumemError):

@@ -10,7 +10,11 @@ import importlib
 from typing import Any
 
 _MODULES = {
+    "BatchSizeSearch": "gpumem_exporter.training.batch_size",
+    "BatchSizeTry": "gpumem_exporter.training.batch_size",
+    "GradientAccumulator": "gpumem_exporter.training.accumulation",
     "Plan": "gpumem_exporter.training.planning.plan",
+    "find_batch_size": "gpumem_exporter.training.batch_size",
     "plan": "gpumem_exporter.training.planning.planner",
     "plan_description": "gpumem_exporter.training.planning.planner",
 }

@@ -1,0 +1,308 @@
+"""Training with accumulated gradients beside training with whole batches, on the CPU and on the emulated node.
+
+A process with torch that a test has started runs these functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from gpumem_exporter import training
+from gpumem_exporter.client._steps import process_steps
+from gpumem_exporter.errors import ConfigurationError
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def model(dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(dtype)
+
+
+def micro_batches(sizes: list[int], dtype: torch.dtype = torch.float64, seed: int = 5) -> list[Batch]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(sum(sizes), 6, generator=generator, dtype=torch.float64).to(dtype)
+    y = torch.randint(4, (sum(sizes),), generator=generator)
+    return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+
+def joined(batches: list[Batch]) -> Batch:
+    return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
+
+
+def optimizer_of(name: str, net: nn.Module) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    return torch.optim.AdamW(net.parameters(), lr=0.01)
+
+
+def train_whole(net: nn.Module, name: str, windows: list[list[Batch]], clip: float | None, epochs: int) -> list[float]:
+    """One step for each window, with all of its samples at once; the norms of the gradients."""
+    optimizer = optimizer_of(name, net)
+    norms = []
+    for _ in range(epochs):
+        for window in windows:
+            x, y = joined(window)
+            functional.cross_entropy(net(x), y).backward()
+            norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), clip if clip is not None else float("inf"))))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+def train_accumulated(
+    accumulator: Any, net: nn.Module, batches: list[Batch], epochs: int = 1, left_out: tuple[int, ...] = ()
+) -> list[float]:
+    norms = []
+    for _ in range(epochs):
+        for number, (x, y) in enumerate(accumulator.batches(iter(batches))):
+            if number in left_out:
+                continue
+            with accumulator.forward():
+                loss = functional.cross_entropy(net(x), y)
+            accumulator.backward(loss, samples=len(x))
+            if accumulator.step():
+                norms.append(accumulator.gradient_norm)
+        if left_out and accumulator.step():
+            norms.append(accumulator.gradient_norm)
+    return [float(norm) for norm in norms if norm is not None]
+
+
+def difference(a: nn.Module, b: nn.Module) -> float:
+    """The largest, relative to the largest parameter."""
+    pairs = list(zip(_whole(a), _whole(b), strict=True))
+    return max(float((p - q).abs().max()) for p, q in pairs) / max(float(q.abs().max()) for _, q in pairs)
+
+
+def _whole(net: nn.Module) -> Iterator[torch.Tensor]:
+    for parameter in net.parameters():
+        data = parameter.detach()
+        yield data.full_tensor() if hasattr(data, "full_tensor") else data
+
+
+def windows_of(batches: list[Batch], per_window: int) -> list[list[Batch]]:
+    return [batches[at : at + per_window] for at in range(0, len(batches), per_window)]
+
+
+def against_whole(name: str, sizes: list[int], clip: float | None, left_out: list[int]) -> dict[str, Any]:
+    """Windows of 12 samples in three micro batches, for three epochs."""
+    batches = micro_batches(sizes)
+    kept = [batch for number, batch in enumerate(batches) if number not in left_out]
+    whole, net = model(), model()
+    expected = train_whole(whole, name, windows_of(kept, 3), clip, 3)
+    accumulator = training.GradientAccumulator(
+        net, optimizer_of(name, net), effective_batch=12, micro_batch=4, clip_norm=clip
+    )
+    heard: list[Any] = []
+    stop = process_steps().listen(heard.append)
+    norms = train_accumulated(accumulator, net, batches, 3, tuple(left_out))
+    stop()
+    return {
+        "difference": difference(net, whole),
+        "norms": max((abs(a / b - 1) for a, b in zip(norms, expected, strict=False)), default=0.0),
+        "clipped": clip is not None and sum(norm > clip for norm in norms) > 0 and len(norms) == len(expected),
+        "steps": [accumulator.steps, len(expected), len(heard)],
+        "moved": difference(net, model()),
+        "gradients_left": sum(parameter.grad is not None for parameter in net.parameters()),
+    }
+
+
+def in_low_precision(dtype_name: str) -> dict[str, Any]:
+    """The same windows by hand, in the same type; all shares are powers of two, so that both round alike."""
+    dtype = getattr(torch, dtype_name)
+    batches = micro_batches([4] * 6, torch.float32)
+    by_hand, net = model(torch.float32), model(torch.float32)
+    optimizer = optimizer_of("sgd", by_hand)
+    for window in windows_of(batches, 4):
+        samples = sum(len(x) for x, _ in window)
+        for x, y in window:
+            with torch.autocast("cpu", dtype):
+                loss = functional.cross_entropy(by_hand(x), y)
+            (loss * (len(x) / samples) * 1024).backward()
+        for parameter in by_hand.parameters():
+            parameter.grad /= 1024
+        optimizer.step()
+        optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if dtype is torch.float16 else None
+    accumulator = training.GradientAccumulator(
+        net, optimizer_of("sgd", net), effective_batch=16, micro_batch=4, autocast=dtype, scaler=scaler
+    )
+    train_accumulated(accumulator, net, batches)
+    return {"difference": difference(net, by_hand), "steps": accumulator.steps, "moved": difference(net, model())}
+
+
+def overflowing() -> dict[str, Any]:
+    """A loss scale under which float16 overflows, until it has fallen twice."""
+    net = model(torch.float32)
+    optimizer = optimizer_of("sgd", net)
+    accumulator = training.GradientAccumulator(
+        net,
+        optimizer,
+        effective_batch=8,
+        micro_batch=4,
+        autocast=torch.float16,
+        scaler=torch.amp.GradScaler("cpu", init_scale=2.0**40, backoff_factor=2.0**-14),
+        clip_norm=1.0,
+    )
+    heard: list[Any] = []
+    stop = process_steps().listen(heard.append)
+    moved, stepped = [], []
+    for x, y in accumulator.batches(micro_batches([4] * 8, torch.float32)):
+        before = copy.deepcopy(net)
+        with accumulator.forward():
+            loss = functional.cross_entropy(net(x), y)
+        accumulator.backward(loss, samples=len(x))
+        stepped.append(accumulator.step())
+        moved.append(difference(net, before) > 0)
+    stop()
+    return {
+        "stepped": stepped,
+        "moved": moved,
+        "counted": [accumulator.steps, accumulator.skipped_steps, len(heard)],
+        "default": accumulator.scaler.is_enabled(),
+        "scaled_by_default": training.GradientAccumulator(
+            net, optimizer, effective_batch=8, micro_batch=4, autocast=torch.float16
+        ).scaler.get_scale(),
+    }
+
+
+def of_another_size() -> list[str]:
+    """What is logged where the loader's batches are half as large, and where only the mean of mixed ones is not."""
+    net = model()
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("gpumem_exporter.training")
+    log.addHandler(handler)
+    for sizes, effective in (([2] * 8, 8), ([4, 4, 4, 3], 8), ([4, 3, 4, 4], 8), ([4, 4, 3], 4)):
+        optimizer = optimizer_of("sgd", net)
+        accumulator = training.GradientAccumulator(net, optimizer, effective_batch=effective, micro_batch=4)
+        train_accumulated(accumulator, net, micro_batches(sizes))
+    log.removeHandler(handler)
+    return said
+
+
+def refusals() -> dict[str, str]:
+    """What wrong use is told."""
+    net = model()
+    optimizer = optimizer_of("sgd", net)
+    told: dict[str, str] = {}
+
+    def refused(name: str, kind: type[Exception], **arguments: Any) -> None:
+        try:
+            training.GradientAccumulator(net, optimizer, **({"effective_batch": 8, "micro_batch": 4} | arguments))
+        except kind as error:
+            told[name] = str(error)
+
+    refused("uneven", ConfigurationError, effective_batch=100, micro_batch=32)
+    refused("small", ConfigurationError, effective_batch=16, micro_batch=32)
+    refused("none", ConfigurationError, micro_batch=0)
+    refused("autocast", ConfigurationError, autocast=torch.float64)
+    refused("clip", ConfigurationError, clip_norm=0.0)
+    refused("clear", ConfigurationError, clear_cache_every=0)
+    refused("group", ConfigurationError, process_group=object())
+
+    accumulator = training.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
+
+    def raised(name: str, kind: type[Exception], action: Any) -> None:
+        try:
+            action()
+        except kind as error:
+            told[name] = str(error)
+
+    def forward() -> torch.Tensor:
+        with accumulator.forward():
+            return net(torch.zeros(4, 6, dtype=torch.float64)).mean()
+
+    raised("backward", RuntimeError, lambda: accumulator.backward(torch.zeros(()), samples=4))
+    raised("samples", ValueError, lambda: accumulator.backward(forward(), samples=0))
+    for _ in range(2):
+        accumulator.backward(forward(), samples=4)
+    raised("step", RuntimeError, forward)
+    return told
+
+
+def interrupted() -> dict[str, Any]:
+    """A backward pass that fails in the middle, a forward pass that does, and a loop that is left in a window."""
+    batches = micro_batches([4] * 5)
+    whole, net = model(), model()
+    optimizer = optimizer_of("sgd", net)
+    accumulator = training.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise MemoryError("staged")
+
+    caught = []
+    for number, (x, y) in enumerate(accumulator.batches(batches)):
+        try:
+            with accumulator.forward():
+                if number == 0:
+                    raise KeyError("staged")
+                loss = functional.cross_entropy(net[3](Fails.apply(net[:3](x)) if number == 2 else net[:3](x)), y)
+            accumulator.backward(loss, samples=len(x))
+        except (KeyError, MemoryError) as error:
+            caught.append(type(error).__name__)
+            continue
+        accumulator.step()
+    # Batch 1 went with the gradient of 2; 3 and 4 are a window.
+    train_whole(whole, "sgd", [batches[3:5]], None, 1)
+    after_failures = difference(net, whole)
+    for x, y in accumulator.batches(batches):
+        with accumulator.forward():
+            loss = functional.cross_entropy(net(x), y)
+        accumulator.backward(loss, samples=len(x))
+        break
+    whole.load_state_dict(net.state_dict())
+    reference = training.GradientAccumulator(whole, optimizer_of("sgd", whole), effective_batch=8, micro_batch=4)
+    optimizer.state.clear()
+    train_accumulated(accumulator, net, batches[:3])
+    train_accumulated(reference, whole, batches[:3])
+    return {"caught": caught, "after_failures": after_failures, "after_a_break": difference(net, whole)}
+
+
+def on_device() -> dict[str, Any]:
+    """The peak of a window in micro batches, and of the same samples at once; and what clearing gives back."""
+
+    def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+        layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.GELU())]
+        net = nn.Sequential(*layers).to("cuda")
+        return net, torch.optim.AdamW(net.parameters())
+
+    net, optimizer = net_and_optimizer()
+    accumulator = training.GradientAccumulator(
+        net, optimizer, effective_batch=65536, micro_batch=4096, autocast=torch.float16, clear_cache_every=1
+    )
+    for x in accumulator.batches(torch.empty(4096, 512, device="cuda") for _ in range(32)):
+        with accumulator.forward():
+            loss = net(x).mean()
+        accumulator.backward(loss, samples=len(x))
+        accumulator.step()
+    del x, loss
+    accumulated = torch.cuda.max_memory_allocated()
+    freed = accumulator.freed_bytes
+    by_driver = torch.cuda.memory_stats()["reserved_bytes.all.freed"]
+    x = torch.empty(65536, 512, device="cuda")
+    with torch.autocast("cuda", torch.float16):
+        loss = net(x).mean()
+    loss.backward()
+    optimizer.step()
+    return {
+        "accumulated": accumulated,
+        "at_once": torch.cuda.max_memory_allocated(),
+        "steps": accumulator.steps + accumulator.skipped_steps,
+        "freed": freed,
+        "by_driver": by_driver,
+    }

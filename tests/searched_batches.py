@@ -1,0 +1,147 @@
+"""Searches for a batch size, on an emulated device small enough that models of a few MiB fill it.
+
+A process with torch that a test has started runs these functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumem_exporter import training
+from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError
+
+MIB = 1 << 20
+UNIT = 256
+
+
+def training_step(device: str = "cuda") -> Callable[[int], None]:
+    layers = [part for _ in range(6) for part in (nn.Linear(1024, 1024), nn.GELU())]
+    net = nn.Sequential(*layers).to(device)
+    optimizer = torch.optim.AdamW(net.parameters())
+
+    def step(size: int) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        batch = torch.empty(size, 1024, device=device)
+        net(batch).sum().backward()
+        optimizer.step()
+
+    return step
+
+
+def runs(step: Callable[[int], None], size: int, times: int) -> bool:
+    torch.cuda.empty_cache()
+    try:
+        for _ in range(times):
+            step(size)
+    except torch.OutOfMemoryError:
+        return False
+    return True
+
+
+def found() -> dict[str, Any]:
+    """A search, and what then trains; and what the statistics say."""
+    step = training_step()
+    resets: list[Any] = []
+    reset = torch._C._cuda_resetPeakMemoryStats
+    torch._C._cuda_resetPeakMemoryStats = resets.append
+    search = training.find_batch_size(step, start=1000, multiple_of=UNIT, margin=0)
+    first = torch.cuda.max_memory_allocated()
+    step(UNIT)  # so that it has its gradients, as after a search
+    before = torch.cuda.memory_stats()
+    again = training.find_batch_size(step, start=60000, multiple_of=UNIT, margin=0.1)
+    after = torch.cuda.memory_stats()
+    step(UNIT)
+    left = torch.cuda.memory_allocated()
+    torch._C._cuda_resetPeakMemoryStats = reset
+    return {
+        "size": int(search),
+        "largest": search.largest,
+        "tries": [[each.size, each.fits, each.peak_bytes] for each in search.tries],
+        "peak": first,
+        "printed": str(search),
+        "in a range": len(range(search)),
+        "again": [again.size, again.largest],
+        "again_peaks": [each.peak_bytes for each in again.tries],
+        "ooms": after["num_ooms"] - before["num_ooms"] - sum(not each.fits for each in again.tries),
+        "peak_kept": after["allocated_bytes.all.peak"] >= before["allocated_bytes.all.peak"] == first,
+        "resets": len(resets),
+        "left": left - before["allocated_bytes.all.current"],
+        "reserved": after["reserved_bytes.all.current"],
+        "trains": runs(step, search.largest or 0, 20),
+        "more": runs(step, (search.largest or 0) + UNIT, 20),
+    }
+
+
+def ends() -> dict[str, Any]:
+    """Searches that end otherwise than between two sizes."""
+    told: dict[str, Any] = {}
+    asked: list[int] = []
+    wrong = ValueError("no such sample")
+
+    def fails(size: int) -> None:
+        asked.append(size)
+        if size > 8:
+            raise wrong
+
+    try:
+        training.find_batch_size(fails, start=4, runs=1)
+    except ValueError as error:
+        told["own error"] = [error is wrong, getattr(error, "__notes__", []), list(asked)]
+
+    def takes(mib: int) -> Callable[[int], None]:
+        def step(size: int) -> None:
+            held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+            torch.empty(size * mib * MIB, dtype=torch.uint8, device="cuda")
+            del held
+
+        return step
+
+    try:
+        training.find_batch_size(takes(4096), start=4)
+    except NoBatchSizeError as error:
+        told["none fits"] = [str(error), type(error.__cause__).__name__, *getattr(error.__cause__, "__notes__", [])]
+    told["left"] = torch.cuda.memory_allocated()
+    told["maximum"] = int(training.find_batch_size(takes(1), start=4, maximum=50, margin=0))
+    bounded = training.find_batch_size(takes(1), start=1, max_tries=3, margin=0)
+    told["bounded"] = [bounded.size, len(bounded.tries)]
+    try:
+        training.find_batch_size(takes(4096), start=64, max_tries=2)
+    except NoBatchSizeError as error:
+        told["bounded, none fits"] = str(error)
+
+    def wraps(size: int) -> None:
+        try:
+            takes(1)(size)
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("in the data loader") from error
+
+    told["wrapped"] = int(training.find_batch_size(wraps, start=4096, maximum=4096, margin=0)) < 4096
+    return told
+
+
+def refusals() -> list[str]:
+    told = []
+    for arguments in (
+        {"start": 0},
+        {"start": 64, "maximum": 32},
+        {"start": 4, "multiple_of": 8},
+        {"multiple_of": 0},
+        {"margin": 1.0},
+        {"runs": 0},
+        {"max_tries": 0},
+    ):
+        try:
+            training.find_batch_size(lambda size: None, **arguments)  # type: ignore[arg-type]
+        except ConfigurationError as error:
+            told.append(str(error))
+    return told
+
+
+def without_cuda() -> dict[str, Any]:
+    asked: list[int] = []
+    search = training.find_batch_size(asked.append, start=30, multiple_of=8)
+    return {"size": int(search), "asked": asked, "printed": str(search), "largest": search.largest}
