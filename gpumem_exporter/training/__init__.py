@@ -12,11 +12,19 @@ from typing import Any
 _MODULES = {
     "BatchSizeSearch": "gpumem_exporter.training.batch_size",
     "BatchSizeTry": "gpumem_exporter.training.batch_size",
+    "CheckpointingComparison": "gpumem_exporter.training.checkpointing.comparison",
+    "CheckpointingRow": "gpumem_exporter.training.checkpointing.comparison",
     "GradientAccumulator": "gpumem_exporter.training.accumulation",
+    "ModelOptimization": "gpumem_exporter.training.optimizing",
     "Plan": "gpumem_exporter.training.planning.plan",
+    "SavedCheckpoint": "gpumem_exporter.training.saving",
+    "compare_checkpointing": "gpumem_exporter.training.checkpointing.compare",
     "find_batch_size": "gpumem_exporter.training.batch_size",
+    "inference_mode": "gpumem_exporter.training.inference",
+    "optimize_model": "gpumem_exporter.training.optimizing",
     "plan": "gpumem_exporter.training.planning.planner",
     "plan_description": "gpumem_exporter.training.planning.planner",
+    "save_checkpoint": "gpumem_exporter.training.saving",
 }
 """Which module each public name lives in."""
 

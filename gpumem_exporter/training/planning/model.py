@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.checkpointing.blocks import recomputed
 from gpumem_exporter.training.planning.job import Job
 
 __all__ = ["DTYPES", "checkpoint_blocks", "freeze", "in_moving_order", "make_fake_mode", "make_model"]
@@ -98,11 +97,4 @@ def checkpoint_blocks(model: nn.Module) -> None:
     if not blocks:
         raise ConfigurationError("the model has no nn.ModuleList and no nn.Sequential whose parts could be recomputed")
     for block in blocks:
-        block.forward = _recomputed(block.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+        block.forward = recomputed(block.forward)

@@ -20,7 +20,7 @@ from gpumem_exporter.training.planning.stepping import train
 from gpumem_exporter.training.planning.trace import Trace
 from gpumem_exporter.training.planning.tracing import Tracer
 
-__all__ = ["STEPS", "trace_job"]
+__all__ = ["STEPS", "move", "quiet", "trace_job"]
 
 STEPS = 3
 """The optimizer's state is made in the first step, the cache has its shape after the second."""
@@ -35,12 +35,12 @@ def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
         ConfigurationError: the job's own code failed; says how.
     """
     tracer = Tracer(Kernels(job.convolution))
-    with _quiet():
+    with quiet():
         try:
             mode = make_fake_mode()
             model = make_model(job, mode)
             with mode, cuda_rules(job.attention), tracer:
-                _move(model, tracer)
+                move(model, tracer)
                 train(job, model, batch, steps, "cpu", _Kinds(tracer))
         except ConfigurationError:
             raise
@@ -54,7 +54,7 @@ def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without torch's warnings and logs, and without garbage collections, whose moments differ from run to run."""
     collecting = gc.isenabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
@@ -71,7 +71,7 @@ def _quiet() -> Iterator[None]:
             gc.enable()
 
 
-def _move(model: nn.Module, tracer: Tracer) -> None:
+def move(model: nn.Module, tracer: Tracer) -> None:
     """What `model.to(device)` allocates, and telling gradients when they come."""
     for module in in_moving_order(model):
         tracer.hold(module.parameters(recurse=False), "parameters")

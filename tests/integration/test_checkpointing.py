@@ -1,0 +1,165 @@
+"""Comparisons of checkpointing: what they measure, that they change nothing, and that they say what differs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulation.node import EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+
+SAME = "loss, gradients and buffers are the same to the bit in all of them"
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[TorchProcess]:
+    node = EmulatedNode(tmp_path_factory.mktemp("node") / "node")
+    variables = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": None}
+    with contextlib.closing(node), TorchProcess(node, variables) as started:
+        yield started
+
+
+def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
+    code = f"from tests import checkpointed_steps\nresult = checkpointed_steps.{function}(**given)"
+    return process.exec(code, given=arguments, timeout_seconds=110)
+
+
+def names(told: dict[str, Any]) -> list[str]:
+    return [row["name"] for row in told["rows"]]
+
+
+def peaks(told: dict[str, Any]) -> list[int]:
+    assert all(row["exact"] for row in told["rows"]), told["text"]
+    return [row["peak_bytes"] for row in told["rows"]]
+
+
+def test_the_longest_list_of_blocks_of_one_class_is_recomputed_and_without_cuda_no_peak_is_told(
+    process: TorchProcess,
+) -> None:
+    told = call(process, "plain")
+    assert told["blocks"] == "5 Block in blocks"
+    assert [(row["name"], row["blocks"]) for row in told["rows"]] == [
+        ("none", 0),
+        ("every 2nd block", 3),
+        ("every block", 5),
+    ]
+    # a warm-up, two timed runs and one to compare, and a second one without checkpoints: 13 forward passes each
+    assert told["calls"] == [13 + 4 + 4, 13 + 4, 13 + 4 + 4, 13 + 4, 13 + 4 + 4]
+    assert {row["peak_bytes"] for row in told["rows"]} == {None}
+    assert "no CUDA" in told["text"]
+    assert told["text"].endswith(SAME)
+    assert told["same_results"] is True
+    assert all(row["seconds"] > 0 for row in told["rows"])
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["over", "failed on its way"])
+def test_a_comparison_leaves_everything_as_it_was(process: TorchProcess, failing: bool) -> None:
+    assert all(call(process, "left_alone", failing=failing))
+
+
+def test_a_training_with_comparisons_between_its_steps_has_the_same_losses_to_the_bit(process: TorchProcess) -> None:
+    assert call(process, "losses", watched=True) == call(process, "losses", watched=False)
+
+
+def test_results_that_checkpointing_moves_are_named(process: TorchProcess) -> None:
+    told = call(process, "differing")
+    drawing, norms, noisy = (told[name] for name in ("drawing", "norms", "noisy"))
+    assert [row["difference"] is not None for row in drawing["rows"]] == [False, True, True, True]
+    assert "gradient of" in drawing["text"]
+    assert norms["blocks"] == "3 Sequential in the model itself"
+    assert [row["difference"] is not None for row in norms["rows"]] == [False, True, True]
+    moved = norms["rows"][2]["difference"]["names"]
+    assert {name.split()[0] for name in moved} == {"buffer"}, "gradients stay"
+    assert {name.rsplit(".")[-1] for name in moved} == {"running_mean", "running_var", "num_batches_tracked"}
+    assert "NOT THE SAME (every block and none): buffer 0.1.running_mean" in norms["text"]
+    assert "NOT THE SAME (none and run again): loss" in noisy["text"], "a model that is never twice the same"
+    assert not any(each["same_results"] or SAME in each["text"] for each in (drawing, norms, noisy))
+
+
+def test_blocks_selections_and_batches_are_as_the_caller_says(process: TorchProcess) -> None:
+    told = call(process, "chosen")
+    assert told["given"]["blocks"] == "3 given blocks"
+    assert names(told["given"]) == ["none", "every 3rd block", "every block"]
+    assert told["still evaluating"] is True
+    for name in ("evaluating", "positional", "autocast"):
+        assert names(told[name]) == ["none", "every 4th block", "every 2nd block", "every block"]
+        assert told[name]["same_results"], told[name]["text"]
+
+
+def test_what_cannot_be_compared_is_refused_with_what_would_be_right(process: TorchProcess) -> None:
+    told = call(process, "refusals")
+    expected = {
+        "no blocks": "blocks=[...]",
+        "foreign blocks": "blocks are modules inside of the model",
+        "the model as a block": "blocks are modules inside of the model",
+        "no blocks given": "at least one",
+        "every 9": "every 9; there are 5 blocks",
+        "every 0": "every 0; there are 5 blocks",
+        "no repeats": "at least 1",
+        "no loss": "a tensor of shape (8, 3), no tensor of one number",
+        "text for a loss": "a str, no tensor of one number",
+        "nothing to train": "no parameter that is trained",
+        "a hook": "head.weight",
+        "meta": "meta device",
+        "inference": "call it outside",
+        "autocast": "torch.bfloat16 or torch.float16",
+        "no parameters": "Sequential has no parameters",
+        "reset on the CPU": "the model is on the cpu",
+    }
+    assert told.keys() == expected.keys()
+    assert [name for name, text in expected.items() if text not in told[name]] == []
+
+
+def test_a_figure_has_times_and_peaks_and_without_matplotlib_the_extra_is_named(
+    process: TorchProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "figure.png"
+    told = call(process, "figures", path=str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert told["titles"] == ["time, ms", "peak above the start, MiB (simulated)"]
+    assert told["labels"] == [f"{peak / 2**20:.4g}" for peak in told["peaks"]]
+    assert told["pyplot"] is False, "no window and no state of the process'"
+    assert "pip install 'gpumem-exporter[plot]'" in told["missing"]
+
+
+@pytest.fixture(scope="module")
+def measured(process: TorchProcess) -> dict[str, Any]:
+    return call(process, "on_device")
+
+
+def test_peaks_are_exact_without_a_reset_in_a_process_without_a_higher_one(measured: dict[str, Any]) -> None:
+    assert peaks(measured["first"]) == peaks(measured["reset"]) == sorted(peaks(measured["reset"]), reverse=True)
+    assert measured["fell"] == [], "peaks fall by resets alone"
+    assert measured["left"] == 0
+
+
+def test_a_peak_below_an_earlier_one_is_bounded_and_said_to_be(measured: dict[str, Any]) -> None:
+    rows = measured["again"]["rows"]
+    assert [row["exact"] for row in rows] == [False] * 4
+    for row, peak in zip(rows, peaks(measured["reset"]), strict=True):
+        assert 0 < row["peak_bytes"] <= peak <= row["peak_at_most_bytes"]
+    assert "reset_peaks=True makes it exact" in measured["again"]["text"]
+
+
+def test_simulated_peaks_are_within_five_per_cent_of_the_allocators(measured: dict[str, Any]) -> None:
+    for simulated, real in zip(peaks(measured["simulated"]), peaks(measured["reset"]), strict=True):
+        assert simulated == pytest.approx(real, rel=0.05)
+    assert {row["simulated"] for row in measured["simulated"]["rows"]} == {True}
+    assert {row["simulated"] for row in measured["reset"]["rows"]} == {False}
+    assert "simulated" in measured["simulated"]["text"]
+    assert "this one is on cuda:0" in measured["refusal"]
+
+
+def test_a_way_without_enough_memory_is_told_as_such_and_the_others_are_measured(process: TorchProcess) -> None:
+    told = call(process, "without_room")
+    first, *_, last = told["rows"]
+    assert (first["name"], first["out_of_memory"], first["seconds"], first["peak_bytes"]) == ("none", True, None, None)
+    assert (last["name"], last["out_of_memory"]) == ("every block", False)
+    assert last["exact"] is True
+    assert last["seconds"] > 0
+    assert "out of memory" in told["text"]
+    assert told["left"] == 0, "the failed run has left nothing"

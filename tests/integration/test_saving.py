@@ -1,0 +1,85 @@
+"""Checkpoints: whole or not at all, as torch would load them, and without taking device memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.torch_process import TorchProcess
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[TorchProcess]:
+    """One without any driver."""
+    with TorchProcess(None, {"OMP_NUM_THREADS": "1"}) as started:
+        yield started
+
+
+def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
+    code = f"from tests import saved_checkpoints\nresult = saved_checkpoints.{function}(**given)"
+    return process.exec(code, given=arguments, timeout_seconds=110)
+
+
+def test_a_training_goes_on_from_its_checkpoint_to_the_bit(process: TorchProcess, tmp_path: Path) -> None:
+    on, from_checkpoint = call(process, "resumed", path=str(tmp_path / "a.pt"))
+    assert on == from_checkpoint
+
+
+def test_tied_weights_views_and_strides_are_kept_as_torch_keeps_them(process: TorchProcess, tmp_path: Path) -> None:
+    told = call(process, "kept_as_torch_keeps", folder=str(tmp_path))
+    assert [name for name, right in told.items() if not right] == []
+
+
+def test_whatever_fails_the_checkpoint_of_before_stays_and_nothing_else(process: TorchProcess, tmp_path: Path) -> None:
+    told = call(process, "failing", folder=str(tmp_path))
+    assert [name for name, (*_, intact) in told.items() if not intact] == []
+    assert {name: kind for name, (_, kind, _, _) in told.items()} == {
+        "full": "StorageError",
+        "full at the end": "StorageError",
+        "unknown class": "ConfigurationError",
+        "unpicklable": "TypeError",
+        "interrupted": "KeyboardInterrupt",
+        "nothing": "ConfigurationError",
+        "folder": "ConfigurationError",
+        "no folder": "StorageError",
+    }
+    for name in ("full", "full at the end"):
+        text = told[name][2]
+        needed = {"full": "16.0 MiB", "full at the end": "1.0 MiB"}[name]
+        assert text.startswith(f"{tmp_path}/last.pt is not written: File too large; it needs {needed}, and ")
+        assert text.endswith(" are free there")
+    assert "Unknown cannot be loaded with weights_only=True" in told["unknown class"][2]
+    assert "save_checkpoint(path, model=model)" in told["nothing"][2]
+
+
+def test_a_link_and_the_permissions_of_a_replaced_file_stay(process: TorchProcess, tmp_path: Path) -> None:
+    told = call(process, "replaced", folder=str(tmp_path))
+    assert told == {"fresh": "0o640", "kept": "0o664", "link": True, "step": 2}
+
+
+def test_a_part_of_a_sharded_tensor_is_refused_by_its_name(process: TorchProcess, tmp_path: Path) -> None:
+    said = call(process, "sharded", path=str(tmp_path / "a.pt"))
+    assert said.startswith("model.layers[0].weight is a DTensor")
+    assert "full_state_dict=True" in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_takes_no_device_memory_and_of_the_host_s_the_largest_tensor(
+    process: TorchProcess, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    told = call(start_torch(PYTORCH_CUDA_ALLOC_CONF=None), "from_device", folder=str(tmp_path))
+    assert told["allocations"] == told["peak"] == 0
+    assert told["changed"] == [], "not one statistic of the allocator"
+    assert told["staged"] == 16 * MIB, "the largest of 76 MiB of weights and twice that of state"
+    assert told["file"] > 3 * 76 * MIB
+    assert told["host"] < 2 * 16 * MIB + 8 * MIB, "one at a time, and malloc may keep the last"
+    assert (told["device"], told["device of plain"]) == ("cpu", "cuda:0")
+    read = call(process, "read", folder=str(tmp_path))
+    assert (read["devices"], read["stride"]) == (["cpu"], [2, 32])
+    assert "CUDA" in read["plain"], "a file of torch.save's own asks for the device"

@@ -1,0 +1,142 @@
+"""Models that are run for their outputs, and whose weights are changed, on the CPU and on the emulated node.
+
+Functions run in a process with torch that a test has started; what they return travels as JSON.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumem_exporter import training
+from gpumem_exporter.errors import ConfigurationError
+
+MIB = 1 << 20
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the package logs meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("gpumem_exporter")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ConfigurationError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout(0.5), nn.Flatten(), nn.Linear(8 * 36, 4))
+
+
+def inference() -> dict[str, Any]:
+    model, batch = net(), torch.randn(2, 3, 8, 8)
+    model[1].eval()  # frozen by the script
+    modes = [module.training for module in model.modules()]
+    result: dict[str, Any] = {}
+
+    @training.inference_mode(model, autocast=torch.bfloat16)
+    def predict(depth: int = 0) -> torch.Tensor:
+        result["modes within"] = [module.training for module in model.modules()]
+        return predict(depth - 1) if depth else model(batch)
+
+    with heard() as lines:
+        output = predict(depth=2)
+        with training.inference_mode(model) as use:
+            again = model(batch)
+    result["lines"] = lines
+    result["dtypes"] = [str(output.dtype), str(again.dtype)]
+    result["inference"] = [output.is_inference(), again.is_inference()]
+    result["devices"] = list(use.devices)
+    try:
+        with training.inference_mode(model):
+            raise KeyError("in the block")
+    except KeyError:
+        result["modes after"] = [module.training for module in model.modules()] == modes
+    result["gradients"] = model(batch).requires_grad
+    result["autocast"] = refused(lambda: training.inference_mode(model, autocast=torch.int8))
+
+    def later() -> Iterator[int]:
+        yield 1
+
+    result["generator"] = refused(lambda: training.inference_mode(model)(later))
+    return result
+
+
+def optimizing() -> dict[str, Any]:
+    model, batch = net(), torch.randn(2, 3, 8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    modes = [module.training for module in model.modules()]
+    mean = model[1].running_mean.tolist()
+    with heard() as lines:
+        told = training.optimize_model(model, dtype=torch.bfloat16, channels_last=True, example=batch)
+    result = {
+        "text": str(told),
+        "logged": "\n".join(lines) == str(told),
+        "weights": [told.weights_before_bytes, told.weights_after_bytes],
+        "allocated": [told.allocated_before_bytes, told.allocated_after_bytes],
+        "peaks": [told.forward_before.peak_bytes, told.forward_after.peak_bytes],
+        "difference": told.output_difference_ratio,
+        "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
+        "layout": model[0].weight.is_contiguous(memory_format=torch.channels_last),
+        "optimizer": optimizer.param_groups[0]["params"][0] is model[0].weight,
+        "modes": [module.training for module in model.modules()] == modes,
+        "statistics": model[1].running_mean.tolist() == mean,
+    }
+    refusals = {
+        "nothing": {},
+        "the same dtype": {"dtype": torch.bfloat16},
+        "integers": {"dtype": torch.int8},
+        "the same layout": {"channels_last": True},
+        "reset without example": {"dtype": torch.float16, "reset_peaks": True},
+    }
+    result["refused"] = {
+        name: refused(lambda options=options: training.optimize_model(model, **options))  # type: ignore[misc]
+        for name, options in refusals.items()
+    }
+    result["refused"]["no convolution"] = refused(lambda: training.optimize_model(nn.Linear(2, 2), channels_last=True))
+    result["refused"]["no parameters"] = refused(lambda: training.optimize_model(nn.ReLU(), dtype=torch.float16))
+    return result
+
+
+def on_device() -> dict[str, Any]:
+    model, batch = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda(), torch.zeros(1024, 1024)
+    batch = batch.cuda()
+    model(batch).sum().backward()
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    with heard() as lines, training.inference_mode(model) as use:
+        model(batch)
+    result: dict[str, Any] = {
+        "inference": [use.before_bytes, use.after_bytes, use.peak_bytes, use.exact],
+        "lines": lines,
+    }
+    result["allocated"] = torch.cuda.memory_allocated()
+    told = training.optimize_model(model, dtype=torch.bfloat16, example=batch, reset_peaks=True)
+    result["weights"] = [told.weights_before_bytes, told.weights_after_bytes]
+    result["fell"] = told.allocated_before_bytes - told.allocated_after_bytes
+    result["told fell"] = result["allocated"] - torch.cuda.memory_allocated()
+    result["peaks"] = [told.forward_before.peak_bytes, told.forward_after.peak_bytes]
+    result["exact"] = [told.forward_before.exact, told.forward_after.exact]
+    result["text"] = str(told)
+    return result

@@ -1,0 +1,223 @@
+"""Checkpoints as a training script saves them, on the CPU and on the emulated node, with disks that are full.
+
+Functions run in a process with torch that a test has started; what they return travels as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpumem_exporter import training
+from gpumem_exporter.errors import GpumemError
+
+MIB = 1 << 20
+
+save = training.save_checkpoint
+
+
+def load(path: Path | str) -> Any:
+    return torch.load(path, weights_only=True)
+
+
+def trained(device: str = "cpu", steps: int = 2) -> tuple[nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for _ in range(steps):
+        step(model, optimizer, schedule)
+    return model, optimizer, schedule
+
+
+def step(model: nn.Module, optimizer: Any, schedule: Any) -> str:
+    generator = torch.Generator().manual_seed(1)
+    device = next(model.parameters()).device
+    loss = model(torch.randn(4, 8, generator=generator).to(device)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    schedule.step()
+    return float(loss).hex()
+
+
+def resumed(path: str) -> list[list[str]]:
+    """The losses of a training that goes on, and of one that goes on from its checkpoint."""
+    parts = trained()
+    saved = save(path, model=parts[0], optimizer=parts[1], schedule=parts[2], step=2, rates=[0.1, None])
+    on = [step(*parts) for _ in range(3)]
+    fresh = trained(steps=0)
+    kept = load(path)
+    for part, name in zip(fresh, ("model", "optimizer", "schedule"), strict=True):
+        part.load_state_dict(kept[name])
+    assert (kept["step"], kept["rates"]) == (2, [0.1, None])
+    assert saved.file_bytes == Path(path).stat().st_size
+    assert (str(saved.path), saved.staged_bytes) == (os.path.realpath(path), 0)
+    return [on, [step(*fresh) for _ in range(3)]]
+
+
+def kept_as_torch_keeps(folder: str) -> dict[str, bool]:
+    """Tied weights, views and strides, beside what torch.save makes of them."""
+    layer = nn.Linear(64, 64)
+    large = torch.randn(256, 256)
+    tree = {
+        "model": nn.Sequential(layer, nn.ReLU(), layer),
+        "rows": [large[3:5], large.t(), large[:, ::2]],
+        "empty": torch.empty(0),
+        "numbers": torch.arange(5, dtype=torch.int8),
+        "low": torch.randn(3).bfloat16(),
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    ours, theirs = Path(folder) / "ours.pt", Path(folder) / "theirs.pt"
+    save(ours, **tree)
+    torch.save({**tree, "model": tree["model"].state_dict()}, theirs)
+    one, other = load(ours), load(theirs)
+    weights = [one["model"][name].untyped_storage().data_ptr() for name in ("0.weight", "2.weight")]
+    return {
+        "the same size": abs(ours.stat().st_size - theirs.stat().st_size) < 1024,
+        "tied": weights[0] == weights[1],
+        "views share": len({view.untyped_storage().data_ptr() for view in one["rows"]}) == 1,
+        "strides": [view.stride() for view in one["rows"]] == [view.stride() for view in tree["rows"]],
+        "views": all(torch.equal(a, b) for a, b in zip(one["rows"], tree["rows"], strict=True)),
+        "others": all(torch.equal(one[name], other[name]) for name in ("empty", "numbers", "low", "parameter")),
+        "dtype": one["low"].dtype is torch.bfloat16,
+        "sparse": torch.equal(one["sparse"].to_dense(), torch.eye(3)),
+        "gradients": one["parameter"].requires_grad,
+    }
+
+
+class Unknown:
+    """Nothing that torch would load."""
+
+
+def failing(folder: str) -> dict[str, list[Any]]:
+    """For each way of failing: what the error is, and whether the file of before is all there is, as it was."""
+    path = Path(folder) / "last.pt"
+    save(path, step=1)
+    before = path.read_bytes()
+    result: dict[str, list[Any]] = {}
+
+    def attempt(name: str, call: Callable[[], object]) -> None:
+        error: BaseException | None = None
+        try:
+            call()
+        except BaseException as raised:  # noqa: BLE001 - whatever it is, the test is told
+            error = raised
+        intact = [each.name for each in Path(folder).iterdir()] == ["last.pt"] and path.read_bytes() == before
+        kind = "GpumemError" if isinstance(error, GpumemError) else type(error).__name__
+        result[name] = [kind, type(error).__name__, str(error), intact]
+
+    attempt("full", lambda: with_little_room(lambda: save(path, weights=torch.zeros(4 * MIB))))
+    attempt("full at the end", lambda: with_little_room(lambda: save(path, weights=torch.zeros(MIB // 4 - 64))))
+    attempt("unknown class", lambda: save(path, thing=Unknown()))
+    attempt("unpicklable", lambda: save(path, thing=threading.Lock()))
+    attempt("interrupted", lambda: save(path, thing=Interrupting()))
+    attempt("nothing", lambda: save(path))
+    attempt("folder", lambda: save(folder, step=2))
+    attempt("no folder", lambda: save(Path(folder) / "none" / "last.pt", step=2))
+    return result
+
+
+class Interrupting:
+    """Ctrl-C in the middle of saving."""
+
+    def __reduce__(self) -> str:
+        raise KeyboardInterrupt
+
+
+def with_little_room(call: Callable[[], object]) -> None:
+    """No file may grow beyond 1 MiB: the kernel refuses to write, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
+    try:
+        call()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def replaced(folder: str) -> dict[str, Any]:
+    """A link and its permissions stay; a new file gets those of any other."""
+    umask = os.umask(0o027)
+    try:
+        target, link = Path(folder) / "epoch-1.pt", Path(folder) / "last.pt"
+        save(target, step=1)
+        fresh = oct(target.stat().st_mode & 0o777)
+        target.chmod(0o664)
+        link.symlink_to(target)
+        save(link, step=2)
+    finally:
+        os.umask(umask)
+    kept = oct(target.stat().st_mode & 0o777)
+    return {"fresh": fresh, "kept": kept, "link": link.is_symlink(), "step": load(target)["step"]}
+
+
+def sharded(path: str) -> str:
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        weight = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+        save(path, model={"layers": [{"weight": weight}]})
+    except GpumemError as error:
+        return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def from_device(folder: str) -> dict[str, Any]:
+    """What saving from a device takes of it and of the host's memory."""
+    model = nn.Sequential(nn.Linear(2048, 2048), *(nn.Linear(1024, 1024) for _ in range(15))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    odd = torch.ones(64, 32, device="cuda").t()[::2]
+    path = Path(folder) / "device.pt"
+    save(path, odd=odd)  # what Python and torch take once
+    statistics = torch.cuda.memory_stats()
+    resident = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    saved = save(path, model=model, optimizer=optimizer, odd=odd)
+    grown = _status("VmHWM") - resident
+    after = torch.cuda.memory_stats()
+    plain = Path(folder) / "plain.pt"
+    torch.save({"odd": odd}, plain)
+    return {
+        "allocations": after["allocation.all.allocated"] - statistics["allocation.all.allocated"],
+        "peak": after["allocated_bytes.all.peak"] - statistics["allocated_bytes.all.peak"],
+        "changed": [name for name in after if after[name] != statistics.get(name)],
+        "staged": saved.staged_bytes,
+        "file": saved.file_bytes,
+        "host": grown,
+        "device": str(load(path)["odd"].device),
+        "device of plain": str(load(plain)["odd"].device),
+    }
+
+
+def read(folder: str) -> dict[str, Any]:
+    """The file of `from_device`, where there is no device."""
+    kept = load(Path(folder) / "device.pt")
+    tensors = [*kept["model"].values(), *kept["optimizer"]["state"][0].values(), kept["odd"]]
+    try:
+        plain = str(load(Path(folder) / "plain.pt"))
+    except RuntimeError as error:
+        plain = str(error)
+    return {"devices": sorted({str(t.device) for t in tensors}), "stride": kept["odd"].stride(), "plain": plain}
+
+
+def _status(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
