@@ -21,6 +21,11 @@ from gpumem_exporter.errors import ExporterUnreachableError
 T = TypeVar("T")
 REPOSITORY = Path(__file__).parents[1]
 
+UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
+"""Whoever tests asks for more than anybody else."""
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", *UNLIMITED)
+"""Flags of an exporter that shows what is so at once."""
+
 
 def wait_for(condition: Callable[[], T], what: str, timeout_seconds: float = 30.0) -> T:
     """Ask again and again until the answer is true, and return it."""

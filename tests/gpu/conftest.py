@@ -11,8 +11,6 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
 from tests.gpu.driver import why_no_device
 
-pytest.register_assert_rewrite("tests.integration.end_to_end_checks")
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip with the reason, found out once and only where such a test was asked for."""

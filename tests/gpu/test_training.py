@@ -12,8 +12,7 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import ExporterProcess, wait_for
-from tests.integration.end_to_end_checks import QUICK
+from tests.exporter_process import QUICK, ExporterProcess
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -110,49 +109,6 @@ def test_at_one_report_a_second_the_reporter_takes_less_than_six_ten_thousandths
     with capsys.disabled():
         print(f"\nthe reporter's thread takes {spent / passed:.6f} of a core at 1 Hz")
     assert 0 < spent / passed < 0.0006
-
-
-def test_a_cache_is_not_cleared_while_a_cuda_graph_is_captured_and_the_capture_survives_the_reports(
-    start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
-) -> None:
-    exporter = start_exporter(None, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    if not process.exec("result = hasattr(torch.cuda.graphs, 'register_graph_capture_start_hook')"):
-        pytest.skip("only torch 2.14 and later say that another thread captures a graph")
-    process.call("start_client")
-    process.exec("spare = torch.empty(64 << 20, dtype=torch.uint8, device='cuda')\ndel spare")
-    exporter.wait_for_processes(process.pid)
-    capturing, go_on = tmp_path / "capturing", tmp_path / "go_on"
-    asked = process.send(
-        "exec",
-        code=(
-            "import pathlib, time\n"
-            "graph, counter = torch.cuda.CUDAGraph(), torch.zeros(1, device='cuda')\n"
-            "with torch.cuda.graph(graph):\n"
-            "    counter += 1\n"
-            "    pathlib.Path(capturing).touch()\n"
-            "    while not pathlib.Path(go_on).exists(): time.sleep(0.001)\n"
-            "    counter += 1\n"
-            "for _ in range(3): graph.replay()\n"
-            "result = counter.item()"
-        ),
-        capturing=str(capturing),
-        go_on=str(go_on),
-    )
-    wait_for(capturing.exists, "the capture")
-    reports = accepted(exporter)
-    wait_for(lambda: accepted(exporter) > reports + 3, "reports from within the capture")
-    (row,) = exporter.act("empty_cache", target={"pid": process.pid})["results"]
-    assert row["outcome"] == "refused"
-    assert "graph" in row["reason"]
-    go_on.touch()
-    assert process.receive(asked) == 6
-    (row,) = exporter.act("empty_cache", target={"pid": process.pid})["results"]
-    assert (row["outcome"], row["freed_bytes"] is not None) == ("done", True)
-
-
-def accepted(exporter: ExporterProcess) -> float:
-    return exporter.metrics().value("gpumem_reports_total", outcome="accepted")
 
 
 def test_a_capture_of_this_device_is_whole_and_names_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Lets the checks that integration tests share say what they compared when they fail."""
+"""What integration tests share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests.exporter_process import ExporterProcess, wait_for
-
-pytest.register_assert_rewrite("tests.integration.end_to_end_checks")
 
 
 @pytest.fixture(scope="session")

@@ -19,8 +19,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import ExporterProcess, wait_for
-from tests.integration.end_to_end_checks import QUICK
+from tests.exporter_process import QUICK, ExporterProcess, wait_for
 
 ACTIONS = 1000
 THREADS = 16

@@ -21,8 +21,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
-from tests.integration.end_to_end_checks import QUICK
+from tests.exporter_process import QUICK, REPOSITORY, ExporterProcess, wait_for
 
 STEPPING = """
 import os, threading, time

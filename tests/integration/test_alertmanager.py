@@ -22,8 +22,7 @@ from gpumem_exporter.server.guard import MAX_ALERTS_BYTES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.exporter_process import wait_for
-from tests.integration.end_to_end_checks import QUICK
+from tests.exporter_process import QUICK, wait_for
 from tests.integration.running_exporter import RunningExporter, problem, running_exporter
 from tests.unit.builders import UUIDS, report, sample
 

@@ -12,8 +12,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import wait_until_equal
-from tests.integration.end_to_end_checks import QUICK
+from tests.exporter_process import QUICK, wait_until_equal
 
 MIB = 1 << 20
 

@@ -14,8 +14,7 @@ from gpumem_exporter.protocol import CommandResult, DeviceResult
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.exporter_process import ExporterProcess, wait_for
-from tests.integration.end_to_end_checks import QUICK
+from tests.exporter_process import QUICK, ExporterProcess, wait_for
 from tests.integration.running_exporter import RunningExporter, eventually, problem, running_exporter
 from tests.unit.builders import UUIDS, report, sample
 

@@ -28,14 +28,14 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.claims.place import COMPARED
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.emulation.programs import Program
 from tests.emulation.torch_process import RemoteError, TorchProcess
-from tests.exporter_process import ExporterProcess, Metrics, wait_until_equal
+from tests.exporter_process import UNLIMITED, ExporterProcess, Metrics, wait_until_equal
 from tests.integration.device_truth import scrape, shown, truth
-from tests.integration.end_to_end_checks import COMPARED, UNLIMITED
 
 STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
 STEPS_EACH = 250

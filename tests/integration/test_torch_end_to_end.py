@@ -2,82 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 
-from tests.conftest import StartExporter
-from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.claims import actions, device, heaps, pools
+from tests.claims.figures import require
+from tests.claims.place import EXPANDABLE, Place
 from tests.emulation.node import EmulatedNode
-from tests.integration.end_to_end_checks import (
-    QUICK,
-    Books,
-    check_a_garbage_collection_frees_tensors_in_cycles,
-    check_a_private_pool_stays_and_the_rest_is_reclaimable,
-    check_every_torch_series_is_what_the_process_says,
-    check_ledgers_add_up_in_every_scrape,
-    check_peaks_are_reset_on_the_device_meant_alone,
-    check_reclaimable_is_what_a_clear_gives_back,
-    check_reclaimable_on_expandable_segments,
-)
 
 
-def books_of(node: EmulatedNode) -> Books:
-    return lambda: node.books().devices
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[Place]:
+    """A node of two GPUs, one exporter on it and the processes that tests share, for the whole module."""
+    folder = tmp_path_factory.mktemp("place")
+    with EmulatedNode(folder / "node") as node, Place(folder, node) as place:
+        yield place
 
 
-def test_every_torch_series_is_what_the_process_itself_says_byte_for_byte(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    check_every_torch_series_is_what_the_process_says(exporter, process, books_of(node), devices=(0, 1))
+def test_every_torch_series_is_what_the_process_itself_says_byte_for_byte(place: Place) -> None:
+    bench = place.process()
+    figures = heaps.every_series_is_what_torch_says(bench, devices=(0, 1))
+    require(figures)
+    assert figures["gpumem_torch_ooms_total of device 0"].value == 1
     # the driver knows every process here: its own figure was compared, too
-    assert all(process.pid in book.processes for book in node.books().devices)
-
-
-def test_ledgers_add_up_in_every_scrape_while_processes_allocate_and_free(
-    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    node = make_node(devices=4)
-    node.set_process(pid=1, device=2, nbytes=123_456_789)
-    exporter = start_exporter(node, *QUICK)
-    processes = [start_torch(node, GPUMEM_EXPORTER_URL=exporter.url) for _ in range(8)]
-    check_ledgers_add_up_in_every_scrape(exporter, processes, books_of(node), devices=range(4))
+    assert all(bench.pid in book.processes for book in place.books())
+    info = bench.info()
+    assert info["reporting"] == "true"
+    assert info["command"].endswith("torch_worker")
+    assert info["torch_version"].startswith("2.")
 
 
 @pytest.mark.timeout(300)
-def test_reclaimable_is_what_a_clear_gives_back_to_the_byte_on_50_random_heaps(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    check_reclaimable_is_what_a_clear_gives_back(exporter, process, books_of(node))
+def test_ledgers_add_up_in_every_scrape_while_processes_allocate_and_free(tmp_path: Path, emulation: Path) -> None:
+    with EmulatedNode(tmp_path / "node", devices=4) as node, Place(tmp_path, node) as place:
+        node.set_process(pid=1, device=2, nbytes=123_456_789)
+        require(device.ledgers_add_up(place, devices=range(4)))
 
 
-def test_a_garbage_collection_frees_tensors_in_cycles_and_a_clear_gives_them_back(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    check_a_garbage_collection_frees_tensors_in_cycles(exporter, start_torch(GPUMEM_EXPORTER_URL=exporter.url))
+@pytest.mark.timeout(300)
+def test_reclaimable_is_what_a_clear_gives_back_to_the_byte_on_50_random_heaps(place: Place) -> None:
+    require(heaps.random_heaps(place.process(), heaps=50))
 
 
-def test_reset_peak_resets_the_peaks_of_the_device_meant_alone(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    check_peaks_are_reset_on_the_device_meant_alone(exporter, process, devices=(0, 1))
+def test_a_garbage_collection_frees_tensors_in_cycles_and_a_clear_gives_them_back(place: Place) -> None:
+    require(actions.cycles_go_with_a_collection(place.process()))
 
 
-def test_on_expandable_segments_reclaimable_is_right_to_the_page(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    check_reclaimable_on_expandable_segments(exporter, process)
+def test_reset_peak_resets_the_peaks_of_the_device_meant_alone(place: Place) -> None:
+    require(actions.peaks_are_reset(place.process(), devices=(0, 1)))
 
 
-def test_the_pool_of_a_cuda_graph_is_not_reclaimable_and_what_is_comes_back(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    check_a_private_pool_stays_and_the_rest_is_reclaimable(exporter, start_torch(GPUMEM_EXPORTER_URL=exporter.url))
+def test_on_expandable_segments_reclaimable_is_right_to_the_page(place: Place) -> None:
+    require(heaps.expandable_by_pages(place.process(EXPANDABLE)))
+
+
+def test_the_pool_of_a_cuda_graph_is_not_reclaimable_and_what_is_comes_back(place: Place) -> None:
+    require(pools.pool_of_a_graph_beside_a_cache(place.process()))
+
+
+def test_the_page_gives_a_devices_memory_as_the_driver_and_cuda_do(place: Place) -> None:
+    require(device.memory_of_the_device(place))
+
+
+@pytest.mark.parametrize("settings", ["", EXPANDABLE])
+def test_what_torch_takes_for_a_block_is_what_the_driver_gives(place: Place, settings: str) -> None:
+    figures = device.segments(place.process(settings))
+    require(figures)
+    assert figures["1 byte: reserved"].value == 2 << 20
+
+
+def test_a_context_is_non_torch_and_its_bytes_go_with_the_process(place: Place) -> None:
+    figures = device.context_of_a_process(place)
+    require(figures)
+    assert figures["gpumem_torch_non_torch_bytes"].value == 512 << 20
+
+
+def test_a_dry_run_touches_nothing(place: Place) -> None:
+    require(actions.dry_run_touches_nothing(place.process()))

@@ -1,0 +1,159 @@
+"""Actions: at the right moment, by the right thread, with what they did measured; refused where they would do harm."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+from tests.claims.figures import Figure, Figures, NotHereError, shown, true
+from tests.claims.place import Bench
+from tests.exporter_process import wait_for
+
+__all__ = [
+    "cycles_go_with_a_collection",
+    "dry_run_touches_nothing",
+    "modes",
+    "peaks_are_reset",
+    "refused_in_a_capture",
+]
+
+MIB = 1 << 20
+
+_STEPPING = """
+import os, threading, time
+from gpumem_exporter import client
+step_number = 0
+while not os.path.exists(stop):
+    step_number += 1
+    time.sleep(0.01)
+    client.step()
+result = threading.get_native_id()
+"""
+"""Steps of some milliseconds, in the main thread, until a file is there."""
+
+
+def modes(bench: Bench) -> Figures:
+    """`now`, `step` and `idle`: each frees the cache, the driver has what it freed, and `step` is the main thread's."""
+    figures: dict[str, Figure] = {}
+    for mode in ("now", "step", "idle"):
+        bench.process.call("random_heap", seed=11, blocks=100)
+        reserved, used = bench.reserved(), bench.book().used_bytes
+        stepping = None
+        with tempfile.TemporaryDirectory() as folder:
+            stop = Path(folder) / "stop"
+            if mode == "step":
+                stepping = bench.process.send("exec", code=_STEPPING, stop=str(stop))
+            action = bench.exporter.act("empty_cache", target={"pid": bench.pid}, mode=mode, wait_seconds=30)
+            stop.touch()
+            main_thread = None if stepping is None else bench.process.receive(stepping)
+        row = bench.result(action)
+        fell = used - bench.book().used_bytes
+        figures |= {
+            f"outcome, {mode}": true(row["outcome"], "done"),
+            f"freed, {mode}": true(row["freed_bytes"], reserved - bench.reserved()),
+            f"driver's used fell, {mode}": true(fell, row["freed_bytes"]),
+            f"in the main thread, {mode}": true(row["thread_id"] == bench.pid, mode == "step"),
+        }
+        assert main_thread in (None, bench.pid)
+        bench.process.call("free")
+        bench.process.call("empty_cache")
+    return figures
+
+
+def dry_run_touches_nothing(bench: Bench) -> Figures:
+    """It says what would be freed; nothing is."""
+    bench.process.call("random_heap", seed=12)
+    bench.settle()
+    stats, used = bench.stats(), bench.book().used_bytes
+    dry = bench.exporter.act("empty_cache", target={"pid": bench.pid}, dry_run=True)
+    untouched = bench.stats() == stats
+    row = bench.result(bench.exporter.act("empty_cache", target={"pid": bench.pid}))
+    return {
+        "would be freed": true(bench.result(dry)["freed_bytes"], row["freed_bytes"]),
+        "memory_stats are the same after it": true(untouched, True),
+        "driver's used fell by the clear alone": true(used - bench.book().used_bytes, row["freed_bytes"]),
+    }
+
+
+def cycles_go_with_a_collection(bench: Bench) -> Figures:
+    """Tensors in cycles stay through a clear, go with a collection, and the clear after it gives them back."""
+    bench.exec(
+        "import gc; gc.disable()\n"
+        "for _ in range(4):\n"
+        "    knot = [torch.empty(50 << 20, dtype=torch.uint8, device='cuda')]\n"
+        "    knot.append(knot)\n"
+        "del knot"
+    )
+    try:
+        target = {"pid": bench.pid, "uuid": bench.uuid}
+        kept = bench.result(bench.exporter.act("empty_cache", target=target))
+        collected = bench.result(bench.exporter.act("collect_garbage", target=target))
+        cleared = bench.result(bench.exporter.act("empty_cache", target=target))
+    finally:
+        bench.exec("gc.enable()")
+    fell = collected["allocated_before_bytes"] - collected["allocated_after_bytes"]
+    return {
+        "freed by a clear": true(kept["freed_bytes"], 0),
+        "allocated fell by a collection": true(fell, 4 * (50 << 20)),
+        "freed by a collection": true(collected["freed_bytes"], 0),
+        "freed by a clear after it": true(cleared["freed_bytes"], 4 * (50 << 20)),
+    }
+
+
+def peaks_are_reset(bench: Bench, devices: tuple[int, ...] = (0,)) -> Figures:
+    """Of several devices the last one's peaks are reset, and no other's."""
+    for device in devices:
+        bench.process.call("alloc", nbytes=64 << 20, device=device)
+    bench.process.call("free")
+    uuid = bench.uuids[devices[-1]]
+    wait_for(lambda: bench.series("allocated_peak_bytes", devices[-1]), "a report of that device")
+    bench.exporter.act("reset_peak", target={"pid": bench.pid, "uuid": uuid})
+    return {
+        f"peak of device {device} after it": true(
+            bench.stats(device)["allocated_bytes.all.peak"], 0 if device == devices[-1] else 64 << 20
+        )
+        for device in devices
+    }
+
+
+_CAPTURING = """
+import pathlib, time
+graph, counter = torch.cuda.CUDAGraph(), torch.zeros(1, device='cuda')
+with torch.cuda.graph(graph):
+    counter += 1
+    pathlib.Path(capturing).touch()
+    while not pathlib.Path(go_on).exists(): time.sleep(0.001)
+    counter += 1
+for _ in range(3): graph.replay()
+result = counter.item()
+"""
+
+
+def refused_in_a_capture(bench: Bench) -> Figures:
+    """A clear is refused while a CUDA graph is captured; the capture survives reports and refusal; then it is done."""
+    if not bench.exec("result = hasattr(torch.cuda.graphs, 'register_graph_capture_start_hook')"):
+        raise NotHereError("only torch 2.14 and later say that another thread captures a graph")
+    bench.process.call("free", numbers=[bench.process.call("alloc", nbytes=64 * MIB)])
+    with tempfile.TemporaryDirectory() as folder:
+        capturing, go_on = Path(folder) / "capturing", Path(folder) / "go_on"
+        asked = bench.process.send("exec", code=_CAPTURING, capturing=str(capturing), go_on=str(go_on))
+        try:
+            wait_for(capturing.exists, "the capture")
+            reports = _accepted(bench)
+            wait_for(lambda: _accepted(bench) > reports + 3, "reports from within the capture")
+            refused = bench.result(bench.exporter.act("empty_cache", target={"pid": bench.pid}))
+        finally:
+            go_on.touch()
+        counted = bench.process.receive(asked)
+    done = bench.result(bench.exporter.act("empty_cache", target={"pid": bench.pid}))
+    return {
+        "outcome during the capture": true(refused["outcome"], "refused"),
+        "the reason": true(refused["reason"], "a CUDA graph is being captured"),
+        "outcome after it": true(done["outcome"], "done"),
+        # kernels do nothing on an emulated device
+        "two additions, replayed three times": shown(counted),
+    }
+
+
+def _accepted(bench: Bench) -> float:
+    return bench.exporter.metrics().value("gpumem_reports_total", outcome="accepted")

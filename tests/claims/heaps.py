@@ -1,0 +1,133 @@
+"""Heaps of every shape: each statistic is torch's own, and what is reclaimable is what a clear gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.claims.figures import Figure, Figures, OneNumber, alike, true
+from tests.claims.place import COMPARED, Bench, Place
+
+__all__ = [
+    "every_series_is_what_torch_says",
+    "expandable_by_pages",
+    "max_split_size",
+    "memory_fraction",
+    "random_heaps",
+    "random_heaps_of_streams",
+]
+
+MIB = 1 << 20
+PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
+"""What an expandable segment of each pool grows by and gives back."""
+
+
+def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,)) -> Figures:
+    """Every gauge and counter is `torch.cuda.memory_stats`' in the process; the driver's figure is compared as well,
+    where it lists the process under a pid that is known here.
+    """
+    for device in devices:
+        bench.process.call("random_heap", device=device, seed=device, blocks=200)
+    bench.exec(
+        # an OOM that the program catches, after a retry that flushed the cache
+        "try:\n    torch.empty(1 << 40, dtype=torch.uint8, device='cuda:0')\nexcept torch.OutOfMemoryError: pass"
+    )
+    figures: dict[str, Figure] = {}
+    for device in devices:
+        stats, book = bench.stats(device), bench.book(device)
+        bench.once("ooms_total", stats["num_ooms"], device)
+        bench.once("allocated_bytes", stats["allocated_bytes.all.current"], device)
+        used = book.processes.get(bench.pid)
+        labels = {"gpu": str(book.index), "uuid": book.uuid, "pid": str(bench.pid)}
+        if used is not None:
+            bench.wait_until_listed(used, device)
+        metrics = bench.exporter.metrics()
+        where = f" of device {device}" if len(devices) > 1 else ""
+        for name, key in COMPARED.items():
+            (value,) = metrics.values(name, **labels) or [None]
+            figures[name + where] = true(value if value is None else int(value), stats[key])
+        reserved, allocated = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
+        (non_torch,) = metrics.values("gpumem_torch_non_torch_bytes", **labels) or [None]
+        truth = None if used is None else used - reserved
+        figures["gpumem_torch_non_torch_bytes" + where] = true(non_torch, truth, everywhere=False)
+        slack = metrics.value("gpumem_torch_slack_ratio", **labels)
+        figures["gpumem_torch_slack_ratio" + where] = true(slack, (reserved - allocated) / reserved)
+    return figures
+
+
+def random_heaps(bench: Bench, heaps: int) -> Figures:
+    """Heaps of one stream on classic segments."""
+    number = OneNumber()
+    for seed in range(heaps):
+        bench.process.call("free")
+        bench.process.call("random_heap", device=0, seed=seed, blocks=40, keep=(seed % 10) / 10)
+        number.add(bench.clear())
+    return number.figures(at_least=max(1, int(0.8 * heaps)))
+
+
+def random_heaps_of_streams(bench: Bench, heaps: int = 8) -> Figures:
+    """Heaps of small and large blocks, on three streams."""
+    number = OneNumber()
+    for seed in range(heaps):
+        bench.process.call("free")
+        bench.exec(
+            "streams = [torch.cuda.default_stream(), torch.cuda.Stream(), torch.cuda.Stream()]\n"
+            "for number, stream in enumerate(streams):\n"
+            "    with torch.cuda.stream(stream):\n"
+            "        worker.random_heap(seed=10 * seed + number, blocks=40, keep=keep, largest_bytes=128 << 20)",
+            seed=seed,
+            keep=(seed % 4) / 8,
+        )
+        number.add(bench.clear())
+    return number.figures(at_least=heaps // 2 + 1)
+
+
+def expandable_by_pages(bench: Bench, heaps: int = 10) -> Figures:
+    """On expandable segments: counted from the other side, by the pages that no block in the snapshot touches."""
+    number = OneNumber()
+    for seed in range(heaps):
+        bench.process.call("free")
+        bench.process.call("random_heap", device=0, seed=seed, blocks=60, keep=0.3, largest_bytes=128 << 20)
+        untouched = _untouched_pages(bench.process.call("snapshot"))
+        number.add({"pages that no block touches": untouched, **bench.clear()})
+    figures = number.figures(at_least=heaps)
+    return {**figures, "inactive split": true(bench.series("inactive_split_bytes")[0], 0)}
+
+
+def _untouched_pages(segments: Sequence[Mapping[str, Any]]) -> int:
+    """In bytes; the client counts from the other side, the free blocks."""
+    untouched = 0
+    for segment in segments:
+        page = PAGE_BYTES[segment["segment_type"]]
+        touched: set[int] = set()
+        offset = 0
+        for block in segment["blocks"]:
+            if block["state"] != "inactive":
+                touched.update(range(offset // page, (offset + block["size"] - 1) // page + 1))
+            offset += block["size"]
+        assert segment["is_expandable"]
+        untouched += segment["total_size"] - page * len(touched)
+    return untouched
+
+
+def max_split_size(place: Place, heaps: int = 4) -> Figures:
+    """Blocks above it are never split."""
+    with place.reporting(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:32") as bench:
+        figures = random_heaps_of_streams(bench, heaps)
+        return {**figures, "max_split_size, by torch": true(bench.stats()["max_split_size"], 32 * MIB)}
+
+
+def memory_fraction(place: Place) -> Figures:
+    """A quarter of the device, and `garbage_collection_threshold:0.5`: the allocator gives segments back by itself."""
+    with place.reporting(PYTORCH_CUDA_ALLOC_CONF="garbage_collection_threshold:0.5") as bench:
+        total = bench.exec("torch.cuda.set_per_process_memory_fraction(0.25); result = torch.cuda.mem_get_info()[1]")
+        block = total // 256 >> 20 << 20
+        bench.exec("for n in range(1, 40): torch.empty(n * block, dtype=torch.uint8, device='cuda')", block=block)
+        segments_freed = bench.stats()["segment.all.freed"]
+        number = OneNumber()
+        number.add(bench.clear())
+        return {
+            **number.figures(),
+            "the allocator gave segments back by itself": true(segments_freed > 0, True),
+            "segments that it gave back": alike(segments_freed),
+        }
