@@ -15,6 +15,7 @@ from benchmarks.claims import Row, parser, percentile, show
 from benchmarks.place import Place
 
 STALL_MILLISECONDS = 1.0
+COUNT_RATIO = 1.5
 PHASE_MICROSECONDS = 100.0
 PHASE_RATIO = 1.0
 
@@ -37,19 +38,42 @@ for p in model.parameters():
 counted = sum(1 for p in model.parameters() for _ in (p, p.grad, *optimizer.state[p].values()))
 gc.collect()
 gc.freeze()
-watched, whole, slices, rest = [], [], [], []
 clock = time.thread_time
+parameters = list(model.parameters())
+
+def cost(work):
+    begun = clock()
+    work()
+    return clock() - begun
+
+def naive():
+    total = 0
+    for p in model.parameters():
+        total += p.nbytes
+        if p.grad is not None:
+            total += p.grad.nbytes
+        for value in optimizer.state[p].values():
+            total += value.nbytes
+    return total
+
+result = {name: [] for name in ("first", "first slices", "later", "later slices", "stall", "rest", "naive", "bare")}
 for _ in range(rounds):
-    steps = Steps()
-    watching = Watch(model, optimizer, observed=Observed(), steps=steps)
-    costs = []
-    while not watching.latest:
-        begun = clock(); steps._tell(optimizer); costs.append(clock() - begun)
-    watched.append(max(costs)); slices.append(len(costs)); whole.append(sum(costs))
-    for _ in range(200):
-        begun = clock(); steps._tell(optimizer); rest.append(clock() - begun)
+    steps, now = Steps(), [0.0]
+    watching = Watch(model, optimizer, observed=Observed(), steps=steps, clock=lambda: now[0])
+    for which in ("first", "later", "later", "later"):
+        now[0] += 3600
+        counted_before, costs = watching.latest, []
+        while watching.latest is counted_before:
+            costs.append(cost(lambda: steps._tell(optimizer)))
+        for name, value in (which, sum(costs)), (which + " slices", len(costs)), ("stall", max(costs)):
+            result[name].append(value)
+    assert watching.latest[0].parameters * 4 == sum(getattr(watching.latest[0], name) for name in
+                                                    ("parameters", "gradients", "optimizer_state"))
+    result["rest"] += [cost(lambda: steps._tell(optimizer)) for _ in range(200)]
+    result["naive"].append(cost(naive))
+    result["bare"].append(cost(lambda: sum(p.nbytes for p in parameters)) * counted / len(parameters))
     watching.close()
-result = {"counted": counted, "stall": watched, "whole": whole, "slices": slices, "rest": rest}
+result["counted"] = counted
 """
 
 PHASES = """
@@ -87,18 +111,24 @@ def main() -> int:
 
 
 def components(process: Any, options: argparse.Namespace) -> list[Row]:
-    """One count of 10,000 tensors."""
+    """Counts of 10,000 tensors: the first, and later ones that find everything as it was."""
     told = process.exec(WATCHED, tensors=10_000, rounds=options.rounds, timeout_seconds=300)
-    stall, whole = percentile(told["stall"], 0.5) * 1e3, percentile(told["whole"], 0.5) * 1e3
-    what = f"{told['counted']:,} tensors"
-    steps = percentile(told["slices"], 0.5)
+    counted = told.pop("counted")
+    middle = {name: percentile(values, 0.5) for name, values in told.items()}
+    stall, first, later = (middle[name] * 1e3 for name in ("stall", "first", "later"))
+    what = f"{counted:,} tensors"
+    loop = f"a loop over them that adds up nbytes ({middle['naive'] * 1e6:,.0f} µs)"
+    bare = f"sum(p.nbytes for p in parameters) for as many ({middle['bare'] * 1e6:,.0f} µs)"
+    slices = f"{middle['first slices']:.0f} steps a first count, {middle['later slices']:.0f} a later one"
+    fastest, floor = min(told["later"]), min(told["bare"])
     return [
-        Row(
-            f"longest wait of a step for a count, {what}", stall, "ms", STALL_MILLISECONDS, f"{steps:.0f} steps a count"
-        ),
-        Row(f"all of a count, {what}", whole, "ms", None, "the longest wait of a step", whole / stall),
-        Row(f"share of the thread at a count in ten seconds, {what}", whole / 1e4 * 100, "%", 0.2),
-        Row("a step between two counts", percentile(told["rest"], 0.5) * 1e6, "µs", 5.0),
+        Row(f"longest wait of a step for a count, {what}", stall, "ms", STALL_MILLISECONDS, slices),
+        Row(f"all of a first count, {what}", first, "ms", None, loop, first / 1e3 / middle["naive"]),
+        Row(f"all of a later count, {what}", later, "ms", None, loop, later / 1e3 / middle["naive"], COUNT_RATIO),
+        Row(f"the same, {what}", later, "ms", None, bare, later / 1e3 / middle["bare"]),
+        Row(f"the fastest of them, {what}", fastest * 1e3, "ms", None, "the fastest of those", fastest / floor),
+        Row(f"share of the thread at a count in ten seconds, {what}", later / 1e4 * 100, "%", 0.1),
+        Row("a step between two counts", middle["rest"] * 1e6, "µs", 5.0),
     ]
 
 

@@ -1,27 +1,33 @@
 """Counts the bytes of a model and its optimizer a little at a time.
 
-A walk over ten thousand tensors takes some milliseconds of Python, more than a step should wait. So it is done in
-slices, each at the end of a step: there, every step leaves the same things behind. Between two slices it holds weak
-references alone, so that it keeps no tensor, module or optimizer alive.
+A walk over ten thousand tensors takes some milliseconds, more than a step should wait. So it is done in slices, each
+at the end of a step: there, every step leaves the same things behind. Between two slices it holds weak references
+alone, so that it keeps no tensor, module or optimizer alive.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
-from gpumem_exporter.client._tensor_bytes import Storages, own_bytes
+from gpumem_exporter.client._portions import Portion, Portions
+from gpumem_exporter.client._structure import CHUNK, Structure, living, values_of
+from gpumem_exporter.client._tensor_bytes import own_bytes
 
 __all__ = ["COMPONENTS", "ComponentWalk"]
 
 COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
-_CHUNK = 64
-"""Parameters, or states of as many, between two looks at the clock."""
+_STATES_CHUNK = 64
+"""The states of so many parameters are counted between two looks at the clock."""
 _NESTING_MAX = 4
+
+_grad = attrgetter("grad")
 
 
 class ComponentWalk:
@@ -31,6 +37,7 @@ class ComponentWalk:
         torch: the program's.
         model: a module, or none.
         optimizer: what has `state` and `param_groups`, or none.
+        portions: what earlier counts of the same have found, and this one will.
         clock: seconds.
     """
 
@@ -39,26 +46,27 @@ class ComponentWalk:
         torch: Any,
         model: weakref.ref[Any] | None,
         optimizer: weakref.ref[Any] | None,
+        portions: Portions,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._torch = torch
         self._model = model
         self._optimizer = optimizer
+        self._portions = portions
         self._clock = clock
-        self._references: list[weakref.ref[Any]] = []
-        self._seen: set[int] = set()
-        self._parameters = Storages(torch)
-        self._states = Storages(torch)
+        self._parameters: list[Portion] = []
+        self._states: list[Portion] = []
         self._gradients: dict[int, int] = {}
         self._work = self._all()
 
     def bytes(self) -> Mapping[int, Mapping[str, int]]:
         """By device index (`HOST` for the host's memory) and component, once all is counted."""
-        counted = self._parameters.bytes(), self._gradients, self._states.bytes(self._parameters)
+        parameters, states = self._portions.bytes(self._parameters, self._states)
+        counted = parameters, self._gradients, states
         return {
             device: {name: told.get(device, 0) for name, told in zip(COMPONENTS, counted, strict=True)}
-            for device in {*counted[0], *counted[1], *counted[2]}
+            for device in {*parameters, *self._gradients, *states}
         }
 
     def go_on(self, seconds: float) -> bool:
@@ -67,93 +75,50 @@ class ComponentWalk:
         return all(self._clock() < end for _ in self._work)
 
     def _all(self) -> Iterator[None]:
-        # No local variable of these generators may refer to a tensor, a module or a dictionary of them at a `yield`.
-        yield from self._modules()
-        yield from self._groups()
-        for start in range(0, len(self._references), _CHUNK):
-            self._count_parameters(start)
+        # No local variable of this generator may refer to a tensor, a module or a dictionary of them at a `yield`.
+        structure = self._portions.structure
+        if structure is None or not (yield from structure.holds()):
+            structure = Structure(self._model, self._optimizer)
+            yield from structure.find()
+            self._portions.structure = structure
+        references = structure.parameters
+        for start in range(0, len(references), CHUNK):
+            self._count_parameters(references[start : start + CHUNK])
             yield
-        for start in range(0, len(self._references), _CHUNK):
-            self._count_gradients(start)
-            yield
-        start = 0
-        while self._count_states(start):
-            start += _CHUNK
-            yield
-
-    def _modules(self) -> Iterator[None]:
-        if self._model is None:
-            return
-        stack: list[weakref.ref[Any]] = [self._model]
-        visited: set[int] = set()
-        count = 0
-        while stack:
-            stack += self._module(stack.pop()(), visited)
-            count += 1
-            if count % _CHUNK == 0:
-                yield
-
-    def _module(self, module: Any, visited: set[int]) -> list[weakref.ref[Any]]:
-        """Take a module's own parameters down; returns its children."""
-        if module is None or id(module) in visited:
-            return []
-        visited.add(id(module))
-        if module._parameters:
-            self._take([parameter for parameter in module._parameters.values() if parameter is not None])
-        return [weakref.ref(child) for child in module._modules.values() if child is not None]
-
-    def _groups(self) -> Iterator[None]:
-        """What the optimizer updates beside the model's parameters: another module's, or copies in full precision."""
-        group = start = 0
-        while (more := self._group(group, start)) is not None:
-            group, start = (group, start + _CHUNK) if more else (group + 1, 0)
+        while self._count_states(len(self._states)):
             yield
 
-    def _group(self, group: int, start: int) -> bool | None:
-        """Whether there may be more in that group; None where there is no such group."""
-        optimizer = self._optimizer() if self._optimizer is not None else None
-        groups = getattr(optimizer, "param_groups", None) or ()
-        if group >= len(groups):
-            return None
-        found = list(islice(groups[group]["params"], start, start + _CHUNK))
-        self._take(found)
-        return bool(found)
-
-    def _take(self, parameters: Iterable[Any]) -> None:
-        for parameter in parameters:
-            if id(parameter) not in self._seen:
-                self._seen.add(id(parameter))
-                self._references.append(weakref.ref(parameter))
-
-    def _of(self, start: int) -> list[Any]:
-        found = [reference() for reference in self._references[start : start + _CHUNK]]
-        return [parameter for parameter in found if parameter is not None]
-
-    def _count_parameters(self, start: int) -> None:
-        self._parameters.add(self._of(start))
-
-    def _count_gradients(self, start: int) -> None:
-        gradients = [parameter.grad for parameter in self._of(start) if parameter.is_leaf]
-        told = own_bytes([gradient for gradient in gradients if gradient is not None], self._torch)
-        for device, nbytes in told.items():
+    def _count_parameters(self, references: list[weakref.ref[Any]]) -> None:
+        parameters = living(references)
+        portion = self._portions.take("parameters", len(self._parameters), parameters)
+        self._parameters.append(portion)
+        leaves = parameters if portion.trained else [parameter for parameter in parameters if parameter.is_leaf]
+        gradients = [gradient for gradient in map(_grad, leaves) if gradient is not None]
+        for device, nbytes in own_bytes(gradients, self._torch).items():
             self._gradients[device] = self._gradients.get(device, 0) + nbytes
 
-    def _count_states(self, start: int) -> bool:
+    def _count_states(self, place: int) -> bool:
         """Whether there were any from there on. The states are found by their place: that needs no reference."""
         optimizer = self._optimizer() if self._optimizer is not None else None
-        states = list(islice((getattr(optimizer, "state", None) or {}).values(), start, start + _CHUNK))
-        tensors: list[Any] = []
-        self._gather(states, tensors, 0)
-        self._states.add(tensors)
-        return bool(states)
+        states = getattr(optimizer, "state", None) or {}
+        found = list(islice(states.values(), place * _STATES_CHUNK, (place + 1) * _STATES_CHUNK))
+        if found:
+            self._states.append(self._portions.take("states", place, self._tensors(found)))
+        return bool(found)
 
-    def _gather(self, values: Iterable[Any], tensors: list[Any], depth: int) -> None:
+    def _tensors(self, values: list[Any]) -> list[Any]:
+        """Those among the values, and in dictionaries, lists and tuples among them."""
         tensor = self._torch.Tensor
-        for value in values:
-            if isinstance(value, tensor):
-                tensors.append(value)
-            elif depth < _NESTING_MAX:
-                if isinstance(value, dict):
-                    self._gather(value.values(), tensors, depth + 1)
-                elif isinstance(value, (list, tuple)):
-                    self._gather(value, tensors, depth + 1)
+        tensors: list[Any] = []
+        for _ in range(_NESTING_MAX + 1):
+            kinds = list(map(type, values))
+            if kinds.count(dict) == len(kinds):
+                # as the garbage collector asks for them: a dictionary has to tell it of every value. It may tell of
+                # keys that are no strings, too: a tensor among those is a parameter, and counts as one alone
+                values = gc.get_referents(*values)
+            elif kinds.count(tensor) == len(kinds):
+                return tensors + values
+            else:
+                tensors += [value for value in values if isinstance(value, tensor)]
+                values = values_of(value for value in values if isinstance(value, (dict, list, tuple)))
+        return tensors

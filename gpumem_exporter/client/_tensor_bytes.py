@@ -1,22 +1,27 @@
 """How many bytes of which device tensors stand for, whatever kinds of tensors they are. Touches no element.
 
-Most tensors are plain, and there are thousands of them: those are taken a list at a time, with the loops in C. One list
-costs about 0.3 µs a tensor.
+Most tensors are plain, and there are thousands of them: those are taken a list at a time, with the loops in C.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
-__all__ = ["HOST", "Storages", "own_bytes"]
+__all__ = ["HOST", "Storages", "own_bytes", "plain"]
 
 HOST = -1
 """Stands for the host's memory where the index of a device would; it is what PyTorch gives as a host tensor's index."""
 
 _log = logging.getLogger("gpumem_exporter.client")
+
+_nbytes = attrgetter("nbytes")
+_identity = attrgetter("_cdata")
+_shard = attrgetter("_local_tensor")
 
 _DEPTH_MAX = 4
 _PARTS = ("_indices", "_values", "crow_indices", "col_indices", "ccol_indices", "row_indices", "values")
@@ -26,7 +31,8 @@ _PARTS = ("_indices", "_values", "crow_indices", "col_indices", "ccol_indices", 
 class Storages:
     """Storages, each once, by the device that they lie on.
 
-    An address is enough to tell them: those of all devices and of the host are one space to CUDA.
+    They are told apart by where PyTorch keeps what it knows of each. Their memory's addresses would not do: one whose
+    memory was moved since would be taken for another that lies there now.
 
     Args:
         torch: the program's.
@@ -39,13 +45,18 @@ class Storages:
     def add(self, tensors: list[Any]) -> None:
         """Take down the storages of tensors of any kind."""
         try:
-            _, devices, addresses, sizes = _measure(tensors, self._torch)
+            _, devices, storages = _measure(tensors, self._torch)
         except Exception:  # noqa: BLE001 - some of them are of another kind
             for part in _parts_of_all(tensors, self._torch):
                 with contextlib.suppress(Exception):  # shows no storage
                     self._take(*_measure([part], self._torch)[1:])
         else:
-            self._take(devices, addresses, sizes)
+            self._take(devices, storages)
+
+    def update(self, other: Storages) -> None:
+        """Take down those of others."""
+        for device, sizes in other._sizes.items():
+            self._sizes.setdefault(device, {}).update(sizes)
 
     def bytes(self, other: Storages | None = None) -> Mapping[int, int]:
         """Their bytes by device, but for those that others have taken down already."""
@@ -55,26 +66,28 @@ class Storages:
             if sizes.keys().isdisjoint(theirs):
                 told[device] = sum(sizes.values())
             else:
-                told[device] = sum(sizes[address] for address in sizes.keys() - theirs.keys())
+                told[device] = sum(sizes[storage] for storage in sizes.keys() - theirs.keys())
         return told
 
     def on(self, device: int) -> Mapping[int, int]:
-        """Size by address of those on one device."""
+        """Those on one device, and their sizes."""
         return self._sizes.get(device, {})
 
-    def _take(self, devices: list[int], addresses: list[int], sizes: list[int]) -> None:
+    def _take(self, devices: list[int], storages: list[Any]) -> None:
         if len({*devices}) == 1:
-            self._sizes.setdefault(devices[0], {}).update(zip(addresses, sizes, strict=True))
+            self._sizes.setdefault(devices[0], {}).update(
+                zip(map(_identity, storages), map(len, storages), strict=True)
+            )
         else:
-            for device, address, size in zip(devices, addresses, sizes, strict=True):
-                self._sizes.setdefault(device, {})[address] = size
+            for device, storage in zip(devices, storages, strict=True):
+                self._sizes.setdefault(device, {})[_identity(storage)] = len(storage)
 
 
 def own_bytes(tensors: list[Any], torch: Any) -> Mapping[int, int]:
     """Bytes by device of tensors that share no element: gradients, which may lie in a bucket with others.
 
-    They come and go between two looks, so that the address of one may be another's later: none is taken down. A
-    storage that was resized to nothing counts nothing.
+    They come and go between two looks, so that one may be where another was: no storage is taken down. A storage that
+    was resized to nothing counts nothing, and an element that is shown many times counts once.
     """
     try:
         return _own_bytes(tensors, torch)
@@ -88,32 +101,53 @@ def own_bytes(tensors: list[Any], torch: Any) -> Mapping[int, int]:
 
 
 def _own_bytes(tensors: list[Any], torch: Any) -> Mapping[int, int]:
-    tensors, devices, _, sizes = _measure(tensors, torch)
+    tensors = plain(tensors, torch)
+    devices = {*map(torch.Tensor.get_device, tensors)}
+    if len(devices) == 1 and HOST not in devices:
+        sizes = list(map(_nbytes, tensors))
+        held = list(map(len, map(torch.Tensor.untyped_storage, tensors)))
+        return {devices.pop(): sum(sizes if sizes == held else map(min, sizes, held))}
     told: dict[int, int] = {}
-    for tensor, device, size in zip(tensors, devices, sizes, strict=True):
-        told[device] = told.get(device, 0) + min(tensor.nbytes, size)
+    for tensor, device, storage in zip(*_measure(tensors, torch), strict=True):
+        told[device] = told.get(device, 0) + min(tensor.nbytes, len(storage))
     return told
+
+
+def plain(tensors: list[Any], torch: Any) -> list[Any]:
+    """The tensors, each with a storage of its own: a shard stands for a `DTensor`. Raises where one is of another kind.
+
+    A subclass may consist of others: it must not be asked for a storage of its own.
+    """
+    if _all_plain(tensors, torch):
+        return tensors
+    sharded = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    tensors = [_shard(tensor) if type(tensor) is sharded else tensor for tensor in tensors]
+    if _all_plain(tensors, torch):
+        return tensors
+    raise _AnotherKindError
+
+
+def _all_plain(tensors: list[Any], torch: Any) -> bool:
+    kinds = list(map(type, tensors))
+    return kinds.count(torch.Tensor) + kinds.count(torch.nn.Parameter) == len(kinds)
 
 
 class _AnotherKindError(Exception):
     """Not a plain tensor with a storage of its own."""
 
 
-def _measure(tensors: list[Any], torch: Any) -> tuple[list[Any], list[int], list[int], list[int]]:
-    """The tensors that have a storage, with the device, address and size of each; raises where one is not plain.
+def _measure(tensors: list[Any], torch: Any) -> tuple[list[Any], list[int], list[Any]]:
+    """The tensors that have a storage, with the device and storage of each; raises where one is not plain.
 
-    A subclass may consist of others: it must not be asked for a storage of its own. A storage on no device (meta) has
-    no address, and is none.
+    A storage on no device (meta) has no address, and is none.
     """
-    if not {*map(type, tensors)} <= {torch.Tensor, torch.nn.Parameter}:
-        raise _AnotherKindError
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    addresses = [storage.data_ptr() for storage in storages]
+    tensors = plain(tensors, torch)
+    storages = list(map(torch.Tensor.untyped_storage, tensors))
+    addresses = list(map(torch.UntypedStorage.data_ptr, storages))
     if not all(addresses):
         kept = [position for position, address in enumerate(addresses) if address]
-        return _measure([tensors[position] for position in kept], torch)
-    devices = [tensor.get_device() for tensor in tensors]
-    return tensors, devices, addresses, [storage.nbytes() for storage in storages]
+        tensors, storages = [tensors[position] for position in kept], [storages[position] for position in kept]
+    return tensors, list(map(torch.Tensor.get_device, tensors)), storages
 
 
 def _parts_of_all(tensors: list[Any], torch: Any) -> Iterator[Any]:
