@@ -55,7 +55,7 @@ class BlockHistory:
     def leaked(self) -> tuple[int, Slope] | None:
         """What the runs have surely left behind, since the first ones, and how fast."""
         slope = self._trend.judge_now()
-        if slope is None or not slope.sure or self._first_begin is None:
+        if slope is None or self._first_begin is None:
             return None
         return max(0, self._last_begin - self._first_begin), slope
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_exporter.client._lingering import LingeringTensors, allocating_frames, walk
+from gpumem_exporter.client._lingering import Kind, LingeringTensors, allocating_frames, walk
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
 from gpumem_exporter.client._steps import OneStep, process_steps
-from gpumem_exporter.client._suspects import Growth, growing, suspicions
+from gpumem_exporter.client._suspects import Growth, growing, held, suspicions, worth_asking
 from gpumem_exporter.client._trend import Slope, Trend
 
 __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
@@ -35,7 +35,7 @@ class Leak:
     device: int
     bytes_per_step: float
     lower_bytes_per_step: float
-    """It is not less, at four standard deviations."""
+    """It is less by a chance of three in a million."""
     upper_bytes_per_step: float
     steps: int
     """How long it was looked at before it was sure."""
@@ -151,11 +151,13 @@ class LeakDetector:
                 allocated: int = state["allocated_bytes"]["all"]["current"]
                 self.add(device, allocated, lambda device=device: _free(torch, device))  # type: ignore[misc]
 
-    def _walk(self, *, referrers: bool) -> LingeringTensors | None:
+    def _walk(self, only: Collection[Kind] | None = None) -> LingeringTensors | None:
+        """Count all kinds, or find out who holds some."""
         torch = initialised_torch()
         if torch is None or not self._name_suspects:
             return None
-        return walk(torch, 0, _WALK_GROUPS, _WALK_SECONDS, _WALK_OBJECTS, referrers=referrers)
+        referrers = only is not None
+        return walk(torch, 0, _WALK_GROUPS, _WALK_SECONDS, _WALK_OBJECTS, referrers=referrers, only=only)
 
     def _frames(self, found: tuple[Growth, ...]) -> tuple[str, ...]:
         torch = initialised_torch()
@@ -188,10 +190,10 @@ class _Watched:
                 self._sure = self.leak = self._before = None
                 return None
             return self._name(free_bytes, look_around, frames) if self.leak is None else None
-        if slope is not None and slope.sure:
+        if slope is not None:
             self._sure = slope
             self._floor = allocated - (1 - _CAME_BACK) * slope.grown
-            self._before = look_around(referrers=False)
+            self._before = look_around()
             self._steps_since = 0
             if self._before is None:
                 return self._found(slope, free_bytes, (), ())
@@ -207,10 +209,13 @@ class _Watched:
         least = dict(_NAMING).get(self._steps_since)
         if least is None or self._sure is None or self._before is None:
             return None
-        now = look_around(referrers=True)
+        now = look_around()
         found = growing(self._before, now, least=least) if now is not None else ()
         if not found and self._steps_since < _NAMING[-1][0]:
             return None
+        holders = look_around(worth_asking(found)) if found else None
+        if holders is not None:
+            found = held(found, holders)
         return self._found(self._sure, free_bytes, suspicions(found), frames(found))
 
     def _found(
@@ -251,10 +256,11 @@ def leak_detector(
     """Watch for memory that grows from step to step, from now on; `stop()` ends it.
 
     It looks after each step of an optimizer (from torch 2.1 on), or at each `client.step()`, or where the program calls
-    `look()`; at 15 µs a device, some milliseconds every eighth step while memory rises. It is sure after about 130
-    steps of a steady leak of one percent of the device in 1,000 steps, later of a slower one, and not before: warm-up,
-    spikes, a sawtooth and what only fills up are no leak. Then it walks over the live tensors, once, and again some
-    steps later, and names the kinds that became more and who holds them (`lingering_tensors` tells what that costs).
+    `look()`; at 15 µs a device, a millisecond or two every eighth step while memory rises. It is sure after about 130
+    steps of a steady leak of one percent of the device in 1,000 steps, later of a slower one or where memory goes up
+    and down by itself without a period, and not before: warm-up, spikes, a sawtooth and what only fills up are no leak.
+    Then it walks over the live tensors, once, and twice some steps later, and names the kinds that became more and who
+    holds them (`lingering_tensors` tells what that costs).
     Costs nothing where CUDA is not initialised.
 
     Args:

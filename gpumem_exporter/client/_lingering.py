@@ -13,8 +13,10 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from gpumem_exporter.client._attached import no_cuda
@@ -22,11 +24,18 @@ from gpumem_exporter.client._referrers import Referrers
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import initialised_torch
 
-__all__ = ["LingeringTensors", "TensorGroup", "lingering_tensors"]
+__all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
 
 _CHUNK = 4096
 _GRAPH_NODES_MAX = 20_000
 _SAMPLES = 4
+_SAMPLES_MAX = 8
+_HOLDERS_MAX = 4
+_YOUNG = (0, 1)
+"""Generations of the garbage collector."""
+
+Kind = tuple[tuple[int, ...], str, int, bool]
+"""Shape, type, device, and whether an autograd graph hangs on it: what makes tensors the same in another walk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +53,10 @@ class TensorGroup:
     graph_nodes: int = 0
     """In those graphs, as far as they were followed."""
     referrers: tuple[str, ...] = ()
-    """Who refers to some of them."""
+    """Who refers to some of them; first who refers to most."""
 
     @property
-    def kind(self) -> tuple[tuple[int, ...], str, int, bool]:
+    def kind(self) -> Kind:
         """What makes it the same group in another walk."""
         return self.shape, self.dtype, self.device, self.with_graph > 0
 
@@ -125,20 +134,19 @@ def walk(
     max_objects: int,
     *,
     referrers: bool = True,
-    only: Iterable[tuple[tuple[int, ...], str, int, bool]] | None = None,
+    only: Collection[Kind] | None = None,
     device_type: str = "cuda",
 ) -> LingeringTensors:
-    """The same for a given torch, and for chosen kinds of tensors."""
+    """The same for a given torch, and for chosen kinds of tensors, of which then more are asked who refers to them."""
     begun = time.perf_counter()
+    young = [len(gc.get_objects(generation)) for generation in _YOUNG]
     objects = gc.get_objects()
+    reader = _Reader(torch, device_type, _SAMPLES if only is None else _SAMPLES_MAX)
     # The thread's own time: on a busy machine it is not cut short for having waited.
-    found, complete = _group(torch, objects, time.thread_time() + max_seconds, max_objects, device_type)
+    complete = _group(reader, objects, young, time.thread_time() + max_seconds, max_objects)
+    found = reader.found
     chosen = sorted(
-        (
-            (kind, group)
-            for kind, group in found.items()
-            if group.bytes >= min_bytes and (only is None or kind in set(only))
-        ),
+        ((kind, group) for kind, group in found.items() if group.bytes >= min_bytes and (only is None or kind in only)),
         key=lambda each: -each[1].bytes,
     )
     count = len(objects)
@@ -160,45 +168,67 @@ def walk(
             bytes=group.bytes,
             with_graph=group.with_graph,
             graph_nodes=group.graph_nodes,
-            referrers=tuple(dict.fromkeys(held[id(sample)] for sample in group.samples if id(sample) in held)),
+            referrers=_holders(group.samples, held),
         )
         for kind, group in chosen
     )
     return LingeringTensors(groups, complete, count, time.perf_counter() - begun)
 
 
-def _group(
-    torch: Any, objects: list[Any], end: float, max_objects: int, device_type: str
-) -> tuple[dict[tuple[tuple[int, ...], str, int, bool], _Found], bool]:
-    reader = _Reader(torch, device_type)
-    found: dict[tuple[tuple[int, ...], str, int, bool], _Found] = {}
+def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
+    told = Counter(held[id(sample)] for sample in samples if id(sample) in held)
+    return tuple(holder for holder, _ in told.most_common(_HOLDERS_MAX))
+
+
+def _group(reader: _Reader, objects: list[Any], young: list[int], end: float, max_objects: int) -> bool:
+    """Read the tensors among them; False where a bound ended it."""
     kinds: dict[type, bool] = {}
-    complete = len(objects) <= max_objects
+    left = max_objects
     with reader.base_class_alone():
-        # The youngest stand last, and what leaks is young.
-        for start in range(min(len(objects), max_objects), 0, -_CHUNK):
-            if time.thread_time() >= end:
-                return found, False
-            for candidate in objects[max(0, start - _CHUNK) : start]:
+        for start, stop in _youngest_first(len(objects), young):
+            if left <= 0 or time.thread_time() >= end:
+                return False
+            start = max(start, stop - left)
+            left -= stop - start
+            read: list[tuple[_Found, Any]] = []
+            for candidate in objects[start:stop]:
                 kind = type(candidate)
                 tensors = kinds.get(kind)
                 if tensors is None:
                     tensors = kinds[kind] = reader.reads(kind)
                 if tensors:
-                    reader.add(candidate, found)
+                    group = reader.add(candidate)
+                    if group is not None:
+                        read.append((group, candidate))
             candidate = None
-    return found, complete
+            while read:
+                reader.sample(*read.pop())
+    return len(objects) <= max_objects
+
+
+def _youngest_first(count: int, young: list[int]) -> Iterator[tuple[int, int]]:
+    """In what order to look at so many, in pieces: what leaks is young.
+
+    Of each generation the youngest stand last, and the old generation stands behind the young ones. Within a piece the
+    oldest come first, so that a storage is counted with the tensor that made it, and not with a view.
+    """
+    first = 0
+    for end in (*accumulate(young), count):
+        for stop in range(min(end, count), first, -_CHUNK):
+            yield max(first, stop - _CHUNK), stop
+        first = max(first, min(end, count))
 
 
 class _Reader:
     """Reads plain tensors through their base class."""
 
-    def __init__(self, torch: Any, device_type: str) -> None:
+    def __init__(self, torch: Any, device_type: str, samples_max: int) -> None:
         base = torch._C.TensorBase if hasattr(torch._C, "TensorBase") else torch._C._TensorBase
         self._torch = torch
         self._base = base
         self._device_type = device_type
-        self._no_dispatch = torch.Tensor.__torch_dispatch__
+        self._samples_max = samples_max
+        self.found: dict[Kind, _Found] = {}
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
         self._names: dict[Any, str] = {}
@@ -219,11 +249,12 @@ class _Reader:
                 return False
         return False
 
-    def add(self, tensor: Any, found: dict[tuple[tuple[int, ...], str, int, bool], _Found]) -> None:
+    def add(self, tensor: Any) -> _Found | None:
+        """Count it; returns its group, None where it is not to be counted."""
         base = self._base
         device = base.device.__get__(tensor)
         if device.type != self._device_type:
-            return
+            return None
         index = device.index if device.index is not None else 0
         try:
             graph = base.grad_fn.__get__(tensor)
@@ -232,12 +263,12 @@ class _Reader:
         try:
             shape = tuple(base.size(tensor))
         except RuntimeError:
-            return  # nested: its buffers are tensors of their own
+            return None  # nested: its buffers are tensors of their own
         dtype = base.dtype.__get__(tensor)
         name = self._names.get(dtype)
         if name is None:
             name = self._names[dtype] = str(dtype).removeprefix("torch.")
-        group = found.setdefault((shape, name, index, graph is not None), _Found())
+        group = self.found.setdefault((shape, name, index, graph is not None), _Found())
         group.count += 1
         if graph is not None:
             group.with_graph += 1
@@ -250,9 +281,12 @@ class _Reader:
                 group.bytes += storage.nbytes()
         except (RuntimeError, NotImplementedError, AttributeError):
             pass  # sparse: its parts are tensors of their own
-        # The two youngest and the two oldest: those of this step, and those of long ago.
-        if len(group.samples) == _SAMPLES:
-            del group.samples[_SAMPLES // 2]
+        return group
+
+    def sample(self, group: _Found, tensor: Any) -> None:
+        """Keep as many of the youngest as of the oldest: those of this step, and those of long ago."""
+        if len(group.samples) == self._samples_max:
+            del group.samples[self._samples_max // 2]
         group.samples.append(tensor)
 
     def _follow(self, node: Any) -> int:

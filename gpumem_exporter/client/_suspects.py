@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpumem_exporter.client._lingering import LingeringTensors, TensorGroup
+from gpumem_exporter.client._lingering import Kind, LingeringTensors, TensorGroup
 from gpumem_exporter.client._referrers import NOBODY
 
-__all__ = ["Growth", "growing", "numerous", "suspicions"]
+__all__ = ["Growth", "growing", "held", "numerous", "suspicions", "worth_asking"]
 
 _SUSPECTS_MAX = 3
 _MANY_SHAPES = 3
+_ASKED_BY_BYTES = 6
+_ASKED_BY_NODES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,22 @@ def growing(before: LingeringTensors, after: LingeringTensors, *, least: int) ->
     if not found:
         found = _by_dimensions(grown, least)
     return _ranked(found)
+
+
+def worth_asking(found: Iterable[Growth]) -> frozenset[Kind]:
+    """Of which kinds to find out who holds them: of all at once it would take too long, and say too little of each."""
+    growths = list(found)
+    by_bytes = sorted(growths, key=lambda growth: -growth.more_bytes)[:_ASKED_BY_BYTES]
+    by_nodes = sorted(growths, key=lambda growth: -growth.more_nodes)[:_ASKED_BY_NODES]
+    return frozenset(growth.group.kind for growth in [*by_bytes, *by_nodes])
+
+
+def held(found: Iterable[Growth], walked: LingeringTensors) -> tuple[Growth, ...]:
+    """The same with their holders, which a walk over some of these kinds told; the likeliest culprit first."""
+    holders = {group.kind: group.referrers for group in walked.groups}
+    return _ranked(
+        replace(growth, group=replace(growth.group, referrers=holders.get(growth.group.kind, ()))) for growth in found
+    )
 
 
 def numerous(walked: LingeringTensors, *, least: int) -> tuple[Growth, ...]:

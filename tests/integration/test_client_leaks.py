@@ -75,6 +75,51 @@ def test_leaks_are_found_within_200_steps_and_the_object_that_holds_them_is_name
     assert "more nodes in their autograd graph" in first
 
 
+LARGE_HEAP = """
+import gc, itertools
+from gpumem_exporter import client
+
+class Replay:
+    def __init__(self):
+        self.kept = [torch.empty(16 << 10, dtype=torch.uint8, device="cuda") for _ in range(300)]
+    def __getattr__(self, name):
+        raise SystemExit("an attribute was asked for: " + name)
+
+class Trainer:
+    def __init__(self):
+        self.losses = []
+
+heap = {size: [torch.empty(size, device="cuda") for _ in range(300)] for size in range(5000, 5100)}
+replay, trainer = Replay(), Trainer()
+gc.collect()
+told = []
+detector = client.leak_detector(on_leak=told.append)
+for at in range(400):
+    trainer.losses.append(torch.empty(leaks, dtype=torch.uint8, device="cuda"))
+    client.step()
+    if told:
+        break
+detector.stop()
+held = torch.cuda.memory_allocated()
+suspects = told[0].suspects if told else ()
+count = len(trainer.losses)
+trainer.losses.clear()
+result = {"suspects": suspects, "count": count, "freed": held - torch.cuda.memory_allocated()}
+"""
+
+
+@pytest.mark.parametrize("leaks", [16384, 20480])
+def test_who_leaks_is_named_in_a_heap_of_thirty_thousand_tensors_most_of_them_of_larger_kinds(
+    start_torch: StartTorch, leaks: int
+) -> None:
+    """One is of a kind of its own; of the other there are 300 more that do not become more."""
+    told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(LARGE_HEAP, leaks=leaks)
+    first = told["suspects"][0]
+    assert "uint8" in first
+    assert f"list of {told['count']} in attribute losses of a Trainer" in first
+    assert told["freed"] == leaks * told["count"]
+
+
 WALKED = """
 import sys, gc
 from gpumem_exporter import client
