@@ -20,8 +20,9 @@ from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["Sample", "Sampler"]
 
-_LEAD = 0.1
-"""A step samples if it comes in the last tenth of the interval before the next report, or later."""
+_LEAD, _LEAD_STEPS = 0.1, 1.25
+"""A step samples if it comes in the last tenth of the interval before the next report, or later; where steps are longer
+than that, in the last stretch in which one is to be expected."""
 _QUIET_STEPS = 3.0
 """Steps are over when none has come for three times the last one's length…"""
 _QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
@@ -92,8 +93,8 @@ class Sampler:
     def on_step(self) -> None:
         """The program says that a step has ended; from now on only this counts as one. Never raises."""
         try:
-            self._one_step.ends(None)
-            self._stepped()
+            if self._one_step.ends(None):
+                self._stepped()
         except Exception as error:  # noqa: BLE001 - as above
             self._swallow(error)
 
@@ -115,11 +116,13 @@ class Sampler:
         looking would wait for that, and stop the interpreter meanwhile. Then it is the last one, and, if there is none
         or it is too old, one without devices: what cannot be known is not told.
         """
-        latest = self._latest
-        if latest is None or not self.steps_run():
+        latest, steps_run = self._latest, self.steps_run()
+        if latest is None or not steps_run:
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
-        interval = next_report_seconds - self._clock()
-        self._wanted_from_seconds = next_report_seconds - interval * _LEAD
+        now = self._clock()
+        if not steps_run or self._wanted_from_seconds > now:  # else none has come since it was wanted: it still is
+            lead = max((next_report_seconds - now) * _LEAD, (self.step_seconds or 0.0) * _LEAD_STEPS)
+            self._wanted_from_seconds = next_report_seconds - lead
         return latest
 
     def outdated(self) -> None:

@@ -4,39 +4,65 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from gpumem_exporter.client._cuda_start import when_cuda_starts
 
-__all__ = ["OneStep", "Steps", "process_steps"]
+__all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 
 _log = logging.getLogger("gpumem_exporter.client")
+_ABANDONED_STEPS = 8
+"""An optimizer that makes none while another makes so many has been given up, though something still holds it."""
+_not_training: set[int] = set()
+"""Threads in which nothing counts as a step."""
+
+
+@contextmanager
+def no_training() -> Iterator[None]:
+    """What this thread does meanwhile is no training, even where an optimizer steps: nobody is told of a step."""
+    thread = threading.get_ident()
+    outermost = thread not in _not_training
+    _not_training.add(thread)
+    try:
+        yield
+    finally:
+        if outermost:
+            _not_training.discard(thread)
 
 
 class OneStep:
     """Tells the ends of steps from what else listeners hear of: each of several optimizers, and marks by hand.
 
-    Of several optimizers in a step, the first one seen counts; where the program marks its steps, its marks alone.
+    Of several optimizers in a step, the first one seen counts, until it is gone or makes no more steps; where the
+    program marks its steps, its marks alone.
     """
 
     def __init__(self) -> None:
         self._by_hand = False
         self._counted: weakref.ref[Any] | None = None
+        self._others = 0
 
     def ends(self, optimizer: Any) -> bool:
         """Whether this is the end of a step; None for the program's mark."""
+        if _not_training and threading.get_ident() in _not_training:
+            return False
         if optimizer is None:
             self._by_hand = True
             return True
         if self._by_hand:
             return False
         counted = self._counted() if self._counted is not None else None
-        if counted is None:
+        if counted is not optimizer:
+            self._others += 1
+            if counted is not None and self._others < _ABANDONED_STEPS:
+                return False
             self._counted = weakref.ref(optimizer)
-            return True
-        return counted is optimizer
+        self._others = 0
+        return True
 
 
 class Steps:
@@ -85,6 +111,8 @@ class Steps:
             self._tell(None)
 
     def _tell(self, optimizer: Any) -> None:
+        if _not_training and threading.get_ident() in _not_training:
+            return
         for key, listener in list(self._listeners.items()):
             try:
                 listener(optimizer)

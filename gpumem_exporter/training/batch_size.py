@@ -16,6 +16,7 @@ from gpumem_exporter.client._attached import no_cuda
 from gpumem_exporter.client._measured import Measured, MemoryUse
 from gpumem_exporter.client._oom_message import is_out_of_memory
 from gpumem_exporter.client._sizes import human_bytes
+from gpumem_exporter.client._steps import no_training
 from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError, RankFailedError
 from gpumem_exporter.training.bisection import Bisection
 from gpumem_exporter.training.ranks import Ranks
@@ -91,7 +92,8 @@ def find_batch_size(
 
     Sizes double from `start` while they fit, halve while they do not, and are then bisected. Each try begins with an
     empty cache, freed of what a failed one has left; so does what follows. The steps are real ones: they train the
-    model, so load its weights afterwards. Where CUDA is not there nothing is tried, and the size is `start`.
+    model, so load its weights afterwards. Nobody counts them: `step` metrics, `watch` and the leak detector know of the
+    training alone. Where CUDA is not there nothing is tried, and the size is `start`.
 
     Under `torchrun` every rank calls this with the same arguments, and a size fits where it fits on every rank: after
     each try the ranks tell each other what became of it, in an all-reduce on the process group. **No collective may
@@ -163,7 +165,7 @@ def _try(
     """
     error: BaseException | None = None
     used: list[MemoryUse] = []
-    with Measured("batch size", kept=False, ended=used.append):
+    with no_training(), Measured("batch size", kept=False, ended=used.append):
         try:
             with oom_guard(batch_size=size, clean=False):
                 for _ in range(runs):

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gpumem_exporter.client._sampler import Sampler
+from gpumem_exporter.client._steps import no_training
 
 from .fake_allocator import FakeAllocator
 
@@ -53,6 +56,24 @@ def test_while_steps_run_only_they_look_once_a_report_and_shortly_before_it(benc
     assert bench.allocator.looks - looks == 50
 
 
+@pytest.mark.parametrize("seconds", [0.09, 0.13, 0.3, 0.45, 0.7, 1.0, 1.9, 7.0])
+def test_no_report_is_older_than_the_last_step_but_one_however_long_steps_take(bench: Bench, seconds: float) -> None:
+    bench.report()
+    reported, stepped, paced = bench.now, bench.now, 0
+    for _ in range(600):  # reports and steps as they come
+        report_next, step_next = reported + 1.0, stepped + seconds * (1.0 + 0.2 * (bench.allocator.looks % 2))
+        bench.now = min(report_next, step_next)
+        if bench.now == step_next:
+            bench.step(0.0)
+            stepped = bench.now
+        else:
+            age = bench.report()
+            reported = bench.now
+            assert paced < 2 or age <= 2 * 1.2 * seconds  # a report before knew when to expect a step
+            paced += bench.sampler.step_seconds is not None
+    assert bench.allocator.looks <= 600
+
+
 def test_when_the_steps_have_ended_reports_look_again(bench: Bench) -> None:
     for _ in range(30):
         bench.step()
@@ -99,6 +120,38 @@ def test_another_optimizer_counts_once_the_first_is_gone(bench: Bench) -> None:
         bench.step()
     # the first of these three only takes the place
     assert bench.sampler.take().step == 4
+
+
+def test_another_optimizer_counts_once_the_first_is_given_up_though_it_is_still_there(bench: Bench) -> None:
+    bench.step()
+    given_up, bench.optimizer = bench.optimizer, Optimizer()
+    for _ in range(20):
+        bench.step()
+    assert bench.sampler.take().step == 14  # the first seven of these could be the critic's, between two of the model's
+    assert given_up is not bench.optimizer
+
+
+def test_an_optimizer_that_steps_seldom_counts_all_the_same(bench: Bench) -> None:
+    critic = Optimizer()
+    for _ in range(4):
+        bench.step()
+        for _ in range(5):
+            bench.sampler.on_optimizer_step(critic)
+    assert bench.sampler.take().step == 4
+
+
+def test_what_is_no_training_makes_no_step_in_its_thread(bench: Bench) -> None:
+    bench.step()
+    with no_training():
+        with no_training():
+            bench.step()
+        bench.step()
+        bench.sampler.on_step()
+        thread = threading.Thread(target=bench.step)
+        thread.start()
+        thread.join()
+    bench.step()
+    assert bench.sampler.take().step == 3
 
 
 def test_steps_told_by_hand_silence_the_optimizer(bench: Bench) -> None:
