@@ -1,0 +1,122 @@
+"""The programs in examples/ run as they are: on the CPU, and on the emulated node beside an exporter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import StartExporter
+from tests.emulation.node import EmulatedNode
+from tests.exporter_process import REPOSITORY, UNLIMITED, wait_for
+
+EXAMPLES = REPOSITORY / "examples"
+SMALL = ("--epochs", "1", "--samples", "72", "--effective-batch", "32", "--width", "32", "--layers", "2")
+
+
+def environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **changes}
+
+
+def run(example: str, *arguments: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+        env=environment(CUDA_VISIBLE_DEVICES=""),
+    )
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_the_three_lines_train_where_there_is_neither_a_gpu_nor_an_exporter() -> None:
+    said = run("train.py", *("--steps", "1", "--batch", "1", "--length", "8", "--width", "32", "--layers", "1"))
+    assert said.startswith("step 0 loss ")
+
+
+def test_every_tool_works_where_there_is_neither_a_gpu_nor_an_exporter(tmp_path: Path) -> None:
+    said = run("toolkit.py", *SMALL, "--folder", str(tmp_path))
+    assert "3 steps of 32" in said  # the last one of 8 samples
+    assert "no CUDA" in said
+    assert "loss, gradients and buffers are the same to the bit in all of them" in said
+    saved = torch.load(tmp_path / "last.pt", weights_only=True)
+    assert set(saved) == {"model", "optimizer"}
+
+
+@pytest.mark.timeout(300)
+def test_every_tool_works_on_a_gpu_and_what_it_measures_is_on_the_page(
+    node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
+) -> None:
+    exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
+    variables = environment(**node.environment(), PYTHONPATH=str(REPOSITORY), GPUMEM_EXPORTER_URL=exporter.url)
+    arguments = ("--effective-batch", "400000", "--samples", "1400000", "--folder", str(tmp_path))
+    seen: set[tuple[str, str]] = set()
+    with (tmp_path / "said").open("w+") as said:
+        program = subprocess.Popen(
+            [sys.executable, str(EXAMPLES / "toolkit.py"), *arguments], env=variables, stdout=said, stderr=said
+        )
+        try:
+
+            def look() -> bool:
+                for name, samples in exporter.metrics().samples.items():
+                    for labels in samples:
+                        told = dict(labels)
+                        if told.get("workload") == "toolkit":
+                            seen.add((name, told.get("phase") or told.get("component") or ""))
+                return program.poll() is not None
+
+            wait_for(look, "the program's end", 240.0)
+        finally:
+            program.kill()
+            program.wait(30)
+        said.seek(0)
+        assert program.returncode == 0, said.read()
+    assert seen >= {
+        *(("gpumem_torch_phase_peak_bytes", phase) for phase in ("forward", "backward", "optimizer")),
+        *(("gpumem_torch_component_bytes", part) for part in ("parameters", "gradients", "optimizer_state", "other")),
+        ("gpumem_torch_planned_reserved_peak_bytes", ""),
+        ("gpumem_torch_plan_error_ratio", ""),
+    }
+    assert "fits" in (tmp_path / "said").read_text()
+    assert (tmp_path / "memory.pickle").exists()
+
+
+def test_what_the_hoarder_caches_comes_back_when_the_command_of_its_docstring_is_given(
+    node: EmulatedNode, start_exporter: StartExporter
+) -> None:
+    exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
+    variables = environment(**node.environment(), PYTHONPATH=str(REPOSITORY), GPUMEM_EXPORTER_URL=exporter.url)
+    ours = [sys.executable, "-m", "gpumem_exporter"]
+    hoarding = [*ours, "run", "--workload", "notebook", "--", sys.executable, str(EXAMPLES / "hoard.py")]
+    with subprocess.Popen(
+        [*hoarding, "--mebibytes", "640"],
+        env=variables,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as program:
+        try:
+            held = {"workload": "notebook", "gpu": "0"}
+            wait_for(lambda: exporter.metrics().values("gpumem_torch_reclaimable_bytes", **held), "its report", 60.0)
+            cached = exporter.metrics().value("gpumem_torch_reclaimable_bytes", **held)
+            cleared = subprocess.run(
+                [*ours, "clear", "--workload", "notebook", "--json"],
+                env=variables,
+                capture_output=True,
+                text=True,
+                timeout=60,
+                check=True,
+            )
+            assert f'"freed_bytes": {int(cached)}' in cleared.stdout
+            assert cached == 640 << 20
+            program.communicate(b"\n", timeout=60)
+            assert program.returncode == 0
+        finally:
+            program.kill()
