@@ -1,0 +1,103 @@
+"""Snapshots of a node, and the metrics page that they make, as tests build them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+
+from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.core.samples import (
+    DeviceMemory,
+    DeviceReading,
+    NodeReading,
+    ProcessFacts,
+    ProcessKey,
+    ProcessMemory,
+    ReportingProcess,
+    SilentReporter,
+    Snapshot,
+)
+from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+
+MIB = 2**20
+UUID = "GPU-0"
+SAMPLE = DeviceSample(UUID, allocated_bytes=60, reserved_bytes=100, reclaimable_bytes=30, ooms=2)
+Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def exposition(own: CollectorRegistry | None = None, **options: int) -> Exposition:
+    """A page whose clock stands still, so that two pages of one snapshot are equal."""
+    return Exposition(own or CollectorRegistry(), version="1", source="nvml", clock=lambda: 0.0, **options)
+
+
+def page(snapshot: Snapshot) -> list[str]:
+    return exposition().render(snapshot, openmetrics=False).decode().splitlines()
+
+
+def lines(snapshot: Snapshot, *starts: str) -> list[str]:
+    """The page's lines of the named families."""
+    return [line for line in page(snapshot) if line.startswith(tuple(f"{start}{{" for start in starts))]
+
+
+def node(*devices: DeviceReading, facts: Mapping[int, ProcessFacts] | None = None, up: bool = True) -> NodeReading:
+    return NodeReading(
+        taken_seconds=9.0,
+        taken_unix_seconds=1e9,
+        duration_seconds=0.5,
+        up=up,
+        driver_version="570.1",
+        devices=devices,
+        facts=facts or {},
+    )
+
+
+def device(gpu: str = "0", uuid: str = UUID, processes: Mapping[int, int | None] | None = None) -> DeviceReading:
+    return DeviceReading(
+        gpu=gpu,
+        uuid=uuid,
+        memory=DeviceMemory(1000 * MIB, 500 * MIB, 490 * MIB, 10 * MIB),
+        processes=tuple(ProcessMemory(pid, used) for pid, used in (processes or {}).items()),
+    )
+
+
+def process(
+    pid: int = 7,
+    *samples: DeviceSample,
+    host_pid: int | None = 70,
+    namespace: int = 1,
+    received: float = 5.0,
+    workload: str = "w",
+    rank: str = "0",
+    start_time_ticks: int = 3,
+    pinned: int | None = None,
+    step: int | None = None,
+) -> ReportingProcess:
+    identity = ProcessIdentity(
+        pid, start_time_ticks, namespace, "s", 0.0, workload, rank, command="python own.py", torch_version="2.15"
+    )
+    report = Report(identity, sequence=1, devices=samples, pinned_host_bytes=pinned, step=step)
+    return ReportingProcess(ProcessKey(namespace, pid), host_pid, report, received, 1e9 + received)
+
+
+def silent(pid: int = 7, *, host_pid: int | None = 70, namespace: int = 1, workload: str = "w") -> SilentReporter:
+    return SilentReporter(ProcessKey(namespace, pid), host_pid, 3, workload, "0", 1e9)
+
+
+def snapshot(
+    *processes: ReportingProcess, on: NodeReading | None = None, quiet: tuple[SilentReporter, ...] = ()
+) -> Snapshot:
+    return Snapshot(10.0, on, processes, quiet)
+
+
+def read(families: Iterator[object]) -> tuple[dict[str, tuple[str, str]], Read]:
+    """Type and help of each family, and each sample; a doubled sample is an error."""
+    kinds: dict[str, tuple[str, str]] = {}
+    samples: Read = {}
+    for family in families:
+        kinds[family.name] = (family.type, family.documentation)  # type: ignore[attr-defined]
+        for sample in family.samples:  # type: ignore[attr-defined]
+            identity = (sample.name, frozenset(sample.labels.items()))
+            assert identity not in samples, f"doubled: {identity}"
+            samples[identity] = float(sample.value)
+    return kinds, samples

@@ -1,0 +1,98 @@
+"""Lines that were written when a report came in are never shown once they are wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from gpumem_exporter.core.samples import (
+    NodeReading,
+    ReportingProcess,
+)
+from tests.unit.exposition_builders import (
+    SAMPLE,
+    device,
+    exposition,
+    node,
+    page,
+    process,
+    snapshot,
+)
+
+Change = Callable[[ReportingProcess, NodeReading], tuple[ReportingProcess, NodeReading]]
+
+
+def test_a_prepared_process_is_written_when_its_report_comes_and_only_joined_at_the_scrape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reporter, reading = process(7, SAMPLE), node(device(processes={70: 150}))
+    writer = exposition()
+    writer.prepare(reporter, reading)
+    expected = page(snapshot(reporter, on=reading))
+
+    def write_again(*_: object) -> None:
+        raise AssertionError("written at the scrape")
+
+    monkeypatch.setattr("gpumem_exporter.collectors.prepared.report_samples", write_again)
+
+    assert writer.render(snapshot(reporter, on=reading), openmetrics=False).decode().splitlines() == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda reporter, reading: (process(7, replace(SAMPLE, ooms=3)), reading),
+        lambda reporter, reading: (replace(reporter, host_pid=71), reading),
+        lambda reporter, reading: (replace(reporter, host_pid=None), reading),
+        lambda reporter, reading: (process(7, SAMPLE, workload="v"), reading),
+        lambda reporter, reading: (process(7, SAMPLE, rank="1"), reading),
+        lambda reporter, reading: (process(7, SAMPLE, step=4), reading),
+        lambda reporter, reading: (process(7, SAMPLE, pinned=4), reading),
+        lambda reporter, reading: (reporter, node(device("5"))),
+        lambda reporter, reading: (reporter, node(device(), up=False)),
+    ],
+    ids=["figures", "host pid", "no host pid", "workload", "rank", "step", "pinned", "index", "driver gone"],
+)
+@pytest.mark.parametrize("prepared_again", [True, False])
+def test_prepared_lines_are_not_shown_once_anything_in_them_has_changed(change: Change, prepared_again: bool) -> None:
+    reporter, reading = process(7, SAMPLE), node(device())
+    writer = exposition()
+    writer.prepare(reporter, reading)
+    before = writer.render(snapshot(reporter, on=reading), openmetrics=False)
+    reporter, reading = change(reporter, reading)
+    if prepared_again:
+        writer.prepare(reporter, reading)
+
+    after = writer.render(snapshot(reporter, on=reading), openmetrics=False)
+
+    assert after == exposition().render(snapshot(reporter, on=reading), openmetrics=False)
+    assert after != before
+
+
+def test_lines_and_labels_of_a_process_that_has_gone_are_forgotten() -> None:
+    writer = exposition()
+    everybody = [process(pid, SAMPLE, host_pid=pid) for pid in range(1, 50)]
+    reading = node(device(processes=dict.fromkeys(range(1, 50), 200)))
+    for reporter in everybody:
+        writer.prepare(reporter, reading)
+    writer.render(snapshot(*everybody, on=reading), openmetrics=False)
+
+    writer.render(snapshot(everybody[0], on=node(device())), openmetrics=False)
+
+    assert len(writer._prepared) == 1
+    fresh = exposition()
+    fresh.render(snapshot(everybody[0], on=node(device())), openmetrics=False)
+    assert len(writer._writer) <= 2 * len(fresh._writer)
+
+
+def test_reports_without_any_scrape_do_not_pile_up_and_the_page_is_whole_all_the_same() -> None:
+    writer = exposition(max_prepared_processes=3)
+    everybody = [process(pid, SAMPLE, host_pid=pid) for pid in range(1, 11)]
+    for reporter in everybody:
+        writer.prepare(reporter, None)
+    assert len(writer._prepared) == 3
+
+    assert writer.render(snapshot(*everybody), openmetrics=False).decode().splitlines() == page(snapshot(*everybody))
+    assert len(writer._prepared) == 3
