@@ -1,0 +1,86 @@
+"""With every tool on, a training gives the same losses, weights and random numbers, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+from tests.exporter_process import REPOSITORY
+
+TRAINING = """
+import contextlib, copy, hashlib, json, sys
+import torch
+from torch import nn
+
+with_tools = sys.argv[1] == "with"
+torch.manual_seed(7)
+model = nn.Sequential(
+    nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3),
+    nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1)) for _ in range(4))), nn.Linear(32, 4)
+)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+nothing = contextlib.nullcontext
+
+if with_tools:
+    from gpumem_exporter import client as gpumem, training
+
+    gpumem.start(workload="the same", clean=True)
+    training.find_batch_size(lambda size: 1 / 0)
+    gpumem.milestones(model, optimizer)
+    gpumem.watch(model, optimizer)
+    gpumem.leak_detector()
+    gpumem.auto_clean()
+    accumulator = training.GradientAccumulator(model, optimizer, effective_batch=32, micro_batch=32)
+
+losses = []
+for step in range(40):
+    x, y = torch.randn(32, 16), torch.randint(4, (32,))
+    if with_tools:
+        with gpumem.oom_guard(batch_size=32), gpumem.memory_context("step"):
+            with gpumem.phase("forward"), accumulator.forward():
+                loss = nn.functional.cross_entropy(model(x), y)
+            with gpumem.phase("backward"):
+                accumulator.backward(loss, samples=32)
+            with gpumem.phase("optimizer"):
+                assert accumulator.step()
+        if step % 10 == 5:
+            gpumem.log_summary(); gpumem.lingering_tensors(); gpumem.clear_cache(collect_garbage=True)
+            gpumem.deep_clean(); gpumem.recommend_allocator_settings(); gpumem.to_cpu([loss])
+            training.compare_checkpointing(model, x, loss=lambda out: nn.functional.cross_entropy(out, y), repeats=1)
+            training.save_checkpoint(sys.argv[2], model=model, optimizer=optimizer)
+            with training.inference_mode(model):
+                model(x)
+            training.optimize_model(copy.deepcopy(model), dtype=torch.bfloat16, example=x)
+    else:
+        loss = nn.functional.cross_entropy(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    losses.append(loss.item().hex())
+
+weights = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in model.state_dict().values())).hexdigest()
+print(json.dumps({"losses": losses, "weights": weights, "next": torch.rand(1).item().hex(), "mode": model.training}))
+"""
+
+
+def test_a_training_with_every_tool_on_is_the_same_to_the_bit(tmp_path: Any) -> None:
+    def train(how: str) -> Any:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
+        environment |= {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        ended = subprocess.run(
+            [sys.executable, "-c", TRAINING, how, str(tmp_path / "last.pt")],
+            capture_output=True,
+            text=True,
+            timeout=110,
+            check=False,
+            env=environment,
+        )
+        assert ended.returncode == 0, ended.stderr
+        return json.loads(ended.stdout.splitlines()[-1])
+
+    without = train("without")
+    assert len(set(without["losses"])) == 40
+    assert train("with") == without
