@@ -56,7 +56,7 @@ def test_while_steps_run_the_page_shows_the_last_steps_end_and_says_of_when_that
     stepped = time.time()
     process.call("alloc", nbytes=50 * MIB)
     wait_for(
-        lambda: exporter.metrics().value("gpumem_reporter_last_report_timestamp_seconds", **labels) > stepped + 0.5,
+        lambda: exporter.metrics().value("gpumem_reporter_last_report_timestamp_seconds", **labels) > stepped + 2,
         "a report from after the step",
     )
     metrics = scrape(exporter)
@@ -65,8 +65,9 @@ def test_while_steps_run_the_page_shows_the_last_steps_end_and_says_of_when_that
     allocated = metrics.value("gpumem_torch_allocated_bytes", **labels)
     now = process.call("stats")["allocated_bytes.all.current"]
     assert now == at_step + 50 * MIB
-    # Whichever of the two it shows, it says of when it is.
-    assert allocated == (at_step if taken <= stepped else now)
+    # Whichever of the two it shows, it says of when it is, but for the time that the report has taken.
+    assert allocated in (at_step, now)
+    assert taken <= stepped + 1.5 if allocated == at_step else taken >= stepped
 
 
 def test_a_stopped_process_goes_within_the_expiry_and_its_bytes_are_others_in_the_same_scrape(
