@@ -11,7 +11,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from itertools import compress, islice
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +28,7 @@ _STATES_CHUNK = 64
 _NESTING_MAX = 4
 
 _grad = attrgetter("grad")
+_is_leaf = attrgetter("is_leaf")
 
 
 class ComponentWalk:
@@ -90,9 +91,9 @@ class ComponentWalk:
 
     def _count_parameters(self, references: list[weakref.ref[Any]]) -> None:
         parameters = living(references)
-        portion = self._portions.take("parameters", len(self._parameters), parameters)
-        self._parameters.append(portion)
-        leaves = parameters if portion.trained else [parameter for parameter in parameters if parameter.is_leaf]
+        self._parameters.append(self._portions.take("parameters", len(self._parameters), parameters))
+        # PyTorch warns whoever asks another than a leaf for its gradient
+        leaves = compress(parameters, map(_is_leaf, parameters))
         gradients = [gradient for gradient in map(_grad, leaves) if gradient is not None]
         for device, nbytes in own_bytes(gradients, self._torch).items():
             self._gradients[device] = self._gradients.get(device, 0) + nbytes

@@ -15,7 +15,7 @@ from gpumem_exporter.client._observed import Observed, ToldComponents, process_o
 from gpumem_exporter.client._portions import Portions
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
-from gpumem_exporter.client._steps import Steps, process_steps
+from gpumem_exporter.client._steps import OneStep, Steps, process_steps
 from gpumem_exporter.client._tensor_bytes import HOST
 
 __all__ = ["ComponentBytes", "Watch", "watch"]
@@ -58,6 +58,9 @@ class Watch:
         observed: where it is told.
         steps: who tells of steps.
         clock: monotonic seconds.
+
+    Raises:
+        TypeError: the model is no module.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class Watch:
         steps: Steps | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        if model is not None and not (hasattr(model, "_parameters") and hasattr(model, "_modules")):
+            raise TypeError(f"a {type(model).__name__} is watched; it has to be a torch.nn.Module, or None")
         self._observed = observed or process_observed()
         self._interval_seconds = interval_seconds
         self._clock = clock
@@ -77,6 +82,9 @@ class Watch:
         inner = _inner_optimizer(optimizer)
         self._optimizer = None if inner is None else weakref.ref(inner, self._gone)
         self._busy = threading.Lock()
+        self._step = OneStep()
+        self._tells = False
+        self._place = 0
         self._walk: ComponentWalk | None = None
         self._portions: Portions | None = None
         self._begun_seconds = float("-inf")
@@ -126,8 +134,7 @@ class Watch:
         self.close()
 
     def _on_step(self, optimizer: Any) -> None:
-        watched = self._optimizer() if self._optimizer is not None else None
-        if optimizer is not None and watched is not None and optimizer is not watched:
+        if not self._counts_after(optimizer):
             return
         now = self._clock()
         if self._walk is None and now - self._begun_seconds < self._interval_seconds:
@@ -136,24 +143,38 @@ class Watch:
         if torch is None or not self._busy.acquire(blocking=False):
             return
         try:
-            walk = self._walk or self._begin(torch, now)
+            if self._walk is None or self._place != id(optimizer):
+                self._place = id(optimizer)
+                walk = self._begin(torch, now)
+            else:
+                walk = self._walk
             if walk.go_on(_SLICE_SECONDS):
                 self._finish(torch, walk)
         finally:
             self._busy.release()
 
+    def _counts_after(self, optimizer: Any) -> bool:
+        """Whether slices are made there; None for the program's mark.
+
+        They are made at one place of a step: where it is marked, gradients may have gone that the optimizer saw.
+        """
+        watched = self._optimizer() if self._optimizer is not None else None
+        if watched is None:
+            return self._step.ends(optimizer)
+        self._tells = self._tells or optimizer is watched
+        return optimizer is (watched if self._tells else None)
+
     def _begin(self, torch: Any, now: float) -> ComponentWalk:
         if self._begun_seconds != float("-inf"):
             self._apart_seconds = now - self._begun_seconds
         self._begun_seconds = now
-        self._portions = self._portions or Portions(torch)
-        self._walk = ComponentWalk(torch, self._model, self._optimizer, self._portions)
-        return self._walk
+        # by local names: whoever closes it takes away the others, at any time
+        portions = self._portions = self._portions or Portions(torch)
+        walk = self._walk = ComponentWalk(torch, self._model, self._optimizer, portions)
+        return walk
 
     def _finish(self, torch: Any, walk: ComponentWalk) -> None:
         self._walk = None
-        if self._closed:
-            return
         counted = walk.bytes()
         statistics = Statistics(torch)
         allocated: dict[int, int | None] = {}
@@ -163,6 +184,9 @@ class Watch:
         told = {index: (components, allocated.get(index)) for index, components in counted.items() if index != HOST}
         good_seconds = max(_GOOD_INTERVALS * self._interval_seconds, 3 * self._apart_seconds)
         self._observed.tell_components(self, ToldComponents(told, time.monotonic() + good_seconds))
+        if self._closed:  # meanwhile: what it told before that was taken back, and this was not
+            self._observed.tell_components(self, None)
+            return
         devices = sorted({*allocated, *counted} - {HOST})
         self._latest = tuple(
             _told(index, counted.get(index, {}), allocated.get(index))
@@ -174,10 +198,11 @@ def watch(model: Any, optimizer: Any = None) -> Watch:
     """Have the bytes of a model's parameters, gradients and optimizer state counted, for each device.
 
     They are in the reports (`gpumem_torch_component_bytes`), in `summary()` and in what this returns. The count is made
-    in the training thread at the end of a step of that optimizer (or at `gpumem.step()`), at most every ten seconds, in
-    slices of half a millisecond: at ten thousand tensors some twenty steps make the first count, and some ten a later
-    one. A later one sees for each parameter and state that it still lies where it lay, and measures what does not, and
-    gradients, which come and go. No tensor is left out of that: whatever has been done to one, the count is right.
+    in the training thread at the end of a step of that optimizer (at `gpumem.step()` where it tells of none: before
+    torch 2.1, or where it is not one of `torch.optim`), at most every ten seconds, in slices of half a millisecond: at
+    ten thousand tensors some twenty steps make the first count, and some ten a later one. A later one sees for each
+    parameter and state that it still lies where it lay, and measures what does not, and gradients, which come and go.
+    No tensor is left out of that: whatever has been done to one, the count is right.
 
     Counted are storages, each once: tied weights, views into a flat buffer and parts of buckets do not count twice. Of
     a `DTensor` (FSDP2) it is the local shard, of a quantised tensor its parts, of a state in 8 bits its bytes as they
@@ -193,6 +218,9 @@ def watch(model: Any, optimizer: Any = None) -> Watch:
         model: a module, wrapped or not; None for what the optimizer updates alone.
         optimizer: one of `torch.optim`, something that a library has put round one, or anything with `state` and
             `param_groups`.
+
+    Raises:
+        TypeError: the model is no module.
     """
     return Watch(model, optimizer)
 

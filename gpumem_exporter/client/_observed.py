@@ -1,7 +1,8 @@
 """What the program's own phases and watches have found out, kept for the reporter and for `summary`.
 
 One lock guards it: a reading and what follows from it belong together, or a reset in another thread would be taken for
-somebody else's. Whoever holds it reads statistics (10 µs) and nothing slower.
+somebody else's. Whoever holds it reads statistics (10 µs) and nothing slower, and waits for nobody. What watches have
+counted needs no lock: a watch ends wherever the garbage collector runs, and must not wait there.
 """
 
 from __future__ import annotations
@@ -199,11 +200,10 @@ class Observed:
 
     def tell_components(self, key: object, told: ToldComponents | None) -> None:
         """What a watch has counted last, in place of what it told before; None once it has nothing to say any more."""
-        with self._lock:
-            if told is None:
-                self._components.pop(id(key), None)
-            else:
-                self._components[id(key)] = told
+        if told is None:
+            self._components.pop(id(key), None)
+        else:
+            self._components[id(key)] = told
 
     def components(self, index: int) -> Mapping[str, int]:
         """Bytes of a device by component, over all that is watched; empty where nothing is, or long not at a step.
@@ -212,8 +212,7 @@ class Observed:
         would be less than nothing: then some of them lie outside of the allocator's memory.
         """
         now = time.monotonic()
-        with self._lock:
-            fresh = [told for told in list(self._components.values()) if now < told.good_until_seconds]
+        fresh = [told for told in list(self._components.values()) if now < told.good_until_seconds]
         counted = [(told, told.devices[index]) for told in fresh if index in told.devices]
         if not counted:
             return {}
@@ -287,14 +286,14 @@ class Observed:
         """The name under which a phase is kept: one that can be a label's value. There is room for `MAX_PHASES`."""
         name = name.encode("utf-8", "replace").decode()[:MAX_LABEL_LENGTH] or "unnamed"
         with self._lock:
-            if name not in self._phases:
-                if len(self._phases) < MAX_PHASES:
-                    self._phases[name] = {}
-                elif not self._full:
-                    self._full = True
-                    _log.warning(
-                        "phase %r and all further names are measured and not reported: %d are kept", name, MAX_PHASES
-                    )
+            if name in self._phases:
+                return name
+            if len(self._phases) < MAX_PHASES:
+                self._phases[name] = {}
+                return name
+            told, self._full = self._full, True
+        if not told:
+            _log.warning("phase %r and all further names are measured and not reported: %d are kept", name, MAX_PHASES)
         return name
 
     def _of_torch(self) -> Statistics | None:

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 from gpumem_exporter.client._structure import Structure
 from gpumem_exporter.client._tensor_bytes import Storages, plain
 
 __all__ = ["Portion", "Portions"]
-
-_is_leaf = attrgetter("is_leaf")
-_requires_grad = attrgetter("requires_grad")
 
 
 class Portion:
@@ -32,14 +28,12 @@ class Portion:
         torch: the program's.
     """
 
-    __slots__ = ("_gone", "_likeness", "_references", "_torch", "storages", "trained")
+    __slots__ = ("_gone", "_likeness", "_references", "_torch", "storages")
 
     def __init__(self, tensors: list[Any], torch: Any) -> None:
         self._torch = torch
         self.storages = Storages(torch)
         self.storages.add(tensors)
-        self.trained = False
-        """All of them are leaves, and stay so: PyTorch lets nobody change a leaf that requires a gradient in place."""
         self._gone: list[weakref.ref[Any]] = []
         self._references: list[weakref.ref[Any]] = []
         self._likeness: tuple[int, list[int]] | None = None
@@ -47,7 +41,6 @@ class Portion:
             storages = _storages(tensors, torch)
             self._references = [weakref.ref(storage, self._gone.append) for storage in {*storages}]
             self._likeness = _likeness(storages)
-            self.trained = all(map(_requires_grad, tensors)) and all(map(_is_leaf, tensors))
         except Exception:  # noqa: BLE001 - some of them are of another kind: they are measured each time
             return
 

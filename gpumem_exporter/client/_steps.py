@@ -113,7 +113,12 @@ class Steps:
     def _tell(self, optimizer: Any) -> None:
         if _not_training and threading.get_ident() in _not_training:
             return
-        for key, listener in list(self._listeners.items()):
+        # Keys alone: pairs are objects of the garbage collector's, which may run as each is made and end a watch, whose
+        # listener goes (before Python 3.12).
+        for key in list(self._listeners):
+            listener = self._listeners.get(key)
+            if listener is None:
+                continue
             try:
                 listener(optimizer)
             except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer

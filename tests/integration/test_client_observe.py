@@ -402,6 +402,42 @@ result.append(sorted(threads))
     assert told == [False, False, True, ["the program's"]]
 
 
+def test_a_count_in_slices_has_all_gradients_where_steps_are_marked_after_they_are_gone(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+_components._SLICE_SECONDS = 0.0  # one chunk a step
+with gpumem.watch(model, optimizer) as watching:
+    while not watching.latest:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        gpumem.step()
+    result = watching.latest[0].parameters, watching.latest[0].gradients
+_components._SLICE_SECONDS = 60.0
+"""
+    )
+    assert told[0] == told[1] > 0
+
+
+def test_a_parameter_that_is_no_leaf_any_more_is_not_asked_for_its_gradient(shared_process: TorchProcess) -> None:
+    assert shared_process.exec(
+        """
+import warnings
+model = torch.nn.Linear(16, 16, bias=False).cuda()
+with gpumem.watch(model) as watching, warnings.catch_warnings():
+    warnings.simplefilter("error")
+    watching.look()
+    model.weight.requires_grad_(False).mul_(torch.ones(16, 16, device="cuda", requires_grad=True))
+    result = [watching.look()[0].parameters, watching.look()[0].gradients]
+"""
+    ) == [16 * 16 * 4, 0]
+
+
 def test_nothing_is_kept_alive_by_what_observes_it(shared_process: TorchProcess) -> None:
     told = shared_process.exec(
         """

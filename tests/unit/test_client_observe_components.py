@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import logging
+import threading
 import time
+import weakref
+from collections.abc import Callable
 
 import pytest
 
-from gpumem_exporter.client._observed import Observed, ToldComponents
+from gpumem_exporter.client._components import Watch
+from gpumem_exporter.client._observed import MAX_PHASES, Observed, ToldComponents
 from gpumem_exporter.client._sizes import human_bytes, human_growth
 from gpumem_exporter.client._steps import Steps
 from gpumem_exporter.client._summary import DeviceSummary, Summary, settings_in_force
@@ -71,6 +77,67 @@ def test_a_listener_that_raises_is_not_called_again_and_keeps_nobody_else_from_h
     steps.mark()
     assert heard == [1, 2, 2]
     assert len(caplog.records) == 1
+
+
+class Kept:
+    """Something that listens as long as it lives, and refers to itself: the garbage collector ends it."""
+
+    def __init__(self, steps: Steps) -> None:
+        self.itself = self
+        stops: list[Callable[[], None]] = []
+        self.reference = weakref.ref(self, lambda _: stops.pop()())
+        stops.append(steps.listen(lambda _: None))
+
+
+def test_a_listener_that_a_garbage_collection_ends_while_others_are_called_raises_nothing_into_the_program() -> None:
+    steps = Steps()
+    thresholds, enabled = gc.get_threshold(), gc.isenabled()
+    gc.disable()
+    try:
+        for later in range(12):  # the collection begins at another object each time
+            references = [Kept(steps).reference for _ in range(30)]
+            pairs = [(number, number) for number in range(2500)]  # none is left that the next could be made of
+            gc.set_threshold(gc.get_count()[0] + later)
+            gc.enable()
+            steps.mark()
+            gc.disable()
+            assert references
+            assert pairs
+            del pairs
+            gc.collect()
+    finally:
+        gc.set_threshold(*thresholds)
+        if enabled:
+            gc.enable()
+
+
+def test_a_name_too_many_is_logged_while_others_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    observed, ended = Observed(), []
+
+    def log(*_: object) -> None:
+        other = threading.Thread(target=observed.current_phase, daemon=True)
+        other.start()
+        other.join(60)
+        ended.append(not other.is_alive())
+
+    monkeypatch.setattr(logging.getLogger("gpumem_exporter.client"), "warning", log)
+    for number in range(MAX_PHASES + 2):
+        observed.name_phase(f"phase {number}")
+    assert ended == [True]
+
+
+def test_what_is_told_of_components_waits_for_no_lock() -> None:
+    observed = Observed()
+    watch = threading.Thread(target=observed.tell_components, args=(observed, None), daemon=True)
+    with observed._lock:
+        watch.start()
+        watch.join(60)
+        assert not watch.is_alive()
+
+
+def test_what_is_no_module_is_refused_when_it_is_to_be_watched() -> None:
+    with pytest.raises(TypeError, match=r"a list is watched; it has to be a torch\.nn\.Module, or None"):
+        Watch([], None)
 
 
 OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
