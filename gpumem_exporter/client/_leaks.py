@@ -101,7 +101,7 @@ class LeakDetector:
     @property
     def leaks(self) -> tuple[Leak, ...]:
         """What it is sure of now, at most one for each device."""
-        return tuple(watched.leak for watched in self._watched.values() if watched.leak is not None)
+        return tuple(watched.leak for watched in list(self._watched.values()) if watched.leak is not None)
 
     def watch_steps(self) -> None:
         """Look after each step of an optimizer, or at each `client.step()`."""
@@ -161,7 +161,7 @@ class LeakDetector:
 
     def _frames(self, found: tuple[Growth, ...]) -> tuple[str, ...]:
         torch = initialised_torch()
-        sizes = {growth.group.bytes // growth.group.count: growth.more for growth in found if growth.group.count}
+        sizes = {growth.group.bytes // growth.group.count for growth in found if growth.group.count}
         return allocating_frames(torch, sizes) if torch is not None else ()
 
 

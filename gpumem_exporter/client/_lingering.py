@@ -302,12 +302,12 @@ class _Reader:
         return count
 
 
-def allocating_frames(torch: Any, sizes: Mapping[int, int], *, max_frames: int = 3) -> tuple[str, ...]:
+def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3) -> tuple[str, ...]:
     """Where blocks of these sizes were allocated, by the allocator's history; empty where none is recorded.
 
     Args:
         torch: the program's.
-        sizes: bytes of a block, and how many there are.
+        sizes: bytes of a block.
         max_frames: places that are told.
     """
     try:

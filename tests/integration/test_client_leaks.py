@@ -164,7 +164,7 @@ result = {
 torch.cuda.memory._record_memory_history(enabled="all", stacks="python")
 recorded = [made(1 << 20) for _ in range(3)]
 from gpumem_exporter.client._lingering import allocating_frames
-result["frames"] = allocating_frames(torch, {4 << 20: 3})
+result["frames"] = allocating_frames(torch, {4 << 20})
 torch.cuda.memory._record_memory_history(enabled=None)
 del recorded, slotted, wrapped, outputs, shared, views, default, closure
 gc.collect()
