@@ -72,13 +72,14 @@ def context_of_a_process(place: Place) -> Figures:
     with place.reporting() as bench:
         after, (was,) = bench.book(), [book for book in before if book.uuid == bench.uuid]
         reserved, listed = bench.reserved(), after.processes.get(bench.pid)
-        non_torch = None if listed is None else bench.once("non_torch_bytes", listed - reserved)
+        non_torch = None if listed is None else listed - reserved
+        if non_torch is not None:
+            bench.once("non_torch_bytes", non_torch)
+        _, found = bench.settle()
         figures: dict[str, Figure] = {
             "reserved by torch": true(reserved, 0),
             "driver's used rose": shown(after.used_bytes - was.used_bytes),
-            "gpumem_torch_non_torch_bytes": true(
-                non_torch, None if listed is None else listed - reserved, everywhere=False
-            ),
+            "gpumem_torch_non_torch_bytes": true(found.get("non_torch_bytes"), non_torch, everywhere=False),
         }
     with contextlib.suppress(AssertionError):
         wait_for(lambda: bench.book().used_bytes <= was.used_bytes, "the driver to have its bytes back")

@@ -1,9 +1,8 @@
-"""What a real training loop on a real device notices of its reporter: nothing, and how little that is in figures."""
+"""What a real training loop on a real device notices of its reporter: nothing."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 PREPARE = """
-import hashlib, os, threading, time
+import hashlib
 torch.use_deterministic_algorithms(True)
 def prepare():
     global model, optimizer
@@ -28,23 +27,16 @@ def prepare():
     model = torch.nn.Sequential(*layers).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
 def train(steps):
-    begun = time.monotonic()
     for _ in range(steps):
         model(torch.randn(256, 1024, device='cuda')).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     torch.cuda.synchronize()
-    return (time.monotonic() - begun) / steps
 def digest():
     whole = hashlib.sha256()
     for parameter in model.parameters():
         whole.update(parameter.detach().cpu().numpy().tobytes())
     return whole.hexdigest()
-def reporter_seconds():
-    'CPU time of the reporter thread so far.'
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == 'gpumem-reporter']
-    with open(f'/proc/self/task/{thread.native_id}/schedstat') as file:
-        return int(file.read().split()[0]) / 1e9
 prepare()
 train(20)
 """
@@ -71,44 +63,6 @@ def test_training_gives_the_same_results_watched_and_not_and_while_the_exporter_
         assert process.exec(code, timeout_seconds=180) == alone
     exporter.wait_for_processes(process.pid)
     assert "Traceback" not in process.stderr()
-
-
-def test_a_training_loop_loses_less_than_five_per_cent_to_a_hundred_reports_a_second(
-    start_exporter: StartExporter, start_torch: StartTorch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exporter = start_exporter(None, "--report.interval", "0.01")
-    process = start_training(start_torch, exporter)
-    ratios = []
-    for _ in range(15):  # in turns, so that clocks and heat change for both
-        alone = process.exec("result = train(500)", timeout_seconds=180)
-        process.call("start_client")
-        exporter.wait_for_processes(process.pid)
-        watched = process.exec("result = train(500)", timeout_seconds=180)
-        process.call("stop_client")
-        ratios.append(watched / alone)
-    with capsys.disabled():
-        print(f"\na step at 100 reports a second: {statistics.median(ratios):.4f} times one without; all {ratios}")
-    assert statistics.median(ratios) < 1.05
-
-
-def test_at_one_report_a_second_the_reporter_takes_less_than_six_ten_thousandths_of_a_core(
-    start_exporter: StartExporter, start_torch: StartTorch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exporter = start_exporter(None)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, CUDA_VISIBLE_DEVICES="0", **DETERMINISTIC)
-    process.exec(PREPARE, timeout_seconds=180)
-    process.call("start_client")
-    exporter.wait_for_processes(process.pid)
-    spent, passed = process.exec(
-        "train(50)\n"  # past the first reports, which import what they need
-        "begun, clock = reporter_seconds(), time.monotonic()\n"
-        "while time.monotonic() - clock < 30: train(10)\n"
-        "result = [reporter_seconds() - begun, time.monotonic() - clock]",
-        timeout_seconds=180,
-    )
-    with capsys.disabled():
-        print(f"\nthe reporter's thread takes {spent / passed:.6f} of a core at 1 Hz")
-    assert 0 < spent / passed < 0.0006
 
 
 def test_a_capture_of_this_device_is_whole_and_names_it(tmp_path: Path) -> None:
