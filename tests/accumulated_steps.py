@@ -189,6 +189,16 @@ def of_another_size() -> list[str]:
     return said
 
 
+class OldShards(nn.Module):
+    """What tells that FSDP1 has wrapped a module."""
+
+    compute_device = torch.device("cpu")
+
+    def no_sync(self) -> None: ...
+
+    def clip_grad_norm_(self) -> None: ...
+
+
 def refusals() -> dict[str, str]:
     """What wrong use is told."""
     net = model()
@@ -208,6 +218,9 @@ def refusals() -> dict[str, str]:
     refused("clip", ConfigurationError, clip_norm=0.0)
     refused("clear", ConfigurationError, clear_cache_every=0)
     refused("group", ConfigurationError, process_group=object())
+    net = nn.Sequential(OldShards())
+    refused("a part", ConfigurationError, clip_norm=1.0)
+    net = model()
 
     accumulator = training.GradientAccumulator(net, optimizer, effective_batch=8, micro_batch=4)
 
@@ -271,6 +284,23 @@ def interrupted() -> dict[str, Any]:
     train_accumulated(accumulator, net, batches[:3])
     train_accumulated(reference, whole, batches[:3])
     return {"caught": caught, "after_failures": after_failures, "after_a_break": difference(net, whole)}
+
+
+def held_loops() -> list[bool]:
+    """Which micro batches end a window of two, while an earlier loop is held at its last batch, and then let go."""
+    net = model()
+    accumulator = training.GradientAccumulator(net, optimizer_of("sgd", net), effective_batch=8, micro_batch=4)
+    earlier = accumulator.batches(micro_batches([4]))
+    next(earlier)
+    stepped = []
+    for number, (x, y) in enumerate(accumulator.batches(micro_batches([4] * 5))):
+        if number == 4:
+            earlier.close()  # type: ignore[attr-defined]
+        with accumulator.forward():
+            loss = functional.cross_entropy(net(x), y)
+        accumulator.backward(loss, samples=len(x))
+        stepped.append(accumulator.step())
+    return stepped
 
 
 def on_device() -> dict[str, Any]:

@@ -16,10 +16,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 from gpumem_exporter import training
 from gpumem_exporter.errors import ConfigurationError, RankFailedError
-from tests.accumulated_steps import difference, micro_batches, model, optimizer_of, train_accumulated, train_whole
+from tests.accumulated_steps import (
+    Batch,
+    difference,
+    micro_batches,
+    model,
+    optimizer_of,
+    train_accumulated,
+    train_whole,
+)
 from tests.searched_batches import UNIT, training_step
 
 SIZES = ([4, 4, 4, 4, 3], [4, 4, 4, 2, 1])
@@ -70,6 +79,8 @@ def accumulate(rank: int) -> dict[str, Any]:
             clip_norm=CLIP,
             sync_every_batch=every,
         )
+        if not every:
+            leave_a_window(accumulator, wrapped, mine)
         seen = train_accumulated(accumulator, wrapped, mine, 2)
         told[name] = {
             "steps": accumulator.steps,
@@ -78,6 +89,15 @@ def accumulate(rank: int) -> dict[str, Any]:
             "norms": max(abs(a / b - 1) for a, b in zip(seen, norms, strict=True)),
         }
     return told
+
+
+def leave_a_window(accumulator: training.GradientAccumulator, net: nn.Module, batches: list[Batch]) -> None:
+    """Its gradient is still this rank's own; nothing of it may be in the next window."""
+    for x, y in accumulator.batches(batches):
+        with accumulator.forward():
+            loss = functional.cross_entropy(net(x), y)
+        accumulator.backward(loss, samples=len(x))
+        break
 
 
 def misuse() -> dict[str, Any]:

@@ -95,14 +95,19 @@ class GradientAccumulator:
             raise ConfigurationError(f"autocast to {autocast}; torch.bfloat16, torch.float16 or None would be right")
         if clip_norm is not None and not clip_norm > 0:
             raise ConfigurationError(f"clip norm {clip_norm}; it must be above 0")
+        if clip_norm is not None and self._sync.any_fsdp1 and not is_fsdp1(model):
+            raise ConfigurationError(
+                "clip norm: only parts of the model are FullyShardedDataParallel, and no rank knows the norm of all;"
+                " wrap the model itself, or shard it by torch.distributed.fsdp.fully_shard"
+            )
         if clear_cache_every is not None and clear_cache_every < 1:
             raise ConfigurationError(f"clear the cache every {clear_cache_every} steps; it must be at least 1")
         self._model, self._optimizer = model, optimizer
         self._device_type = device_type(model)
         self._autocast = autocast
-        self.scaler = _scaler(model, self._device_type, process_group) if autocast is torch.float16 else None
-        if scaler is not None:
-            self.scaler = scaler
+        self.scaler = scaler
+        if scaler is None and autocast is torch.float16:
+            self.scaler = _scaler(self._sync, self._device_type, process_group)
         self._clip_norm = clip_norm
         self._sync_every_batch = sync_every_batch
         self._clear_cache_every = clear_cache_every
@@ -111,6 +116,7 @@ class GradientAccumulator:
 
         self.steps = self.skipped_steps = self.freed_bytes = 0
         self.gradient_norm: Any = None
+        self._loop: object = None  # over the batches, the latest
         self._no_more = False  # the loader has given its last batch
         self._sizes: list[float] = []  # of this window's micro batches so far
         self._told_of_sizes = False
@@ -127,7 +133,9 @@ class GradientAccumulator:
         """
         if self._sizes:
             _log.warning("an unfinished window of %d micro batches is dropped", len(self._sizes))
-        self._drop_window()
+        self._drop_window(unfinished=bool(self._sizes))
+        self._loop = loop = object()
+        self._no_more = False
         ahead: deque[_Batch] = deque()  # which holds none that the program has been given
         try:
             for batch in loader:
@@ -140,7 +148,8 @@ class GradientAccumulator:
                 yield ahead.popleft()
             self._complete = bool(self._sizes)  # the program has left out the last batch
         finally:
-            self._no_more = False
+            if self._loop is loop:  # else this is an earlier one, which somebody still held
+                self._no_more = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -190,7 +199,7 @@ class GradientAccumulator:
         try:
             (share if self.scaler is None else self.scaler.scale(share)).backward()
         except BaseException:
-            self._drop_window()
+            self._drop_window(unfinished=True)
             raise
         self._sync.end()
         self._sizes.append(samples)
@@ -215,7 +224,7 @@ class GradientAccumulator:
         try:
             stepped = self._step()
         finally:
-            self._drop_window()
+            self._drop_window(unfinished=not self._averaged)
         if not stepped:
             self.skipped_steps += 1
             return False
@@ -266,8 +275,10 @@ class GradientAccumulator:
         norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
-    def _drop_window(self) -> None:
+    def _drop_window(self, *, unfinished: bool) -> None:
         self._sync.end()
+        if unfinished:
+            self._sync.drop()
         self._optimizer.zero_grad(set_to_none=True)
         self._sizes.clear()
         self._closes = None
@@ -295,8 +306,8 @@ def _accumulation_steps(effective_batch: int, micro_batch: int, ranks: int) -> i
     return steps
 
 
-def _scaler(model: Any, device: str, group: Any) -> Any:
-    if not is_fsdp1(model):
+def _scaler(sync: GradientSync, device: str, group: Any) -> Any:
+    if not sync.any_fsdp1:
         return torch.amp.GradScaler(device)
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 

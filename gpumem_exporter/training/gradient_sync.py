@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from gpumem_exporter.training.ranks import Ranks
 
 __all__ = ["GradientSync", "device_type", "is_fsdp1", "ranks_of"]
+
+_log = logging.getLogger("gpumem_exporter.training")
 
 
 class GradientSync:
@@ -20,6 +23,11 @@ class GradientSync:
     def __init__(self, model: Any) -> None:
         self._parts = tuple(_wrapped(model))
         self._held = ExitStack()
+
+    @property
+    def any_fsdp1(self) -> bool:
+        """The model, or a part of it, is FSDP1's."""
+        return any(is_fsdp1(part) for part in self._parts)
 
     def begin(self, *, average: bool) -> None:
         """From now on gradients are averaged in the backward pass, or stay this rank's own."""
@@ -34,6 +42,14 @@ class GradientSync:
     def end(self) -> None:
         """As the model was: every backward pass averages."""
         self._held.close()
+
+    def drop(self) -> None:
+        """Forget gradients that were not averaged, where no optimizer finds them: FSDP2 keeps them for itself."""
+        for part in self._parts:
+            if hasattr(part, "reset_iter_state"):
+                part.reset_iter_state()
+            elif hasattr(part, "set_requires_gradient_sync"):
+                _log.warning("this release of torch lets nobody drop what FSDP2 holds: it counts in the next window")
 
 
 def _wrapped(module: Any) -> Iterator[Any]:

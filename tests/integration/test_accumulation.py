@@ -59,6 +59,10 @@ def test_a_step_that_the_scaler_skips_is_told_and_counted_as_skipped(process: To
     assert told["scaled_by_default"] == 65536.0
 
 
+def test_a_loop_that_is_still_held_changes_nothing_in_the_next(process: TorchProcess) -> None:
+    assert call(process, "held_loops") == [False, True, False, True, True]
+
+
 def test_batches_of_another_size_than_was_reckoned_with_are_told_once(process: TorchProcess) -> None:
     assert call(process, "of_another_size") == ["the loader gives micro batches of 2 samples, not of 4"]
 
@@ -78,6 +82,10 @@ def test_wrong_use_is_told_what_would_be_right(process: TorchProcess) -> None:
         "none": "micro batch 0; it must be at least 1",
         "autocast": "autocast to torch.float64; torch.bfloat16, torch.float16 or None would be right",
         "clip": "clip norm 0.0; it must be above 0",
+        "a part": (
+            "clip norm: only parts of the model are FullyShardedDataParallel, and no rank knows the norm of all;"
+            " wrap the model itself, or shard it by torch.distributed.fsdp.fully_shard"
+        ),
         "clear": "clear the cache every 0 steps; it must be at least 1",
         "group": "a process group is given, but torch.distributed is not initialised",
         "backward": "backward() comes after the loss was computed under `with accumulator.forward():`",
