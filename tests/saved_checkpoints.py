@@ -121,6 +121,7 @@ def failing(folder: str) -> dict[str, list[Any]]:
     attempt("unknown class", lambda: save(path, thing=Unknown()))
     attempt("unpicklable", lambda: save(path, thing=threading.Lock()))
     attempt("interrupted", lambda: save(path, thing=Interrupting()))
+    attempt("interrupted in writing", lambda: while_writing(lambda: save(path, weights=torch.zeros(MIB))))
     attempt("nothing", lambda: save(path))
     attempt("folder", lambda: save(folder, step=2))
     attempt("no folder", lambda: save(Path(folder) / "none" / "last.pt", step=2))
@@ -132,6 +133,22 @@ class Interrupting:
 
     def __reduce__(self) -> str:
         raise KeyboardInterrupt
+
+
+def while_writing(call: Callable[[], object]) -> None:
+    """Ctrl-C when a few pieces are written: torch's writer says something of its own then."""
+    write, writes = os.write, iter(range(3))
+
+    def interrupted(descriptor: int, data: bytes) -> int:
+        if next(writes, None) is None:
+            raise KeyboardInterrupt
+        return write(descriptor, data)
+
+    os.write = interrupted  # type: ignore[assignment]
+    try:
+        call()
+    finally:
+        os.write = write
 
 
 def with_little_room(call: Callable[[], object]) -> None:

@@ -87,7 +87,7 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         raise ConfigurationError(f"{target} is no file; a checkpoint is one, so name one")
-    started = time.monotonic()
+    started, handled = time.monotonic(), sys.exc_info()[1]
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
     part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
@@ -107,6 +107,9 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
         if isinstance(cause, OSError):
             room = "" if stream is None else _room(target.parent, tagged.total_bytes)
             raise StorageError(f"{target} is not written: {cause.strerror or cause}{room}") from cause
+        ended = error.__context__  # what ends the program must not become torch's RuntimeError
+        if ended is not handled and not isinstance(ended, Exception | None):
+            raise ended from None
         raise
     saved = SavedCheckpoint(target, stream.written_bytes, tagged.staged_bytes, time.monotonic() - started)
     _log.info("saved %s", saved)

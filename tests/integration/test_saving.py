@@ -45,6 +45,7 @@ def test_whatever_fails_the_checkpoint_of_before_stays_and_nothing_else(process:
         "unknown class": "ConfigurationError",
         "unpicklable": "TypeError",
         "interrupted": "KeyboardInterrupt",
+        "interrupted in writing": "KeyboardInterrupt",
         "nothing": "ConfigurationError",
         "folder": "ConfigurationError",
         "no folder": "StorageError",
