@@ -89,6 +89,17 @@ def state_of(net: nn.Module) -> list[object]:
     ]
 
 
+def simulated_in_evaluation() -> dict[str, Any]:
+    """The peaks of a model in each mode, and what was drawn for them."""
+    net, batch = Net(width=64, misbehave=lambda x: x * random.random()), torch.randn(512, 64)
+    before = state_of(net)
+    peaks = {
+        mode: [row.peak_bytes for row in compare(net.train(mode), batch, repeats=1, simulate=True).rows]
+        for mode in (False, True)
+    }
+    return {"evaluating": peaks[False], "training": peaks[True], "left": state_of(net) == before}
+
+
 def left_alone(failing: bool) -> list[bool]:
     """Whether each part of a model's state is as before, once a comparison is over or has failed on its way."""
     net = Net(misbehave=lambda x: x * random.random() * np.random.rand())
@@ -116,6 +127,18 @@ def left_alone(failing: bool) -> list[bool]:
     after = state_of(net)
     same = [one == other for one, other in zip(before, after, strict=True)]
     return [*same, net.blocks[1].forward is given, batch.grad is None, ended]
+
+
+def without_library_memory() -> list[bool]:
+    """Which ways a library has no memory for; the allocator's own error is not theirs."""
+
+    def only_in_checkpoints(x: torch.Tensor) -> torch.Tensor:
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return x
+
+    net = Net(misbehave=only_in_checkpoints)
+    return [row.out_of_memory for row in compare(net, torch.randn(8, 16), repeats=1, every=[]).rows]
 
 
 def losses(watched: bool) -> list[str]:
@@ -186,6 +209,7 @@ def refusals() -> dict[str, str]:
         "a hook": refused(lambda: compare(hooked, batch)),
         "meta": refused(lambda: compare(Net().to("meta"), batch.to("meta"))),
         "inference": refused(in_inference),
+        "a computed batch": refused(lambda: compare(net, nn.Linear(16, 16)(batch))),
         "autocast": refused(lambda: compare(net, batch, autocast=torch.int8)),
         "no parameters": refused(lambda: compare(bare, batch, blocks=[bare[0]])),
         "reset on the CPU": refused(lambda: compare(net, batch, reset_peaks=True)),

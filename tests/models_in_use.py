@@ -119,6 +119,18 @@ def optimizing() -> dict[str, Any]:
     return result
 
 
+class WithNothing(nn.Linear):
+    """Has an output that is always 0, and one without any number."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return super().forward(x), x.new_zeros(3), x.new_zeros(0)
+
+
+def optimizing_zeros() -> float | None:
+    told = training.optimize_model(WithNothing(8, 8), dtype=torch.bfloat16, example=torch.randn(4, 8))
+    return told.output_difference_ratio
+
+
 def on_device() -> dict[str, Any]:
     model, batch = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(4))).cuda(), torch.zeros(1024, 1024)
     batch = batch.cuda()

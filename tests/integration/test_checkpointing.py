@@ -61,6 +61,17 @@ def test_a_comparison_leaves_everything_as_it_was(process: TorchProcess, failing
     assert all(call(process, "left_alone", failing=failing))
 
 
+def test_a_model_in_evaluation_is_simulated_in_training_and_left_as_it_was(process: TorchProcess) -> None:
+    told = call(process, "simulated_in_evaluation")
+    assert told["evaluating"] == told["training"]
+    assert told["training"][0] > told["training"][-1] > 0
+    assert told["left"] is True
+
+
+def test_memory_that_a_library_lacks_is_lacking_too(process: TorchProcess) -> None:
+    assert call(process, "without_library_memory") == [True, False]
+
+
 def test_a_training_with_comparisons_between_its_steps_has_the_same_losses_to_the_bit(process: TorchProcess) -> None:
     assert call(process, "losses", watched=True) == call(process, "losses", watched=False)
 
@@ -106,6 +117,7 @@ def test_what_cannot_be_compared_is_refused_with_what_would_be_right(process: To
         "a hook": "head.weight",
         "meta": "meta device",
         "inference": "call it outside",
+        "a computed batch": "give it detached",
         "autocast": "torch.bfloat16 or torch.float16",
         "no parameters": "Sequential has no parameters",
         "reset on the CPU": "the model is on the cpu",

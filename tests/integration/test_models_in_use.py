@@ -59,6 +59,10 @@ def test_changed_weights_are_measured_and_what_would_change_nothing_is_refused(p
     assert [name for name, text in expected.items() if text not in told["refused"][name]] == []
 
 
+def test_an_output_that_is_and_stays_zero_does_not_differ(process: TorchProcess) -> None:
+    assert 0 < call(process, "optimizing_zeros") < 0.1
+
+
 def test_on_a_device_the_bytes_and_peaks_are_the_allocators(start_torch: StartTorch) -> None:
     told = call(start_torch(PYTORCH_CUDA_ALLOC_CONF=None), "on_device")
     before, after, peak, exact = told["inference"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpumem_exporter.client._measured import DeviceUse, Measured, MemoryUse
+from gpumem_exporter.client._oom_message import is_out_of_memory
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import check_autocast
 from gpumem_exporter.training.checkpointing.blocks import checkpointed, find_blocks
@@ -89,9 +90,9 @@ def compare_checkpointing(
         ways = _Ways(step, names, renew)
         rows = [ways.measure(k, repeats, reset_peaks) for k in _from_least_memory(every, len(names))][::-1]
         rows = ways.compare(rows)
-    note = "" if on_cuda else _NO_CUDA.format(device=step.device)
-    if simulate:
-        rows, note = _simulated(step, names, rows)
+        note = "" if on_cuda else _NO_CUDA.format(device=step.device)
+        if simulate:
+            rows, note = _simulated(step, names, rows, renew)
     return CheckpointingComparison(type(model).__name__, str(step.device), told, repeats, tuple(rows), note)
 
 
@@ -152,7 +153,9 @@ class _Ways:
                             self._run()
                             self._wait()
                             seconds.append(time.perf_counter() - started)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             return CheckpointingRow(every, len(chosen), None, None, None, out_of_memory=True)
         return CheckpointingRow(every, len(chosen), statistics.median(seconds), *_peak(whole, timed, self._step.device))
 
@@ -166,7 +169,9 @@ class _Ways:
                     with self._checkpointed(_chosen(self._names, row.every)):
                         reference = reference or Results(self._step, self._once())
                         row = replace(row, difference=reference.difference(self._step, self._once()))
-                except torch.OutOfMemoryError:
+                except Exception as error:
+                    if not is_out_of_memory(error):
+                        raise
                     row = CheckpointingRow(row.every, row.blocks, None, None, None, out_of_memory=True)
             told.append(row)
         return told
@@ -214,12 +219,13 @@ def _use(use: MemoryUse, device: torch.device) -> DeviceUse | None:
 
 
 def _simulated(
-    step: Step, names: Sequence[str], rows: Sequence[CheckpointingRow]
+    step: Step, names: Sequence[str], rows: Sequence[CheckpointingRow], renew: Callable[[], None]
 ) -> tuple[list[CheckpointingRow], str]:
     from gpumem_exporter.training.checkpointing.simulated import simulate_peak
 
     told = []
     for row in rows:
+        renew()
         try:
             peak = simulate_peak(step, _chosen(names, row.every))
         except ConfigurationError as error:

@@ -78,5 +78,7 @@ def _plain(tensor: Tensor | None) -> Tensor | None:
 def distance_ratio(held: Tensor, tensor: Tensor) -> float:
     """How far a tensor is from another, as a part of that one's norm. Both are in the host's memory."""
     before = held.to(torch.float64).flatten()
-    size = float(before.norm())
-    return float((tensor.to(torch.float64).flatten() - before).norm()) / size if size else math.inf
+    size, distance = float(before.norm()), float((tensor.to(torch.float64).flatten() - before).norm())
+    if not distance:
+        return 0.0
+    return distance / size if size else math.inf

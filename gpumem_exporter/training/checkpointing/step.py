@@ -96,7 +96,7 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     Raises:
         ConfigurationError: a run would change the parameters, or the model cannot be trained here.
     """
-    _check(step.model)
+    _check(step)
     modes = [(module, module.training) for module in step.model.modules()]
     gradients = [(leaf, leaf.grad) for leaf in step.leaves()]
     buffers = list(_buffers(step.model))
@@ -123,11 +123,16 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
             module.training = training
 
 
-def _check(model: nn.Module) -> None:
+def _check(step: Step) -> None:
     if torch.is_inference_mode_enabled():
         raise ConfigurationError("nothing can be trained in torch.inference_mode: call it outside")
-    views = any(getattr(module, "gradient_as_bucket_view", False) for module in model.modules())
-    for name, parameter in model.named_parameters():
+    if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(step.batch)):
+        raise ConfigurationError(
+            "the batch was computed from something that is trained, and each measured step would go back into that:"
+            " give it detached"
+        )
+    views = any(getattr(module, "gradient_as_bucket_view", False) for module in step.model.modules())
+    for name, parameter in step.model.named_parameters():
         if views and parameter.grad is not None:
             raise ConfigurationError(
                 f"{name} has a gradient that lies in DistributedDataParallel's bucket, into which each step writes:"
