@@ -18,6 +18,7 @@ from torch import nn
 
 from gpumem_exporter import training
 from gpumem_exporter.errors import GpumemError
+from gpumem_exporter.training import saving
 
 MIB = 1 << 20
 
@@ -124,6 +125,7 @@ def failing(folder: str) -> dict[str, list[Any]]:
     attempt("interrupted in writing", lambda: while_writing(lambda: save(path, weights=torch.zeros(MIB))))
     attempt("nothing", lambda: save(path))
     attempt("folder", lambda: save(folder, step=2))
+    attempt("too long a name", lambda: save(Path(folder) / ("x" * 300), step=2))
     attempt("no folder", lambda: save(Path(folder) / "none" / "last.pt", step=2))
     return result
 
@@ -175,6 +177,31 @@ def replaced(folder: str) -> dict[str, Any]:
         os.umask(umask)
     kept = oct(target.stat().st_mode & 0o777)
     return {"fresh": fresh, "kept": kept, "link": link.is_symlink(), "step": load(target)["step"]}
+
+
+def first_saves_at_once() -> int:
+    """How often torch is given the tagger where two threads need it first; it cannot bear it twice."""
+    given: list[int] = []
+    twice = threading.Event()
+    register = torch.serialization.register_package
+
+    def count(*_: object) -> None:
+        given.append(1)
+        if len(given) == 2:
+            twice.set()
+        twice.wait(1)  # the other one comes by here meanwhile, unless something keeps it
+
+    saving._registered.cache_clear()
+    torch.serialization.register_package = count  # type: ignore[assignment]
+    try:
+        threads = [threading.Thread(target=saving._tagger) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.serialization.register_package = register
+    return len(given)
 
 
 def sharded(path: str) -> str:

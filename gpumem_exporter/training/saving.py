@@ -32,6 +32,7 @@ _log = logging.getLogger("gpumem_exporter.training")
 
 _TAGGER_PRIORITY = -9844
 """Before torch's own taggers (10 and up). Torch sorts them by it and cannot compare two of the same."""
+_registering = threading.Lock()
 _WRITE_BYTES = 64 << 20
 """Written at a time, so that a signal is not held up until gigabytes are on the disk."""
 
@@ -70,7 +71,8 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     the whole storage is written (`.clone()` saves the view alone).
 
     The file appears whole or not at all: it is written beside its place, brought to the disk (fsync) and renamed. On
-    any error the file of before stays, and nothing else does. A file that is replaced passes on its permissions.
+    any error the file of before stays, and nothing else does; a process that is killed meanwhile leaves a hidden
+    `.part` beside it. A file that is replaced passes on its permissions.
 
     Logs what it took. Any thread may call it, and of several processes that train the same model one should; it waits
     for the device, as any copy to the host does.
@@ -85,8 +87,7 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     if not parts:
         raise ConfigurationError("nothing to save; name what is to be saved: save_checkpoint(path, model=model)")
     target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file():
-        raise ConfigurationError(f"{target} is no file; a checkpoint is one, so name one")
+    mode = _mode(target)
     started, handled = time.monotonic(), sys.exc_info()[1]
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
@@ -94,7 +95,7 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     tagged = _tagger()
     stream = None
     try:
-        stream = _Stream(part, _mode(target))
+        stream = _Stream(part, mode)
         with tagged.on_host():
             torch.save(tree, cast(IO[bytes], stream))
         _refuse_unloadable(part)
@@ -228,10 +229,18 @@ class _Stream:
 
 
 def _mode(target: Path) -> int | None:
+    """The permissions of the file that is to be replaced; None where there is none.
+
+    Raises:
+        ConfigurationError: it is something else.
+    """
     try:
-        return stat.S_IMODE(target.stat().st_mode)
+        mode = target.stat().st_mode
     except OSError:
         return None
+    if not stat.S_ISREG(mode):
+        raise ConfigurationError(f"{target} is no file; a checkpoint is one, so name one")
+    return stat.S_IMODE(mode)
 
 
 def _room(folder: Path, needed_bytes: int) -> str:
@@ -278,9 +287,14 @@ class _Tagged(threading.local):
         return max((size for (kind, _), size in self._sizes.items() if kind != "cpu"), default=0)
 
 
-@functools.cache
 def _tagger() -> _Tagged:
     """Registered once, since torch has no way to take a tagger away again; it says nothing about what others save."""
+    with _registering:
+        return _registered()
+
+
+@functools.cache
+def _registered() -> _Tagged:
     import torch
 
     tagged = _Tagged()

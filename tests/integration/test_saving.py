@@ -48,6 +48,7 @@ def test_whatever_fails_the_checkpoint_of_before_stays_and_nothing_else(process:
         "interrupted in writing": "KeyboardInterrupt",
         "nothing": "ConfigurationError",
         "folder": "ConfigurationError",
+        "too long a name": "StorageError",
         "no folder": "StorageError",
     }
     for name in ("full", "full at the end"):
@@ -62,6 +63,11 @@ def test_whatever_fails_the_checkpoint_of_before_stays_and_nothing_else(process:
 def test_a_link_and_the_permissions_of_a_replaced_file_stay(process: TorchProcess, tmp_path: Path) -> None:
     told = call(process, "replaced", folder=str(tmp_path))
     assert told == {"fresh": "0o640", "kept": "0o664", "link": True, "step": 2}
+
+
+def test_threads_that_save_first_at_once_tell_torch_once() -> None:
+    with TorchProcess(None, {"OMP_NUM_THREADS": "1"}) as process:  # what torch is told it keeps
+        assert call(process, "first_saves_at_once") == 1
 
 
 def test_a_part_of_a_sharded_tensor_is_refused_by_its_name(process: TorchProcess, tmp_path: Path) -> None:
