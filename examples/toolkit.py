@@ -98,7 +98,7 @@ class Job:
         found = training.find_batch_size(step, start=planned.batch, maximum=planned.batch, margin=0.0)
         print(found)
         gpumem.release_model(model, optimizer)
-        return int(found)
+        return max(size for size in range(1, int(found) + 1) if self.effective_batch % size == 0)
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, epochs: int) -> list[Tensor]:
         """Train, and return the losses, in the host's memory."""

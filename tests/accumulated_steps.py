@@ -295,7 +295,7 @@ def held_loops() -> list[bool]:
     stepped = []
     for number, (x, y) in enumerate(accumulator.batches(micro_batches([4] * 5))):
         if number == 4:
-            earlier.close()  # type: ignore[attr-defined]
+            earlier.close()
         with accumulator.forward():
             loss = functional.cross_entropy(net(x), y)
         accumulator.backward(loss, samples=len(x))

@@ -25,15 +25,20 @@ compare = training.compare_checkpointing
 class Block(nn.Module):
     """A block that counts its forward passes and may misbehave in them."""
 
+    table: torch.Tensor | None
+
     def __init__(self, width: int, misbehave: Callable[[torch.Tensor], torch.Tensor] = lambda x: x) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.dropout = nn.Dropout(0.2)
+        self.register_buffer("table", None)  # made when it is needed
         self.calls = 0
         self.misbehave = misbehave
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
+        if self.table is None:
+            self.table = torch.ones(1, device=x.device)
         x = self.misbehave(x)
         return x + functional.gelu(self.dropout(self.linear(x)))
 
@@ -188,6 +193,7 @@ def chosen() -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     net, batch = Net(), torch.randn(8, 16)
     bare = nn.Sequential(nn.ReLU())
+    blocks = list(Net().blocks)
     hooked = Net()
     hooked.head.weight.register_post_accumulate_grad_hook(lambda _: None)
 
@@ -209,6 +215,7 @@ def refusals() -> dict[str, str]:
         "a hook": refused(lambda: compare(hooked, batch)),
         "meta": refused(lambda: compare(Net().to("meta"), batch.to("meta"))),
         "inference": refused(in_inference),
+        "lazy": refused(lambda: compare(nn.Sequential(*blocks, nn.LazyLinear(4)), batch, blocks=blocks)),
         "a computed batch": refused(lambda: compare(net, nn.Linear(16, 16)(batch))),
         "autocast": refused(lambda: compare(net, batch, autocast=torch.int8)),
         "no parameters": refused(lambda: compare(bare, batch, blocks=[bare[0]])),

@@ -113,6 +113,8 @@ def optimize_model(
 
     Raises:
         ConfigurationError: nothing is asked for, or it would change nothing.
+        Exception: what the model raises with the example. If it is the changed one that does, it stays changed: what
+            its weights have lost cannot be given back.
     """
     _check(model, dtype, channels_last)
     if reset_peaks and example is None:

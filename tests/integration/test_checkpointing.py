@@ -117,6 +117,7 @@ def test_what_cannot_be_compared_is_refused_with_what_would_be_right(process: To
         "a hook": "head.weight",
         "meta": "meta device",
         "inference": "call it outside",
+        "lazy": "5.weight is made in the first forward pass",
         "a computed batch": "give it detached",
         "autocast": "torch.bfloat16 or torch.float16",
         "no parameters": "Sequential has no parameters",

@@ -62,7 +62,7 @@ def compare_checkpointing(
         batch: what it is called with, on its device: a tensor, positional arguments in a tuple or list, or keywords in
             a mapping.
         loss: of the model's output; without one: the output's own `loss`, the output itself where it is one number,
-            else its mean.
+            else its mean. What it has of parameters outside of the model gets gradients that stay.
         blocks: what is checkpointed: modules of the model, in the order in which they run. Without: the longest
             `nn.ModuleList` or `nn.Sequential` of modules of one class.
         every: which selections to measure beside none and all: 2 checkpoints every second block, from the first on.

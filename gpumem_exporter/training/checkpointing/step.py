@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from gpumem_exporter.errors import ConfigurationError
@@ -138,6 +139,8 @@ def _check(step: Step) -> None:
                 f"{name} has a gradient that lies in DistributedDataParallel's bucket, into which each step writes:"
                 " call it after optimizer.zero_grad()"
             )
+        if is_lazy(parameter):
+            raise ConfigurationError(f"{name} is made in the first forward pass: run one before")
         if parameter.is_meta:
             raise ConfigurationError(f"{name} is on the meta device: it has no values; move the model to a device")
         if parameter._post_accumulate_grad_hooks:
@@ -177,23 +180,27 @@ class _RandomNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """One buffer, as it was; its copy is in the host's memory."""
+    """One buffer, as it was, None where it is yet to be made; its copy is in the host's memory."""
 
     module: nn.Module
     name: str
-    tensor: Tensor
-    values: Tensor
+    tensor: Tensor | None
+    values: Tensor | None
 
     def restore(self) -> None:
         if getattr(self.module, self.name) is not self.tensor:
             setattr(self.module, self.name, self.tensor)
         # Not by its version: batch normalization writes without counting it up.
-        if not torch.equal(self.tensor.detach().cpu(), self.values):
+        if (
+            self.tensor is not None
+            and self.values is not None
+            and not torch.equal(self.tensor.detach().cpu(), self.values)
+        ):
             with torch.no_grad():
                 self.tensor.copy_(self.values)
 
 
 def _buffers(model: nn.Module) -> Iterator[_Buffer]:
     for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            yield _Buffer(module, name, buffer, buffer.detach().to("cpu", copy=True))
+        for name, buffer in module._buffers.items():
+            yield _Buffer(module, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
