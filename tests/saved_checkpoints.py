@@ -5,11 +5,12 @@ Functions run in a process with torch that a test has started; what they return 
 
 from __future__ import annotations
 
+import contextlib
 import os
-import re
 import resource
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,10 +232,8 @@ def from_device(folder: str) -> dict[str, Any]:
     path = Path(folder) / "device.pt"
     save(path, odd=odd)  # what Python and torch take once
     statistics = torch.cuda.memory_stats()
-    resident = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    saved = save(path, model=model, optimizer=optimizer, odd=odd)
-    grown = _status("VmHWM") - resident
+    with _staged_at_once() as staged:
+        saved = save(path, model=model, optimizer=optimizer, odd=odd)
     after = torch.cuda.memory_stats()
     plain = Path(folder) / "plain.pt"
     torch.save({"odd": odd}, plain)
@@ -244,7 +243,7 @@ def from_device(folder: str) -> dict[str, Any]:
         "changed": [name for name in after if after[name] != statistics.get(name)],
         "staged": saved.staged_bytes,
         "file": saved.file_bytes,
-        "host": grown,
+        "host": max(staged),
         "device": str(load(path)["odd"].device),
         "device of plain": str(load(plain)["odd"].device),
     }
@@ -261,7 +260,21 @@ def read(folder: str) -> dict[str, Any]:
     return {"devices": sorted({str(t.device) for t in tensors}), "stride": kept["odd"].stride(), "plain": plain}
 
 
-def _status(name: str) -> int:
-    found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found is not None
-    return int(found[1]) * 1024
+@contextlib.contextmanager
+def _staged_at_once() -> Iterator[list[int]]:
+    """Bytes of all copies of storages on the host that live at once, at each time that one is made."""
+    copies: list[weakref.ref[Any]] = []
+    sizes: list[int] = []
+    copy_to_host = torch.UntypedStorage.cpu
+
+    def watched(storage: Any) -> Any:
+        copy = copy_to_host(storage)
+        copies.append(weakref.ref(copy))
+        sizes.append(sum(one.nbytes() for known in copies if (one := known()) is not None))
+        return copy
+
+    torch.UntypedStorage.cpu = watched
+    try:
+        yield sizes
+    finally:
+        torch.UntypedStorage.cpu = copy_to_host
