@@ -10,7 +10,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY gpumem_exporter gpumem_exporter
 # The environment holds no pip: the one outside fills it.
 RUN python -m venv --without-pip /opt/gpumem \
-    && python -m pip --python /opt/gpumem/bin/python install ".[kubernetes]"
+    && python -m pip --python /opt/gpumem/bin/python install ".[kubernetes,web]"
 
 FROM ${PYTHON_IMAGE}
 ARG VERSION=

@@ -27,6 +27,7 @@ The tree:
     ├── RankFailedError               another rank of the process group has failed, so that this one cannot go on
     └── ExporterError                 seen from the client's side of the wire
         ├── ExporterUnreachableError  nobody answers there
+        │   └── ExporterUntrustedError   somebody does, whose certificate is not believed
         └── ExporterAnswerError       it answered with an error; carries the status and the problem's detail
 """
 
@@ -40,6 +41,7 @@ __all__ = [
     "ExporterAnswerError",
     "ExporterError",
     "ExporterUnreachableError",
+    "ExporterUntrustedError",
     "GpumemError",
     "GroupIncompleteError",
     "IdempotencyConflictError",
@@ -184,6 +186,10 @@ class ExporterError(GpumemError):
 
 class ExporterUnreachableError(ExporterError):
     """Nobody answers at the exporter's address, or not in time, or not in HTTP."""
+
+
+class ExporterUntrustedError(ExporterUnreachableError):
+    """The exporter's certificate is not believed: nothing is sent to whoever it is."""
 
 
 class ExporterAnswerError(ExporterError):

@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import trustme
 import yaml
@@ -36,16 +37,23 @@ class RunningPrometheus:
         folder: its configuration and data; made when missing.
         targets: `host:port` by the node's name, the label `instance`; two names may be of one exporter.
         authority: signs its certificate; its API then is https.
+        scrape: what else its scrape configuration says, such as `scheme`.
     """
 
-    def __init__(self, folder: Path, targets: Mapping[str, str], authority: trustme.CA | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        targets: Mapping[str, str],
+        authority: trustme.CA | None = None,
+        scrape: Mapping[str, Any] | None = None,
+    ) -> None:
         binary = shutil.which("prometheus")
         assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
         folder.mkdir(parents=True, exist_ok=True)
         jobs = [{"targets": [address], "labels": {"instance": name}} for name, address in targets.items()]
         configuration = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
-            "scrape_configs": [{"job_name": "gpumem", "static_configs": jobs}],
+            "scrape_configs": [{"job_name": "gpumem", "static_configs": jobs, **(scrape or {})}],
         }
         (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
         address = f"127.0.0.1:{free_port()}"

@@ -17,7 +17,7 @@ from gpumem_exporter.errors import ConfigurationError
 if TYPE_CHECKING:
     from yaml.nodes import Node
 
-__all__ = ["MAX_POLICY_BYTES", "NodeReader", "is_scalar", "line_of"]
+__all__ = ["MAX_POLICY_BYTES", "NodeReader", "is_mapping", "is_scalar", "line_of"]
 
 MAX_POLICY_BYTES = 256 << 10
 
@@ -30,10 +30,16 @@ class NodeReader:
 
     Args:
         path: the file.
+        what: what it is called where it cannot be read.
+        expected: what an empty one lacks.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, what: str = "policy file", expected: str = "the key rules, with a list of them"
+    ) -> None:
         self._path = path
+        self._what = what
+        self._expected = expected
 
     def compose(self) -> Node:
         """Parse the file; gives its root. May block on the disk."""
@@ -44,9 +50,9 @@ class NodeReader:
                 text = file.read(MAX_POLICY_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            raise ConfigurationError(f"policy file {str(self._path)!r} cannot be read: {reason}") from None
+            raise ConfigurationError(f"{self._what} {str(self._path)!r} cannot be read: {reason}") from None
         if len(text) > MAX_POLICY_BYTES:
-            raise ConfigurationError(f"policy file {str(self._path)!r} is longer than {MAX_POLICY_BYTES} bytes")
+            raise ConfigurationError(f"{self._what} {str(self._path)!r} is longer than {MAX_POLICY_BYTES} bytes")
         try:
             root = yaml.compose(text, Loader=yaml.SafeLoader)
         except yaml.MarkedYAMLError as error:
@@ -55,7 +61,7 @@ class NodeReader:
         except (yaml.YAMLError, RecursionError, ValueError) as error:
             raise ConfigurationError(f"{self._path}: not YAML: {' '.join(str(error).split())}") from None
         if root is None:
-            raise ConfigurationError(f"{self._path}: it is empty; expected the key rules, with a list of them")
+            raise ConfigurationError(f"{self._path}: it is empty; expected {self._expected}")
         return root
 
     def mapping(
@@ -69,7 +75,7 @@ class NodeReader:
             required: those that must be given.
             what: what it is called in a message.
         """
-        if _kind(node) != "mapping":
+        if not is_mapping(node):
             self.fail(node, f"{what}: expected keys with values; the keys are {', '.join(keys)}")
         found: dict[str, Node] = {}
         for key, value in node.value:
@@ -149,6 +155,11 @@ def line_of(node: Node) -> int:
 def is_scalar(node: Node) -> bool:
     """It is one value, and neither a list nor keys with values."""
     return _kind(node) == "scalar"
+
+
+def is_mapping(node: Node) -> bool:
+    """It is keys with values."""
+    return _kind(node) == "mapping"
 
 
 def _kind(node: Any) -> str:

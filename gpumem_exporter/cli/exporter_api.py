@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from gpumem_exporter.client._transport import Answer, Connection
-from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.client._transport import Answer, Connection, shown_url
+from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
 
 __all__ = ["ExporterApi", "Transport", "has_ended"]
 
@@ -174,6 +174,7 @@ class ExporterApi:
         timeout_seconds: float | None = None,
     ) -> Answer:
         failures = []
+        advice = self._advice
         for url, transport in self._candidates:
             try:
                 answer = transport.request(
@@ -181,10 +182,12 @@ class ExporterApi:
                 )
             except ExporterUnreachableError as error:
                 failures.append(str(error))
+                if isinstance(error, ExporterUntrustedError):
+                    advice = ""  # there is one
                 continue
             self._candidates = [(url, transport)]
             return answer
-        raise ExporterUnreachableError("; ".join(filter(None, (*failures, self._advice))))
+        raise ExporterUnreachableError("; ".join(filter(None, (*failures, advice))))
 
     def _document(self, answer: Answer, expected: Collection[int]) -> dict[str, Any]:
         try:
@@ -194,7 +197,7 @@ class ExporterApi:
         if answer.status in expected:
             if isinstance(document, dict):
                 return document
-            raise ExporterUnreachableError(f"what answers at {self.url} is not a gpumem-exporter")
+            raise ExporterUnreachableError(f"what answers at {shown_url(self.url)} is not a gpumem-exporter")
         detail = document.get("detail") or document.get("title") if isinstance(document, dict) else None
         phrase = http.client.responses.get(answer.status, "no reason given")
         raise ExporterAnswerError(answer.status, detail if isinstance(detail, str) else phrase)

@@ -57,8 +57,9 @@ class ConnectionOptions(AccessOptions):
         typer.Option(
             "--url",
             metavar="URL",
-            help="The exporter: http://host:port or unix:///path/to.sock. Default: GPUMEM_EXPORTER_URL, else first "
-            "unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.",
+            help="The exporter: http://host:port, https://host:port or unix:///path/to.sock; user:password@ before the "
+            "host is basic auth. Default: GPUMEM_EXPORTER_URL, else first unix:///run/gpumem/exporter.sock, then "
+            "http://127.0.0.1:9844.",
         ),
     ] = None
 

@@ -41,8 +41,8 @@ Usage: gpumem-exporter run [OPTIONS] -- CMD [ARG]...
 
 Options:
   --workload NAME  Label of the processes' series (GPUMEM_WORKLOAD).
-  --url URL        The exporter: http://host:port or unix:///path/to.sock (GPUMEM_EXPORTER_URL). Default: first
-                   unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
+  --url URL        The exporter: http://host:port, https://host:port or unix:///path/to.sock (GPUMEM_EXPORTER_URL).
+                   Default: first unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
   --rank RANK      Rank label (GPUMEM_RANK). Below torchrun and Slurm leave it out: RANK and SLURM_PROCID are used.
   --plan FILE      What was planned for each process (gpumem-exporter plan ... --json > FILE): the error of the plan is
                    exported beside what the processes take (GPUMEM_PLAN).

@@ -18,6 +18,7 @@ from gpumem_exporter.cli.live.view import View
 from gpumem_exporter.cli.main import INTERRUPTED
 from gpumem_exporter.cli.options import ConnectionOptions, with_options
 from gpumem_exporter.cli.terminal import open_console, print_json, show
+from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -180,7 +181,11 @@ def _document(reading: Reading, view: View) -> dict[str, Any]:
     devices["devices"] = [
         device for device in devices.get("devices") or () if not wanted or with_gpu(device.get("gpu"), wanted)
     ]
-    return {"exporter": reading.url or None, **devices, "rows": [asdict(row) for row in view.rows(reading.rows)]}
+    return {
+        "exporter": shown_url(reading.url) if reading.url else None,
+        **devices,
+        "rows": [asdict(row) for row in view.rows(reading.rows)],
+    }
 
 
 def _open_driver() -> DriverReader:

@@ -33,7 +33,7 @@ def start(
     Args:
         workload: the job's name, a label on its series.
         rank: this process' rank in the job.
-        url: `http://host:port` or `unix:///path/to.sock`.
+        url: `http://host:port`, `https://host:port` or `unix:///path/to.sock`.
         clean: where the program has used CUDA already, free first all that it holds and does not use (`deep_clean`).
         plan: what was planned for this process before it ran (`gpumem-exporter plan … --json > plan.json`, or
             `training.plan`), whose error is then exported: the file's path, what stands in it, or the plan itself. One

@@ -1,8 +1,9 @@
-"""HTTP to the exporter over TCP or a unix socket, on plain sockets.
+"""HTTP to the exporter over TCP, TLS or a unix socket, on plain sockets.
 
 Not `http.client`: its parsing of headers takes a third of what a whole report costs, and a socket with a timeout of
 Python's own lets go of the GIL twice for each send and each receive, which beside a program that computes costs 5 ms a
-time. Here the kernel keeps the time (SO_RCVTIMEO), and a request is one send and usually one receive.
+time. Here the kernel keeps the time (SO_RCVTIMEO), and a request is one send and usually one receive. Over TLS it is
+Python's own timeout after all: OpenSSL's reading knows no other.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from gpumem_exporter.errors import ConfigurationError, ExporterUnreachableError
 
-__all__ = ["MAX_ANSWER_BYTES", "Answer", "Connection"]
+__all__ = ["MAX_ANSWER_BYTES", "Answer", "Connection", "shown_url"]
 
 MAX_ANSWER_BYTES = 64 << 20
 """No honest answer is longer; a longer one counts as no answer."""
@@ -25,6 +26,8 @@ _LINE_BYTES_MAX = 64 << 10
 _HEADERS_MAX = 100
 _RECEIVE_BYTES = 256 << 10
 _TIMEVAL = struct.Struct("@ll")
+_TLS_ENDS = ("SSLEOFError", "SSLZeroReturnError")
+"""What `ssl`, which is not imported here, calls a connection that the other end has closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +43,18 @@ class Connection:
     """One kept-alive connection to an exporter. Not thread-safe, but for `interrupt`.
 
     Args:
-        url: `http://host:port` or `unix:///path/to.sock`.
+        url: `http://host:port`, `https://host:port` or `unix:///path/to.sock`; `user:password@` before the host is
+            basic authentication, for requests that bring no `Authorization` of their own.
         timeout_seconds: for connecting, and for each wait for the exporter's next bytes.
 
     Raises:
-        ConfigurationError: the URL is neither of the two forms.
+        ConfigurationError: the URL is none of these forms.
     """
 
     def __init__(self, url: str, *, timeout_seconds: float) -> None:
         self.url = url
         self._timeout_seconds = timeout_seconds
-        self._address = _address(url)
+        self._exporter = _exporter(url)
         self._socket: socket.socket | None = None
         self._wait_seconds = 0.0
         self._received = b""
@@ -71,7 +75,7 @@ class Connection:
         everything this project posts is safe to repeat.
 
         Raises:
-            ExporterUnreachableError: nobody answers, not in time, or not in HTTP.
+            ExporterUnreachableError: nobody answers, not in time, or not in HTTP; or the certificate is not believed.
         """
         reused = self._socket is not None
         wait_seconds = timeout_seconds or self._timeout_seconds
@@ -97,7 +101,8 @@ class Connection:
         sock = self._socket
         if sock is not None:
             with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
+                # Not a TLS socket's own, which would have it go on without TLS until it is shut down.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -107,7 +112,9 @@ class Connection:
             sock.close()
 
     def _request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
-        lines = [f"{method} {path} HTTP/1.1", f"Host: {_host(self._address)}", "Accept-Encoding: identity"]
+        lines = [f"{method} {path} HTTP/1.1", f"Host: {_host(self._exporter.address)}", "Accept-Encoding: identity"]
+        if self._exporter.authorization and "Authorization" not in headers:
+            lines.append(f"Authorization: {self._exporter.authorization}")
         lines += [f"{name}: {value}" for name, value in headers.items()]
         if body is not None:
             lines.append(f"Content-Length: {len(body)}")
@@ -118,16 +125,19 @@ class Connection:
     def _exchange(self, method: str, request: bytes, wait_seconds: float) -> Answer:
         sock = self._socket
         if sock is None and not self._interrupted:
-            sock = self._socket = _connect(self._address, self._timeout_seconds)
+            sock = self._socket = _connect(self._exporter, self._timeout_seconds, self.url)
             self._wait_seconds = 0.0
         # Asked once the socket can be seen: `interrupt` sets this before it looks for the socket, so that one of the
         # two always notices the other.
         if sock is None or self._interrupted:
             raise ConnectionAbortedError("interrupted")
         if wait_seconds != self._wait_seconds:
-            limit = _TIMEVAL.pack(int(wait_seconds), max(1, int(wait_seconds % 1 * 1e6)))
-            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-                sock.setsockopt(socket.SOL_SOCKET, option, limit)
+            if self._exporter.tls:
+                sock.settimeout(wait_seconds)
+            else:
+                limit = _TIMEVAL.pack(int(wait_seconds), max(1, int(wait_seconds % 1 * 1e6)))
+                for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                    sock.setsockopt(socket.SOL_SOCKET, option, limit)
             self._wait_seconds = wait_seconds
         try:
             sock.sendall(request)
@@ -136,6 +146,10 @@ class Connection:
             body, ends = (b"", False) if bodiless else self._body(sock, headers)
         except BlockingIOError:
             raise TimeoutError("timed out") from None
+        except OSError as error:
+            if self._exporter.tls and type(error).__name__ in _TLS_ENDS:
+                raise ConnectionResetError("closed without an answer") from None
+            raise
         said = headers.get("connection", "").lower()
         if ends or said == "close" or (version == b"HTTP/1.0" and said != "keep-alive"):
             self.close()
@@ -219,7 +233,9 @@ class Connection:
         self._received += part
 
     def _unreachable(self, error: Exception) -> ExporterUnreachableError:
-        return ExporterUnreachableError(f"no exporter answers at {self.url}: {str(error) or type(error).__name__}")
+        return ExporterUnreachableError(
+            f"no exporter answers at {shown_url(self.url)}: {str(error) or type(error).__name__}"
+        )
 
 
 def _require_bounded(size: int) -> None:
@@ -227,19 +243,41 @@ def _require_bounded(size: int) -> None:
         raise ValueError(f"an answer of over {MAX_ANSWER_BYTES} bytes")
 
 
-def _connect(address: tuple[str, int] | str, timeout_seconds: float) -> socket.socket:
-    if isinstance(address, tuple):
-        sock = socket.create_connection(address, timeout_seconds)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    else:
+def shown_url(url: str) -> str:
+    """An exporter's URL as messages may have it: without a password."""
+    scheme, separator, rest = url.partition("://")
+    return url if scheme == "unix" else f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Exporter:
+    """What a URL says."""
+
+    address: tuple[str, int] | str
+    tls: bool = False
+    authorization: str = ""
+
+
+def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.socket:
+    address = exporter.address
+    if isinstance(address, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
+    else:
+        sock = socket.create_connection(address, timeout_seconds)
+    try:
+        if isinstance(address, str):
             sock.settimeout(timeout_seconds)
             sock.connect(address)
-        except BaseException:
-            sock.close()
-            raise
-    sock.settimeout(None)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if exporter.tls:
+                from gpumem_exporter.client._tls import over_tls
+
+                return over_tls(sock, address[0], shown_url(url))
+        sock.settimeout(None)
+    except BaseException:
+        sock.close()
+        raise
     return sock
 
 
@@ -250,8 +288,10 @@ def _host(address: tuple[str, int] | str) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _address(url: str) -> tuple[str, int] | str:
-    wrong = ConfigurationError(f"exporter URL {url!r}: expected http://host:port or unix:///path/to.sock")
+def _exporter(url: str) -> _Exporter:
+    wrong = ConfigurationError(
+        f"exporter URL {shown_url(url)!r}: expected http://host:port, https://host:port or unix:///path/to.sock"
+    )
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -260,7 +300,16 @@ def _address(url: str) -> tuple[str, int] | str:
     if parts.query or parts.fragment:
         raise wrong
     if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
-        return parts.path
-    if parts.scheme == "http" and parts.hostname and parts.path in ("", "/") and parts.username is None:
-        return parts.hostname, port or 80
+        return _Exporter(parts.path)
+    if parts.scheme in ("http", "https") and parts.hostname and parts.path in ("", "/"):
+        tls = parts.scheme == "https"
+        return _Exporter((parts.hostname, port or (443 if tls else 80)), tls, _basic(parts.username, parts.password))
     raise wrong
+
+
+def _basic(user: str | None, password: str | None) -> str:
+    if user is None:
+        return ""
+    import base64  # only whoever has a password pays for it
+
+    return "Basic " + base64.b64encode(f"{unquote(user)}:{unquote(password or '')}".encode()).decode()

@@ -26,6 +26,7 @@ from gpumem_exporter.errors import (
     ExporterAnswerError,
     ExporterError,
     ExporterUnreachableError,
+    ExporterUntrustedError,
     WireError,
 )
 from gpumem_exporter.protocol import (
@@ -264,8 +265,10 @@ class Worker:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds)
         except ExporterUnreachableError as error:
             if not self._woken.is_set():
-                # An exporter that is not there is no news to the program: no line at the default level.
-                self._troubles.note("no exporter", error, level=logging.INFO)
+                # An exporter that is not there is no news to the program: no line at the default level. One that
+                # cannot be believed is: somebody has to do something.
+                untrusted = isinstance(error, ExporterUntrustedError)
+                self._troubles.note("no exporter", error, level=logging.WARNING if untrusted else logging.INFO)
             return None
         except ExporterAnswerError as error:
             self._troubles.note(f"the exporter refused a report ({error.status})", error)

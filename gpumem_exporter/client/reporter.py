@@ -47,7 +47,7 @@ class Reporter:
         """Report from the moment CUDA is initialised on. While it reports, starting again changes nothing.
 
         Raises:
-            ConfigurationError: an exporter URL is neither `http://host:port` nor `unix:///path`.
+            ConfigurationError: an exporter URL is none of `http://host:port`, `https://host:port` and `unix:///path`.
         """
         for url in settings.urls:
             Connection(url, timeout_seconds=1.0).close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI
@@ -18,6 +18,7 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.protocol import REPORTS_PATH
 from gpumem_exporter.server.guard import Guard
+from gpumem_exporter.server.hangup import reloading_on_hangup
 from gpumem_exporter.server.housekeeping import keep_house
 from gpumem_exporter.server.page_source import Page
 from gpumem_exporter.server.problems import install_problem_handlers
@@ -112,6 +113,17 @@ def create_app(
         actions=runtime.actions_rule,
         on_report_refused=runtime.instruments.count_report,
     )
+    if runtime.web is not None:
+        from gpumem_exporter.server.basic_auth import BasicAuth
+
+        # Added last, so first asked.
+        app.add_middleware(
+            BasicAuth,
+            access=runtime.web,
+            reports=runtime.reports_rule,
+            actions=runtime.actions_rule,
+            on_report_refused=runtime.instruments.count_report,
+        )
     install_problem_handlers(app)
     _describe_itself(app, settings)
     return app
@@ -127,13 +139,12 @@ def _lifespan(
             pods.start()
         runtime.poller.start()
         house = asyncio.ensure_future(keep_house(runtime))
-        hangups = runtime.policies.reloading_on_hangup() if runtime.policies is not None else contextlib.nullcontext()
         recalls = [
             asyncio.ensure_future(recall_ooms(runtime)),
             asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
         ]
         try:
-            with hangups:
+            with reloading_on_hangup(_reloads(runtime)):
                 yield
         finally:
             runtime.holds.release()
@@ -147,6 +158,11 @@ def _lifespan(
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 
     return lifespan
+
+
+def _reloads(runtime: Runtime) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    """What reads its file again for a SIGHUP."""
+    return [part.reload_on_hangup for part in (runtime.policies, runtime.web) if part is not None]
 
 
 def _describe_itself(app: FastAPI, settings: Settings) -> None:

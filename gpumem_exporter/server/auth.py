@@ -68,10 +68,10 @@ class Rule:
             ProblemError: 401 for a missing or wrong token, 403 where no token could help; says the mend.
         """
         if self.token is not None:
-            scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() == b"bearer" and self.token.matches(presented.strip()):
+            if self.opened_by(headers):
                 return f"token@{caller.host}" if caller.credentials is None else f"token@{caller}"
-            wrong = "the token is not right" if scheme else "a token is needed"
+            bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
+            wrong = "the token is not right" if bearer else "a token is needed"
             raise ProblemError(
                 401,
                 f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
@@ -94,6 +94,11 @@ class Rule:
             f"{self.what} are open to this machine's loopback and to the unix socket's owner, not {through}; start the "
             f"exporter with {self.flag} and send that token as `Authorization: Bearer TOKEN`",
         )
+
+    def opened_by(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request brings this rule's token."""
+        scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
+        return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
 
 
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))

@@ -8,9 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
@@ -69,7 +67,6 @@ class PolicyKeeper:
         self._asked: dict[str, Decision] = {}
         """By the action's id, what is under way."""
         self._reading = asyncio.Lock()
-        self._reloads: set[asyncio.Task[None]] = set()
         self._engine = Engine((), stale_seconds=stale_seconds)
         self._put_in_force(read_policy(path, allowed=allowed), "start")
 
@@ -113,27 +110,10 @@ class PolicyKeeper:
             self._put_in_force(rules, requested_by)
             return rules
 
-    @contextlib.contextmanager
-    def reloading_on_hangup(self) -> Iterator[None]:
-        """SIGHUP reads the file again; in a process whose main thread runs the event loop."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGHUP, self._reload_soon)
-        try:
-            yield
-        finally:
-            loop.remove_signal_handler(signal.SIGHUP)
-
-    def _reload_soon(self) -> None:
-        async def reload() -> None:
-            with contextlib.suppress(ConfigurationError):  # the log has it
-                await self.reload("SIGHUP")
-
-        task = asyncio.get_running_loop().create_task(reload())
-        self._reloads.add(task)
-        task.add_done_callback(self._reloads.discard)
+    async def reload_on_hangup(self) -> None:
+        """Read the file again for a SIGHUP, to which nobody can be answered."""
+        with contextlib.suppress(ConfigurationError):  # the log has it
+            await self.reload("SIGHUP")
 
     def _put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
         engine = Engine(rules, stale_seconds=self._stale_seconds)

@@ -38,6 +38,7 @@ from gpumem_exporter.server.tokens import TokenFile
 
 if TYPE_CHECKING:
     from gpumem_exporter.server.policy_keeper import PolicyKeeper
+    from gpumem_exporter.server.web_access import WebAccess
 
 __all__ = ["Runtime", "build_runtime"]
 
@@ -69,6 +70,8 @@ class Runtime:
     actions_rule: Rule
     policies: PolicyKeeper | None
     """None without `--policy.file`."""
+    web: WebAccess | None
+    """None without `--web.config.file`."""
 
     def snapshot(self) -> Snapshot:
         """All that is known now."""
@@ -171,6 +174,7 @@ def build_runtime(
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
         policies=_policies(settings, store, dispatcher, instruments, events, clock, wall_clock),
+        web=_web_access(settings),
     )
 
 
@@ -232,6 +236,14 @@ def _policies(
         log=events.log,
         wall_clock=wall_clock,
     )
+
+
+def _web_access(settings: Settings) -> WebAccess | None:
+    if not settings.web_config_file:
+        return None
+    from gpumem_exporter.server.web_access import WebAccess  # only whoever has such a file pays for what it takes
+
+    return WebAccess(Path(settings.web_config_file))
 
 
 def _rule(what: str, flag: str, token_file: str) -> Rule:

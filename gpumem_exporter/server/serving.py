@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import functools
@@ -10,9 +11,11 @@ import resource
 import signal
 import socket
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -29,12 +32,18 @@ from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.sockets import BindError, Listeners, bind
 from gpumem_exporter.server.tokens import TokenFile
 
+if TYPE_CHECKING:
+    import ssl
+
 __all__ = ["ExporterServer", "run", "serve"]
 
 GRACE_SECONDS = 1.0
 """For answers under way when the exporter is asked to stop; held requests are let go at once."""
 
 DEMO_STOP_SECONDS = 0.5
+
+TLS_SHUTDOWN_SECONDS = 1.0
+"""For a client to confirm that a connection ends; there is nothing in it that would be lost."""
 
 _SPARE_FILES = 64
 """File descriptors left to everything but connections."""
@@ -72,18 +81,31 @@ def _run_demo(settings: Settings, listeners: Listeners) -> int:
     from gpumem_exporter.demo import DemoNode
 
     node = DemoNode()
-    url = _loopback_url(listeners)
     token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
-    try:
-        return serve(
-            settings,
-            listeners,
-            provider=node.provider,
-            host=node.host,
-            on_started=lambda: node.start(url, report_token=token),
-        )
-    finally:
-        node.stop(DEMO_STOP_SECONDS)
+    with _way_of_the_demo(settings, listeners) as url:
+        try:
+            return serve(
+                settings,
+                listeners,
+                provider=node.provider,
+                host=node.host,
+                on_started=lambda: node.start(url, report_token=token),
+            )
+        finally:
+            node.stop(DEMO_STOP_SECONDS)
+
+
+@contextlib.contextmanager
+def _way_of_the_demo(settings: Settings, listeners: Listeners) -> Iterator[str]:
+    """Where the simulated processes report: they know neither the certificate's authority nor a password."""
+    if not settings.web_config_file:
+        yield _loopback_url(listeners)
+    elif listeners.unix_path:
+        yield f"unix://{listeners.unix_path}"
+    else:
+        with tempfile.TemporaryDirectory(prefix="gpumem-demo-") as folder:
+            listeners.add_unix(f"{folder}/exporter.sock")
+            yield f"unix://{listeners.unix_path}"
 
 
 def serve(
@@ -151,19 +173,47 @@ class ExporterServer(uvicorn.Server):
         )
         super().__init__(config)
         self._app = app
+        self._limits = limits
         self._listeners = listeners
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to answer."""
-        await super().startup(sockets)
+        web = self._app.state.runtime.web
+        tls = web.context if web is not None else None
+        if tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])  # all but the listening: uvicorn knows TLS for all sockets or for none
+            await self._listen(sockets or [], tls)
         if self.started:
             _give_back_heap()
-            _log.info(
-                "listening",
-                extra={"fields": {"addresses": ",".join(self._listeners.names()), "version": self._app.version}},
-            )
+            names = self._listeners.names(tls=tls is not None)
+            _log.info("listening", extra={"fields": {"addresses": ",".join(names), "version": self._app.version}})
             self._on_started()
+
+    async def _listen(self, sockets: Iterable[socket.socket], tls: ssl.SSLContext) -> None:
+        """Take connections: with TLS at TCP addresses, without at the unix socket, which never leaves the machine."""
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            if sock.family == socket.AF_UNIX:
+                server = await loop.create_server(self._protocol, sock=sock, backlog=self.config.backlog)
+            else:
+                server = await loop.create_server(
+                    self._protocol,
+                    sock=sock,
+                    backlog=self.config.backlog,
+                    ssl=tls,
+                    ssl_handshake_timeout=self._limits.request_seconds,
+                    ssl_shutdown_timeout=TLS_SHUTDOWN_SECONDS,
+                )
+            self.servers.append(server)
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop answering; a reporter that waits for a command is told that there is none."""

@@ -1,7 +1,8 @@
 """What `serve` is told: each setting is a flag, an environment variable and a key of the configuration file.
 
 One rule derives the three names from a field of `Settings`: `report_max_processes` is the flag
-`--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`.
+`--report.max-processes`, the variable `GPUMEM_REPORT_MAX_PROCESSES` and the key `report.max-processes`. One name is
+Prometheus' own instead: `--web.config.file`.
 A flag beats the environment, the environment beats the file, the file beats the default.
 """
 
@@ -28,6 +29,7 @@ MAX_SOCKET_PATH_BYTES = 107
 """`sun_path` of unix(7), less its closing zero."""
 
 _OWN_PATHS = ("/", "/health", "/openapi.json")
+_NAMED_OTHERWISE = {"web_config_file": "web.config.file"}
 
 
 def _listed(value: Any) -> Any:
@@ -107,6 +109,9 @@ class Settings(BaseModel):
     web_telemetry_path: Annotated[str, AfterValidator(_telemetry_path)] = Field(
         "/metrics", description="path of the metrics"
     )
+    web_config_file: str = Field(
+        "", description="file with the certificate and the users of the TCP addresses, as Prometheus' exporters take it"
+    )
     collect_interval: Annotated[_Seconds, Field(ge=0.05, le=3600)] = Field(
         1.0, description="seconds between two polls of the driver"
     )
@@ -152,7 +157,7 @@ class Settings(BaseModel):
 def setting_key(field: str) -> str:
     """The dotted name of a field: `web_listen_address` is `web.listen-address`."""
     section, _, name = field.partition("_")
-    return f"{section}.{name.replace('_', '-')}"
+    return _NAMED_OTHERWISE.get(field) or f"{section}.{name.replace('_', '-')}"
 
 
 def environment_name(key: str) -> str:
@@ -173,7 +178,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     """
     keys = {setting_key(field): field for field in Settings.model_fields}
     given: dict[str, tuple[str, Any]] = {}
-    flags = {key.replace("_", ".", 1).replace("_", "-"): value for key, value in (flags or {}).items()}
+    flags = {key if "." in key else setting_key(key): value for key, value in (flags or {}).items()}
     config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
     if config_file:
         for key, value in read_config_file(Path(config_file), known=tuple(keys)).items():
@@ -217,6 +222,10 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
                     f"{sources.get(key, '--' + key)}: {path!r} is not right: {reason}; expected a readable file "
                     "with the token in it"
                 ) from None
+    if settings.web_config_file:
+        from gpumem_exporter.server.web_access import WebAccess  # only whoever has such a file pays for what it takes
+
+        WebAccess(Path(settings.web_config_file))
     if settings.policy_file:
         from gpumem_exporter.actions.policy_file import read_policy  # only whoever has such a file pays for its parser
 

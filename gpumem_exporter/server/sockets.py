@@ -33,10 +33,16 @@ class Listeners:
     unix_path: str = ""
     _unix_inode: tuple[int, int] | None = None
 
-    def names(self) -> tuple[str, ...]:
-        """Where clients find them: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`."""
+    def names(self, *, tls: bool = False) -> tuple[str, ...]:
+        """Where clients find them: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
+
+        Args:
+            tls: the TCP addresses speak https.
+        """
+        scheme = "https" if tls else "http"
         return tuple(
-            f"unix://{self.unix_path}" if sock.family == socket.AF_UNIX else _url(sock) for sock in self.sockets
+            f"unix://{self.unix_path}" if sock.family == socket.AF_UNIX else f"{scheme}://{_authority(sock)}"
+            for sock in self.sockets
         )
 
     def __enter__(self) -> Listeners:
@@ -157,9 +163,9 @@ def _inode(path: str) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-def _url(sock: socket.socket) -> str:
+def _authority(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _reason(error: OSError) -> str:

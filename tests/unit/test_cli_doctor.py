@@ -43,10 +43,9 @@ class _Provider:
 class _Api:
     """An exporter that answers each route with one document or error."""
 
-    url = "http://node:9844"
-
-    def __init__(self, answer: dict[str, Any] | Exception) -> None:
+    def __init__(self, answer: dict[str, Any] | Exception, url: str = "http://node:9844") -> None:
         self._answer = answer
+        self.url = url
 
     def get(self, path: str, *, also: tuple[int, ...] = ()) -> dict[str, Any]:
         if isinstance(self._answer, Exception):
@@ -156,6 +155,14 @@ def test_no_exporter_fails_with_what_to_do(error: Exception) -> None:
     assert finding.verdict == FAIL
     assert finding.mend
     assert health is None
+
+
+def test_an_exporter_that_wants_a_password_says_how_to_give_one_and_none_is_shown() -> None:
+    wanted = ExporterAnswerError(401, "a name and a password are needed")
+    finding, health = reach(_Api(wanted, "https://ada:secret@node:9844"), [])  # type: ignore[arg-type]
+    assert (finding.verdict, health) == (FAIL, None)
+    assert finding.detail == "https://node:9844/health answers HTTP 401: a name and a password are needed"
+    assert "user:password@" in finding.mend
 
 
 def test_another_version_warns_and_names_both() -> None:

@@ -27,6 +27,7 @@ def test_nothing_given_is_what_the_contract_says() -> None:
         "web_listen_address": (":9844",),
         "web_listen_socket": "",
         "web_telemetry_path": "/metrics",
+        "web_config_file": "",
         "collect_interval": 1.0,
         "report_interval": 1.0,
         "report_expiry": 15.0,
@@ -49,6 +50,15 @@ def test_one_rule_gives_each_setting_its_three_names() -> None:
     names = {field: (setting_key(field), environment_name(setting_key(field))) for field in Settings.model_fields}
     assert names["web_listen_address"] == ("web.listen-address", "GPUMEM_WEB_LISTEN_ADDRESS")
     assert names["report_max_processes"] == ("report.max-processes", "GPUMEM_REPORT_MAX_PROCESSES")
+    assert names["web_config_file"] == ("web.config.file", "GPUMEM_WEB_CONFIG_FILE")
+
+
+@pytest.mark.parametrize("text", ["web.config.file: {}", "web: {{config.file: {}}}", "web: {{config: {{file: {}}}}}"])
+def test_the_web_configuration_is_named_in_the_file_as_by_its_flag(tmp_path: Path, text: str) -> None:
+    web = written(tmp_path / "web.yml", "{}")
+    file = written(tmp_path / "c.yaml", text.format(web))
+    assert load_settings({"config.file": file}, {}).web_config_file == web
+    assert load_settings({"web_config_file": web}, {}) == load_settings({}, {"GPUMEM_WEB_CONFIG_FILE": web})
 
 
 def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:

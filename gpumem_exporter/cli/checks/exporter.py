@@ -9,6 +9,7 @@ from typing import Any
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding
 from gpumem_exporter.cli.exporter_api import ExporterApi
+from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 
 __all__ = ["check_auth", "check_clock", "check_health", "check_version", "reach"]
@@ -25,11 +26,15 @@ def reach(api: ExporterApi, tried: Sequence[str]) -> tuple[Finding, dict[str, An
         mend = "start one with `gpumem-exporter serve`, or name its address in GPUMEM_EXPORTER_URL or with --url"
         return Finding("exporter", FAIL, str(error).partition("; start one")[0], mend), None
     except ExporterAnswerError as error:
-        mend = "name the exporter's own address: what answers there is something else, or stands in between"
-        return Finding("exporter", FAIL, f"{api.url}/health answers {error}", mend), None
-    passed_over = tried[: tried.index(api.url)]
+        mend = (
+            "put user:password@ before the host of its address, or give the token for actions, which opens it as well"
+            if error.status == 401
+            else "name the exporter's own address: what answers there is something else, or stands in between"
+        )
+        return Finding("exporter", FAIL, f"{shown_url(api.url)}/health answers {error}", mend), None
+    passed_over = [shown_url(url) for url in tried[: tried.index(api.url)]]
     after = f" (nobody at {', '.join(passed_over)})" if passed_over else ""
-    return Finding("exporter", PASS, f"answers at {api.url}{after}"), health
+    return Finding("exporter", PASS, f"answers at {shown_url(api.url)}{after}"), health
 
 
 def check_version(health: Mapping[str, Any]) -> Iterator[Finding]:

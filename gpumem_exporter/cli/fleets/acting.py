@@ -15,6 +15,7 @@ from gpumem_exporter.cli.fleets.options import ActOptions
 from gpumem_exporter.cli.fleets.outcome import Outcome
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
 from gpumem_exporter.cli.main import FAILED
+from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
 
@@ -159,7 +160,7 @@ def _rows(body: Mapping[str, Any], asks: Sequence[Ask], missing: Sequence[Missin
 def _row(missing: Missing) -> dict[str, Any]:
     return {
         "instance": missing.place.instance,
-        "url": missing.place.url,
+        "url": shown_url(missing.place.url),
         "action_id": None,
         "pid": missing.named.pid if missing.named.pid is None else json_pid(missing.named.pid),
         "workload": missing.named.workload,

@@ -11,6 +11,7 @@ from gpumem_exporter.cli.exporter_api import ExporterApi, has_ended
 from gpumem_exporter.cli.fleets.choosing import Member
 from gpumem_exporter.cli.fleets.naming import Place
 from gpumem_exporter.cli.fleets.parallel import each
+from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.errors import ExporterAnswerError, ExporterError
 
 __all__ = ["Ask", "Failure", "Nodes", "failure_of", "rows"]
@@ -104,7 +105,7 @@ class Nodes:
                 return failure_of(error)
             if isinstance(document.get(what), list):
                 return document
-            return Failure("failed", f"what answers at {place.url} is not a gpumem-exporter")
+            return Failure("failed", f"what answers at {shown_url(place.url)} is not a gpumem-exporter")
 
         return dict(zip(places, each(places, one, parallel=self._parallel), strict=True))
 
@@ -177,7 +178,7 @@ def failure_of(error: ExporterError) -> Failure:
 
 def rows(ask: Ask, *, action: str, dry_run: bool) -> Iterator[dict[str, Any]]:
     """What became of an ask, a row for each process and device; all that an exporter says is held against the ask."""
-    where = {"instance": ask.place.instance, "url": ask.place.url, "action_id": ask.action.get("id")}
+    where = {"instance": ask.place.instance, "url": shown_url(ask.place.url), "action_id": ask.action.get("id")}
     meant = {str(member.pid): member for member in ask.members}
     told = set()
     for result in ask.action.get("results") or ():

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.errors import ConfigurationError
 
 __all__ = ["Named", "Place", "named_processes", "place_order", "places"]
@@ -114,7 +115,7 @@ def _place(labels: Mapping[str, str], template: str) -> Place:
         return found
 
     url = _LABEL.sub(value, template)
-    return Place(labels.get("instance") or url.partition("://")[2] or url, url)
+    return Place(labels.get("instance") or shown_url(url).partition("://")[2] or url, url)
 
 
 def _shown(labels: Mapping[str, str]) -> str:

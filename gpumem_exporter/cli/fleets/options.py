@@ -62,7 +62,8 @@ class FleetOptions(AccessOptions):
         typer.Option(
             "--instance-url",
             metavar="TEMPLATE",
-            help="Where the exporter of a series is: each {label} stands for what that label says.",
+            help="Where the exporter of a series is, such as https://{instance}: each {label} stands for what that "
+            "label says.",
         ),
     ] = "http://{instance}"
     parallel: Annotated[

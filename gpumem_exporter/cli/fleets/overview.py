@@ -12,6 +12,7 @@ from gpumem_exporter.cli.fleets.options import LookOptions
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
 from gpumem_exporter.cli.sizes import UNKNOWN, human_bytes, human_ratio
 from gpumem_exporter.cli.terminal import plain, table
+from gpumem_exporter.client._transport import shown_url
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -51,7 +52,7 @@ class Overview:
         """All of it, for programs."""
         exporters = []
         for place, it in self.read.items():
-            where: dict[str, Any] = {"instance": place.instance, "url": place.url}
+            where: dict[str, Any] = {"instance": place.instance, "url": shown_url(place.url)}
             if isinstance(it, Failure):
                 exporters.append({**where, "error": it.reason, "devices": []})
             else:

@@ -16,6 +16,7 @@ from gpumem_exporter.cli.live.view import View
 from gpumem_exporter.cli.node_tables import DEMO_NOTICE, returnable_sentence
 from gpumem_exporter.cli.sizes import human_seconds
 from gpumem_exporter.cli.terminal import plain
+from gpumem_exporter.client._transport import shown_url
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -111,7 +112,7 @@ def _filled(lines: list[Text], height: int) -> list[Text]:
 def _header(moment: Moment, width: int, unicode_output: bool) -> Text:
     reading = moment.reading
     left = plain("").append("gpumem-exporter top", style="bold").append("  ")
-    left.append_text(plain(reading.url or "NVML alone"))
+    left.append_text(plain(shown_url(reading.url) if reading.url else "NVML alone"))
     processes = len({row.pid for row in reading.rows})
     counted = f"{processes} process{'' if processes == 1 else 'es'}"
     right = "no answer" if moment.lost else f"{counted}, {human_seconds(max(0.1, moment.age_seconds))} ago"

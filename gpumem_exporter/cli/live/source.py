@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from gpumem_exporter.cli.exporter_api import ExporterApi
 from gpumem_exporter.cli.live.rows import Row, rows_of
+from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
 
 __all__ = ["Driver", "Reading", "Source"]
@@ -114,7 +115,9 @@ class Source:
         try:
             rows = rows_of(processes)
         except (AttributeError, KeyError, TypeError) as error:
-            raise ExporterUnreachableError(f"what answers at {self._api.url} is not a gpumem-exporter") from error
+            raise ExporterUnreachableError(
+                f"what answers at {shown_url(self._api.url)} is not a gpumem-exporter"
+            ) from error
         return Reading(devices, processes, rows, url=self._api.url)
 
     def _of_driver(self) -> Reading:

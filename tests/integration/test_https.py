@@ -1,0 +1,428 @@
+"""`serve --web.config.file`: TLS and passwords at the TCP addresses, for scrapers, browsers, commands and reporters."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import re
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.request import urlopen
+
+import bcrypt
+import pytest
+import trustme
+
+from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from gpumem_exporter.client._transport import Answer, Connection
+from gpumem_exporter.errors import ExporterUnreachableError, ExporterUntrustedError
+from gpumem_exporter.server.http_protocol import Limits
+from gpumem_exporter.server.serving import _way_of_the_demo
+from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.server.sockets import bind
+from tests.certificates import issue, trust
+from tests.conftest import StartExporter
+from tests.emulation.fixtures import StartTorch
+from tests.emulation.node import EmulatedNode
+from tests.exporter_process import QUICK, REPOSITORY, ExporterProcess, wait_for
+from tests.integration.running_exporter import running_exporter
+from tests.running_prometheus import RunningPrometheus
+
+TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
+USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}
+PASSWORD = "ada:s:ecr@t"
+IN_URL = "ada:s%3Aecr%40t@"
+GONE = r"(?i)alert|reset|eof|closed connection"
+"""What a client that is not let in is told, which depends on when it notices."""
+REPORT = "/api/v1/reports"
+ACTIONS = "/api/v1/actions"
+
+
+@pytest.fixture(scope="module")
+def authority() -> trustme.CA:
+    return trustme.CA()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the certificate lies, and its authority's, whom this process believes."""
+    folder = tmp_path / "web"
+    folder.mkdir()
+    issue(authority, folder)
+    monkeypatch.setenv("SSL_CERT_FILE", str(trust(authority, folder)))
+    return folder
+
+
+@dataclass(frozen=True)
+class Https:
+    """An exporter behind https."""
+
+    process: ExporterProcess
+    port: int
+    config: Path
+
+    def url(self, user: str = "") -> str:
+        return f"https://{user}127.0.0.1:{self.port}"
+
+    def request(self, path: str, method: str = "GET", user: str = "", body: bytes | None = None, **more: str) -> Answer:
+        sent = {"Content-Type": "application/json", **more} if body is not None else more
+        with closing(Connection(self.url(user), timeout_seconds=30)) as connection:
+            return connection.request(method, path, body, sent)
+
+    def reload(self) -> str:
+        """Send SIGHUP, and give the line of the log that says what came of it."""
+        before = self.process.log().count("web configuration")
+        self.process.signal(signal.SIGHUP)
+        wait_for(lambda: self.process.log().count("web configuration") > before, "an end of the reload")
+        return [line for line in self.process.log().splitlines() if "web configuration" in line][-1]
+
+
+StartHttps = Callable[..., Https]
+
+
+@pytest.fixture
+def start_https(folder: Path, start_exporter: StartExporter) -> StartHttps:
+    def start(
+        *flags: str,
+        tls: Mapping[str, str] | None = TLS,
+        users: Mapping[str, str] | None = None,
+        on: EmulatedNode | None = None,
+    ) -> Https:
+        parts = {"tls_server_config": tls, "basic_auth_users": users}
+        config = folder / "web.yml"
+        config.write_text(json.dumps({key: value for key, value in parts.items() if value}))
+        process = start_exporter(on, *QUICK, "--web.config.file", str(config), *flags)
+        (port,) = re.findall(r"https?://127\.0\.0\.1:(\d+)", process.log())
+        return Https(process, int(port), config)
+
+    return start
+
+
+def basic(credentials: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(credentials.encode()).decode()}
+
+
+def bearer(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def certificate_of(port: int, authority: Path) -> bytes:
+    """The certificate that a new connection is shown."""
+    context = ssl.create_default_context(cafile=str(authority))
+    with (
+        socket.create_connection(("127.0.0.1", port), 30) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as connection,
+    ):
+        return connection.getpeercert(binary_form=True) or b""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gpumem_exporter", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=REPOSITORY,
+    )
+
+
+def test_the_tcp_address_speaks_https_alone_and_the_socket_stays_as_it_was(
+    start_https: StartHttps, folder: Path
+) -> None:
+    exporter = start_https("--demo")
+    assert f"addresses={exporter.url()},unix://" in exporter.process.log()
+    context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
+    for name in ("127.0.0.1", "localhost"):
+        with urlopen(f"https://{name}:{exporter.port}/metrics", timeout=30, context=context) as answer:
+            assert b"gpumem_exporter_build_info" in answer.read()
+    with closing(http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=30)) as plain:
+        plain.request("GET", "/metrics")
+        with pytest.raises((http.client.BadStatusLine, ConnectionError)):
+            plain.getresponse()
+    wait_for(lambda: len(exporter.process.processes()) >= 14, "the demo's processes, which come by the socket")
+    with closing(Connection(exporter.url(), timeout_seconds=30)) as connection:
+        assert connection.request("GET", "/health").status == 200
+        assert exporter.process.stop() == 0  # with a connection that is open
+
+
+def test_the_demo_reports_by_a_socket_of_its_own_where_there_is_no_other() -> None:
+    with bind(["127.0.0.1:0"]) as listeners:
+        with _way_of_the_demo(Settings(web_config_file="web.yml"), listeners) as url:
+            path = Path(url.removeprefix("unix://"))
+            assert path.is_socket()
+            assert path.parent.stat().st_mode & 0o077 == 0
+        assert not path.parent.exists()
+
+
+def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: Path, tmp_path: Path) -> None:
+    exporter = start_https("--demo", users=USERS)
+    name, _, password = PASSWORD.partition(":")
+    scrape = {
+        "scheme": "https",
+        "tls_config": {"ca_file": str(folder / "authority.crt")},
+        "basic_auth": {"username": name, "password": password},
+    }
+    with RunningPrometheus(tmp_path / "tsdb", {"node": f"127.0.0.1:{exporter.port}"}, scrape=scrape) as prometheus:
+        asked = Prometheus(prometheus.url)
+        wait_for(lambda: asked.query('up{instance="node"} == 1').series, "a scrape", 60.0)
+        fleet = command(
+            *("fleet", "info", "--json", "--prometheus", prometheus.url),
+            *("--instance-url", f"https://{IN_URL}127.0.0.1:{exporter.port}"),
+        )
+    assert fleet.returncode == 0, fleet.stderr
+    (read,) = json.loads(fleet.stdout)["exporters"]
+    assert (read["instance"], read["url"], len(read["devices"])) == ("node", exporter.url(), 8)
+
+
+def test_every_route_over_tcp_wants_the_password_and_the_socket_does_not(start_https: StartHttps) -> None:
+    exporter = start_https(users=USERS)
+    for path in ("/", "/metrics", "/health", "/-/healthy", "/-/ready", "/api/v1/devices", "/openapi.json", "/nothing"):
+        refused = exporter.request(path)
+        assert refused.status == 401, path
+        assert refused.headers["www-authenticate"] == 'Basic realm="gpumem-exporter", charset="UTF-8"'
+        assert json.loads(refused.body)["detail"].startswith("a name and a password are needed")
+        assert exporter.request(path, user=IN_URL).status == (404 if path == "/nothing" else 200)
+        assert exporter.process.request("GET", path).status == (404 if path == "/nothing" else 200)
+    for wrong in (basic("ada:other"), basic("eve:s:ecr@t"), {"Authorization": "Basic !"}, {"Authorization": "Basic"}):
+        refused = exporter.request("/metrics", **wrong)
+        assert refused.status == 401
+        assert json.loads(refused.body)["detail"].startswith("the name or the password is not right")
+    assert exporter.request(REPORT, "POST", body=b"{}").status == 401
+    reports = 'gpumem_reports_total{outcome="unauthorized"} 1.0'
+    assert reports in exporter.request("/metrics", user=IN_URL).body.decode()
+
+
+def test_passwords_go_without_tls_too(start_https: StartHttps) -> None:
+    exporter = start_https(tls=None, users=USERS)
+    with closing(Connection(f"http://127.0.0.1:{exporter.port}", timeout_seconds=30)) as connection:
+        assert connection.request("GET", "/metrics").status == 401
+        assert connection.request("GET", "/metrics", headers=basic(PASSWORD)).status == 200
+
+
+def test_a_token_opens_what_it_is_for_without_a_password_and_a_password_nothing_that_needs_a_token(
+    start_https: StartHttps, folder: Path
+) -> None:
+    for name in ("action", "report"):
+        (folder / name).write_text(f"{name}-token\n")
+    flags = [word for name in ("action", "report") for word in (f"--{name}.token-file", str(folder / name))]
+    exporter = start_https(*flags, users=USERS)
+    acting, reporting = bearer("action-token"), bearer("report-token")
+    assert [exporter.request(path, **acting).status for path in (ACTIONS, "/metrics", "/health")] == [200] * 3
+    assert [exporter.request(path, **reporting).status for path in (ACTIONS, "/metrics")] == [401] * 2
+    assert exporter.request(REPORT, "POST", body=b"{}", **reporting).status == 422
+    assert exporter.request(REPORT, "POST", body=b"{}", **bearer("other")).status == 401
+    refused = exporter.request(ACTIONS, user=IN_URL)
+    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
+
+
+def test_loopback_acts_without_a_token_once_its_password_is_right(start_https: StartHttps) -> None:
+    exporter = start_https(users=USERS)
+    body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True}).encode()
+    assert exporter.request(ACTIONS, "POST", body=body).status == 401
+    assert exporter.request(ACTIONS, "POST", body=body, user=IN_URL).status == 404  # there is no process
+
+
+def test_a_renewed_certificate_comes_with_hangup_and_a_broken_one_does_not(
+    start_https: StartHttps, folder: Path, authority: trustme.CA
+) -> None:
+    exporter = start_https(users=USERS)
+    trusted = folder / "authority.crt"
+    first = certificate_of(exporter.port, trusted)
+    with closing(Connection(exporter.url(IN_URL), timeout_seconds=30)) as kept:
+        assert kept.request("GET", "/-/ready").status == 200
+        issue(authority, folder)
+        assert 'msg="web configuration reloaded"' in exporter.reload()
+        second = certificate_of(exporter.port, trusted)
+        assert second != first
+        (folder / "tls.key").write_text("half a ke")
+        line = exporter.reload()
+        assert "level=error" in line
+        assert "not reloaded, the one before stays in force" in line
+        assert "expected a private key in PEM" in line
+        assert certificate_of(exporter.port, trusted) == second
+        assert kept.request("GET", "/-/ready").status == 200
+
+
+def test_hangup_takes_other_passwords_and_no_other_terms(
+    start_https: StartHttps, folder: Path, authority: trustme.CA
+) -> None:
+    exporter = start_https(users=USERS)
+    assert exporter.request("/metrics", user=IN_URL).status == 200
+    other = {"bob": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}
+    for changed, said in (
+        ({"basic_auth_users": other}, "TLS is turned on and off by a restart"),
+        ({"tls_server_config": {**TLS, "min_version": "TLS13"}}, "min_version is changed by a restart"),
+    ):
+        exporter.config.write_text(json.dumps(changed))
+        assert said in exporter.reload()
+        assert exporter.request("/metrics", user=IN_URL).status == 200
+    exporter.config.write_text(json.dumps({"tls_server_config": TLS, "basic_auth_users": other}))
+    assert "users=1" in exporter.reload()
+    assert [exporter.request("/metrics", user=user).status for user in (IN_URL, "bob:x@")] == [401, 200]
+    exporter.config.write_text(json.dumps({"tls_server_config": TLS}))
+    exporter.reload()
+    assert exporter.request("/metrics").status == 200
+
+
+def with_certificate(exporter: Https, folder: Path, client: trustme.CA | None) -> int:
+    """The status of a request by a client with a certificate of this authority."""
+    context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
+    if client is not None:
+        client.issue_cert("client").configure_cert(context)
+    with urlopen(f"{exporter.url()}/-/ready", timeout=30, context=context) as answer:
+        return int(answer.status)
+
+
+@pytest.mark.parametrize("asked", ["VerifyClientCertIfGiven", "RequireAndVerifyClientCert"])
+def test_clients_are_asked_for_certificates_of_their_own(start_https: StartHttps, folder: Path, asked: str) -> None:
+    known, stranger = trustme.CA(), trustme.CA()
+    trust(known, folder, "clients.crt")
+    exporter = start_https(tls={**TLS, "client_auth_type": asked, "client_ca_file": "clients.crt"})
+    assert with_certificate(exporter, folder, known) == 200
+    with pytest.raises(OSError, match=GONE):
+        with_certificate(exporter, folder, stranger)
+    if asked == "VerifyClientCertIfGiven":
+        assert with_certificate(exporter, folder, None) == 200
+        return
+    with pytest.raises(OSError, match=GONE):
+        with_certificate(exporter, folder, None)
+    with pytest.raises(ExporterUnreachableError, match="no exporter answers at https://"):
+        exporter.request("/-/ready")
+    trust(stranger, folder, "clients.crt")
+    assert "level=info" in exporter.reload()
+    assert with_certificate(exporter, folder, stranger) == 200
+    with pytest.raises(OSError, match=GONE):
+        with_certificate(exporter, folder, known)
+
+
+def test_commands_come_over_https_and_show_no_password(start_https: StartHttps) -> None:
+    exporter = start_https("--demo", users=USERS)
+    wait_for(lambda: len(exporter.process.processes()) >= 14, "the demo's processes")
+    url = exporter.url(IN_URL)
+    doctor = command("doctor", "--url", url)
+    assert f"answers at {exporter.url()}\n" in doctor.stdout
+    assert "secr" not in doctor.stdout + doctor.stderr
+    assert "s%3A" not in doctor.stdout + doctor.stderr
+    cleared = command("clear", "--all", "--dry-run", "--json", "--url", url)
+    assert (cleared.returncode, cleared.stderr) == (0, "")
+    assert len(json.loads(cleared.stdout)["results"]) >= 14
+    refused = command("info", "--url", exporter.url())
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "HTTP 401: a name and a password are needed" in refused.stderr
+    assert "put user:password@ before the host" in " ".join(command("doctor", "--url", exporter.url()).stdout.split())
+
+
+def test_a_certificate_that_is_not_believed_is_an_error_that_says_so_and_nothing_is_sent(
+    start_https: StartHttps, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = start_https(users=USERS)
+    monkeypatch.setenv("SSL_CERT_FILE", str(trust(trustme.CA(), folder, "another.crt")))
+    with pytest.raises(ExporterUntrustedError, match="unable to get local issuer certificate; the file in SSL_CERT_F"):
+        exporter.request("/metrics", user=IN_URL)
+    info = command("info", "--url", exporter.url(IN_URL))
+    assert (info.returncode, info.stdout) == (1, "")
+    (line,) = info.stderr.splitlines()
+    assert line.startswith(
+        f"gpumem-exporter info: the certificate of the exporter at {exporter.url()} is not believed: "
+    )
+    assert "start one with" not in line
+
+
+def test_what_does_not_speak_tls_is_told_from_what_is_not_there(start_https: StartHttps) -> None:
+    exporter = start_https(tls=None)
+    with pytest.raises(ExporterUnreachableError, match=r"no exporter answers at https://.*: no TLS with what answers "):
+        exporter.request("/metrics")
+
+
+def test_a_kept_connection_that_has_gone_is_opened_anew(start_https: StartHttps, folder: Path) -> None:
+    exporter = start_https()
+    with closing(Connection(exporter.url(), timeout_seconds=30)) as connection:
+        assert connection.request("GET", "/-/ready").status == 200
+        sock = connection._socket
+        assert sock is not None
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        assert connection.request("GET", "/-/ready").status == 200
+
+
+@pytest.fixture
+def silent() -> Iterator[int]:
+    """The port of one who takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield listener.getsockname()[1]
+
+
+def test_one_who_says_nothing_is_waited_for_as_long_as_is_asked(silent: int) -> None:
+    with (
+        closing(Connection(f"https://127.0.0.1:{silent}", timeout_seconds=0.05)) as connection,
+        pytest.raises(ExporterUnreachableError, match="timed out"),
+    ):
+        connection.request("GET", "/")
+
+
+def test_a_client_that_begins_no_handshake_is_let_go(folder: Path) -> None:
+    (folder / "web.yml").write_text(json.dumps({"tls_server_config": TLS}))
+    limits = Limits(max_connections=8, request_seconds=0.4)
+    with (
+        running_exporter(web_config_file=str(folder / "web.yml"), limits=limits, ready=False) as exporter,
+        socket.create_connection(("127.0.0.1", exporter.port), 30) as connection,
+    ):
+        assert connection.recv(1) == b""
+
+
+def test_an_answer_is_waited_for_as_long_as_is_asked(start_https: StartHttps) -> None:
+    exporter = start_https()
+    with closing(Connection(exporter.url(), timeout_seconds=30)) as connection:
+        assert connection.request("GET", "/-/ready").status == 200
+        exporter.process.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(ExporterUnreachableError, match="timed out"):
+                connection.request("GET", "/-/ready", timeout_seconds=0.05)
+        finally:
+            exporter.process.signal(signal.SIGCONT)
+
+
+def test_a_training_process_reports_over_https_and_clears(
+    node: EmulatedNode, start_https: StartHttps, start_torch: StartTorch
+) -> None:
+    exporter = start_https(users=USERS, on=node)
+    launcher = (sys.executable, "-m", "gpumem_exporter", "run", "--")
+    process = start_torch(launcher=launcher, GPUMEM_EXPORTER_URL=exporter.url(IN_URL))
+    process.exec("import torch; x = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'); del x")
+    exporter.process.wait_for_processes(process.pid)
+    (result,) = exporter.process.act("empty_cache", target={"all": True}, wait_seconds=60)["results"]
+    assert (result["outcome"], result["freed_bytes"]) == ("done", 64 << 20)
+    assert process.finish() == 0
+    wait_for(lambda: not exporter.process.processes(), "its goodbye")
+
+
+def test_a_training_process_that_does_not_believe_the_certificate_says_so_once_and_goes_on(
+    node: EmulatedNode, start_https: StartHttps, start_torch: StartTorch, folder: Path
+) -> None:
+    exporter = start_https(on=node)
+    stranger = str(trust(trustme.CA(), folder, "another.crt"))
+    launcher = (sys.executable, "-m", "gpumem_exporter", "run", "--")
+    process = start_torch(launcher=launcher, GPUMEM_EXPORTER_URL=exporter.url(), SSL_CERT_FILE=stranger)
+    process.exec("import torch; x = torch.empty(1, device='cuda')")
+    wait_for(lambda: "is not believed" in process.stderr(), "its complaint", 60.0)
+    time.sleep(1.0)  # for reports that would complain again
+    assert process.stderr().count("is not believed") == 1
+    assert process.exec("result = x.numel()") == 1
+    assert exporter.process.processes() == {}
+
+
+def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(folder: Path) -> None:
+    config = folder / "web.yml"
+    config.write_text("tls_server_config:\n  cert_file: none.crt\n  key_file: tls.key\n")
+    ended = command("serve", "--web.config.file", str(config))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    (line,) = ended.stderr.splitlines()
+    assert line.endswith(f"{config}:2: tls_server_config: cert_file '{folder}/none.crt': No such file or directory")

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+
+import bcrypt
+import pytest
+
+from gpumem_exporter.server.problems import ProblemError
+from gpumem_exporter.server.users import MAX_WAITING, Users
+
+ADA = bcrypt.hashpw(b"secret", bcrypt.gensalt(4))
+BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).replace(b"$2b$", b"$2y$")
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bytes, bytes]]]:
+    """What bcrypt was asked."""
+    asked: list[tuple[bytes, bytes]] = []
+    real: Callable[[bytes, bytes], bool] = bcrypt.checkpw
+
+    def check(password: bytes, hashed: bytes) -> bool:
+        assert threading.current_thread() is not threading.main_thread()
+        asked.append((password, hashed))
+        return real(password, hashed)
+
+    monkeypatch.setattr(bcrypt, "checkpw", check)
+    return asked
+
+
+def admitted(users: Users, *credentials: bytes) -> list[bool]:
+    async def ask() -> list[bool]:
+        return [await users.admit(each) for each in credentials]
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    ("credentials", "right"),
+    [
+        (b"ada:secret", True),
+        ("bob:pässword".encode(), True),
+        (b"ada:secret ", False),
+        (b"ada:", False),
+        (b"ada", False),
+        (b"", False),
+        (b":secret", False),
+        (b"eve:secret", False),
+        ("ada:pässword".encode(), False),
+        (b"ada:sec\0ret", False),
+        (b"ada:" + b"x" * 100, False),
+        (b"\xff\xfe:secret", False),
+    ],
+)
+def test_a_name_with_its_own_password_is_let_in_and_nothing_else(credentials: bytes, right: bool) -> None:
+    assert admitted(Users({"ada": ADA, "bob": BOB}), credentials) == [right]
+
+
+def test_bcrypt_is_asked_once_about_what_it_lets_in_and_each_time_about_what_it_does_not(
+    checks: list[tuple[bytes, bytes]],
+) -> None:
+    users = Users({"ada": ADA})
+    assert admitted(users, b"ada:secret", b"ada:secret", b"ada:wrong", b"ada:wrong") == [True, True, False, False]
+    assert [password for password, _ in checks] == [b"secret", b"wrong", b"wrong"]
+
+
+def test_an_unknown_name_costs_what_the_dearest_known_one_does(checks: list[tuple[bytes, bytes]]) -> None:
+    assert admitted(Users({"ada": ADA, "bob": BOB}), b"eve:secret") == [False]
+    assert checks == [(b"secret", BOB)]
+
+
+def test_connections_that_come_together_ask_bcrypt_once(checks: list[tuple[bytes, bytes]]) -> None:
+    async def ask(users: Users) -> list[bool]:
+        return await asyncio.gather(*(users.admit(b"ada:secret") for _ in range(MAX_WAITING)))
+
+    assert asyncio.run(ask(Users({"ada": ADA}))) == [True] * MAX_WAITING
+    assert len(checks) == 1
+
+
+def test_logins_beyond_those_that_may_wait_are_put_off_and_those_known_are_not() -> None:
+    async def ask(users: Users) -> list[bool | BaseException]:
+        assert await users.admit(b"ada:secret")
+        guesses = (users.admit(b"ada:%d" % number) for number in range(MAX_WAITING + 1))
+        return await asyncio.gather(*guesses, users.admit(b"ada:secret"), return_exceptions=True)
+
+    *guesses, refused, known = asyncio.run(ask(Users({"ada": ADA})))
+    assert guesses == [False] * MAX_WAITING
+    assert isinstance(refused, ProblemError)
+    assert (refused.status, refused.headers) == (503, {"Retry-After": "1"})
+    assert known is True
