@@ -17,6 +17,8 @@ from gpumem_exporter.server.web_access import WebAccess
 __all__ = ["BasicAuth"]
 
 _ASK = {"WWW-Authenticate": 'Basic realm="gpumem-exporter", charset="UTF-8"'}
+_ASK_AGAIN = {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'}
+"""To whoever sent a token: a browser would ask the user for a password, and the page has asked for a token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class BasicAuth:
             try:
                 await self._admit(scope["path"], dict(scope["headers"]))
             except ProblemError as problem:
-                if scope["path"] == REPORTS_PATH:
+                if scope["path"] == REPORTS_PATH and problem.status == 401:
                     self.on_report_refused("unauthorized")
                 await problem.response()(scope, receive, send)
                 return
@@ -62,6 +64,8 @@ class BasicAuth:
             if await self.access.users.admit(_decoded(encoded)):
                 return
             needed = "the name or the password is not right"
+        if scheme.lower() == b"bearer":
+            raise ProblemError(401, "the token is not one that opens this route", _ASK_AGAIN)
         raise ProblemError(401, f"{needed}; the exporter's --web.config.file says whose", _ASK)
 
 

@@ -219,7 +219,9 @@ def test_a_token_opens_what_it_is_for_without_a_password_and_a_password_nothing_
     assert [exporter.request(path, **acting).status for path in (ACTIONS, "/metrics", "/health")] == [200] * 3
     assert [exporter.request(path, **reporting).status for path in (ACTIONS, "/metrics")] == [401] * 2
     assert exporter.request(REPORT, "POST", body=b"{}", **reporting).status == 422
-    assert exporter.request(REPORT, "POST", body=b"{}", **bearer("other")).status == 401
+    refused = exporter.request(REPORT, "POST", body=b"{}", **bearer("other"))
+    assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
+    assert json.loads(refused.body)["detail"] == "the token is not one that opens this route"
     refused = exporter.request(ACTIONS, user=IN_URL)
     assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
 

@@ -162,5 +162,5 @@ def test_every_transport_is_closed_at_the_end() -> None:
 
 
 def test_an_address_that_is_none_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match="http://host:port or unix:///path"):
+    with pytest.raises(ConfigurationError, match="expected http://host:port, https://host:port or unix:///path"):
         ExporterApi(["node:9844"])

@@ -56,7 +56,7 @@ def test_the_help_of_each_command_shows_examples(command: str, capsys: pytest.Ca
         (["clear", "--all", "--gpu", "0"], "--gpu", "--all"),
         (["gc", "--all", "--deadline", "0"], "--deadline", "over 0"),
         (["reset-peak", "--all", "--wait", "-1"], "--wait", "0 or more"),
-        (["info", "--url", "https://node:9844"], "https://node:9844", "http://host:port"),
+        (["info", "--url", "ftp://node:9844"], "ftp://node:9844", "http://host:port"),
         (["info", "--token-file", "/nonexistent/token"], "/nonexistent/token", "No such file"),
         (["serve", "--web.listen-adress", ":1"], "--web.listen-adress", "--web.listen-address"),
         (["serve", "--report.interval", "soon"], "--report.interval", "number"),

@@ -44,7 +44,8 @@ def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
     [
         "",
         "127.0.0.1:9844",
-        "https://host",
+        "https://",
+        "ftp://host",
         "http://",
         "unix://relative",
         "unix:relative",
@@ -52,8 +53,8 @@ def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
         "http://h/x",
     ],
 )
-def test_an_address_of_neither_form_is_refused_before_anything_is_tried(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="expected http://host:port or unix:///path"):
+def test_an_address_of_no_such_form_is_refused_before_anything_is_tried(url: str) -> None:
+    with pytest.raises(ConfigurationError, match="expected http://host:port, https://host:port or unix:///path"):
         Connection(url, timeout_seconds=1.0)
 
 

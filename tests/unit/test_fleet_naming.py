@@ -54,6 +54,11 @@ def test_another_label_may_say_where_the_exporter_is(template: str, url: str) ->
     assert place == Place("n1:9400", url)
 
 
+def test_an_exporter_without_a_name_of_its_own_is_not_called_by_its_password() -> None:
+    (place,) = places([{"node": "n1"}], "https://ada:secret@{node}:9844")
+    assert place == Place("n1:9844", "https://ada:secret@n1:9844")
+
+
 @pytest.mark.parametrize("value", ["evil.example/x?", "user@evil.example", "a b", "n1#", "..%2f"])
 def test_a_label_that_would_lead_elsewhere_is_no_address(value: str) -> None:
     with pytest.raises(ConfigurationError, match="is no address"):
