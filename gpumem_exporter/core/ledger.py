@@ -17,12 +17,19 @@ So does one whose pid had another process when the driver was asked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from gpumem_exporter.core.naming import Names
-from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.samples import (
+    DeviceMemory,
+    DeviceReading,
+    NodeReading,
+    ProcessMemory,
+    ReportingProcess,
+    Snapshot,
+)
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = [
@@ -79,9 +86,10 @@ class DeviceLedger:
 
     def shares(self) -> Iterator[ProcessShare]:
         """Each process' part: those that the driver lists, or, where it lists none, those that report."""
-        for pid, used, sample in _owners(self.device, self.samples):
+        for owner in _owners(self.device, self.samples):
+            pid, sample = owner.pid, self.samples.get(owner.pid)
             process = self.processes[pid] if sample is not None else None
-            yield ProcessShare(str(pid), used, process, sample, self.non_torch.get(pid))
+            yield ProcessShare(str(pid), owner.used_bytes, process, sample, self.non_torch.get(pid))
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
@@ -123,9 +131,11 @@ def non_torch_bytes(node: NodeReading, names: Names, device: DeviceReading) -> d
             if sample.uuid == device.uuid:
                 samples.setdefault(host_pid, sample)
     return {
-        pid: used_bytes - sample.reserved_bytes
-        for pid, used_bytes, sample in _owners(device, samples)
-        if used_bytes is not None and sample is not None and sample.reserved_bytes is not None
+        owner.pid: owner.used_bytes - own.reserved_bytes
+        for owner in _owners(device, samples)
+        if owner.used_bytes is not None
+        and (own := samples.get(owner.pid)) is not None
+        and own.reserved_bytes is not None
     }
 
 
@@ -144,7 +154,9 @@ def _ledger(
     """Add up one device."""
     held = allocated = reclaimable = others = 0
     beyond: dict[int, int] = {}
-    for pid, used_bytes, sample in _owners(device, samples):
+    for owner in _owners(device, samples):
+        pid, used_bytes = owner.pid, owner.used_bytes
+        sample = samples.get(pid)
         reserved = sample.reserved_bytes if sample is not None else None
         if sample is None or reserved is None:
             others += used_bytes or 0
@@ -173,8 +185,6 @@ def _ledger(
     return DeviceLedger(device, memory.total_bytes, categories, samples, processes, beyond)
 
 
-def _owners(device: DeviceReading, samples: _Samples) -> list[tuple[int, int | None, DeviceSample | None]]:
-    """Pid, the driver's figure and the report of each process on the device."""
-    if device.processes is None:
-        return [(pid, None, sample) for pid, sample in samples.items()]
-    return [(listed.pid, listed.used_bytes, samples.get(listed.pid)) for listed in device.processes]
+def _owners(device: DeviceReading, samples: _Samples) -> Sequence[ProcessMemory]:
+    """The processes on the device: those that the driver lists, or, where it lists none, those that report."""
+    return device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]
