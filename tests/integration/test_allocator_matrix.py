@@ -278,7 +278,7 @@ def test_the_interpreter_goes_on_while_the_program_empties_its_cache(classic: Be
     classic.settle()
     shown = classic.series("reserved_bytes")
     assert place.node is not None
-    with place.node.slow("cudaFree", 500):
+    with place.node.slow("cudaFree", 1200):
         heartbeat = classic.exec(
             "import threading, time\n"
             "flush = threading.Thread(target=torch.cuda.empty_cache)\n"
@@ -290,8 +290,8 @@ def test_the_interpreter_goes_on_while_the_program_empties_its_cache(classic: Be
             "result = [beats[-1] - beats[0], max(after - before for before, after in zip(beats, beats[1:]))]"
         )
     assert shown == [400 * MIB]
-    assert heartbeat[0] > 2.0, "there was no flush to wait for"
-    assert heartbeat[1] < 0.5, "the interpreter stood still for a whole cudaFree"
+    assert heartbeat[0] > 4.8, "there was no flush to wait for"
+    assert heartbeat[1] < 1.2, "the interpreter stood still for a whole cudaFree"
     _, shown_after = classic.settle()
     assert shown_after["reserved_bytes"] == classic.stats()["reserved_bytes.all.current"] == 0
 
