@@ -37,7 +37,6 @@ class Instruments:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._reports = _counter(catalog.REPORTS, registry)
-        self._dropped = _counter(catalog.PROCESSES_DROPPED, registry)
         actions = _counter(catalog.ACTIONS)
         freed = _counter(catalog.ACTION_FREED)
         events = _counter(catalog.EVENTS)
@@ -56,11 +55,12 @@ class Instruments:
         for type_ in EVENT_TYPES:
             events.labels(type_)
 
+        self._dropped = Unchanging(_counter(catalog.PROCESSES_DROPPED), registry)
         self._actions = Unchanging(actions, registry)
         self._freed = Unchanging(freed, registry)
         self._events = Unchanging(events, registry)
-        self._events_dropped = _counter(catalog.EVENTS_DROPPED, registry)
-        self._policy = _counter(catalog.POLICY_EVALUATIONS, registry)
+        self._events_dropped = Unchanging(_counter(catalog.EVENTS_DROPPED), registry)
+        self._policy = Unchanging(_counter(catalog.POLICY_EVALUATIONS), registry)
         self._alerts = Unchanging(alerts, registry)
         self._duration = Unchanging(duration, registry)
 
@@ -75,31 +75,36 @@ class Instruments:
 
     def count_dropped(self) -> None:
         """A report was turned away because too many processes report."""
-        self._dropped.inc()
+        with self._dropped.changing() as counter:
+            counter.inc()
 
     def count_events(self, events: Iterable[Event]) -> None:
         """These happened: each is given once, and news."""
-        with self._events.changing() as counter:
-            for event in events:
+        for event in events:
+            with self._events.changing() as counter:
                 counter.labels(event.type).inc()
 
     def count_events_dropped(self, count: int) -> None:
         """So many events could not be kept."""
-        self._events_dropped.inc(count)
+        with self._events_dropped.changing() as counter:
+            counter.inc(count)
 
     def know_policy(self, rule: str) -> None:
         """A rule is in force: it has done nothing yet, which is known."""
-        for result in RESULTS:
-            self._policy.labels(rule, result)
+        with self._policy.changing() as counter:
+            for result in RESULTS:
+                counter.labels(rule, result)
 
     def forget_policy(self, rule: str) -> None:
         """A rule is no longer there, and takes its series with it."""
-        for result in RESULTS:
-            self._policy.remove(rule, result)
+        with self._policy.changing() as counter:
+            for result in RESULTS:
+                counter.remove(rule, result)
 
     def count_policy(self, rule: str, result: str, count: int) -> None:
         """A rule was evaluated so often with this result."""
-        self._policy.labels(rule, result).inc(count)
+        with self._policy.changing() as counter:
+            counter.labels(rule, result).inc(count)
 
     def count_alert(self, outcome: str) -> None:
         """An alert came; `outcome` is one of `ALERT_OUTCOMES`."""

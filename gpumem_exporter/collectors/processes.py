@@ -50,7 +50,9 @@ def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: se
     for listed_pid in listed_pids:
         facts = facts_by_pid.get(listed_pid)
         rows.setdefault(str(listed_pid), ("", "", *_host_labels(facts), *_jobs(facts), "false", "", ""))
-    tails = tuple([(pid, *rows[pid]) for pid in sorted(rows, key=pid_order)])
+    only_reporting = len(rows) == len(view.reporting)
+    pids = rows if only_reporting else sorted(rows, key=pid_order)  # those that report are in order
+    tails = tuple([(pid, *rows[pid]) for pid in pids])
     yield Column(catalog.PROCESS_INFO, (), tails, [1] * len(tails))
 
 

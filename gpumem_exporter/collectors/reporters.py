@@ -34,7 +34,7 @@ def reporter_samples(view: View) -> Iterator[Column]:
         rows[pid] = (identity.workload, identity.rank, 1, received, received - process.report.sample_age_seconds)
     for pid, reporter in view.silent:
         rows[pid] = (reporter.workload, reporter.rank, 0, reporter.last_report_unix_seconds, None)
-    pids = sorted(rows, key=pid_order)
+    pids = sorted(rows, key=pid_order) if view.silent else list(rows)  # those that report are in order
     tails = tuple([(pid, *rows[pid][:2]) for pid in pids])
     yield Column(catalog.REPORTER_UP, (), tails, [rows[pid][2] for pid in pids])
     yield Column(catalog.REPORTER_TIMESTAMP, (), tails, [rows[pid][3] for pid in pids])
