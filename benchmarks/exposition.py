@@ -128,7 +128,7 @@ def measure(processes: int, devices: int, rounds: int) -> None:
     registry = CollectorRegistry()
     Instruments(registry).count_report("accepted")
     exposition = Exposition(registry, version="0", source="nvml")
-    seconds: dict[str, list[float]] = {name: [] for name in (*PAGES, "prepare")}
+    seconds: dict[str, list[float]] = {name: [] for name in (*PAGES, "prepare", "prepare, a reading")}
     body = b""
     for tick in range(1, rounds + 1):
         reading = node(processes, devices, tick)
@@ -136,6 +136,7 @@ def measure(processes: int, devices: int, rounds: int) -> None:
         snapshot = Snapshot(float(tick), reading, reports)
         for report in reports:
             seconds["prepare"].append(timed(exposition.prepare, report, reading)[0])
+        seconds["prepare, a reading"].append(timed(exposition.prepare_reading, reading)[0])
         render = partial(exposition.render, snapshot)
         spent, body = timed(render, openmetrics=False)
         seconds[SCRAPE].append(spent)
@@ -153,6 +154,7 @@ def measure(processes: int, devices: int, rounds: int) -> None:
     for name in PAGES:
         median = statistics.median(seconds[name])
         print(f"  {name:26}{1e3 * median:9.3f} ms{1e6 * median / series:9.3f} us/series{median / base:9.2f} x scrape")
+    print(f"  {'prepare, each reading':26}{1e3 * statistics.median(seconds['prepare, a reading']):9.3f} ms")
     print(f"  {'prepare, each report':26}{1e3 * statistics.median(seconds['prepare']):9.3f} ms")
 
 

@@ -6,19 +6,20 @@ from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Column, Sample
-from gpumem_exporter.collectors.view import View
+from gpumem_exporter.collectors.view import Devices, View
 from gpumem_exporter.core.ledger import node_ledgers, non_torch_bytes
+from gpumem_exporter.core.samples import NodeReading
 
 __all__ = ["device_samples", "ledger_samples"]
 
 
-def device_samples(view: View) -> Iterator[Sample]:
+def device_samples(node: NodeReading | None, on: Devices) -> Iterator[Sample]:
     """What each device is and holds; one that cannot be read says that it is down, and nothing else."""
-    if view.node is None:
+    if node is None:
         return
-    for device in view.devices:
+    for device in on.devices:
         labels = (device.gpu, device.uuid)
-        info = (device.name, view.node.driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
+        info = (device.name, node.driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
         yield catalog.DEVICE_INFO, (*labels, *info), 1
         yield catalog.DEVICE_UP, labels, 1 if device.up else 0
         memory = device.memory

@@ -6,24 +6,33 @@ from collections.abc import Iterator, Mapping
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Column
-from gpumem_exporter.collectors.view import View, pid_order
+from gpumem_exporter.collectors.view import Devices, View, pid_order
 from gpumem_exporter.core.samples import ProcessFacts
 
-__all__ = ["process_samples"]
+__all__ = ["info_samples", "process_samples", "used_samples"]
 
 
 def process_samples(view: View) -> Iterator[Column]:
-    """What each process uses, and one info series for each pid: those the driver lists and those that report.
+    """What each process uses, and what it is."""
+    yield from used_samples(view.on)
+    yield from info_samples(view)
+
+
+def used_samples(on: Devices) -> Iterator[Column]:
+    """What each process uses of each device, as the driver says."""
+    for device, listed in zip(on.devices, on.listed, strict=True):
+        pids = tuple([process.pid for process in listed])
+        used = [process.used_bytes for process in listed]
+        yield Column(catalog.PROCESS_USED, (device.gpu, device.uuid), pids, used, _pid_label)
+
+
+def info_samples(view: View) -> Iterator[Column]:
+    """One info series for each pid: those the driver lists and those that report.
 
     What reporters say of themselves does not need the driver.
     """
-    pids: set[int] = set()
-    for device, listed in zip(view.devices, view.listed, strict=True):
-        listed_pids = tuple([process.pid for process in listed])
-        pids.update(listed_pids)
-        used = [process.used_bytes for process in listed]
-        yield Column(catalog.PROCESS_USED, (device.gpu, device.uuid), listed_pids, used, _pid_label)
-    yield from _infos(view, view.node.facts if view.node is not None else {}, pids)
+    listed_pids = {process.pid for listed in view.on.listed for process in listed}
+    yield from _infos(view, view.node.facts if view.node is not None else {}, listed_pids)
 
 
 def _pid_label(pid: int) -> tuple[str]:

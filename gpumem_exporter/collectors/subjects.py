@@ -15,17 +15,17 @@ from gpumem_exporter.collectors.processes import process_samples
 from gpumem_exporter.collectors.reporters import poll_samples, reporter_samples
 from gpumem_exporter.collectors.view import View
 
-__all__ = ["SUBJECTS", "TORCH", "Subject", "SubjectRunner"]
+__all__ = ["DEVICE", "PROCESS", "SUBJECTS", "TORCH", "Subject", "SubjectRunner"]
 
 Subject: TypeAlias = "Callable[[View], Iterator[Sample] | Iterator[Column] | Iterator[Sample | Column]]"
 T = TypeVar("T")
 
-TORCH = "torch"
+DEVICE, PROCESS, TORCH = "device", "process", "torch"
 SUBJECTS: tuple[tuple[str, Subject], ...] = (
     ("poll", poll_samples),
-    ("device", device_samples),
+    (DEVICE, lambda view: device_samples(view.node, view.on)),
     ("ledger", ledger_samples),
-    ("process", process_samples),
+    (PROCESS, process_samples),
     (TORCH, allocator_samples),
     ("oom", oom_samples),
     ("reporter", reporter_samples),

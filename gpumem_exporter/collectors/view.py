@@ -19,7 +19,22 @@ from gpumem_exporter.core.samples import (
     Snapshot,
 )
 
-__all__ = ["View", "gpu_by_uuid", "pid_order"]
+__all__ = ["Devices", "View", "gpu_by_uuid", "pid_order"]
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """The devices of a reading, in order."""
+
+    devices: tuple[DeviceReading, ...]
+    listed: tuple[tuple[ProcessMemory, ...], ...]
+    """The processes on each of `devices`, in the same order, by pid, each once; none where the list is not known."""
+
+    @classmethod
+    def of(cls, node: NodeReading | None) -> Devices:
+        """Put a reading in order; nothing where the driver did not answer."""
+        devices = _in_order(node.devices) if node is not None and node.up else ()
+        return cls(devices, tuple([_listed(device) for device in devices]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +44,14 @@ class View:
     snapshot: Snapshot
     node: NodeReading | None
     """The last poll, if it is recent and the driver answered it."""
-    devices: tuple[DeviceReading, ...]
-    listed: tuple[tuple[ProcessMemory, ...], ...]
-    """The processes on each of `devices`, in the same order, by pid, each once; none where the list is not known."""
+    on: Devices
     gpu_by_uuid: Mapping[str, str]
     names: Names
+
+    @property
+    def devices(self) -> tuple[DeviceReading, ...]:
+        """Those of `node`, in order."""
+        return self.on.devices
 
     @property
     def reporting(self) -> tuple[tuple[str, ReportingProcess], ...]:
@@ -46,12 +64,15 @@ class View:
         return self.names.silent
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> View:
-        """Put a snapshot in order."""
+    def of(cls, snapshot: Snapshot, on: Devices | None = None) -> View:
+        """Put a snapshot in order.
+
+        Args:
+            snapshot: what is known.
+            on: the devices of its reading, where the caller has them in order already.
+        """
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
-        devices = _in_order(node.devices) if node is not None else ()
-        listed = tuple([_listed(device) for device in devices])
-        return cls(snapshot, node, devices, listed, gpu_by_uuid(node), Names.of(snapshot))
+        return cls(snapshot, node, on or Devices.of(node), gpu_by_uuid(node), Names.of(snapshot))
 
 
 def gpu_by_uuid(node: NodeReading | None) -> dict[str, str]:

@@ -96,6 +96,12 @@ def build_runtime(
         max_processes=settings.report_max_processes,
     )
     instruments = Instruments(registry)
+    exposition = Exposition(
+        registry,
+        version=__version__,
+        source=provider.source,
+        max_prepared_processes=settings.report_max_processes,
+    )
     holds = Holds()
     instruments.show_held_requests(holds.__len__)
     events = _recorder(settings, store, instruments, clock, wall_clock)
@@ -106,6 +112,7 @@ def build_runtime(
         try:
             events.take_reading(reading)  # first: what a page has shown of a process is in its last row
         finally:
+            exposition.prepare_reading(reading)
             store.put_reading(reading)
 
     poller = Poller(
@@ -151,12 +158,7 @@ def build_runtime(
         store=store,
         poller=poller,
         dispatcher=dispatcher,
-        exposition=Exposition(
-            registry,
-            version=__version__,
-            source=provider.source,
-            max_prepared_processes=settings.report_max_processes,
-        ),
+        exposition=exposition,
         instruments=instruments,
         presence=Presence(
             store,

@@ -1,4 +1,4 @@
-"""Lines that were written when a report came in are never shown once they are wrong."""
+"""Lines that were written when a report or a reading came in are never shown once they are wrong."""
 
 from __future__ import annotations
 
@@ -38,6 +38,48 @@ def test_a_prepared_process_is_written_when_its_report_comes_and_only_joined_at_
     monkeypatch.setattr("gpumem_exporter.collectors.prepared.report_samples", write_again)
 
     assert writer.render(snapshot(reporter, on=reading), openmetrics=False).decode().splitlines() == expected
+
+
+def test_a_prepared_reading_is_put_in_order_and_written_when_it_is_made_and_only_joined_at_the_scrape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = node(device("1", "GPU-1", {70: 150}), device("0", "GPU-0", {71: 5, 70: None}))
+    writer = exposition()
+    writer.prepare_reading(reading)
+    expected = page(snapshot(process(7, SAMPLE), on=reading))
+
+    def again(*_: object) -> None:
+        raise AssertionError("done at the scrape")
+
+    monkeypatch.setattr("gpumem_exporter.collectors.processes.used_samples", again)
+    monkeypatch.setattr("gpumem_exporter.collectors.view.Devices.of", again)
+
+    known = snapshot(process(7, SAMPLE), on=reading)
+    assert writer.render(known, openmetrics=False).decode().splitlines() == expected
+
+
+@pytest.mark.parametrize("later", [node(device(processes={70: 151})), node(up=False), None])
+def test_a_prepared_reading_is_not_shown_for_another(later: NodeReading | None) -> None:
+    writer = exposition()
+    writer.prepare_reading(node(device(processes={70: 150, 72: 1})))
+    known = snapshot(process(7, SAMPLE), on=later)
+    assert writer.render(known, openmetrics=False).decode().splitlines() == page(known)
+
+
+def test_a_reading_that_cannot_be_prepared_is_left_to_the_page_which_says_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading = node(device(processes={70: 150}))
+    writer = exposition()
+    writer.prepare_reading(reading)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gpumem_exporter.collectors.exposition.used_samples", broken)
+        writer.prepare_reading(reading)
+    assert writer.render(snapshot(on=reading), openmetrics=False).decode().splitlines() == page(snapshot(on=reading))
 
 
 @pytest.mark.parametrize(

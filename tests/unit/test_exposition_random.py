@@ -177,6 +177,8 @@ def test_a_page_is_the_same_whatever_was_prepared_and_shown_before(
         for i, reporter in enumerate(known.processes):
             if i in prepared:
                 writer.prepare(reporter, known.node if with_node else None)
+        if known.node is not None and with_node != bool(prepared):
+            writer.prepare_reading(known.node)
 
         shown = writer.render(known, openmetrics=True)
 
