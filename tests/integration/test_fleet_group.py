@@ -20,7 +20,7 @@ from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
 from tests.running_prometheus import RunningPrometheus, free_port
 
 WORKLOAD = "fleet-ranks"
-ONE_RANK = f'gpumem_torch_allocated_bytes{{workload="{WORKLOAD}", rank="0"}}'
+ONE_RANK = f'last_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}", rank="0"}}[5m])'  # a scrape may fail
 RANK = """
 import os, sys, time
 import torch, torch.distributed as dist
