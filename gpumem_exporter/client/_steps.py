@@ -34,6 +34,10 @@ def no_training() -> Iterator[None]:
             _not_training.discard(thread)
 
 
+def _is_no_training() -> bool:
+    return bool(_not_training) and threading.get_ident() in _not_training
+
+
 class OneStep:
     """Tells the ends of steps from what else listeners hear of: each of several optimizers, and marks by hand.
 
@@ -48,7 +52,7 @@ class OneStep:
 
     def ends(self, optimizer: Any) -> bool:
         """Whether this is the end of a step; None for the program's mark."""
-        if _not_training and threading.get_ident() in _not_training:
+        if _is_no_training():
             return False
         if optimizer is None:
             self._by_hand = True
@@ -111,7 +115,7 @@ class Steps:
             self._tell(None)
 
     def _tell(self, optimizer: Any) -> None:
-        if _not_training and threading.get_ident() in _not_training:
+        if _is_no_training():
             return
         # Keys alone: pairs are objects of the garbage collector's, which may run as each is made and end a watch, whose
         # listener goes (before Python 3.12).
