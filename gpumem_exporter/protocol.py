@@ -21,6 +21,7 @@ from typing import Any
 from gpumem_exporter.errors import WireError
 
 __all__ = [
+    "MAX_INTEGER",
     "MAX_LABEL_LENGTH",
     "MODES",
     "OUTCOMES",
@@ -44,6 +45,8 @@ __all__ = [
 PROTOCOL_VERSION = 1
 REPORTS_PATH = "/api/v1/reports"
 
+MAX_INTEGER = 2**63 - 1
+"""No number in a report is larger."""
 MAX_LABEL_LENGTH = 256
 """Longest text that may become a label's value, in characters; reporters cut, the exporter refuses."""
 

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.protocol import MAX_INTEGER, DeviceSample
 
 __all__ = ["AnyPlan", "Planned", "planned_peak_bytes", "told_plan", "with_plan"]
 
 _FIELD = "reserved_peak_bytes"
 _FILE_BYTES_MAX = 1 << 20
-_BYTES_MAX = 2**63 - 1
-"""The exporter takes no larger number."""
 
 
 class Planned(Protocol):
@@ -62,7 +60,7 @@ def planned_peak_bytes(plan: AnyPlan) -> int:
         size = operator.index(value)
     except TypeError:
         size = 0
-    if isinstance(value, bool) or not 0 < size <= _BYTES_MAX:
+    if isinstance(value, bool) or not 0 < size <= MAX_INTEGER:
         raise ConfigurationError(f"{where}: {_FIELD} must be a whole number from 1 to 2^63 - 1, not {value!r:.40}")
     return size
 

@@ -15,12 +15,11 @@ from typing import Any
 
 from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
 
-from gpumem_exporter.protocol import MAX_LABEL_LENGTH, OUTCOMES, DeviceSample, Report
+from gpumem_exporter.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, OUTCOMES, DeviceSample, Report
 from gpumem_exporter.server.problems import FieldError, ProblemError, field_errors
 
-__all__ = ["MAX_DEVICES", "MAX_INTEGER", "ReportReader", "report_core_schema"]
+__all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema"]
 
-MAX_INTEGER = 2**63 - 1
 MAX_DEVICES = 64
 """Devices of one report: sixteen GPUs, each cut in fewer MIG devices than that."""
 MAX_ENTRIES = 64

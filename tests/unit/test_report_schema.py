@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter.protocol import (
+    MAX_INTEGER,
     MAX_LABEL_LENGTH,
     OUTCOMES,
     CommandResult,
@@ -21,7 +22,7 @@ from gpumem_exporter.protocol import (
     to_wire,
 )
 from gpumem_exporter.server.problems import ProblemError
-from gpumem_exporter.server.report_schema import MAX_DEVICES, MAX_INTEGER, ReportReader
+from gpumem_exporter.server.report_schema import MAX_DEVICES, ReportReader
 from tests.unit.builders import UUIDS, report, sample
 
 READER = ReportReader()
