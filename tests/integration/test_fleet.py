@@ -31,7 +31,8 @@ import pytest
 import trustme
 
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.exporter_process import ExporterProcess, wait_for
+from tests.running_command import clean_environment, run_command
 from tests.running_prometheus import RunningPrometheus, free_port
 
 TOKEN = "a-token-for-tests"
@@ -52,7 +53,7 @@ class Fleet:
         known = {"GPUMEM_PROMETHEUS_URL": self.prometheus.url, **environ}
         if token:
             known.setdefault("GPUMEM_ACTION_TOKEN", TOKEN)
-        return fleet_command(*arguments, **known)
+        return run_command("fleet", *arguments, **known)
 
     def json(self, *arguments: str, code: int = 0, **options: Any) -> Any:
         ended = self.command(*arguments, "--json", **options)
@@ -74,23 +75,6 @@ class Fleet:
         return list(json.loads(answer.body)["actions"])
 
 
-def fleet_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", "fleet", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env=environment(**environ),
-    )
-
-
-def environment(**changes: str) -> dict[str, str]:
-    own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), **changes}
-
-
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
@@ -102,7 +86,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             (folder / f"node{number}").mkdir()
             guarded = ("--action.token-file", str(folder / "token")) if number == 1 else ()
             flags = ("--demo", "--web.listen-address", instance, *guarded)
-            exporters.append(ExporterProcess(folder / f"node{number}", *flags, environment=environment()))
+            exporters.append(ExporterProcess(folder / f"node{number}", *flags, environment=clean_environment()))
         with RunningPrometheus(folder / "prometheus", {instance: instance for instance in instances}) as prometheus:
             running = Fleet(tuple(exporters), instances, prometheus)
             running.wait_until_known()
@@ -323,7 +307,7 @@ def test_a_prometheus_behind_https_is_believed_by_its_certificate_alone(fleet: F
 
 def test_nobody_there_is_1_and_names_the_address() -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    ended = fleet_command("info", "--prometheus", url)
+    ended = run_command("fleet", "info", "--prometheus", url)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert f"no Prometheus answers at {url}" in ended.stderr
 
@@ -408,7 +392,7 @@ def on_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
         stderr=theirs,
         start_new_session=True,
         preexec_fn=lambda: _control(theirs),
-        env=environment(TERM="xterm-256color", **environ),
+        env=clean_environment(TERM="xterm-256color", **environ),
     )
     try:
         yield Terminal(process, ours, theirs, before)

@@ -17,6 +17,7 @@ import pytest
 
 from tests.emulation.node import EmulatedNode
 from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.running_command import run_command
 from tests.running_prometheus import RunningPrometheus, free_port
 
 WORKLOAD = "fleet-ranks"
@@ -75,16 +76,10 @@ class Ranks:
         wait_for(lambda: all(self.step(rank) > before[rank] for rank in (0, 1)), "both ranks' steps", 60.0)
 
     def _clear(self, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [
-                *(sys.executable, "-m", "gpumem_exporter", "fleet", "clear", "--group", "--query", ONE_RANK),
-                *("--prometheus", self.prometheus, "--deadline", "60", "--json", *options),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "GPUMEM_ACTION_TOKEN": "right", **environ},
+        return run_command(
+            *("fleet", "clear", "--group", "--query", ONE_RANK, "--prometheus", self.prometheus),
+            *("--deadline", "60", "--json", *options),
+            **{"GPUMEM_ACTION_TOKEN": "right", **environ},
         )
 
     def step(self, rank: int) -> int:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import REPOSITORY, wait_for
+from tests.exporter_process import wait_for
+from tests.running_command import run_command
 from tests.running_prometheus import RunningPrometheus, free_port
 
 TOKEN = "a-token-for-tests"
@@ -35,16 +33,9 @@ class Nodes:
 
     def terminate(self, *options: str, code: int) -> Any:
         """End the workload `doomed` wherever it is."""
-        ended = subprocess.run(
-            [
-                *(sys.executable, "-m", "gpumem_exporter", "fleet", "terminate", "--prometheus", self._prometheus),
-                *("--query", DOOMED, "--json", *options),
-            ],
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "GPUMEM_ACTION_TOKEN": TOKEN},
+        ended = run_command(
+            *("fleet", "terminate", "--prometheus", self._prometheus, "--query", DOOMED, "--json", *options),
+            GPUMEM_ACTION_TOKEN=TOKEN,
         )
         assert (ended.returncode, ended.stderr) == (code, "")
         return json.loads(ended.stdout)

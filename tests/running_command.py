@@ -1,0 +1,30 @@
+"""The command line as a test runs it: beside no setting of the machine's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.exporter_process import REPOSITORY
+
+__all__ = ["clean_environment", "run_command"]
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """The test's own environment without this project's variables and those of terminals, and with these."""
+    own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), **changes}
+
+
+def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`gpumem-exporter …`, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "gpumem_exporter", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=clean_environment(**environ),
+    )
