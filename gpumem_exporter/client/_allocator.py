@@ -102,15 +102,6 @@ class Allocator:
         }
         return any(frame.f_code in codes for frame in sys._current_frames().values())
 
-    def after_each_step(self, callback: Callable[[Any], None]) -> bool:
-        """Have `callback(optimizer)` called after each step of any optimizer; False if this torch cannot."""
-        optimizers = sys.modules.get("torch.optim.optimizer")
-        register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-        if register is None:
-            return False
-        self._removers.append(register(lambda optimizer, _args, _kwargs: callback(optimizer)).remove)
-        return True
-
     def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
         """Have the observer called at each out-of-memory error, for ever; False where this allocator cannot."""
         try:

@@ -51,7 +51,7 @@ class Sample:
 class Sampler:
     """Takes samples of one process' allocator.
 
-    `on_optimizer_step` and `on_step` run in the program's threads; everything else in the reporter's.
+    `on_step` runs in the program's threads; everything else in the reporter's.
 
     Args:
         allocator: what to sample.
@@ -82,20 +82,15 @@ class Sampler:
         self._recent_step_seconds = [0.0] * _PACE_STEPS
         self._one_step = OneStep()
 
-    def on_optimizer_step(self, optimizer: Any) -> None:
-        """After an optimizer's step, in the thread that made it. Never raises."""
+    def on_step(self, optimizer: Any) -> None:
+        """After a step of an optimizer, or with None the program's mark of one, in the thread that made it.
+
+        Once the program has marked one, its marks alone count. Never raises.
+        """
         try:
             if self._one_step.ends(optimizer):
                 self._stepped()
         except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer
-            self._swallow(error)
-
-    def on_step(self) -> None:
-        """The program says that a step has ended; from now on only this counts as one. Never raises."""
-        try:
-            if self._one_step.ends(None):
-                self._stepped()
-        except Exception as error:  # noqa: BLE001 - as above
             self._swallow(error)
 
     @property

@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from gpumem_exporter.client._cuda_start import when_cuda_starts
@@ -34,10 +35,6 @@ def no_training() -> Iterator[None]:
             _not_training.discard(thread)
 
 
-def _is_no_training() -> bool:
-    return bool(_not_training) and threading.get_ident() in _not_training
-
-
 class OneStep:
     """Tells the ends of steps from what else listeners hear of: each of several optimizers, and marks by hand.
 
@@ -52,8 +49,6 @@ class OneStep:
 
     def ends(self, optimizer: Any) -> bool:
         """Whether this is the end of a step; None for the program's mark."""
-        if _is_no_training():
-            return False
         if optimizer is None:
             self._by_hand = True
             return True
@@ -76,7 +71,7 @@ class Steps:
     thread may call any method.
 
     One hook is put into PyTorch, with the first listener, and never taken out: while an optimizer walks over its hooks,
-    taking one out would raise in the program.
+    taking one out would raise in the program. So would adding one: that waits until none walks.
     """
 
     def __init__(self) -> None:
@@ -88,7 +83,8 @@ class Steps:
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
         """Have `callback(optimizer)` called after each step, with None for one that is marked by hand.
 
-        PyTorch tells of its optimizers from 2.1 on.
+        PyTorch tells of its optimizers from 2.1 on. Called within an optimizer's step, that begins with the next mark,
+        listener or report.
 
         Returns:
             What ends that.
@@ -96,26 +92,30 @@ class Steps:
         key, self._next_key = self._next_key, self._next_key + 1
         self._listeners[key] = callback
         if "torch.optim.optimizer" in sys.modules:
-            self._hook()
+            self.hook()
         elif not self._waiting:
             self._waiting = True
-            when_cuda_starts(self._hook)  # torch is not imported yet
+            when_cuda_starts(self.hook)  # torch is not imported yet
         return lambda: self._stop(key)
 
-    def _hook(self) -> None:
+    def hook(self) -> None:
+        """Hear of the optimizers, if somebody listens, none does yet and none of them steps right now."""
+        if self._hooked or not self._listeners:
+            return
         optimizers = sys.modules.get("torch.optim.optimizer")
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-        if register is not None and not self._hooked:
+        if register is not None and not _in_a_step(getattr(optimizers, "__file__", "")):
             self._hooked = True
             register(lambda optimizer, _args, _kwargs: self._tell(optimizer))
 
     def mark(self) -> None:
         """A step has ended: the program says so."""
         if self._listeners:
+            self.hook()
             self._tell(None)
 
     def _tell(self, optimizer: Any) -> None:
-        if _is_no_training():
+        if _not_training and threading.get_ident() in _not_training:
             return
         # Keys alone: pairs are objects of the garbage collector's, which may run as each is made and end a watch, whose
         # listener goes (before Python 3.12).
@@ -131,6 +131,17 @@ class Steps:
 
     def _stop(self, key: int) -> None:
         self._listeners.pop(key, None)
+
+
+def _in_a_step(optimizer_file: str) -> bool:
+    """Whether a thread is in the function of that file that makes an optimizer's step and walks over its hooks."""
+    for innermost in sys._current_frames().values():  # noqa: SLF001 - where every thread is, nothing else says
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_filename == optimizer_file and frame.f_code.co_name == "wrapper":
+                return True
+            frame = frame.f_back
+    return False
 
 
 _steps = Steps()  # a process has one training loop

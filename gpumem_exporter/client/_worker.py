@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from gpumem_exporter.client._actions import Executor
@@ -18,6 +18,7 @@ from gpumem_exporter.client._phases import current_phase
 from gpumem_exporter.client._plan import planned_peak_bytes, with_plan
 from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.client._steps import Steps
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.client._troubles import Troubles
 from gpumem_exporter.client._waiting import Waiting
@@ -65,7 +66,10 @@ class Worker:
         settings: where to, and under which labels.
         troubles: where errors go.
         observer: of out-of-memory errors; the process' one.
-        sampler_ready: called once, in the thread, with the sampler to be fed with steps.
+        steps: the process' steps, to which the owner listens; made sure of with each report.
+
+    Attributes:
+        sampler: to be fed with steps, in the threads that make them; None before CUDA has started and after the end.
     """
 
     def __init__(
@@ -73,12 +77,13 @@ class Worker:
         settings: ReporterSettings,
         troubles: Troubles,
         observer: OutOfMemoryObserver,
-        sampler_ready: Callable[[Sampler], None],
+        steps: Steps,
     ) -> None:
+        self.sampler: Sampler | None = None
         self._settings = settings
         self._troubles = troubles
         self._observer = observer
-        self._sampler_ready = sampler_ready
+        self._steps = steps
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._ooms = OutOfMemoryLog(self._wake)
@@ -134,7 +139,7 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - a guest's thread ends quietly
             self._troubles.note("reporter stopped", error)
         finally:
-            self._observer.listener = None
+            self.sampler = self._observer.listener = None
             allocator.detach()
             if self._connection is not None:
                 self._connection.close()
@@ -157,10 +162,9 @@ class Worker:
         identity = current_process(
             self._settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
         )
-        self._sampler_ready(sampler)
+        self.sampler = sampler
         self._observe_ooms(allocator, sampler)
         planned_bytes = self._planned_bytes()
-        watching_steps = False
         results: list[CommandResult] = []
         while True:
             self._woken.clear()
@@ -168,7 +172,7 @@ class Worker:
                 break
             begun, hold_seconds = time.monotonic(), self._interval_seconds
             reply = None
-            watching_steps = watching_steps or allocator.after_each_step(sampler.on_optimizer_step)
+            self._steps.hook()
             with self._troubles.swallowed("cannot sample"):
                 sample = sampler.current(begun + hold_seconds)
                 if not self._observer.attached:

@@ -6,11 +6,12 @@ import atexit
 import os
 import threading
 from collections.abc import Callable
+from typing import Any
 
 from gpumem_exporter.client._cuda_start import when_cuda_starts
 from gpumem_exporter.client._ooms import OutOfMemoryObserver
-from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.client._steps import Steps
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.client._troubles import Troubles
 from gpumem_exporter.client._worker import Worker
@@ -30,18 +31,20 @@ class Reporter:
     bounded. A forked child begins without a thread; if it may use CUDA at all, it reports for itself once it does.
 
     Args:
+        steps: the process' steps.
         on_trouble: sees each error before it is swallowed; for tests.
     """
 
-    def __init__(self, *, on_trouble: Callable[[str, BaseException], None] | None = None) -> None:
+    def __init__(self, steps: Steps, *, on_trouble: Callable[[str, BaseException], None] | None = None) -> None:
+        self._steps = steps
         self._on_trouble = on_trouble
         self._lock = threading.Lock()
         self._settings: ReporterSettings | None = None
         self._worker: Worker | None = None
-        self._sampler: Sampler | None = None
         self._observer = OutOfMemoryObserver()
         self._hooked = False
         self._waiting_for_cuda = False
+        self._listening = False
 
     def start(self, settings: ReporterSettings) -> None:
         """Report from the moment CUDA is initialised on. While it reports, starting again changes nothing.
@@ -71,15 +74,9 @@ class Reporter:
         """
         with self._lock:
             worker, self._worker = self._worker, None
-            self._settings = self._sampler = None
+            self._settings = None
         if worker is not None:
             worker.stop(timeout_seconds)
-
-    def step(self) -> None:
-        """Mark the end of a training step; a microsecond, or the cost of a sample when one is due."""
-        sampler = self._sampler
-        if sampler is not None:
-            sampler.on_step()
 
     def latest_oom(self) -> tuple[float, OutOfMemory] | None:
         """The last out-of-memory error that was observed, and when (monotonic seconds)."""
@@ -91,16 +88,22 @@ class Reporter:
             self._waiting_for_cuda = False
             if self._settings is None or self._worker is not None:
                 return
-            worker = Worker(self._settings, Troubles(self._on_trouble), self._observer, self._take_sampler)
+            listen, self._listening = not self._listening, True
+            worker = Worker(self._settings, Troubles(self._on_trouble), self._observer, self._steps)
             worker.start()
             self._worker = worker
+        if listen:
+            self._steps.listen(self._on_step)
 
-    def _take_sampler(self, sampler: Sampler) -> None:
-        self._sampler = sampler
+    def _on_step(self, optimizer: Any) -> None:
+        worker = self._worker
+        sampler = worker.sampler if worker is not None else None
+        if sampler is not None:
+            sampler.on_step(optimizer)
 
     def _forget_parent(self) -> None:
         """In a forked child: the parent's lock, thread, hooks and connection are not ours."""
         self._lock = threading.Lock()
-        worker, self._worker, self._sampler = self._worker, None, None
+        worker, self._worker = self._worker, None
         if worker is not None:
             worker.abandon()

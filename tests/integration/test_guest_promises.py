@@ -305,3 +305,41 @@ def test_a_process_that_never_uses_cuda_has_no_thread_and_no_series(
     assert idle.exec("result = torch.cuda.is_initialized()") is False
     assert set(exporter.processes()) == {busy.pid}
     assert idle.pid not in node.books()[0].processes
+
+
+def test_reporting_may_begin_and_end_inside_an_optimizer_s_step(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.exec(
+        """
+from gpumem_exporter import client as gpumem
+from torch.optim.optimizer import register_optimizer_step_post_hook
+import time
+def hook(todo):
+    def once(*_):
+        while todo:
+            todo.pop()()
+            time.sleep(0.2)  # the optimizer walks on when the reporter's thread has done what it does at its start
+    return register_optimizer_step_post_hook(once)
+
+model = torch.nn.Linear(64, 64, device="cuda")
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train():
+    model(torch.randn(8, 64, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    )
+    process.exec("hooks = [hook([gpumem.start]), hook([])]\ntrain()")
+    exporter.wait_for_processes(process.pid)
+
+    def step() -> int | None:
+        process.exec("train()")
+        reported: int | None = exporter.processes()[process.pid]["step"]
+        return reported
+
+    wait_for(lambda: (step() or 0) > 3, "steps in the reports")
+    process.exec("hooks += [hook([gpumem.stop]), hook([])]\ntrain()")
+    wait_for(lambda: process.pid not in exporter.processes(), "the process to be forgotten")
+    process.exec("train()")

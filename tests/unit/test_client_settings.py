@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.client._settings import DEFAULT_URLS, ReporterSettings
+from gpumem_exporter.client._steps import Steps
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.client.reporter import Reporter
 from gpumem_exporter.errors import ConfigurationError
@@ -63,4 +64,4 @@ def test_a_disabled_reporter_hooks_nothing(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("a disabled reporter waits for CUDA")
 
     monkeypatch.setattr("gpumem_exporter.client.reporter.when_cuda_starts", refuse)
-    Reporter().start(ReporterSettings.resolve(environ={"GPUMEM_DISABLED": "1"}))
+    Reporter(Steps()).start(ReporterSettings.resolve(environ={"GPUMEM_DISABLED": "1"}))

@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from gpumem_exporter.client._sampler import Sampler
-from gpumem_exporter.client._steps import no_training
 
 from .fake_allocator import FakeAllocator
 
@@ -24,7 +21,7 @@ class Bench:
 
     def step(self, seconds: float = 0.1) -> None:
         self.now += seconds
-        self.sampler.on_optimizer_step(self.optimizer)
+        self.sampler.on_step(self.optimizer)
 
     def report(self) -> float:
         """What the reporter's thread does; the age of what it ships."""
@@ -109,7 +106,7 @@ def test_only_the_first_of_several_optimizers_counts_a_step(bench: Bench) -> Non
     other = Optimizer()
     for _ in range(3):
         bench.step()
-        bench.sampler.on_optimizer_step(other)
+        bench.sampler.on_step(other)
     assert bench.sampler.take().step == 3
 
 
@@ -136,30 +133,16 @@ def test_an_optimizer_that_steps_seldom_counts_all_the_same(bench: Bench) -> Non
     for _ in range(4):
         bench.step()
         for _ in range(5):
-            bench.sampler.on_optimizer_step(critic)
+            bench.sampler.on_step(critic)
     assert bench.sampler.take().step == 4
-
-
-def test_what_is_no_training_makes_no_step_in_its_thread(bench: Bench) -> None:
-    bench.step()
-    with no_training():
-        with no_training():
-            bench.step()
-        bench.step()
-        bench.sampler.on_step()
-        thread = threading.Thread(target=bench.step)
-        thread.start()
-        thread.join()
-    bench.step()
-    assert bench.sampler.take().step == 3
 
 
 def test_steps_told_by_hand_silence_the_optimizer(bench: Bench) -> None:
     bench.step()
-    bench.sampler.on_step()
+    bench.sampler.on_step(None)
     for _ in range(5):
         bench.step()
-    bench.sampler.on_step()
+    bench.sampler.on_step(None)
     assert bench.sampler.take().step == 3
 
 
@@ -171,7 +154,7 @@ def test_what_a_look_raises_does_not_reach_the_training_thread(bench: Bench) -> 
     bench.allocator.error = RuntimeError("CUDA error")
     bench.step()
     assert [str(error) for error in bench.errors] == ["CUDA error"]
-    bench.sampler.on_step()
+    bench.sampler.on_step(None)
     assert len(bench.errors) == 2
 
 

@@ -37,7 +37,7 @@ class Bench:
     def steps(self, count: int = 1) -> None:
         for _ in range(count):
             self.now += 0.1
-            self.sampler.on_step()
+            self.sampler.on_step(None)
 
     def result(self) -> CommandResult:
         (result,) = self.waiting.take_results()
@@ -124,7 +124,7 @@ def test_what_has_not_begun_by_its_deadline_never_does(
 ) -> None:
     bench.take(mode, at_step=at_step)
     bench.now += 30.0
-    bench.sampler.on_step()  # a hung job recovers before the reporter's thread does
+    bench.sampler.on_step(None)  # a hung job recovers before the reporter's thread does
     assert bench.allocator.cleared == 0
     bench.waiting.look()
     result = bench.result()

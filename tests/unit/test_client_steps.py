@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import threading
+
+from gpumem_exporter.client._steps import Steps, no_training
+
+
+def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
+    steps = Steps()
+    heard: list[object] = []
+    steps.listen(heard.append)
+    steps.mark()
+    with no_training():
+        with no_training():
+            steps.mark()
+        steps.mark()
+        thread = threading.Thread(target=steps.mark)
+        thread.start()
+        thread.join()
+    steps.mark()
+    assert len(heard) == 3
+
+
+def test_a_listener_that_raises_is_called_no_more_and_the_others_are() -> None:
+    steps = Steps()
+    heard: list[object] = []
+    failed: list[object] = []
+
+    def fails(optimizer: object) -> None:
+        failed.append(optimizer)
+        raise ValueError("its own fault")
+
+    steps.listen(fails)
+    stop = steps.listen(heard.append)
+    steps.mark()
+    steps.mark()
+    assert failed == [None]
+    assert heard == [None, None]
+    stop()
+    steps.mark()
+    assert heard == [None, None]
