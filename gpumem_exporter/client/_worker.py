@@ -7,7 +7,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gpumem_exporter.client._actions import Executor
@@ -87,6 +87,7 @@ class Worker:
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._ooms = OutOfMemoryLog(self._wake)
+        self._on_oom: Callable[[int, int, int, int], None] | None = None
         self._connection: Connection | None = None
         self._allocator: Allocator | None = None
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
@@ -139,7 +140,9 @@ class Worker:
         except Exception as error:  # noqa: BLE001 - a guest's thread ends quietly
             self._troubles.note("reporter stopped", error)
         finally:
-            self.sampler = self._observer.listener = None
+            self.sampler = None
+            if self._observer.listener is self._on_oom:  # not that of a reporter which has begun since
+                self._observer.listener = None
             allocator.detach()
             if self._connection is not None:
                 self._connection.close()
@@ -247,7 +250,7 @@ class Worker:
                 )
             )
 
-        self._observer.listener = listen
+        self._on_oom = self._observer.listener = listen
         self._observer.attached = self._observer.attached or allocator.observe_ooms(self._observer)
 
     def _planned_bytes(self) -> int | None:

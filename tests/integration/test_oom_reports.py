@@ -45,6 +45,33 @@ def test_an_error_is_reported_with_the_allocator_s_state_at_that_moment_and_the_
         assert oom["limit_bytes"] == book.total_bytes - book.reserved_bytes
 
 
+def test_a_reporter_that_ends_late_takes_no_errors_from_the_one_that_has_begun_since(
+    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+        process.exec(
+            """
+import threading
+from gpumem_exporter import client as gpumem
+from gpumem_exporter.client._worker import Worker
+ends, farewell = threading.Event(), Worker._farewell
+Worker._farewell = lambda worker, report: ends.wait(60.0) and farewell(worker, report)
+gpumem.start()
+torch.empty(1 << 20, dtype=torch.uint8, device="cuda:1")
+"""
+        )
+        wait_for(lambda: exporter.reports, "the first report")
+        process.exec(
+            "late = [thread for thread in threading.enumerate() if thread.name == 'gpumem-reporter']\n"
+            "gpumem.stop()\ngpumem.start()"
+        )
+        wait_for(lambda: len(exporter.reports) > 1, "the second one's report")
+        process.exec("ends.set()\n[thread.join() for thread in late]")
+        process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    pass")
+        wait_for(lambda: _ooms(exporter), "the error")
+
+
 PROGRAM = """
 import os, sys, time, torch
 from gpumem_exporter import client
