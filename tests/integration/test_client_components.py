@@ -1,0 +1,279 @@
+"""What is held as parameters, gradients and optimizer state, by real PyTorch processes on the emulated node."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.emulation.torch_process import TorchProcess
+from tests.integration.observed_training import PARAMETERS_BYTES as PARAMETERS
+from tests.integration.observed_training import process_of_the_module, shared_process
+
+__all__ = ["process_of_the_module", "shared_process"]
+
+
+def test_components_are_what_arithmetic_says_at_a_step_and_afterwards(shared_process: TorchProcess) -> None:
+    at_step, after, allocated, host = shared_process.exec(
+        """
+model, optimizer = make()
+with gpumem.watch(model, optimizer) as watching:
+    step(model, optimizer)
+    at_step = watching.latest
+    allocated = torch.cuda.memory_allocated(0)
+    after = watching.look()
+fields = ("index", "parameters", "gradients", "optimizer_state", "other")
+result = [[getattr(each[0], name) for name in fields] for each in (at_step, after)]
+result += [allocated, at_step[1].optimizer_state]
+"""
+    )
+    assert at_step[:4] == [0, PARAMETERS, PARAMETERS, 2 * PARAMETERS]
+    assert after == [0, PARAMETERS, 0, 2 * PARAMETERS, allocated - 3 * PARAMETERS]
+    assert host == 4 * 2 * 4  # a counter of steps for each parameter, on the host
+
+
+CASES = {
+    "tied weights, as one parameter": (
+        """
+model = torch.nn.Sequential(torch.nn.Embedding(100, 64), torch.nn.Linear(64, 100, bias=False)).cuda()
+model[1].weight = model[0].weight
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model(torch.zeros(4, dtype=torch.long, device="cuda")).sum().backward()
+""",
+        (6400 * 4, 6400 * 4, 6400 * 4),
+    ),
+    "tied weights, as two parameters on one storage": (
+        """
+model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False), torch.nn.Linear(64, 64, bias=False)]).cuda()
+model[1].weight = torch.nn.Parameter(model[0].weight.detach().t())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+""",
+        (64 * 64 * 4, 0, 0),
+    ),
+    "parameters that are views into a flat one": (
+        """
+flat = torch.empty(1024, device="cuda")
+model = torch.nn.ParameterList([torch.nn.Parameter(part) for part in flat.split(256)])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+""",
+        (4096, 0, 0),
+    ),
+    "states in 8 bits with a table that all share": (
+        """
+class Eight(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+        self.table = torch.empty(256, device="cuda")
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p] = {"step": 1, "state1": torch.empty_like(p, dtype=torch.uint8), "qmap1": self.table,
+                                 "nested": [{"absmax1": torch.empty(4, device="cuda")}]}
+model = torch.nn.ModuleList([torch.nn.Linear(64, 64, bias=False) for _ in range(3)]).cuda()
+optimizer = Eight(model.parameters())
+""",
+        (3 * 4096 * 4, 0, 3 * (4096 + 16) + 1024),
+    ),
+    "states that are offloaded": (
+        """
+model = torch.nn.Linear(64, 64, bias=False).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+model(torch.randn(1, 64, device="cuda")).sum().backward()
+optimizer.step()
+for state in optimizer.state.values():
+    state["momentum_buffer"] = state["momentum_buffer"].cpu()
+optimizer.register_step_pre_hook(lambda *_: None)
+optimizer = type("Kept", (), {"state": optimizer.state, "param_groups": optimizer.param_groups})()
+""",
+        (4096 * 4, 4096 * 4, 0, 4096 * 4),
+    ),
+    "sparse gradients": (
+        """
+model = torch.nn.Embedding(100, 64, sparse=True).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+values = torch.empty(3, 64, device="cuda")
+model.weight.grad = torch.sparse_coo_tensor(torch.tensor([[1, 2, 5]], device="cuda"), values, (100, 64))
+""",
+        (6400 * 4, 3 * 8 + 3 * 64 * 4, 0),
+    ),
+    "a parameter without a shape yet, one on no device, and one whose storage was freed": (
+        """
+model = torch.nn.ModuleList([torch.nn.LazyLinear(4), torch.nn.Linear(8, 8, device="meta"), torch.nn.Linear(64, 64)])
+model[2].cuda()
+model[2].weight.untyped_storage().resize_(0)
+optimizer = None
+""",
+        (64 * 4, 0, 0),
+    ),
+    "a wrapped optimizer and copies in full precision beside the model": (
+        """
+model = torch.nn.Linear(64, 64, bias=False).cuda().half()
+copies = [p.detach().clone().float().requires_grad_() for p in model.parameters()]
+inner = torch.optim.SGD(copies, lr=0.1)
+optimizer = type("Wrapped", (), {"optimizer": inner})()
+""",
+        (4096 * 2 + 4096 * 4, 0, 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_components_count_every_storage_once_whatever_holds_it(shared_process: TorchProcess, case: str) -> None:
+    setting, expected = CASES[case]
+    told = shared_process.exec(
+        setting
+        + """
+if hasattr(optimizer, "step"):
+    optimizer.step()
+with gpumem.watch(model, optimizer) as watching:
+    counted = {each.index: each for each in watching.look()}
+on_device = [getattr(counted[0], name) for name in ("parameters", "gradients", "optimizer_state")]
+result = on_device + ([counted[None].optimizer_state] if None in counted else [])
+"""
+    )
+    assert tuple(told) == expected
+
+
+def test_components_of_sharded_and_replicated_models(shared_process: TorchProcess) -> None:
+    told = shared_process.exec(
+        """
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+result = {}
+def count(name, model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    with gpumem.watch(model, optimizer) as watching:
+        model(torch.randn(8, 256, device="cuda")).sum().backward()
+        optimizer.step()
+        counted = watching.latest[0]
+        known = dict(watching._portions._known)
+        again = watching.look()[0]
+        assert (again.parameters, again.optimizer_state) == (counted.parameters, counted.optimizer_state)
+        assert watching._portions._known == known  # nothing was measured anew: local shards are told by their storages
+    result[name] = [counted.parameters, counted.gradients, counted.optimizer_state, counted.other]
+
+torch.cuda.set_device(0)
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+model, _ = make()
+mesh = init_device_mesh("cuda", (4,))
+for layer in model:
+    if isinstance(layer, torch.nn.Linear):
+        fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+count("fsdp2", model)
+dist.destroy_process_group()
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for views in (False, True):
+    model, _ = make()
+    count(f"ddp {views}", DistributedDataParallel(model, device_ids=[0], gradient_as_bucket_view=views))
+dist.destroy_process_group()
+""",
+        timeout_seconds=110,
+    )
+    assert told["fsdp2"][:3] == [PARAMETERS / 4, PARAMETERS / 4, PARAMETERS / 2]
+    assert told["ddp True"][:3] == told["ddp False"][:3] == [PARAMETERS, PARAMETERS, 2 * PARAMETERS]
+    assert told["ddp False"][3] - told["ddp True"][3] == PARAMETERS  # the buckets beside the gradients
+
+
+def test_a_count_in_slices_is_the_same_as_one_in_a_piece_and_is_not_begun_again_before_its_time(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def one():
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+one()
+_components._SLICE_SECONDS = 0.0  # one chunk a step
+watching = gpumem.watch(model, optimizer)
+steps = 0
+while not watching.latest:
+    one()
+    steps += 1
+sliced = watching.latest
+again = []
+for _ in range(50):
+    one()
+    again.append(watching.latest is sliced)
+_components._SLICE_SECONDS = 60.0
+result = steps, all(again), sliced == watching.look()
+watching.close()
+"""
+    )
+    steps, not_again, same = told
+    assert steps > 10
+    assert not_again
+    assert same
+
+
+def test_a_count_is_made_at_steps_of_the_optimizer_that_is_watched_or_by_hand_and_in_that_thread_alone(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+import threading
+from gpumem_exporter.client import _component_walk
+threads = set()
+count = _component_walk.ComponentWalk.go_on
+def noted(self, seconds):
+    threads.add(threading.current_thread().name)
+    return count(self, seconds)
+_component_walk.ComponentWalk.go_on = noted
+model, optimizer = make()
+other, its_own = make()
+watching = gpumem.watch(model, optimizer)
+result = [bool(watching.latest)]
+step(other, its_own)
+result.append(bool(watching.latest))
+gpumem.start()
+by_hand = threading.Thread(target=gpumem.step, name="the program's")
+by_hand.start(); by_hand.join()
+result.append(bool(watching.latest))
+gpumem.stop()
+watching.close()
+_component_walk.ComponentWalk.go_on = count
+result.append(sorted(threads))
+""",
+    )
+    assert told == [False, False, True, ["the program's"]]
+
+
+def test_a_count_in_slices_has_all_gradients_where_steps_are_marked_after_they_are_gone(
+    shared_process: TorchProcess,
+) -> None:
+    told = shared_process.exec(
+        """
+model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+_components._SLICE_SECONDS = 0.0  # one chunk a step
+with gpumem.watch(model, optimizer) as watching:
+    while not watching.latest:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer.zero_grad()
+        gpumem.step()
+    result = watching.latest[0].parameters, watching.latest[0].gradients
+_components._SLICE_SECONDS = 60.0
+"""
+    )
+    assert told[0] == told[1] > 0
+
+
+def test_a_parameter_that_is_no_leaf_any_more_is_not_asked_for_its_gradient(shared_process: TorchProcess) -> None:
+    assert shared_process.exec(
+        """
+import warnings
+model = torch.nn.Linear(16, 16, bias=False).cuda()
+with gpumem.watch(model) as watching, warnings.catch_warnings():
+    warnings.simplefilter("error")
+    watching.look()
+    model.weight.requires_grad_(False).mul_(torch.ones(16, 16, device="cuda", requires_grad=True))
+    result = [watching.look()[0].parameters, watching.look()[0].gradients]
+"""
+    ) == [16 * 16 * 4, 0]
