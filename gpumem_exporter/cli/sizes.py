@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
+from gpumem_exporter.client._sizes import UNKNOWN, human_bytes
+
 __all__ = ["UNKNOWN", "human_bytes", "human_ratio", "human_seconds", "short_bytes"]
-
-UNKNOWN = "-"
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-
-
-def human_bytes(value: int | None) -> str:
-    """`1.5 GiB`, `512 MiB`, `-3.0 KiB`, `17 B`: three figures at most before the next unit, signed, rounded."""
-    if value is None:
-        return UNKNOWN
-    sign = "-" if value < 0 else ""
-    amount = float(abs(value))
-    if amount < 1024:
-        return f"{sign}{int(amount)} B"
-    unit = 0
-    while unit < len(_UNITS) - 1 and round(amount) >= 1024:
-        amount /= 1024
-        unit += 1
-    text = f"{amount:.1f}" if round(amount, 1) < 100 else f"{amount:.0f}"
-    return f"{sign}{text} {_UNITS[unit]}"
 
 
 def human_seconds(value: float | None) -> str:

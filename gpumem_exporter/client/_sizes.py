@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-__all__ = ["human_bytes", "human_growth"]
+__all__ = ["UNKNOWN", "human_bytes", "human_growth"]
+
+UNKNOWN = "-"
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def human_bytes(value: int | None) -> str:
-    """`1.5 GiB`, `512 MiB`, `-3.0 KiB`, `17 B`, `-` for None."""
+    """`1.5 GiB`, `512 MiB`, `-3.0 KiB`, `17 B`: three figures at most before the next unit, signed, rounded."""
     if value is None:
-        return "-"
+        return UNKNOWN
     amount, unit = float(abs(value)), 0
     while unit < len(_UNITS) - 1 and round(amount) >= 1024:
         amount /= 1024
