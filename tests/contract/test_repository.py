@@ -18,7 +18,14 @@ from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.server.alert_schema import ALERT_KEYS
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRY_SCRIPTS = ("deploy/quickstart.sh", "tests/run.sh", "tests/stack/run.sh", ".ci/run", ".ci/check-wheel")
+ENTRY_SCRIPTS = (
+    "deploy/quickstart.sh",
+    "tests/run.sh",
+    "tests/stack/run.sh",
+    "tests/grafana/run.sh",
+    ".ci/run",
+    ".ci/check-wheel",
+)
 SHELL = (*ENTRY_SCRIPTS, "deploy/environment.sh")
 SUFFIXES = ("_bucket", "_sum", "_count")
 FAMILIES = {metric.name: metric for metric in METRICS}

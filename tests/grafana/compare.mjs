@@ -1,0 +1,110 @@
+// Takes the answers to the dashboards' queries through Grafana's own code: data source, transformations, overrides,
+// links and units. Says a line for each panel, and ends with 1 if one is not what grafana/preview.py makes of it.
+import "./browser.mjs";
+import { readFileSync } from "node:fs";
+import {
+  fieldMatchers,
+  getFieldDisplayName,
+  getFieldDisplayValuesProxy,
+  getValueFormats,
+  standardTransformers,
+  standardTransformersRegistry,
+  toDataFrame,
+  transformDataFrame,
+} from "@grafana/data";
+import { firstValueFrom } from "rxjs";
+import { transformV2 } from "@grafana/prometheus/result_transformer";
+
+const NOT_IN_THE_DEMO = {
+  MIG: "no device of the demo is one",
+  Rank: "the one that runs out of memory has none",
+  planned: "it has no plan",
+};
+
+const [, , file] = process.argv;
+const transformers = new Map(Object.values(standardTransformers).map((each) => [each.id, each]));
+standardTransformersRegistry.setInit(() =>
+  [...transformers.values()].map((transformation) => ({ id: transformation.id, name: transformation.name, transformation })),
+);
+const units = new Set(getValueFormats().flatMap((group) => group.submenu.map((unit) => unit.value)));
+
+const numberOf = (text) => ({ "+Inf": Infinity, "-Inf": -Infinity })[text] ?? Number(text);
+
+/** One series as Grafana's server hands it to the browser: a frame of two fields. */
+function frameOf({ refId, instant }, name, { metric, values }) {
+  const kind = instant ? { type: "numeric-multi", resultType: "vector" } : { type: "timeseries-multi", resultType: "matrix" };
+  return toDataFrame({
+    refId,
+    meta: { type: kind.type, custom: { resultType: kind.resultType } },
+    fields: [
+      { name: "Time", type: "time", values: values.map(([moment]) => moment * 1000), config: {} },
+      { name: "Value", type: "number", labels: metric, values: values.map(([, text]) => numberOf(text)), config: { displayNameFromDS: name } },
+    ],
+  });
+}
+
+/** A panel's frames once the data source and the transformations are through. */
+async function framesOf({ panel, answers }) {
+  // The server answers with an empty frame where there is no series.
+  const sent = answers.flatMap(({ target, series, names }) =>
+    series.length ? series.map((one, at) => frameOf(target, names[at], one)) : [toDataFrame({ refId: target.refId, fields: [] })],
+  );
+  const targets = answers.map(({ target }) => target);
+  const { data } = transformV2({ data: sent }, { targets, app: "dashboard" }, {});
+  return firstValueFrom(transformDataFrame(panel.transformations ?? [], data, { interpolate: (text) => text }));
+}
+
+const cellOf = (value) => (value === "" || value === undefined || value === null ? null : Number.isNaN(value) ? "NaN" : value);
+const linesOf = (rows) => rows.map((row) => JSON.stringify(row.map(cellOf))).sort();
+
+function* wrongInTable({ table }, frames) {
+  const [frame] = frames;
+  const found = frame?.fields ?? [];
+  const filled = found.filter((field) => field.values.some((value) => cellOf(value) !== null));
+  const headings = filled.map((field) => getFieldDisplayName(field, frame, frames));
+  const rows = Array.from({ length: frame?.length ?? 0 }, (_, at) => filled.map((field) => field.values[at]));
+  // Grafana heads a column for a query without an answer, too; the preview does not draw one.
+  if (frames.length > 1) yield `${frames.length} tables`;
+  if (String(headings) !== String(table.headings)) yield `columns ${headings}\n  the preview has ${table.headings}`;
+  const [ours, theirs] = [linesOf(table.rows), linesOf(rows)];
+  if (String(ours) !== String(theirs)) yield `rows ${theirs.join("\n  ")}\n  the preview has ${ours.join("\n  ")}`;
+}
+
+function* wrongInLinks({ panel }, frames) {
+  const texts = [panel.fieldConfig.defaults, ...panel.fieldConfig.overrides].map((each) => JSON.stringify(each));
+  const wanted = new Set(texts.flatMap((text) => [...text.matchAll(/\$\{__data\.fields(?:\.(\w+)|\[(\d+)\])/g)].map(([, name, at]) => name ?? at)));
+  for (const frame of frames.filter((each) => each.length > 0)) {
+    const fields = getFieldDisplayValuesProxy({ frame, rowIndex: 0 });
+    for (const name of wanted) if (fields[name] === undefined) yield `a link wants the field ${name}, which is not there`;
+  }
+}
+
+function* wrongInOverrides({ panel }, frames) {
+  if (frames.every((frame) => frame.length === 0)) return;
+  for (const { matcher } of panel.fieldConfig.overrides) {
+    const fits = fieldMatchers.get(matcher.id).get(matcher.options);
+    const hit = frames.some((frame) => frame.fields.some((field) => fits(field, frame, frames)));
+    if (!hit && !(matcher.options in NOT_IN_THE_DEMO)) yield `the override ${matcher.id} ${JSON.stringify(matcher.options)} is of nothing`;
+  }
+}
+
+function* wrongInUnits({ panel }) {
+  const used = JSON.stringify(panel.fieldConfig).matchAll(/"(?:unit|id":"unit","value)":"([^"]+)"/g);
+  for (const [, unit] of used) if (!units.has(unit)) yield `the unit ${unit} is not known`;
+}
+
+let failed = 0;
+for (const shown of JSON.parse(readFileSync(file, "utf8"))) {
+  const frames = await framesOf(shown);
+  const wrong = [
+    ...(shown.table ? wrongInTable(shown, frames) : []),
+    ...wrongInLinks(shown, frames),
+    ...wrongInOverrides(shown, frames),
+    ...wrongInUnits(shown),
+  ];
+  failed += wrong.length > 0;
+  const rows = frames.reduce((all, frame) => all + frame.length, 0);
+  console.log(`${wrong.length ? "FAIL" : "ok  "} ${shown.dashboard} / ${shown.panel.title}: ${frames.length} frames, ${rows} rows`);
+  for (const text of wrong) console.log(`     ${text}`);
+}
+process.exitCode = failed ? 1 : 0;

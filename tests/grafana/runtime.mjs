@@ -1,0 +1,2 @@
+// Stands in for @grafana/runtime, of which only links to traces would need anything.
+export const getDataSourceSrv = () => ({ getInstanceSettings: () => undefined });
