@@ -9,6 +9,7 @@ import contextlib
 import os
 import resource
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,6 +217,25 @@ def sharded(path: str) -> str:
         save(path, model={"layers": [{"weight": weight}]})
     except GpumemError as error:
         return str(error)
+    finally:
+        dist.destroy_process_group()
+    return ""
+
+
+def fully_sharded(path: str) -> str:
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of one rank, and of the class itself
+            part = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+        gathered: list[object] = []
+        part.register_state_dict_pre_hook(lambda *given: gathered.append(given))
+        save(path, step=1, model=nn.Sequential(part))
+    except GpumemError as error:
+        return "gathered" if gathered else str(error)
     finally:
         dist.destroy_process_group()
     return ""

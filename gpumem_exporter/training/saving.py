@@ -33,6 +33,11 @@ _log = logging.getLogger("gpumem_exporter.training")
 _TAGGER_PRIORITY = -9844
 """Before torch's own taggers (10 and up). Torch sorts them by it and cannot compare two of the same."""
 _registering = threading.Lock()
+_GATHER = (
+    "gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
+    " with StateDictOptions(full_state_dict=True, cpu_offload=True)) and save that on one, or save the parts with"
+    " torch.distributed.checkpoint.save"
+)
 _WRITE_BYTES = 64 << 20
 """Written at a time, so that a signal is not held up until gigabytes are on the disk."""
 
@@ -78,7 +83,8 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     for the device, as any copy to the host does.
 
     Raises:
-        ConfigurationError: nothing to save; a DTensor, of which this process has a part alone; an object that could not
+        ConfigurationError: nothing to save; a DTensor or a FullyShardedDataParallel, of which this process has a part
+            alone; an object that could not
             be loaded with `weights_only=True`; a path that is no file.
         StorageError: it cannot be written; says why.
     """
@@ -89,6 +95,7 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     target = Path(os.path.realpath(path))
     mode = _mode(target)
     started, handled = time.monotonic(), sys.exc_info()[1]
+    _refuse_collective(parts)
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
     part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
@@ -121,6 +128,23 @@ def _has_state(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and not isinstance(value, type)
 
 
+def _refuse_collective(parts: Mapping[str, Any]) -> None:
+    """What gathers its state from all ranks would wait for them, and they do not come: one process saves.
+
+    Raises:
+        ConfigurationError: names the part that holds a `FullyShardedDataParallel`.
+    """
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
+    if kind is None:
+        return
+    for name, part in parts.items():
+        modules = getattr(part, "modules", None)
+        if callable(modules) and any(isinstance(module, kind) for module in modules()):
+            raise ConfigurationError(
+                f"{name} has a FullyShardedDataParallel, and this process a part of it alone: {_GATHER}"
+            )
+
+
 def _refuse_shards(tree: Any) -> None:
     """A part of a tensor under the name of the whole is a checkpoint that nobody can load.
 
@@ -133,12 +157,7 @@ def _refuse_shards(tree: Any) -> None:
         return
     for name, value in _leaves(tree, ""):
         if isinstance(value, kind):
-            raise ConfigurationError(
-                f"{name} is a DTensor, and this process has its own part of it alone: gather it on all ranks"
-                " (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict, with"
-                " StateDictOptions(full_state_dict=True, cpu_offload=True)) and save that on one, or save the parts"
-                " with torch.distributed.checkpoint.save"
-            )
+            raise ConfigurationError(f"{name} is a DTensor, and this process has its own part of it alone: {_GATHER}")
 
 
 def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:

@@ -77,6 +77,15 @@ def test_a_part_of_a_sharded_tensor_is_refused_by_its_name(process: TorchProcess
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_whose_state_all_ranks_gather_is_refused_before_any_is_waited_for(
+    process: TorchProcess, tmp_path: Path
+) -> None:
+    said = call(process, "fully_sharded", path=str(tmp_path / "a.pt"))
+    assert said.startswith("model has a FullyShardedDataParallel")
+    assert "full_state_dict=True" in said
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_saving_takes_no_device_memory_and_of_the_host_s_the_largest_tensor(
     process: TorchProcess, start_torch: StartTorch, tmp_path: Path
 ) -> None:
