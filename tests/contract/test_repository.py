@@ -113,6 +113,11 @@ def test_the_changelog_and_the_kubernetes_image_name_the_version() -> None:
     assert image == __version__
 
 
+def test_the_package_that_calls_itself_typed_has_the_marker_by_which_type_checkers_know() -> None:
+    assert '"Typing :: Typed"' in tracked_texts()["pyproject.toml"]
+    assert tracked_texts()["gpumem_exporter/py.typed"] == ""
+
+
 @pytest.mark.parametrize("script", SHELL)
 def test_every_script_is_valid_in_its_shell(script: str) -> None:
     text = (ROOT / script).read_text()
