@@ -145,6 +145,14 @@ def test_the_daemonset_keeps_events_in_a_folder_of_the_host_and_has_no_capabilit
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
+def test_no_probe_that_restarts_the_exporter_waits_for_the_driver() -> None:
+    (container,) = daemonset()["spec"]["template"]["spec"]["containers"]
+    paths = {probe: container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")}
+    # The one that answers though the driver hangs from the start, as tests/integration/test_server_metrics.py shows.
+    assert set(paths.values()) == {"/-/healthy"}, paths
+    assert container["readinessProbe"]["httpGet"]["path"] == "/health"
+
+
 def test_process_details_patches_the_capabilities_of_the_daemonsets_only_container() -> None:
     component = read("deploy/kubernetes/process-details/kustomization.yaml")
     (patch,) = component["patches"]
