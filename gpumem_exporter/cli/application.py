@@ -59,7 +59,9 @@ def invoke(words: Sequence[str]) -> int:
     except _PARAMETER_ERROR as error:
         message = getattr(error, "format_message", error.__str__)()
         context = getattr(error, "ctx", None)
-        raise ConfigurationError(_complaint(message, context.command_path if context else PROGRAM)) from error
+        # An option without its argument is told before there is a context.
+        command_path = context.command_path if context else f"{PROGRAM} {name or ''}".rstrip()
+        raise ConfigurationError(_complaint(message, command_path)) from error
     return int(code or 0)
 
 

@@ -51,7 +51,7 @@ def test_the_help_of_each_command_shows_examples(command: str, capsys: pytest.Ca
         (["info", "now"], "now", "info --help"),
         (["clear", "--pid", "many", "--all"], "--pid", "integer"),
         (["clear", "--pid", "0"], "--pid", "1"),
-        (["clear", "--pid"], "--pid", "argument"),
+        (["clear", "--pid"], "--pid", "argument; see gpumem-exporter clear --help"),
         (["clear"], "no target", "--all"),
         (["clear", "--all", "--gpu", "0"], "--gpu", "--all"),
         (["gc", "--all", "--deadline", "0"], "--deadline", "over 0"),
