@@ -1,12 +1,13 @@
 """Takes the README's picture of `gpumem-exporter top`: a real run against the demo, as SVG.
 
-    python .readme/take_top.py [FILE]        # default: .readme/top.svg
+    python .readme/take_top.py [FILE]
 
 Starts `serve --demo` on a port of its own, lets its workloads run for a while, and draws what `top` shows then.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import signal
@@ -46,7 +47,9 @@ FONTS = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 
 def main() -> None:
     """Run the demo, take the picture, say where it is."""
-    target = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_name("top.svg")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", default=Path(__file__).with_name("top.svg"), help="%(default)s")
+    target: Path = parser.parse_args().file
     address = f"127.0.0.1:{free_port()}"
     exporter = subprocess.Popen(
         [sys.executable, "-m", "gpumem_exporter", "serve", "--demo", "--web.listen-address", address],

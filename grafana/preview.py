@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from gpumem_dashboards.queries import Prometheus, Scope, resolve
+from gpumem_dashboards.queries import Prometheus, PrometheusError, Scope, resolve
 from gpumem_dashboards.rendering import PAGE_WIDTH, loads, render
 
 DASHBOARDS = Path(__file__).with_name("dashboards")
@@ -81,4 +81,7 @@ def _screenshot(browser: str, page: Path, height: int) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except PrometheusError as error:
+        sys.exit(f"preview: {error}")

@@ -21,7 +21,7 @@ _LABEL_VALUES = re.compile(r"label_values\((?:(?P<match>.+),\s*)?(?P<label>\w+)\
 
 
 class PrometheusError(Exception):
-    """Prometheus did not take a query; the text is its own."""
+    """Prometheus did not take a query, and the text is its own; or there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,8 @@ class Prometheus:
         except urllib.error.HTTPError as error:
             detail = error.read().decode(errors="replace")
             raise PrometheusError(f"{detail}\n{parameters}") from error
+        except (OSError, ValueError) as error:
+            raise PrometheusError(f"no Prometheus answers at {self._url}: {error}") from error
         return document["data"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -270,3 +271,14 @@ def test_a_table_names_each_of_its_columns_and_drops_none_by_mistake() -> None:
                     dressed = {override["matcher"]["options"] for override in panel["fieldConfig"]["overrides"]}
                     assert dressed <= headings, panel["title"]
                     assert panel["options"]["sortBy"][0]["displayName"] in headings, panel["title"]
+
+
+def test_the_preview_says_in_one_line_that_no_prometheus_answers(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and not listening
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        command = (sys.executable, str(FOLDER / "preview.py"), "--prometheus", url, "--out", str(tmp_path))
+        told = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert told.returncode == 1
+    assert told.stderr.startswith(f"preview: no Prometheus answers at {url}: ")
+    assert told.stderr.count("\n") == 1
