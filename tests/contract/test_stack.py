@@ -166,6 +166,13 @@ def test_process_details_patches_the_capabilities_of_the_daemonsets_only_contain
     assert operation["value"] == ["SYS_PTRACE", "DAC_READ_SEARCH"]
 
 
+def test_systemd_keeps_the_sockets_folder_so_that_a_restart_is_not_the_end_of_it_for_mounted_containers() -> None:
+    unit = (DEPLOY / "systemd" / "gpumem-exporter.service").read_text(encoding="utf-8")
+    settings = dict(re.findall(r"^(\w+)=(.*)$", unit, flags=re.MULTILINE))
+    assert (settings["RuntimeDirectory"], settings["RuntimeDirectoryPreserve"]) == ("gpumem", "yes")
+    assert f"GPUMEM_WEB_LISTEN_SOCKET=/run/{settings['RuntimeDirectory']}/exporter.sock" in unit
+
+
 @pytest.mark.parametrize("path", KUSTOMIZATIONS)
 def test_a_kustomization_names_only_what_is_there(path: str) -> None:
     here, kustomization = (ROOT / path).parent, read(path)
