@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from contextlib import closing
@@ -44,6 +45,22 @@ def test_a_missing_socket_fails_only_where_it_is_the_only_way(tmp_path: Path) ->
     (optional,) = check_socket(tmp_path / "s", required=False)
     assert (required.verdict, optional.verdict) == (FAIL, PASS)
     assert f"--web.listen-socket {tmp_path / 's'}" in required.mend
+
+
+class _ClosedPath(type(Path())):  # type: ignore[misc]
+    """A path in a folder that is closed to whoever looks, which none is to root."""
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+
+def test_a_socket_in_a_folder_that_is_closed_to_the_user_fails_only_where_it_is_the_only_way() -> None:
+    path = _ClosedPath("/run/gpumem/exporter.sock")
+    (required,) = check_socket(path, required=True)
+    (optional,) = check_socket(path, required=False)
+    assert (required.verdict, optional.verdict) == (FAIL, PASS)
+    assert "closed to this user" in required.detail
+    assert "TCP" in required.mend
 
 
 def test_a_directory_in_the_sockets_place_fails_with_the_mend(tmp_path: Path) -> None:

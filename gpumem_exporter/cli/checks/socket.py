@@ -62,6 +62,14 @@ def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
         else:
             yield Finding("socket", PASS, f"none at {path}, and none is needed: TCP does")
         return
+    except PermissionError:
+        closed = f"{path} is closed to this user ({_user(os.geteuid())})"
+        if required:
+            mend = "run as root, or reach the exporter by TCP: --url http://127.0.0.1:9844"
+            yield Finding("socket", FAIL, closed, mend)
+        else:
+            yield Finding("socket", PASS, f"{closed}, and is not needed: TCP does")
+        return
     verdict = FAIL if required else WARN
     described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {_user(status.st_uid)}"
     if not stat.S_ISSOCK(status.st_mode):
