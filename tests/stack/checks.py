@@ -19,6 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 60.0
+ALERT_SECONDS = 180.0
+"""Scraped and evaluated each 15 s, and sent."""
 STOP_SECONDS = 2.0
 EXPORTER, PROMETHEUS, ALERTMANAGER = 9844, 9090, 9093
 GET = """
@@ -183,6 +185,32 @@ def check_alertmanager(stack: Stack) -> str:
     return f"version {status['versionInfo']['version']}"
 
 
+def check_alert(stack: Stack) -> str:
+    """the demo's out-of-memory error is an alert in Alertmanager, and its link leads to the published Prometheus"""
+    path = "/api/v2/alerts?filter=alertname%3DGpuMemOomHappened"
+    wait_for("the alert", lambda: json.loads(get(ALERTMANAGER, path)), ALERT_SECONDS)
+    alert = json.loads(get(ALERTMANAGER, path))[0]
+    assert alert["generatorURL"].startswith(f"http://localhost:{PROMETHEUS}/graph?"), alert
+    return str(alert["annotations"]["summary"])
+
+
+def check_actions(stack: Stack) -> str:
+    """an action is refused through the published port, with the mend, and taken from inside of the container"""
+    body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True})
+    connection = http.client.HTTPConnection("127.0.0.1", EXPORTER, timeout=10)
+    try:
+        connection.request("POST", "/api/v1/actions", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        detail = json.loads(answer.read())["detail"]
+    finally:
+        connection.close()
+    assert answer.status == 403, (answer.status, detail)
+    assert "--action.token-file" in detail, detail
+    told = stack.inside("gpumem-demo-1", "gpumem-exporter", "clear", "--all", "--dry-run").strip().splitlines()[-1]
+    assert told.startswith("Would free "), told
+    return told
+
+
 def check_demo(stack: Stack) -> str:
     """the published port shows the demo, which says that it is one, and /health has nothing to complain of"""
     metrics = get(EXPORTER, "/metrics")
@@ -291,6 +319,8 @@ CHECKS: tuple[Callable[[Stack], str], ...] = (
     check_extra,
     check_prometheus,
     check_alertmanager,
+    check_alert,
+    check_actions,
     check_events,
     check_stop,
     check_gpu_profile,
@@ -298,9 +328,9 @@ CHECKS: tuple[Callable[[Stack], str], ...] = (
 )
 
 
-def wait_for(what: str, condition: Callable[[], Any]) -> None:
+def wait_for(what: str, condition: Callable[[], Any], patience_seconds: float = PATIENCE_SECONDS) -> None:
     """Wait until a condition holds; what cannot be asked yet does not hold yet."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + patience_seconds
     trouble: Exception | None = None
     while time.monotonic() < deadline:
         try:
@@ -310,7 +340,7 @@ def wait_for(what: str, condition: Callable[[], Any]) -> None:
         except (AssertionError, OSError, ValueError, LookupError, http.client.HTTPException) as error:
             trouble = error
         time.sleep(0.2)
-    raise AssertionError(f"waited {PATIENCE_SECONDS:g} s in vain for {what}: {trouble or 'it is not so'}")
+    raise AssertionError(f"waited {patience_seconds:g} s in vain for {what}: {trouble or 'it is not so'}")
 
 
 def get(port: int, path: str) -> str:
