@@ -18,6 +18,7 @@ __all__ = ["BindError", "Listeners", "bind"]
 
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
+_TAKEN = "; if that is no exporter, --web.listen-address gives this one another"
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
@@ -97,7 +98,8 @@ class Listeners:
             for family, _, _, _, where in dict.fromkeys(found):
                 self._listen(family, where)
         except OSError as error:
-            raise BindError(f"cannot listen at {address}: {_reason(error)}") from error
+            mend = _TAKEN if error.errno == errno.EADDRINUSE else ""
+            raise BindError(f"cannot listen at {address}: {_reason(error)}{mend}") from error
 
     def _add_every_address(self, port: int) -> None:
         try:
