@@ -43,8 +43,8 @@ def line_chart(
             [edge for _, low, high in drawn[name] for edge in (low, high)] if name in drawn else [v for _, v in points]
         )
     ]
-    low = min([*values, 0.0]) if values else 0.0
-    high = defaults.get("max") or max([*values, low + 1e-9], default=1.0) * 1.04
+    low, highest = min([*values, 0.0]), max([*values, 0.0])
+    high = defaults.get("max") or (highest + (highest - low) * 0.04 if highest > low else 1.0)
 
     def x(at: float) -> float:
         return _LEFT + (at - scope.start) / scope.range_seconds * (width - _LEFT - 4)
@@ -170,14 +170,18 @@ def _colour(properties: Mapping[str, Any], at: int) -> str:
 
 
 def _stacked(series: Named) -> dict[str, list[tuple[float, float, float]]]:
-    """For each series (time, lower edge, upper edge); what is below zero is stacked downwards."""
+    """For each series (time, lower edge, upper edge).
+
+    As Grafana does: a series that is below zero most of the time is stacked downwards from zero, any other one upon
+    those before it, so that it takes away from the stack where it is below zero.
+    """
     up: dict[float, float] = {}
     down: dict[float, float] = {}
     made: dict[str, list[tuple[float, float, float]]] = {}
     for name, points in series:
+        side = down if sum((v < 0) - (v > 0) for _, v in points) > 0 else up
         edges = made.setdefault(name, [])
         for t, v in points:
-            side = up if v >= 0 else down
             from_edge = side.get(t, 0.0)
             side[t] = from_edge + v
             edges.append((t, min(from_edge, side[t]), max(from_edge, side[t])))

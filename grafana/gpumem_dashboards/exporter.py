@@ -7,14 +7,13 @@ from typing import Any
 from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.frame import actions_annotation, board, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, variable
+from gpumem_dashboards.palette import UP, none_is_good
 from gpumem_dashboards.panels import columns, count, graph, history, number
 from gpumem_dashboards.promql import EXPORTER_UP, IS_EXPORTER, NODE
 from gpumem_dashboards.tables import Column, table
 
 __all__ = ["exporter"]
-
-UP = ((None, "red"), (1, "green"))
 
 
 def exporter() -> Any:
@@ -29,6 +28,7 @@ def exporter() -> Any:
             refresh="30s",
         )
         .with_variable(variable("node", "Node", "gpumem_exporter_build_info", "instance"))
+        .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
         .annotation(actions_annotation())
     )
     for title, panels in (
@@ -108,6 +108,7 @@ def _exporters() -> Any:
             Column("Up", per_exporter(EXPORTER_UP), limits=UP, width=60),
             Column("Driver up", per_exporter(f"gpumem_nvml_up{{{NODE}}}"), limits=UP, width=90),
             Column("Devices up", per_exporter(f"gpumem_device_up{{{NODE}}}"), width=100),
+            Column("Devices down", per_exporter(f"1 - gpumem_device_up{{{NODE}}}"), limits=none_is_good(), width=110),
             Column("Reporters", per_exporter(f"gpumem_reporter_up{{{NODE}}}"), width=100),
             Column("Series", per_exporter(f"scrape_samples_scraped{{{NODE}}} {IS_EXPORTER}"), width=90),
             Column("Scrape", per_exporter(f"scrape_duration_seconds{{{NODE}}} {IS_EXPORTER}"), units.Seconds, width=90),
@@ -243,6 +244,22 @@ def _actions() -> list[Any]:
         [(f"sum by (action) (increase(gpumem_action_freed_bytes_total{{{NODE}}}[$__rate_interval]))", "{{action}}")],
         span=8,
     )
+    evaluations = f'gpumem_policy_evaluations_total{{{NODE}, result!="unmet"}}'
+    rules = graph(
+        "Rules of the policy file, by result",
+        "Evaluations a second, each of a rule on a process on a device, but for those whose conditions were not met. A"
+        " dry run is seen here alone: it asks nothing of the processes. A rule that only ever says stopped, limited or"
+        " cooling would act, and is held back.",
+        units.CountsPerSecond,
+        [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval]))", "{{rule}} {{result}}")],
+    ).no_value("No rules, or none whose conditions were met.")
+    alerts = graph(
+        "Alerts that came as requests, by outcome",
+        "Alerts that Alertmanager sent to the exporters, by what became of them. Refused: the exporter's log says why."
+        " Flat while alerts fire: Alertmanager does not know the receiver, or nobody may act.",
+        units.Short,
+        [(f"sum by (outcome) (increase(gpumem_alerts_total{{{NODE}}}[$__rate_interval]))", "{{outcome}}")],
+    )
     return [
         columns(outcomes, "1m").min(0),
         columns(freed, "1m").min(0),
@@ -265,6 +282,8 @@ def _actions() -> list[Any]:
             span=8,
             height=8,
         ),
+        rules.min(0),
+        columns(alerts, "1m").min(0),
     ]
 
 

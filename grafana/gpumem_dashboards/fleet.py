@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, link, ooms_annotation, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
 from gpumem_dashboards.palette import PRESSURE, colour, ledger_words, none_is_good, shares
 from gpumem_dashboards.panels import columns, count, graph, history, number, stacked
 from gpumem_dashboards.promql import (
@@ -34,6 +34,7 @@ SHOWN = 20
 """Of a fleet's devices and workloads, those that matter most."""
 
 TO_NODE = ("This node", link("gpumem-node", node="__data.fields.instance", gpu="__data.fields.gpu"))
+TO_EXPORTERS = "/d/gpumem-exporter?${datasource:queryparam}&${__url_time_range}&${node:queryparam}"
 TO_WORKLOAD = ("This workload", link("gpumem-workload", workload="__data.fields.workload"))
 
 
@@ -51,6 +52,8 @@ def fleet() -> Any:
         .with_variable(variable("node", "Node", "gpumem_exporter_build_info", "instance"))
         .with_variable(variable("gpu", "GPU", f"gpumem_device_up{{{NODE}}}", "gpu"))
         .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload"))
+        .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
+        .with_variable(first_of("workload", f'gpumem_reporter_up{{{NODE}, workload=~"$workload"}}', "workload"))
         .annotation(ooms_annotation(WORKLOAD))
         .annotation(actions_annotation())
         .with_row(dashboard.Row("Who is in trouble"))
@@ -103,7 +106,8 @@ def _figures() -> list[Any]:
         number(
             "Down",
             "Devices for which the driver does not answer, exporters whose driver does not answer at all, and exporters"
-            " that Prometheus knew in the time shown and cannot scrape now: of those nodes nothing is known.",
+            " that Prometheus knew in the time shown and cannot scrape now: of those nodes nothing is known. Click to"
+            " see which.",
             units.Short,
             [
                 (f"sum(1 - gpumem_device_up{{{GPU}}})", "devices"),
@@ -112,7 +116,7 @@ def _figures() -> list[Any]:
             ],
             limits=none_is_good(),
             decimals=0,
-        ),
+        ).data_links([dashboard.DashboardLink("Which ones").url(TO_EXPORTERS)]),
     ]
 
 
@@ -152,7 +156,8 @@ def _matrix() -> Any:
         "One row a node, one column a device: the share of its memory that is neither free nor would come back by a"
         " clear. Click a cell to see the device.",
         f"sum by (instance, gpu) ({hard_used_ratio(GPU)})",
-        ("This device", link("gpumem-node", node="__data.fields[0]", gpu="__field.name")),
+        # By its name: names come before numbers, and the column of GPU 0 is called 0.
+        ("This device", link("gpumem-node", node="__data.fields.Node", gpu="__field.name")),
         span=24,
         height=7,
     )
@@ -262,8 +267,10 @@ def _retries_over_the_day() -> Any:
 
 def _silent() -> Any:
     chosen = f'{NODE}, workload=~"$workload"'
+    # Summed, so that no label of the target becomes a column: of Kubernetes' there is another pod among them.
     silent = (
-        f"(time() - gpumem_reporter_last_report_timestamp_seconds{{{chosen}}})"
+        "sum by (instance, pid, workload, rank)"
+        f" (time() - gpumem_reporter_last_report_timestamp_seconds{{{chosen}}})"
         f" and on (instance, pid) gpumem_reporter_up{{{chosen}}} == 0"
     )
     return table(
@@ -282,7 +289,6 @@ def _silent() -> Any:
             Column("Last report", with_info(silent, "command, user, k8s_pod"), heading="Silent for"),
         ],
         sort_by="Silent for",
-        drop=("job",),
         no_value="Every reporter reports.",
         span=12,
         height=9,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard
@@ -9,6 +10,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
+    VariableHide,
     VariableOption,
     VariableRefresh,
     VariableSort,
@@ -17,27 +19,37 @@ from grafana_foundation_sdk.models.dashboard import (
 from gpumem_dashboards.panels import SOURCE
 from gpumem_dashboards.promql import NODE
 
-__all__ = ["actions_annotation", "board", "encoded", "link", "ooms_annotation", "post_mortem_times", "variable"]
+__all__ = [
+    "BOARDS",
+    "actions_annotation",
+    "board",
+    "encoded",
+    "first_of",
+    "link",
+    "ooms_annotation",
+    "post_mortem_times",
+    "variable",
+]
 
 TAGS = ["gpu", "pytorch", "gpumem"]
 # Sorted, and before the labels that are added: Prometheus to 2.42 at least sorts the list of a count_values in place,
 # the new label among them, and takes another grouping at each further point.
 _OOM = "gpu, instance, pid, rank, uuid, workload"
+BOARDS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
+    "gpumem-fleet": ("Fleet", {"node": True, "gpu": True, "workload": True}),
+    "gpumem-node": ("Node", {"node": False, "gpu": True, "workload": True, "rank": True}),
+    "gpumem-workload": ("Workload", {"node": True, "workload": False, "rank": True, "gpu": True}),
+    "gpumem-oom": ("OOM post-mortem", {"node": False, "gpu": True, "workload": True, "rank": True, "pid": False}),
+    "gpumem-exporter": ("Exporter", {"node": True}),
+}
+"""Each dashboard by its uid: what links to it are called, and of each variable whether several may be chosen."""
 _FROM, _TO = "x_from", "x_to"
 _BEFORE_SECONDS, _AFTER_SECONDS = 600, 60
 
 
 def board(title: str, uid: str, description: str, *, time: str, refresh: str) -> Any:
     """An empty dashboard with its data source and with links to the others, which keep time and variables."""
-    others = (
-        dashboard.DashboardLink("GPU memory")
-        .type(DashboardLinkType.DASHBOARDS)
-        .tags(["gpumem"])
-        .as_dropdown(False)
-        .keep_time(True)
-        .include_vars(True)
-    )
-    return (
+    made = (
         dashboard.Dashboard(title)
         .uid(uid)
         .description(description)
@@ -46,9 +58,21 @@ def board(title: str, uid: str, description: str, *, time: str, refresh: str) ->
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .time(time, "now")
         .refresh(refresh)
-        .link(others)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
+    for other in BOARDS:
+        if other != uid:
+            made = made.link(_link_to(other, uid))
+    return made
+
+
+def first_of(name: str, metric: str, value_of: str) -> Any:
+    """A hidden variable, `one_` and that name: the first of those that the variable of several stands at.
+
+    For links to a dashboard on which one alone can be chosen: of "all" Grafana would make "a,b,c" there.
+    """
+    made = variable(f"one_{name}", f"First {name}", metric, value_of, several=False)
+    return made.hide(VariableHide.HIDE_VARIABLE)
 
 
 def variable(name: str, label: str, metric: str, value_of: str, *, several: bool = True) -> Any:
@@ -123,9 +147,32 @@ def actions_annotation(selector: str = NODE) -> Any:
 def encoded(made: Any) -> str:
     """The dashboard as Grafana's JSON, every panel numbered, with a newline at its end."""
     model = made.build()
+    for hidden in model.templating.list_val:
+        if hidden.hide is VariableHide.HIDE_VARIABLE:
+            hidden.skip_url_sync = True  # what it was is not to outlive what it follows; no builder sets it
     for number, panel in enumerate(model.panels or [], start=1):
         panel.id_val = number
     return JSONEncoder(sort_keys=True, indent=2).encode(model) + "\n"
+
+
+def _link_to(uid: str, here: str) -> Any:
+    title, wanted = BOARDS[uid]
+    chosen = ["${datasource:queryparam}"]
+    for name, several in wanted.items():
+        several_here = BOARDS[here][1].get(name)
+        if several_here is None:
+            continue
+        if several or not several_here:
+            chosen.append(f"${{{name}:queryparam}}")
+        elif uid != "gpumem-oom":  # there the first one that has an error to show
+            chosen.append(f"var-{name}=${{one_{name}:percentencode}}")
+    return (
+        dashboard.DashboardLink(title)
+        .type(DashboardLinkType.LINK)
+        .icon("dashboard")
+        .url(f"/d/{uid}?{'&'.join(chosen)}")
+        .keep_time(True)
+    )
 
 
 def _annotation(name: str, colour: str, expression: str) -> Any:

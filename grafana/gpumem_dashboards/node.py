@@ -8,8 +8,8 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
-from gpumem_dashboards.frame import actions_annotation, board, link, ooms_annotation, variable
-from gpumem_dashboards.palette import PRESSURE
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
+from gpumem_dashboards.palette import PRESSURE, UP
 from gpumem_dashboards.panels import bars, count, graph, ledger, number, stacked
 from gpumem_dashboards.promql import (
     DEVICE,
@@ -51,6 +51,7 @@ def node() -> Any:
         .with_variable(variable("gpu", "GPU", f"gpumem_device_up{{{ONE_NODE}}}", "gpu"))
         .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{ONE_NODE}}}", "workload"))
         .with_variable(variable("rank", "Rank", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "rank"))
+        .with_variable(first_of("workload", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "workload"))
         .annotation(ooms_annotation(TORCH))
         .annotation(actions_annotation(ONE_NODE))
         .with_row(dashboard.Row("Node"))
@@ -118,9 +119,10 @@ def _devices() -> Any:
     slope = f"sum by ({DEVICE}) ({growth('gpumem_device_memory_used_bytes', GPU)})"
     return table(
         "Devices",
-        "One row a device. Pressure: the share that is neither free nor would come back by a clear. Used, free and held"
-        " back are the driver's words and add up to the total. Unattributed is what no process owns: signed, and near"
-        " zero on a healthy node. An empty cell is unknown, not zero.",
+        "One row a device; of one that is not up the driver tells nothing. Pressure: the share that is neither free nor"
+        " would come back by a clear. Used, free and held back are the driver's words and add up to the total."
+        " Unattributed is what no process owns: signed, and near zero on a healthy node. An empty cell is unknown, not"
+        " zero.",
         units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
@@ -131,6 +133,7 @@ def _devices() -> Any:
                 f"group by ({DEVICE}, name, mig_profile, driver_version) (gpumem_device_info{{{GPU}}})",
                 hidden=True,
             ),
+            Column("Up", f"sum by ({DEVICE}) (gpumem_device_up{{{GPU}}})", units.Short, UP, width=60),
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
             Column("Full in", seconds_to_full(free, slope), units.Seconds, width=90),

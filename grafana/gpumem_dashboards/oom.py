@@ -9,7 +9,7 @@ from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, link, ooms_annotation, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
 from gpumem_dashboards.palette import LEDGER, colour, words
 from gpumem_dashboards.panels import bars, dashed, graph, ledger, number, stacked
 from gpumem_dashboards.promql import ONE_NODE, filled, info
@@ -101,6 +101,7 @@ def oom() -> Any:
         .with_variable(variable("workload", "Workload", known, "workload"))
         .with_variable(variable("rank", "Rank", f'{known[:-1]}, workload=~"$workload"}}', "rank"))
         .with_variable(variable("pid", "Process", chosen, "pid", several=False))
+        .with_variable(first_of("workload", f'{known[:-1]}, workload=~"$workload"}}', "workload"))
         .annotation(ooms_annotation(LISTED))
         .annotation(actions_annotation(ONE_NODE))
     )

@@ -15,7 +15,7 @@ from grafana_foundation_sdk.models.dashboard import (
 
 from gpumem_dashboards.promql import ABOVE
 
-__all__ = ["LEDGER", "PRESSURE", "colour", "ledger_words", "none_is_good", "shares", "steps", "words"]
+__all__ = ["LEDGER", "PRESSURE", "UP", "colour", "ledger_words", "none_is_good", "shares", "steps", "words"]
 
 LEDGER = (
     ("torch_allocated", "in tensors", "dark-blue"),
@@ -30,6 +30,7 @@ LEDGER = (
 """Category, its name on graphs, its colour: from the bottom of the stack to its top."""
 
 PRESSURE = ((None, "green"), (0.75, "yellow"), (ABOVE, "orange"), (0.97, "red"))
+UP = ((None, "red"), (1, "green"))
 
 
 def steps(*limits: tuple[float | None, str]) -> Any:

@@ -76,8 +76,11 @@ def render(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) -
 
 
 def _header(dashboard: Mapping[str, Any], scope: Scope) -> str:
+    hidden = {variable["name"] for variable in dashboard["templating"]["list"] if variable.get("hide")}
     shown = " · ".join(
-        f"{name}: {'all' if value == '.*' else value or 'none'}" for name, value in scope.variables.items()
+        f"{name}: {'all' if value == '.*' else value or 'none'}"
+        for name, value in scope.variables.items()
+        if name not in hidden
     )
     span = f"{text_of(scope.start * 1000, 'dateTimeAsIso')} to {text_of(scope.end * 1000, 'dateTimeAsIso')}"
     return (
@@ -234,9 +237,11 @@ def _override(panel: Mapping[str, Any], heading: str) -> dict[str, Any]:
 
 
 def _cell(value: Any, options: Mapping[str, Any]) -> str:
+    if isinstance(value, str) and options["unit"] != "string" and re.fullmatch(r"[0-9.]*[0-9]", value):
+        value = float(value)  # as Grafana takes it
     if not isinstance(value, float):
         mapped = {k: v for mapping in options.get("mappings") or () for k, v in mapping["options"].items()}
-        text = mapped.get(value, {}).get("text", value) or ""
+        text = mapped.get(value, {}).get("text", value) or options.get("noValue", "")
         return f'<td class="t">{html.escape(text)}</td>'
     text = text_of(value, options["unit"], options.get("decimals"))
     kind = (options.get("custom.cellOptions") or {}).get("type", "")

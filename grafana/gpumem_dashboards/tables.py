@@ -17,6 +17,9 @@ from gpumem_dashboards.panels import Limits, described, query
 
 __all__ = ["Column", "matrix", "table"]
 
+# Else Grafana reads "0" as a number and gives it the table's unit: GPU 0 would be "0 B", in links, too.
+_AS_IT_IS = DynamicConfigValue("unit", "string")
+
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -77,7 +80,8 @@ def table(
         .with_transformation(DataTransformerConfig(id_val="merge", options={}))
     )
     if no_value:
-        panel = panel.no_value(no_value)
+        # Grafana also shows it in each empty cell of a table that has rows, unless the column says otherwise.
+        panel = panel.no_value(no_value).override_by_regexp(".*", [DynamicConfigValue("noValue", "")])
     asked = [column for column in listed if column.expression]
     # With one query alone Grafana calls its column "Value", with several "Value #A" and so on.
     names = ["Value"] if len(asked) == 1 else [f"Value #{letter}" for letter in ascii_uppercase[: len(asked)]]
@@ -119,12 +123,14 @@ def matrix(title: str, description: str, expression: str, link: tuple[str, str],
         panel = panel.with_transformation(transformation)
     cell = [DynamicConfigValue("custom.cellOptions", {"type": "color-background", "mode": "basic"}), _links(*link)]
     return panel.override_by_regexp("^[0-9].*", cell).override_by_name(
-        r"instance\gpu", [DynamicConfigValue("displayName", "Node")]
+        r"instance\gpu", [DynamicConfigValue("displayName", "Node"), _AS_IT_IS]
     )
 
 
 def _dress(panel: Any, column: Column) -> Any:
     wanted: list[DynamicConfigValue] = []
+    if not column.expression:
+        wanted.append(_AS_IT_IS)
     if column.unit:
         wanted.append(DynamicConfigValue("unit", column.unit))
     if column.gauge:

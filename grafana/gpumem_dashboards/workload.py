@@ -11,7 +11,7 @@ from grafana_foundation_sdk.models.common import AxisPlacement, LegendDisplayMod
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, link, ooms_annotation, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
 from gpumem_dashboards.palette import PRESSURE, colour
 from gpumem_dashboards.panels import bars, count, dashed, described, graph, number, query, stacked
 from gpumem_dashboards.promql import GPU, NODE, ONE_WORKLOAD, growth, hard_used_ratio, seconds_to_full
@@ -55,6 +55,7 @@ def workload() -> Any:
         .with_variable(variable("workload", "Workload", f"gpumem_reporter_up{{{NODE}}}", "workload", several=False))
         .with_variable(variable("rank", "Rank", reporters, "rank"))
         .with_variable(variable("gpu", "GPU", f'gpumem_torch_reserved_bytes{{{NODE}, workload="$workload"}}', "gpu"))
+        .with_variable(first_of("node", f'gpumem_reporter_up{{{NODE}, workload="$workload"}}', "instance"))
         .annotation(ooms_annotation(ONE_WORKLOAD))
         .annotation(actions_annotation())
     )
@@ -169,7 +170,7 @@ def _ranks() -> Any:
             Column("instance", heading="Node", link=("This device", node)),
             Column("gpu", heading="GPU", width=60),
             Column("Who", f"{who} gpumem_process_info{{{NODE}}}", hidden=True),
-            Column("Step", figure("step"), units.Short, width=80),
+            Column("Step", figure("step"), units.NoUnit, width=80),
             Column("In tensors", figure("allocated_bytes")),
             Column("Highest in tensors", figure("allocated_peak_bytes")),
             Column("Reserved", figure("reserved_bytes")),
@@ -224,7 +225,7 @@ def _over_time() -> list[Any]:
     for _, title, shade in figures:
         together = together.override_by_name(title, [colour(shade)])
     step = [
-        DynamicConfigValue("unit", units.Short),
+        DynamicConfigValue("unit", units.NoUnit),
         DynamicConfigValue("custom.axisPlacement", AxisPlacement.RIGHT),
         DynamicConfigValue("custom.fillOpacity", 0),
         colour("#80808080"),

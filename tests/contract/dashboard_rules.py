@@ -17,13 +17,28 @@ Dashboard = dict[str, Any]
 Rule = Callable[[Dashboard], Iterator[str]]
 
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-UNITS = {"binBps", "bytes", "cps", "dateTimeAsIso", "none", "percentunit", "s", "short"}
+UNITS = {"binBps", "bytes", "cps", "dateTimeAsIso", "none", "percentunit", "s", "short", "string"}
 VARIABLES = {
     "gpumem-fleet": ["datasource", "node", "gpu", "workload"],
     "gpumem-node": ["datasource", "node", "gpu", "workload", "rank"],
     "gpumem-workload": ["datasource", "node", "workload", "rank", "gpu"],
     "gpumem-oom": ["datasource", "node", "gpu", "workload", "rank", "pid"],
     "gpumem-exporter": ["datasource", "node"],
+}
+ONE_OF = {
+    "gpumem-fleet": ["one_node", "one_workload"],
+    "gpumem-node": ["one_workload"],
+    "gpumem-workload": ["one_node"],
+    "gpumem-oom": ["one_workload"],
+    "gpumem-exporter": ["one_node"],
+}
+"""Hidden variables for links from a variable of several to one of a single value."""
+SINGLE = {
+    "gpumem-fleet": set(),
+    "gpumem-node": {"node"},
+    "gpumem-workload": {"workload"},
+    "gpumem-oom": {"node", "pid"},
+    "gpumem-exporter": set(),
 }
 COUNTERS = {metric.name for metric in METRICS if metric.type == "counter"} | {"process_cpu_seconds_total"}
 LABELS = {label for metric in METRICS for label in metric.labels} | {"instance", "job", "le", "x_from", "x_to"}
@@ -41,7 +56,8 @@ class _Sentinel(dict[str, str]):
 
 def parsed(expression: str) -> Any:
     """The expression's tree; each variable in it is its name in angle brackets."""
-    names = {name: f"<{name}>" for names in VARIABLES.values() for name in names}
+    lists = (*VARIABLES.values(), *ONE_OF.values())
+    names = {name: f"<{name}>" for names in lists for name in names}
     return promql.parse(Scope(0.0, variables=names).fill(expression))
 
 
@@ -146,8 +162,12 @@ def panels_ask_and_show_what_their_kind_needs(dashboard: Dashboard) -> Iterator[
 def variables_are_the_agreed_ones_and_follow_the_time(dashboard: Dashboard) -> Iterator[str]:
     listed = dashboard["templating"]["list"]
     names = [variable["name"] for variable in listed]
-    if names != VARIABLES[dashboard["uid"]]:
-        yield f"the variables are {names}, not {VARIABLES[dashboard['uid']]}"
+    wanted = VARIABLES[dashboard["uid"]] + ONE_OF[dashboard["uid"]]
+    if names != wanted:
+        yield f"the variables are {names}, not {wanted}"
+    single = {v["name"] for v in listed if v["type"] == "query" and not v.get("multi") and not v.get("hide")}
+    if single != SINGLE[dashboard["uid"]]:
+        yield f"one value alone can be chosen of {single}, not of {SINGLE[dashboard['uid']]}"
     if listed[0]["type"] != "datasource" or listed[0]["query"] != "prometheus":
         yield "the first variable is not the data source"
     for variable in listed[1:]:
@@ -162,6 +182,8 @@ def variables_are_the_agreed_ones_and_follow_the_time(dashboard: Dashboard) -> I
             yield f"{name}: all leaves out series without the label"
         if not variable.get("label"):
             yield f"{name}: has no label"
+        if name.startswith("one_") != (variable.get("hide") == 2 and bool(variable.get("skipUrlSync"))):
+            yield f"{name}: shown, or kept in the address, though it only follows another one; or the other way round"
 
 
 def variables_are_matched_as_they_are_chosen(dashboard: Dashboard) -> Iterator[str]:
@@ -241,10 +263,28 @@ def no_recording_rule_and_no_unknown_label(dashboard: Dashboard) -> Iterator[str
             yield f"{query.where}: the legend shows labels that are not there: {sorted(shown - LABELS)}"
 
 
+def links_at_the_top_lead_to_every_other_dashboard_with_time_and_variables(dashboard: Dashboard) -> Iterator[str]:
+    here = dashboard["uid"]
+    by_target = {link["url"].removeprefix("/d/").partition("?")[0]: link for link in dashboard["links"]}
+    if by_target.keys() != VARIABLES.keys() - {here}:
+        yield f"the links lead to {sorted(by_target)}"
+    for target, link in by_target.items():
+        if not link.get("keepTime") or link.get("includeVars"):
+            yield f"the link to {target} loses the time, or takes along all of several where one alone can be chosen"
+        chosen = link["url"].partition("?")[2].split("&")
+        for name in VARIABLES[target]:
+            if name not in VARIABLES[here]:
+                continue
+            narrowed = name in SINGLE[target] - SINGLE[here]
+            # A post-mortem of all nodes' errors begins with the first that has one.
+            wanted = f"var-{name}=${{one_{name}:percentencode}}" if narrowed else f"${{{name}:queryparam}}"
+            if wanted not in chosen and not (narrowed and target == "gpumem-oom"):
+                yield f"the link to {target} does not say {wanted}"
+        if len(set(chosen)) != len(chosen):
+            yield f"the link to {target} says something twice: {chosen}"
+
+
 def links_lead_to_a_dashboard_with_time_and_variables(dashboard: Dashboard) -> Iterator[str]:
-    (links,) = [link for link in dashboard["links"] if link["type"] == "dashboards"] or [{}]
-    if not (links.get("tags") == ["gpumem"] and links.get("keepTime") and links.get("includeVars")):
-        yield f"the links to the other dashboards do not keep time and variables: {links}"
     addresses = [
         (panel["title"], link["url"])
         for panel in all_panels(dashboard)
@@ -270,11 +310,61 @@ def links_lead_to_a_dashboard_with_time_and_variables(dashboard: Dashboard) -> I
             yield f"{where}: loses the time: {url}"
         if "${datasource:queryparam}" not in url and "href" not in where and where != "Out of memory":
             yield f"{where}: loses the data source: {url}"
-        if "var-node" not in url and target[1] != "gpumem-workload":
+        if not re.search(r"var-node=|\$\{node:queryparam\}", url) and target[1] != "gpumem-workload":
             yield f"{where}: does not say which node: {url}"
         for name in re.findall(r"var-(\w+)=", url):
             if name not in VARIABLES[target[1]]:
                 yield f"{where}: {target[1]} has no variable {name}"
+
+
+def links_are_filled_from_what_is_there(dashboard: Dashboard) -> Iterator[str]:
+    """Grafana looks for a column by name, by number and by heading, in that order; what is not found is empty."""
+    for panel in all_panels(dashboard):
+        names = _columns(panel)
+        for override in panel["fieldConfig"]["overrides"]:
+            for entry in override["properties"]:
+                for url in (link["url"] for link in entry["value"]) if entry["id"] == "links" else ():
+                    for field in re.findall(r"\$\{__data\.fields([^:}]*)", url):
+                        if field.lstrip(".").partition(".")[0] not in names:
+                            yield f"{panel['title']}: a link asks for the column {field!r}, of {sorted(names)}"
+
+
+def cells_say_what_their_labels_say(dashboard: Dashboard) -> Iterator[str]:
+    """Grafana formats a label that looks like a number by the unit of its column, and an empty one as "no value"."""
+    for panel in all_panels(dashboard):
+        if panel["type"] != "table":
+            continue
+        shown = {
+            override["matcher"]["options"]: {entry["id"]: entry["value"] for entry in override["properties"]}
+            for override in panel["fieldConfig"]["overrides"]
+        }
+        for heading in _labels(panel):
+            if shown.get(heading, {}).get("unit") != "string":
+                yield f"{panel['title']}: {heading} is shown with a unit where it is a number"
+        if panel["fieldConfig"]["defaults"].get("noValue") and shown.get(".*", {}).get("noValue") != "":
+            yield f"{panel['title']}: an empty cell says what an empty table says"
+
+
+def _columns(panel: dict[str, Any]) -> set[str]:
+    """What the columns of a table are called, by name and by heading."""
+    names: set[str] = set()
+    for transformation in panel.get("transformations") or ():
+        options = transformation["options"]
+        if transformation["id"] == "organize":
+            names |= {*options["indexByName"], *options["renameByName"].values()}
+    headed = (override["properties"] for override in panel["fieldConfig"]["overrides"])
+    return names | {entry["value"] for entries in headed for entry in entries if entry["id"] == "displayName"}
+
+
+def _labels(panel: dict[str, Any]) -> Iterator[str]:
+    """By what a table's columns of labels are matched."""
+    for transformation in panel["transformations"]:
+        options = transformation["options"]
+        if transformation["id"] == "organize":
+            labels = (name for name in options["indexByName"] if not name.startswith("Value"))
+            yield from (options["renameByName"].get(name, name) for name in labels)
+        if transformation["id"] == "groupingToMatrix":
+            yield f"{options['rowField']}\\{options['columnField']}"
 
 
 def downward_links_are_there(dashboard: Dashboard) -> Iterator[str]:
@@ -285,7 +375,8 @@ def downward_links_are_there(dashboard: Dashboard) -> Iterator[str]:
         "gpumem-oom": {"gpumem-workload", "gpumem-oom"},
         "gpumem-exporter": set(),
     }
-    missing = wanted[dashboard["uid"]] - set(re.findall(r"/d/([\w-]+)\?", str(dashboard)))
+    inside = {**dashboard, "links": []}
+    missing = wanted[dashboard["uid"]] - set(re.findall(r"/d/([\w-]+)\?", str(inside)))
     if missing:
         yield f"nothing leads to {sorted(missing)}"
 
@@ -329,7 +420,10 @@ RULES: dict[str, Rule] = {
         a_pid_is_one_process_of_one_node,
         count_values_survives_a_known_bug,
         no_recording_rule_and_no_unknown_label,
+        links_at_the_top_lead_to_every_other_dashboard_with_time_and_variables,
         links_lead_to_a_dashboard_with_time_and_variables,
+        links_are_filled_from_what_is_there,
+        cells_say_what_their_labels_say,
         downward_links_are_there,
         events_are_marked,
         it_can_be_found_and_edited,

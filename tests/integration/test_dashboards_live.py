@@ -59,6 +59,14 @@ if LEAST_SECONDS < 120:
 
 pytestmark = pytest.mark.timeout(240 + LEAST_SECONDS)
 
+POLICY = """
+rules:
+  - name: look
+    workloads: ["*"]
+    when: {reserved_bytes: {over: 1MiB}}
+    do: {action: empty_cache}
+    dry_run: true
+"""
 # A rank that keeps a little of each step, so that there is a slope, while the other one does not.
 TRAINING = """
 import threading, time
@@ -138,12 +146,14 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
         (folder / name).mkdir()
     plan = folder / "plan.json"
     plan.write_text(json.dumps({"reserved_peak_bytes": PLANNED_BYTES}))
+    policy = ("--policy.file", str(folder / "policy.yml"))
+    Path(policy[1]).write_text(POLICY)
     exporters: list[ExporterProcess] = []
     processes: dict[str, TorchProcess] = {}
     begun = time.monotonic()
     with EmulatedNode(folder / "node") as node:
         try:
-            flags = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "3")
+            flags = (*policy, "--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "3")
             on_node = {"environment": node.environment()}
             exporters.append(
                 ExporterProcess(
@@ -154,7 +164,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
                 own = {"GPUMEM_EXPORTER_URL": exporters[0].url, "GPUMEM_RANK": rank, "GPUMEM_PLAN": str(plan)}
                 processes[name] = TorchProcess(node, own)
             exporters.append(
-                ExporterProcess(folder / "demo", "--demo", "--web.listen-address", f"127.0.0.1:{ports[DEMO]}")
+                ExporterProcess(folder / "demo", "--demo", *policy, "--web.listen-address", f"127.0.0.1:{ports[DEMO]}")
             )
             targets = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
             targets[ALSO_DEMO] = targets[DEMO]
@@ -383,6 +393,6 @@ def test_the_preview_draws_the_answers_and_says_that_it_is_no_grafana(
         assert html.escape(panel["title"].split("$")[0]) in page
     assert page.count("<section") >= len(list(all_panels(load(name))))
     # What the library does not tell; and columns by the minute or by ten of them may have no point yet.
-    assert page.count("No data") <= {"workload": 1, "fleet": 2, "exporter": 3}.get(name, 0)
+    assert page.count("No data") <= {"workload": 1, "fleet": 2, "exporter": 4}.get(name, 0)
     assert "NaN" not in page
     assert "<svg" in page
