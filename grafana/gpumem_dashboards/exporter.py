@@ -251,7 +251,7 @@ def _actions() -> list[Any]:
         " dry run is seen here alone: it asks nothing of the processes. A rule that only ever says stopped, limited or"
         " cooling would act, and is held back.",
         units.CountsPerSecond,
-        [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval]))", "{{rule}} {{result}}")],
+        [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}")],
     ).no_value("No rules, or none whose conditions were met.")
     alerts = graph(
         "Alerts that came as requests, by outcome",

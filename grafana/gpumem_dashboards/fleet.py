@@ -18,7 +18,6 @@ from gpumem_dashboards.promql import (
     GPU,
     NODE,
     above_seconds,
-    growth,
     hard_used_ratio,
     largest_category,
     largest_process,
@@ -123,7 +122,7 @@ def _figures() -> list[Any]:
 def _devices() -> Any:
     by_device = f"sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category=~%s}})"
     free = f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category=~"free|torch_reclaimable"}})'
-    slope = f"sum by ({DEVICE}) ({growth('gpumem_device_memory_used_bytes', GPU)})"
+    full = seconds_to_full(free, "gpumem_device_memory_used_bytes", GPU, DEVICE)
     return table(
         "Devices, the most pressed first",
         "Pressure is the share of a device's memory that is neither free nor would come back by a clear. The largest"
@@ -135,7 +134,7 @@ def _devices() -> Any:
             Column("gpu", heading="GPU", width=60),
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
-            Column("Full in", seconds_to_full(free, slope), units.Seconds, width=90),
+            Column("Full in", full, units.Seconds, width=90),
             Column("A clear gives back", by_device % '"torch_reclaimable"', width=140),
             Column("Fragmented", by_device % '"torch_fragmented"', width=110),
             Column("workload", heading="Largest process", link=TO_WORKLOAD),

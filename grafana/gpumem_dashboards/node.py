@@ -15,7 +15,6 @@ from gpumem_dashboards.promql import (
     DEVICE,
     ONE_NODE,
     above_seconds,
-    growth,
     hard_used_ratio,
     process_used,
     seconds_to_full,
@@ -116,7 +115,7 @@ def _devices() -> Any:
         return f"sum by ({DEVICE}) (gpumem_device_{name}{{{GPU}}})"
 
     free = f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category=~"free|torch_reclaimable"}})'
-    slope = f"sum by ({DEVICE}) ({growth('gpumem_device_memory_used_bytes', GPU)})"
+    full = seconds_to_full(free, "gpumem_device_memory_used_bytes", GPU, DEVICE)
     return table(
         "Devices",
         "One row a device; of one that is not up the driver tells nothing. Pressure: the share that is neither free nor"
@@ -136,7 +135,7 @@ def _devices() -> Any:
             Column("Up", f"sum by ({DEVICE}) (gpumem_device_up{{{GPU}}})", units.Short, UP, width=60),
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
-            Column("Full in", seconds_to_full(free, slope), units.Seconds, width=90),
+            Column("Full in", full, units.Seconds, width=90),
             Column("Busy", figure("utilization_ratio"), units.PercentUnit, width=70),
             Column("Total", figure("memory_total_bytes")),
             Column("Used", figure("memory_used_bytes")),

@@ -66,12 +66,22 @@ def above_seconds(selector: str) -> str:
 
 def growth(metric: str, selector: str) -> str:
     """Bytes a second by which the floor of a sawtooth rises over the time shown: the peaks of steps do not count."""
-    return f"deriv(min_over_time({metric}{{{selector}}}[$__rate_interval])[$__range:$__rate_interval])"
+    return f"deriv({_floors(metric, selector)})"
 
 
-def seconds_to_full(room: str, slope: str) -> str:
-    """How long `room` lasts at the slope, both by the same labels; absent where that is more than a week, or never."""
-    return f"(({room}) / ({slope} > 0)) < {_FAR_SECONDS}"
+def seconds_to_full(room: str, metric: str, selector: str, by: str) -> str:
+    """How long `room` lasts while the floor of `metric` rises as it did, both by those labels.
+
+    Absent where that is more than a week, or never. And where the floor goes up and down by more than it rises, which
+    has a slope, too, of no meaning: a straight line through it has to explain a third of its variance.
+    """
+    spread = f"stddev_over_time({_floors(metric, selector)})"
+    rising = f"{growth(metric, selector)} > 2 * {spread} / $__range_s"
+    return f"(({room}) / (sum by ({by}) ({rising}))) < {_FAR_SECONDS}"
+
+
+def _floors(metric: str, selector: str) -> str:
+    return f"min_over_time({metric}{{{selector}}}[$__rate_interval])[$__range:$__rate_interval]"
 
 
 def info(labels: str, selector: str = NODE) -> str:

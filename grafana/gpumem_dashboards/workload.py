@@ -35,6 +35,7 @@ ROOM = (
 )
 """What a rank can still get: what is free on its device, and its own cache."""
 GROWTH = f"sum by ({RANK}) ({growth('gpumem_torch_allocated_bytes', ONE_WORKLOAD)})"
+TIME_TO_FULL = seconds_to_full(ROOM, "gpumem_torch_allocated_bytes", ONE_WORKLOAD, RANK)
 HIGHEST = f"max_over_time(gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}[$__rate_interval])"
 STEP_RATE = f"sum by ({RANK}) (deriv(gpumem_torch_step{{{ONE_WORKLOAD}}}[$__range]))"
 
@@ -98,10 +99,11 @@ def _figures() -> list[Any]:
         number(
             "Time to full",
             "How long the tightest rank lasts if its tensors grow as they did over the time shown, with what is free on"
-            " its device and in its own cache. Nothing within a week: it does not grow, or so slowly that it does not"
-            " matter. A start-up looks like growth: choose a time after it.",
+            " its device and in its own cache. Nothing within a week: it does not grow, or goes up and down by more"
+            " than it grows, or grows so slowly that it does not matter. A start-up looks like growth: choose a time"
+            " after it.",
             units.Seconds,
-            f"min({seconds_to_full(ROOM, GROWTH)})",
+            f"min({TIME_TO_FULL})",
             limits=((None, "red"), (1800, "orange"), (4 * 3600, "green")),
             no_value="not within a week",
             span=3,
@@ -178,7 +180,7 @@ def _ranks() -> Any:
             Column("A clear gives back", figure("reclaimable_bytes")),
             Column("Fragmented", figure("fragmented_bytes")),
             Column("Grows by", GROWTH, units.BytesPerSecondIEC, width=100),
-            Column("Full in", seconds_to_full(ROOM, GROWTH), units.Seconds, width=90),
+            Column("Full in", TIME_TO_FULL, units.Seconds, width=90),
             Column("Sample's age", of_process(sampled), units.Seconds, width=110),
             Column("pid", width=90),
             Column("k8s_pod", heading="Pod"),

@@ -221,6 +221,23 @@ def test_a_sawtooth_that_does_not_rise_is_never_full(tmp_path: Path) -> None:
     check(tmp_path, series, expression("workload", "Time to full", workload="train"), {})
 
 
+def test_a_floor_that_goes_up_and_down_by_more_than_it_rises_is_never_full(tmp_path: Path) -> None:
+    # Two programs take turns every five minutes; at the end it happens to be the larger one's.
+    turns = " ".join(" ".join([str(floor)] * 20) for floor in (10, 900) * 4)
+    series = {
+        f"gpumem_torch_allocated_bytes{{{DIED}}}": turns,
+        f"gpumem_torch_reclaimable_bytes{{{DIED}}}": "1400x200",
+        f"gpumem_device_memory_free_bytes{{{ON}}}": "4000x200",
+        f"gpumem_device_memory_used_bytes{{{ON}}}": turns,
+        f'gpumem_ledger_bytes{{{ON}, category="free"}}': "4000x200",
+    }
+    asked = expression("workload", "Time to full", workload="train")
+    check(tmp_path, series, expression("workload", "Leak slope", workload="train") + " > bool 0", {"{}": 1})
+    check(tmp_path, series, asked, {})
+    title = "Devices, the most pressed first"
+    check(tmp_path, series, expression("fleet", title, letter_of("fleet", title, "Full in")), {})
+
+
 def test_ranks_at_different_points_of_a_step_are_not_unequal(tmp_path: Path) -> None:
     def rank(number: int) -> str:
         return (
