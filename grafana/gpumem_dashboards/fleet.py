@@ -192,8 +192,8 @@ def _wasted_workloads() -> Any:
     return table(
         "Workloads by wasted bytes",
         "Wasted: reserved by PyTorch and in no tensor. A clear returns the one part to the driver at once; the"
-        " fragmented part needs expandable segments or other sizes. The row without a name is of processes that were given"
-        " none. Click a workload to see its ranks.",
+        " fragmented part needs expandable segments or other sizes. The row without a name is of processes that were"
+        " given none. Click a workload to see its ranks.",
         units.BytesIEC,
         [
             Column("workload", heading="Workload", link=TO_WORKLOAD),
