@@ -215,6 +215,8 @@ def test_the_pod_monitor_scrapes_the_daemonset_as_the_job_that_dashboards_and_ru
     (container,) = agent["spec"]["template"]["spec"]["containers"]
     assert endpoint["port"] in {port["name"] for port in container["ports"]}
     assert endpoint["interval"] == read("deploy/prometheus/prometheus.yml")["global"]["scrape_interval"]
-    labels = {rule["targetLabel"]: rule for rule in endpoint["relabelings"]}
+    labels = {rule["targetLabel"]: rule for rule in endpoint["relabelings"] if "targetLabel" in rule}
     assert labels["job"] == {"targetLabel": "job", "replacement": "gpumem"}
     assert labels["instance"]["sourceLabels"] == ["__meta_kubernetes_pod_node_name"]
+    # The operator names the pod on every series; a new name would begin the alerts' hours anew.
+    assert {"action": "labeldrop", "regex": "pod|container"} in endpoint["relabelings"]
