@@ -49,19 +49,7 @@ class Page:
     @cached_property
     def body(self) -> bytes:
         """HTML."""
-        page = _read("index.html")
-        parts = {
-            "version": escape(self.version),
-            "telemetry-path": escape(self.telemetry_path),
-            "title": "GPU memory (demo)" if self.demo else "GPU memory",
-            "demo": _read("demo.html") if self.demo else "",
-            "page": self.digest,
-            "style": self._style,
-            "script": self._script,
-        }
-        for name, text in parts.items():
-            page = page.replace(f"<!--{name}-->", text)
-        return page.encode()
+        return self._without_digest.replace("<!--page-->", self.digest).encode()
 
     @cached_property
     def compressed(self) -> bytes:
@@ -96,7 +84,22 @@ class Page:
     @cached_property
     def digest(self) -> str:
         """Tells one page from another: an open page that is not the exporter's any more loads itself anew."""
-        return hashlib.sha256(self._style.encode() + self._script.encode() + self.version.encode()).hexdigest()[:16]
+        return hashlib.sha256(self._without_digest.encode()).hexdigest()[:16]
+
+    @cached_property
+    def _without_digest(self) -> str:
+        page = _read("index.html")
+        parts = {
+            "version": escape(self.version),
+            "telemetry-path": escape(self.telemetry_path),
+            "title": "GPU memory (demo)" if self.demo else "GPU memory",
+            "demo": _read("demo.html") if self.demo else "",
+            "style": self._style,
+            "script": self._script,
+        }
+        for name, text in parts.items():
+            page = page.replace(f"<!--{name}-->", text)
+        return page
 
     @cached_property
     def _style(self) -> str:

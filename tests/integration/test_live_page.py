@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,9 @@ def driverless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Expor
     """An exporter on a machine without a driver, whose processes are the test's."""
     with serving(tmp_path_factory.mktemp("driverless"), "--report.expiry", "3600") as (exporter, url):
         yield exporter, url
+
+
+TURNED = "\u202ehtob \u2066x\n\x1b[31m"
 
 
 def known_device(**changes: Any) -> dict[str, Any]:
@@ -131,6 +135,7 @@ def test_without_a_driver_it_says_why_and_still_shows_who_reports(driverless: De
     assert live.text("#degraded").startswith("NVML is down, so devices are not shown: ")
     assert exporter.get("/health")["nvml"]["error"] in live.text("#degraded")
     assert "devices are not known" in live.text("#no-devices")
+    assert live.text("#quiet") == "Nothing that is known, but the devices are not known."
     live.until("document.querySelector('#rows').textContent.includes('lonely')")
     row = live.text("#rows tr:has-text('lonely')")
     assert "70.0 MiB" in row
@@ -150,6 +155,44 @@ def test_what_a_process_says_of_itself_is_text(driverless: Demo, open_page: Open
         live.page.evaluate("document.querySelectorAll('body img, body b, body i, body script:not([type])').length") == 0
     )
     assert live.page.title() == "GPU memory"
+
+
+def test_a_name_turns_nothing_round_that_stands_beside_it(driverless: Demo, open_page: OpenPage) -> None:
+    exporter, url = driverless
+    send(exporter, 503, MIB, workload=TURNED)
+    live = open_page(url)
+    row = live.page.locator("#rows tr:has-text('htob')")
+    row.wait_for()
+    live.page.locator("#events li:has-text('htob')").wait_for(state="attached")
+    row.get_by_role("button").click()
+    live.until("document.querySelector('#dialog-results').textContent.includes('htob')")
+    assert live.page.evaluate("document.body.textContent.match(/[\u202e\u2066\x1b]/)") is None
+    assert live.text("#dialog-title") == "Clear \ufffdhtob \ufffdx\ufffd\ufffd[31m (pid 503)"
+
+
+def test_a_long_name_leaves_the_other_columns_whole(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+
+    def answer() -> dict[str, Any]:
+        document = made_up(exporter, known_device())
+        columns = document["state"]["columns"]
+        row = {**dict.fromkeys(columns), "pid": 1234567, "state": "reporting", "workload": "w" * 200, "uuid": UUIDS[0]}
+        row.update(rank="r" * 30, user="u" * 32, k8s_pod="p" * 100, gpu="0", clears=True, last_report_unix_seconds=0)
+        row.update(dict.fromkeys((name for name in columns if name.endswith("_bytes")), 1023 * MIB))
+        document["state"]["processes"] = [[row[name] for name in columns]]
+        return document
+
+    live = open_page(url, answer=answer)
+    for width in (1280, 1000, 320):
+        live.page.set_viewport_size({"width": width, "height": 800})
+        assert live.page.evaluate("document.documentElement.scrollWidth") <= width
+        if width > 992:  # below, a row is a card
+            lines = """() => ['[data-column=pid] .value', '.row-act button'].map((part) => {
+                const range = document.createRange();
+                range.selectNodeContents(document.querySelector(`#rows ${part}`));
+                return new Set([...range.getClientRects()].map((line) => line.top)).size;
+            })"""
+            assert live.page.evaluate(lines) == [1, 1]
 
 
 def test_a_refresh_changes_figures_and_builds_nothing_anew(driverless: Demo, open_page: OpenPage) -> None:
@@ -243,14 +286,28 @@ def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_f
         document = made_up(exporter, full)
         columns = document["state"]["columns"]
         row = {**dict.fromkeys(columns), "pid": 77, "state": "reporting", "workload": "hoarder", "uuid": UUIDS[0]}
-        row.update(gpu="0", reclaimable_bytes=2 * GIB, clears=True, last_report_unix_seconds=0)
+        row.update(gpu="0", used_bytes=6 * GIB, reclaimable_bytes=held, clears=True, last_report_unix_seconds=0)
         document["state"]["processes"] = [[row[name] for name in columns]]
+        now = document["moment"]["clock_seconds"]
+        line = {"in_use": [10_000, 100, 10_000, 10_000], "allocated": [100] * 4}
+        document["history"].update(seconds=[now - age for age in (8, 6, 4, 2)], devices={UUIDS[0]: line})
+        document["state"]["newest"] = None
+        times.append(document["moment"]["unix_seconds"] - 4)
         return document
 
-    live = open_page(url, answer=answer)
+    held, times = 2 * GIB, list[float]()
+    live = open_page(url, answer=answer, timezone_id="UTC")
     said = live.text("#troubles li:has-text('GPU 0 is full')")
-    assert "256 MiB of 10.0 GiB free" in said
+    assert "256 MiB of 10.0 GiB free; hoarder (pid 77) uses 6.0 GiB. " in said
     assert "Clearing would free 2.0 GiB, most of it in hoarder (pid 77)." in said
+    since = re.search(r"GPU 0 is full \(since (\d\d:\d\d:\d\d)\)", said)
+    assert since
+    assert since[1] in {time.strftime("%H:%M:%S", time.gmtime(at + late)) for at in times for late in (-0.01, 0.01)}
+    held = GIB // 2
+    live.until(
+        "document.querySelector('#troubles').textContent.replaceAll('\u00a0', ' ').includes(it)",
+        "2.0 GiB, 512 MiB of it in hoarder (pid 77).",
+    )
     assert live.page.locator(".device").get_attribute("data-level") == "critical"
 
 

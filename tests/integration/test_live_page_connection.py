@@ -17,17 +17,22 @@ LOST = ("ERR_", "Failed to load resource")
 
 def assert_it_says_that_the_exporter_is_lost(live: LivePage) -> None:
     live.page.locator("#lost").wait_for()
-    assert re.match(r"Lost the exporter\. Last seen \d\d:\d\d:\d\d; what is below is from then\.", live.text("#lost"))
+    said = r"Lost the exporter\. Last seen \d\d:\d\d:\d\d; no figures are shown until it answers again\."
+    assert re.fullmatch(said, live.text("#lost"))
     assert live.page.locator("#lost").get_attribute("role") == "alert"
     assert live.text("#mode") == "lost"
-    assert live.page.evaluate("getComputedStyle(document.querySelector('main')).filter") == "grayscale(1)"
+    shown = live.page.locator("main").inner_text()  # of what is visible
+    shown = shown[: shown.index("Last events")]  # those have their times with them
+    assert re.findall(r"\d\sGiB|\d\s%|demo-", shown) == []
+    assert "Devices" in shown
+    assert live.page.locator("#rows button:visible, .device button:visible").count() == 0
     assert live.page.locator("#clear-all").is_disabled()
 
 
 def assert_it_is_live(live: LivePage) -> None:
     live.until("document.body.dataset.mode === 'live'")
     assert not live.page.locator("#lost").is_visible()
-    assert live.page.evaluate("getComputedStyle(document.querySelector('main')).filter") == "none"
+    assert live.page.locator(".device .figures").first.is_visible()
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,7 @@ def test_a_killed_exporter_is_missed_at_once_and_welcomed_back(own: Demo, open_p
     assert_it_is_live(live)
     exporter.stop(signal.SIGKILL)
     assert_it_says_that_the_exporter_is_lost(live)
+    assert live.violations_of_access() == []
     exporter.start()
     assert_it_is_live(live)
     live.until("document.querySelectorAll('.device').length === 8")
@@ -94,3 +100,28 @@ def test_where_the_stream_is_refused_it_asks_again_and_again_and_tries_the_strea
     live.until("document.body.dataset.mode === 'polling'")
     live.page.evaluate("window.refusing = false")
     assert_it_is_live(live)
+
+
+def test_a_page_that_nobody_sees_asks_nothing_and_shows_nothing_old_when_it_is_seen_again(
+    demo: Demo, open_page: OpenPage
+) -> None:
+    _, url = demo
+    script = """
+        const Real = EventSource;
+        window.streams = [];
+        window.EventSource = function (path) { streams.push(new Real(path)); return streams.at(-1); };
+        Object.defineProperty(document, 'hidden', {get: () => Boolean(window.away)});
+        window.turnAway = (away) => { window.away = away; document.dispatchEvent(new Event('visibilitychange')); };
+    """
+    live = open_page(url, script=script)
+    assert_it_is_live(live)
+    live.page.evaluate("turnAway(true)")
+    assert live.page.evaluate("streams.map((stream) => stream.readyState)") == [2]
+    asked = len(live.requested)
+    # Instead of waiting: minutes have gone by.
+    live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 300_000; }")
+    said = live.page.evaluate("() => { turnAway(false); return [document.body.dataset.mode, main.innerText]; }")
+    assert said[0] == "waiting"
+    assert "GiB" not in said[1][: said[1].index("Last events")]
+    assert_it_is_live(live)
+    assert sum("/api/v1/live" in url for url in live.requested[asked:]) == 1

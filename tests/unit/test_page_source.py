@@ -78,7 +78,14 @@ def test_only_a_demo_says_so() -> None:
 
 def test_it_says_which_page_it_is_and_another_version_is_another_page() -> None:
     assert f'<meta name="page" content="{PAGE.digest}">' in PAGE.body.decode()
-    assert Page("1.2.4", demo=False, telemetry_path="/metrics").digest != PAGE.digest
+    others = (
+        Page("1.2.4", demo=False, telemetry_path="/metrics"),
+        Page("1.2.3", demo=True, telemetry_path="/metrics"),  # an open page of it must not go on without saying so
+        Page("1.2.3", demo=False, telemetry_path="/other"),
+    )
+    assert (
+        len({page.digest for page in (PAGE, *others)}) == len({page.headers["ETag"] for page in (PAGE, *others)}) == 4
+    )
 
 
 def test_compressed_it_is_the_same_and_small() -> None:

@@ -10,10 +10,13 @@ class Refusal extends Error {
 const access = (() => {
   let token = "";
 
-  /** Ask, and return the answer's status and document. Refusal: the exporter's own words; any other error: no answer. */
-  async function ask(path, { method = "GET", body, headers = {}, seconds = 10 } = {}) {
+  /**
+   * Ask, and return the answer's status and document. Refusal: the exporter's own words; any other error: no answer.
+   * `acts`: the token goes with it. It takes the place of the password by which the browser may read this page.
+   */
+  async function ask(path, { method = "GET", body, headers = {}, seconds = 10, acts = true } = {}) {
     const sent = { Accept: "application/json", ...headers };
-    if (token) sent.Authorization = `Bearer ${token}`;
+    if (token && acts) sent.Authorization = `Bearer ${token}`;
     if (body !== undefined) sent["Content-Type"] = "application/json";
     const answer = await fetch(path, {
       method,

@@ -146,7 +146,7 @@ function resultsTable(action) {
     const change = action.dry_run
       ? bytes(result.reserved_before_bytes)
       : `${bytes(result.reserved_before_bytes)} → ${bytes(result.reserved_after_bytes)}`;
-    const outcome = result.reason ? `${result.outcome}: ${result.reason}` : result.outcome;
+    const outcome = result.reason ? `${result.outcome}: ${tamed(result.reason)}` : result.outcome;
     const name = processName(result.workload, result.rank, result.pid);
     const cells = [result.gpu || "–", change, bytes(result.freed_bytes), ...(action.dry_run ? [] : [outcome])];
     return h("tr", {}, h("th", { scope: "row" }, name), ...cells.map((cell) => h("td", {}, cell)));

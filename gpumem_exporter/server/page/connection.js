@@ -7,15 +7,33 @@ const LOST_POLL_SECONDS = 1;
 const STREAM_RETRY_SECONDS = { first: 2, last: 60 };
 
 class Connection {
-  /** `on`: what is called with the history, a state, a moment, and the mode: "live", "polling" or "lost". */
+  /** `on`: what is called with the history, a state, a moment, and the mode: "live", "polling", "lost" or "waiting". */
   constructor(on) {
     this.on = on;
     this.stream = null;
     this.timer = null;
+    this.polls = 0;
     this.heard = Date.now();
     this.retrySeconds = STREAM_RETRY_SECONDS.first;
     this.retryAt = 0;
     setInterval(() => this.watch(), 1000);
+    document.addEventListener("visibilitychange", () => (document.hidden ? this.pause() : this.resume()));
+    if (!document.hidden) this.open();
+  }
+
+  /** A page that nobody sees needs nothing: a browser has six connections to one exporter for all of its tabs. */
+  pause() {
+    this.stream?.close();
+    this.stream = null;
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.polls += 1;
+  }
+
+  /** What was known when the page was last seen is not shown as if it were known now. */
+  resume() {
+    if (this.stream !== null) return;
+    if (Date.now() - this.heard > SILENCE_SECONDS * 1000) this.on.mode("waiting");
     this.open();
   }
 
@@ -46,7 +64,7 @@ class Connection {
   hear(mode, moment, state) {
     this.heard = Date.now();
     if (mode === "live") this.retrySeconds = STREAM_RETRY_SECONDS.first;
-    this.on.mode(mode, this.heard);
+    this.on.mode(mode);
     if (state !== null) this.on.state(moment, state);
     else this.on.moment(moment);
   }
@@ -67,16 +85,20 @@ class Connection {
 
   async poll() {
     clearTimeout(this.timer);
+    this.polls += 1;
+    const mine = this.polls; // another one has taken over where it is no longer the last
     let wait = POLL_SECONDS;
     try {
-      const { document } = await access.ask(LIVE, { seconds: SILENCE_SECONDS });
+      const { document } = await access.ask(LIVE, { seconds: SILENCE_SECONDS, acts: false });
+      if (mine !== this.polls) return;
       if (this.lost) this.retryAt = 0; // it is back, and so will its streams be
       this.lost = false;
       this.on.history(document.history);
       this.hear("polling", document.moment, document.state);
     } catch {
+      if (mine !== this.polls) return;
       this.lost = true;
-      this.on.mode("lost", this.heard);
+      this.on.mode("lost");
       wait = LOST_POLL_SECONDS;
     }
     if (!this.lost && Date.now() >= this.retryAt && typeof EventSource === "function") this.open();

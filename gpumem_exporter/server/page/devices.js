@@ -19,7 +19,8 @@ class DeviceCard {
   update(device, view) {
     const { memory, ledger } = device;
     setText(this.title, gpuName(device.gpu, device.uuid));
-    const of = [device.name, device.mig_profile && `MIG ${device.mig_profile}`];
+    const of = [device.name];
+    if (!device.name.includes(device.mig_profile)) of.push(`MIG ${device.mig_profile}`); // the driver's name may have it
     if (device.utilization_ratio !== null) of.push(`busy ${percent(device.utilization_ratio)}`);
     if (memory?.of_host) of.push("the host's memory");
     setText(this.model, of.filter(Boolean).join(" · "));

@@ -97,16 +97,18 @@ class Events {
   }
 
   entry(event) {
-    let element = this.elements.get(event.id);
-    if (element === undefined) {
+    let known = this.elements.get(event.id);
+    if (known === undefined) {
       const words = EVENT_WORDS[event.type]?.(event) ?? "";
       const where = event.gpu || event.uuid ? h("span", { class: "where" }, `${gpuName(event.gpu, event.uuid)},`) : "";
-      const time = h("time", { datetime: event.time }, dayAndTime(event.unix_seconds));
+      const time = h("time", { datetime: event.time });
       const kind = h("span", { class: "kind" }, EVENT_NAMES[event.type] ?? event.type);
-      element = h("li", { "data-type": event.type }, time, " ", kind, " ", where, " ", h("span", { class: "words" }, words));
-      this.elements.set(event.id, element);
+      const said = h("span", { class: "words" }, tamed(words));
+      known = { element: h("li", { "data-type": event.type }, time, " ", kind, " ", where, " ", said), time };
+      this.elements.set(event.id, known);
     }
-    return element;
+    setText(known.time, dayAndTime(event.unix_seconds, app.moment.unix_seconds)); // a day ends meanwhile
+    return known.element;
   }
 }
 

@@ -46,10 +46,11 @@ function timeOfDay(unixSeconds) {
   return [date.getHours(), date.getMinutes(), date.getSeconds()].map(twoDigits).join(":");
 }
 
-/** The same, with the day where that is not today. */
-function dayAndTime(unixSeconds) {
+/** The same, with the day where that is not the day of now. */
+function dayAndTime(unixSeconds, nowUnix) {
   const date = new Date(unixSeconds * 1000);
-  const day = date.toDateString() === new Date().toDateString() ? "" : `${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())} `;
+  const today = date.toDateString() === new Date(nowUnix * 1000).toDateString();
+  const day = today ? "" : `${twoDigits(date.getMonth() + 1)}-${twoDigits(date.getDate())} `;
   return day + timeOfDay(unixSeconds);
 }
 
@@ -128,9 +129,17 @@ function longestRise(places) {
   return found;
 }
 
+// Control characters, and those that turn the direction of whatever stands behind them: of a pid, say.
+const UNRULY = /[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
+
+/** What others call themselves, harmless to what it is shown beside. */
+function tamed(text) {
+  return text.replace(UNRULY, "\ufffd");
+}
+
 /** Who a process is, in words. */
 function processName(workload, rank, pid) {
-  const name = workload ? (rank ? `${workload} rank ${rank}` : workload) : "";
+  const name = workload ? tamed(rank ? `${workload} rank ${rank}` : workload) : "";
   if (pid === null || pid === undefined) return name || "a process";
   return name ? `${name} (pid ${pid})` : `pid ${pid}`;
 }

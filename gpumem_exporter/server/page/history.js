@@ -42,6 +42,26 @@ class History {
     }
     this.version += 1;
   }
+
+  /** Since when each point of a device's MiB in use, null for a hole, has been such; null where the last is not. */
+  since(uuid, isSuch) {
+    const values = this.devices.get(uuid)?.in_use;
+    if (values === undefined) return null;
+    const { seconds } = this;
+    const last = seconds.length - 1;
+    const joins = (i) => i === last || seconds[i + 1] - seconds[i] <= this.gap;
+    let first = last + 1;
+    while (first > 0 && joins(first - 1) && isSuch(values[first - 1])) first -= 1;
+    if (first > last) return null;
+    return { seconds: seconds[first], orBefore: first === 0 || !joins(first - 1) };
+  }
+}
+
+/** Since when that is, in words: ` (since 12:53:08)`, or at least for how long; empty where it is not known. */
+function sinceInWords(since, moment) {
+  if (since === null) return "";
+  const seconds = moment.clock_seconds - since.seconds;
+  return since.orBefore ? ` (for at least ${duration(seconds)})` : ` (since ${timeOfDay(moment.unix_seconds - seconds)})`;
 }
 
 /** One device's last ten minutes: what is in use as an area, what is in tensors as a line in it. */

@@ -1,6 +1,6 @@
 // The page as a whole: takes what comes and has it shown.
 
-const MODES = { live: "live", polling: `polling every ${POLL_SECONDS}${NBSP}s`, lost: "lost" };
+const MODES = { waiting: "connecting", live: "live", polling: `polling every ${POLL_SECONDS}${NBSP}s`, lost: "lost" };
 
 /** A state as the parts of the page want it. */
 function viewOf(moment, state, history, events) {
@@ -40,12 +40,11 @@ const app = {
     setText($("place"), location.host);
     $("clear-all").addEventListener("click", () => clearing.begin({ all: true }, "all processes"));
     $("filter").value = "";
-    document.addEventListener("visibilitychange", () => this.show());
     this.connection = new Connection({
       history: (document) => this.history.replace(document),
       state: (moment, state) => this.take(moment, state),
       moment: (moment) => this.at(moment),
-      mode: (mode, heard) => this.mode(mode, heard),
+      mode: (mode) => this.mode(mode),
     });
   },
 
@@ -102,7 +101,7 @@ const app = {
     setAttribute(document.body, "data-access", off || may === "refused" ? "refused" : (may ?? "unknown"));
   },
 
-  mode(mode, heard) {
+  mode(mode) {
     const { body } = document;
     if (body.dataset.mode === mode) return;
     const before = body.dataset.mode;
@@ -110,12 +109,14 @@ const app = {
     $("connection").dataset.mode = mode;
     setText($("mode"), MODES[mode]);
     const lost = mode === "lost";
-    $("main").toggleAttribute("data-stale", lost);
-    const when = this.state === undefined ? "It has not answered yet." : `Last seen ${timeOfDay(heard / 1000)}; what is below is from then.`;
+    const stale = lost || mode === "waiting";
+    $("main").toggleAttribute("data-stale", stale);
+    const seen = this.moment && `Last seen ${timeOfDay(this.moment.unix_seconds)}; no figures are shown until it answers again.`;
+    const when = seen ?? "It has not answered yet.";
     setText($("lost"), lost ? `Lost the exporter. ${when}` : "");
     setHidden($("lost"), !lost);
-    $("clear-all").disabled = lost;
-    if (before === "lost") this.events.forget();
+    $("clear-all").disabled = stale;
+    if (before === "lost" || before === "waiting") this.events.forget();
   },
 };
 

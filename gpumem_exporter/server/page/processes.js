@@ -71,7 +71,7 @@ class ProcessRow {
 
   name(data) {
     const text = { ...data, workload: data.workload || data.command || "(no name)", gpu: data.gpu ?? "–" };
-    for (const [name] of NAMES) setText(this.cells.get(name), String(text[name] ?? ""));
+    for (const [name] of NAMES) setText(this.cells.get(name), tamed(String(text[name] ?? "")));
     this.cells.get("workload").title = data.command ?? "";
     this.button.setAttribute("aria-label", `Clear ${processName(data.workload, data.rank, data.pid)}…`);
     const words = [data.workload, data.command, data.user, data.pod, data.pid, `gpu ${data.gpu}`, data.rank && `rank ${data.rank}`];

@@ -21,31 +21,38 @@ function troublesOf(view) {
 function troublesOfDevice(device, view, add) {
   const name = gpuName(device.gpu, device.uuid);
   if (!device.up) {
-    add("critical", `down ${device.uuid}`, `${name} does not answer: ${device.error}`);
+    const since = sinceInWords(view.history.since(device.uuid, (mib) => mib === null), view.moment);
+    add("critical", `down ${device.uuid}`, `${name} does not answer${since}: ${device.error}`);
     return;
   }
   const ledger = device.ledger;
   if (ledger === null) return;
   const total = device.memory.total_bytes;
   const { free, torch_reclaimable: reclaimable, torch_fragmented: fragmented, unattributed } = ledger;
-  const most = (column) => {
+  const who = ({ workload, command, rank, pid }) => processName(workload || command, rank, pid);
+  const most = (column, all) => {
     const row = view.largest(device.uuid, column);
-    return row === null ? "" : `, most of it in ${processName(row.workload, row.rank, row.pid)}`;
+    if (row === null) return "";
+    return `, ${row[column] > all / 2 ? "most" : bytes(row[column])} of it in ${who(row)}`;
   };
-  const full = `${bytes(free)} of ${bytes(total)} free`;
   if (free < 0.1 * total) {
     const help =
       reclaimable >= 0.01 * total
-        ? `Clearing would free ${bytes(reclaimable)}${most("reclaimable_bytes")}.`
+        ? `Clearing would free ${bytes(reclaimable)}${most("reclaimable_bytes", reclaimable)}.`
         : `Clearing would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
-    const [level, word] = free < 0.05 * total ? ["critical", "is full"] : ["warning", "is nearly full"];
-    add(level, `full ${device.uuid}`, `${name} ${word}: ${full}. ${help}`);
+    const [level, word, left] = free < 0.05 * total ? ["critical", "full", 0.05] : ["warning", "nearly full", 0.1];
+    const leastMib = Math.floor(((1 - left) * total) / 2 ** 20);
+    const since = sinceInWords(view.history.since(device.uuid, (mib) => mib !== null && mib >= leastMib), view.moment);
+    const user = view.largest(device.uuid, "used_bytes");
+    const whose = user === null ? "" : `; ${who(user)} uses ${bytes(user.used_bytes)}`;
+    const text = `${name} is ${word}${since}: ${bytes(free)} of ${bytes(total)} free${whose}. ${help}`;
+    add(level, `full ${device.uuid}`, text);
   } else if (reclaimable >= 0.2 * total) {
-    const text = `${name} caches ${bytes(reclaimable)} that no tensor uses${most("reclaimable_bytes")}. Clearing gives it back.`;
+    const text = `${name} caches ${bytes(reclaimable)} that no tensor uses${most("reclaimable_bytes", reclaimable)}. Clearing gives it back.`;
     add("note", `cached ${device.uuid}`, text, true);
   }
   if (fragmented >= 0.1 * total) {
-    const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes")}. Clearing cannot give it back.`;
+    const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes", fragmented)}. Clearing cannot give it back.`;
     add("warning", `fragmented ${device.uuid}`, text, true);
   }
   if (unattributed >= 0.02 * total) {
@@ -109,6 +116,7 @@ class Troubles {
       elements.push(this.more);
     }
     arrange($("troubles"), elements);
+    setText($("quiet"), view.nvml.up ? "Nothing does." : "Nothing that is known, but the devices are not known.");
     setHidden($("quiet"), found.length > 0);
   }
 
