@@ -7,6 +7,7 @@ Everything else is handed to `gpumem_exporter.cli.application`, which brings Typ
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -35,6 +36,8 @@ WRONG_USAGE = 2
 INTERRUPTED = 130
 """Ended by Ctrl-C, as a shell counts it."""
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
@@ -45,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words and words[0] in COMMANDS else ""
     speaker = f"{PROGRAM} {name}".rstrip()
+    _open_what_is_closed()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -55,15 +59,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone; the interpreter must not trip over the rest of it when it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        # Whoever read the output has gone.
+        _drop_output()
         return FAILED
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        return _fail(speaker, f"cannot write: {error.strerror}", FAILED)
     return code
 
 
 def one_line(text: str) -> str:
     """Text as one line without control characters, whatever it came from."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def _open_what_is_closed() -> None:
+    """Output that the caller has closed goes nowhere; the next file opened must not get its number, and the text."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+
+
+def _drop_output() -> None:
+    """The interpreter must not trip over the rest of the output when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _dispatch(words: list[str]) -> int:

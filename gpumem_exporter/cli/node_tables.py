@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["DEMO_NOTICE", "node_tables", "returnable_sentence"]
+__all__ = ["DEMO_NOTICE", "device_name", "node_tables", "returnable_sentence"]
 
 Document = Mapping[str, Any]
 
@@ -89,6 +89,12 @@ def returnable_sentence(processes: Sequence[Document]) -> str:
     return f"{sentence}; of {unknown} it cannot be known." if unknown else f"{sentence}."
 
 
+def device_name(device: Document) -> str:
+    """Its name with its MIG profile, which the driver's name of a MIG device has at its end; a dash for none."""
+    name, profile = device.get("name") or "", device.get("mig_profile") or ""
+    return (name if profile in name else f"{name} {profile}".lstrip()) or UNKNOWN
+
+
 def _device_table(devices: Sequence[Document], unicode_output: bool) -> Table:
     columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
     return table("Devices", columns, (_device_row(device, unicode_output) for device in devices))
@@ -98,7 +104,7 @@ def _device_row(device: Document, unicode_output: bool) -> tuple[str | Text, ...
     memory = device.get("memory") or {}
     return (
         device.get("gpu") or UNKNOWN,
-        " ".join(filter(None, (device.get("name"), device.get("mig_profile")))) or UNKNOWN,
+        device_name(device),
         human_bytes(memory.get("total_bytes")),
         human_ratio(device.get("utilization_ratio")),
         _bar(device.get("ledger"), unicode_output),

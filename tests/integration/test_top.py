@@ -468,6 +468,21 @@ def test_a_reader_that_goes_early_is_no_traceback(demo: ExporterProcess) -> None
 
 
 @pytest.mark.parametrize(
+    ("output", "status", "said"),
+    [(">&-", 0, ""), (">/dev/full", 1, "gpumem-exporter top: cannot write: No space left on device\n")],
+)
+def test_output_that_is_closed_or_full_is_no_traceback(
+    demo: ExporterProcess, output: str, status: int, said: str
+) -> None:
+    for more in ((), ("--json",)):
+        shell = f"{' '.join(_command('--once', '--url', demo.url, *more))} {output}"
+        ended = subprocess.run(
+            ["sh", "-c", shell], env=_environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (("--once", "--sort", "size"), "--sort size: must be one of used, "),

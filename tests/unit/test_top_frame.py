@@ -113,6 +113,21 @@ def test_a_lost_device_says_why_and_the_others_keep_their_figures() -> None:
         assert any(line.startswith("0 ") and line.endswith("80.0G") for line in lines)
 
 
+def test_what_is_free_is_marked_where_it_is_little_and_a_mig_profile_is_said_once() -> None:
+    def styles(width: int, **changes: Any) -> set[str]:
+        frame = draw(Moment(reading([device("0", **changes)], []), 0.1), View(), width, 24, unicode_output=True)
+        (row,) = [line for line in frame.lines if line.plain.startswith("0 ")]
+        return {str(span.style) for span in row.spans if row.plain[span.start : span.end].strip().endswith(("G", "M"))}
+
+    of = device("0")
+    for width in (80, 200):
+        for free, style in ((3 * GIB, {"bold red"}), (7 * GIB, {"bold yellow"}), (9 * GIB, set[str]())):
+            memory, ledger = {**of["memory"], "free_bytes": free}, {**of["ledger"], "free": free}
+            assert styles(width, memory=memory, ledger=ledger) == style, (width, free)
+    mig = device("0:1", name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", mig_profile="1g.10gb")
+    assert "\n".join(_draw(reading([mig], []), 200)).count("1g.10gb") == 1
+
+
 def test_the_bar_adds_up_to_its_width() -> None:
     (line,) = [line for line in _draw(_full(1), 200) if line.startswith("0 ")]
     bar = [character for character in line if character in "█▓▒░·"]

@@ -10,6 +10,7 @@ from gpumem_exporter.cli.fleets.asks import Failure, Nodes
 from gpumem_exporter.cli.fleets.naming import Place, places
 from gpumem_exporter.cli.fleets.options import LookOptions
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from gpumem_exporter.cli.node_tables import device_name
 from gpumem_exporter.cli.sizes import UNKNOWN, human_bytes, human_ratio
 from gpumem_exporter.cli.terminal import plain, table
 from gpumem_exporter.client._transport import shown_url
@@ -141,7 +142,7 @@ def _cells(place: Place, device: Document) -> tuple[str | Text, ...]:
     return (
         place.instance,
         device.get("gpu") or UNKNOWN,
-        " ".join(filter(None, (device.get("name"), device.get("mig_profile")))) or UNKNOWN,
+        device_name(device),
         human_ratio(device.get("utilization_ratio")),
         *(human_bytes(memory.get(f"{name}_bytes")) for name in ("total", "used", "free")),
         *(human_bytes(ledger.get(f"torch_{name}")) for name in ("reclaimable", "fragmented")),

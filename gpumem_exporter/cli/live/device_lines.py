@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.ledger_bar import SEGMENTS, Segment, bar_lengths
 from gpumem_exporter.cli.live.cells import cell, line, width_of
+from gpumem_exporter.cli.node_tables import device_name
 from gpumem_exporter.cli.sizes import UNKNOWN, human_ratio, short_bytes
 from gpumem_exporter.cli.terminal import plain
 
@@ -27,6 +28,8 @@ _UNCUT = 180
 _LONGEST_BAR = 100
 _MAKER = "NVIDIA "
 _RECLAIMABLE = SEGMENTS[1]
+_SCARCE = ((0.05, "bold red"), (0.1, "bold yellow"))
+"""How what is free is written where it is less than that part of the memory: the live page draws the same lines."""
 _MEMORY_ALONE: tuple[Segment, ...] = (
     Segment("used", ("used",), "█", "#", "blue"),
     Segment("reserved by the driver", ("reserved",), "░", "-", "magenta"),
@@ -79,9 +82,7 @@ def device_lines(devices: Sequence[Device], width: int, *, unicode_output: bool,
             lines.append(line([*first, cell(why, width - sum(c.cell_len + 1 for c in first))], width))
         else:
             bar = _bar(device, bar_width, unicode_output)
-            lines.append(
-                built([*first, bar], [plain(value) for value in _figures(device, wide, _with_ledgers(devices))])
-            )
+            lines.append(built([*first, bar], _figures(device, wide, _with_ledgers(devices))))
     if len(shown) < len(devices):
         lines.append(plain(f"and {len(devices) - len(shown)} more devices: a taller screen or --gpu shows them", "dim"))
     return lines
@@ -111,14 +112,23 @@ def _figure_headings(devices: Sequence[Device], wide: bool, unicode_output: bool
     return [plain("used", "bold"), *reclaim, plain("free", "bold"), plain("total", "bold")]
 
 
-def _figures(device: Device, wide: bool, with_ledgers: bool) -> list[str]:
+def _figures(device: Device, wide: bool, with_ledgers: bool) -> list[Text]:
     memory = device.get("memory") or {}
-    total = short_bytes(memory.get("total_bytes"))
     ledger = device.get("ledger") or {}
     if wide:
-        return [*(short_bytes(_size(ledger, segment)) for segment in SEGMENTS), total]
-    reclaim = [short_bytes(_size(ledger, _RECLAIMABLE))] if with_ledgers else []
-    return [short_bytes(memory.get("used_bytes")), *reclaim, short_bytes(memory.get("free_bytes")), total]
+        *sizes, free = (_size(ledger, segment) for segment in SEGMENTS)
+    else:
+        sizes = [memory.get("used_bytes"), *([_size(ledger, _RECLAIMABLE)] if with_ledgers else [])]
+        free = memory.get("free_bytes")
+    total = memory.get("total_bytes")
+    return [*(plain(short_bytes(size)) for size in sizes), _free(free, total), plain(short_bytes(total))]
+
+
+def _free(free: int | None, total: int | None) -> Text:
+    style = ""
+    if free is not None and total is not None:
+        style = next((style for part, style in _SCARCE if free < part * total), "")
+    return plain(short_bytes(free), style)
 
 
 def _size(ledger: Mapping[str, int], segment: Segment) -> int | None:
@@ -143,5 +153,4 @@ def _gpu(device: Device) -> str:
 
 
 def _name(device: Device) -> str:
-    named = " ".join(filter(None, (device.get("name"), device.get("mig_profile"))))
-    return named.removeprefix(_MAKER) or UNKNOWN
+    return device_name(device).removeprefix(_MAKER)
