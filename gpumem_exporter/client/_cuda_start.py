@@ -1,8 +1,8 @@
 """Runs a callback when this process initialises CUDA, without importing torch and without polling.
 
-A finder on `sys.meta_path` waits for `torch.cuda` to be imported and steps aside; torch's own queue of deferred calls
+A finder on `sys.meta_path` waits for `torch.cuda` to be imported; torch's own queue of deferred calls
 (`torch.cuda._lazy_call`, in every release since 1.0) then runs the callback in the thread that initialises CUDA. A
-process that never imports torch pays one comparison an import; one that never initialises CUDA pays nothing more.
+process pays one comparison an import.
 
 `bootstrap/sitecustomize.py` loads this file by its path in every Python process below `gpumem-exporter run`: it must
 stay a single file that imports `sys` alone.
@@ -41,19 +41,25 @@ def when_cuda_starts(callback: "Callable[[], None]") -> None:
 
 
 class _TorchCudaFinder:
-    """Finds nothing itself: has the other finders find `torch.cuda`, and adds a step after its execution."""
+    """Finds nothing itself: has the other finders find `torch.cuda`, and adds a step after its execution.
+
+    It stays where it is when that is done. A thread that imports something at that moment is on its way along the list:
+    it would pass over a finder, as all of them came a place nearer, and say that there is no such module.
+    """
 
     def __init__(self, callback: "Callable[[], None]") -> None:
         self._callback = callback
+        self._done = False
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        if name != "torch.cuda":
+        if name != "torch.cuda" or self._done:
             return None
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self._done = True  # also for the finders like this one that are asked now: they ask the others, too
         for finder in list(sys.meta_path):
+            if not hasattr(finder, "find_spec"):
+                continue  # as Python does
             spec = finder.find_spec(name, path, target)
             if spec is not None:
                 break

@@ -1,0 +1,72 @@
+"""Waiting for CUDA does nothing to the program's imports; with a torch of three lines, in a fresh interpreter."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client import _cuda_start
+
+TORCH = {
+    "__init__.py": "",
+    "cuda.py": "waiting = []\n_lazy_call = waiting.append\ndef init():\n    [call() for call in waiting]\n",
+}
+PROGRAM = """
+import json, runpy, sys
+sys.path.insert(0, {folder!r})
+when_cuda_starts = runpy.run_path({module!r})["when_cuda_starts"]
+began = []
+when_cuda_starts(lambda: began.append("first"))
+when_cuda_starts(lambda: began.append("second"))
+{rest}
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "torch").mkdir()
+    for name, text in TORCH.items():
+        (tmp_path / "torch" / name).write_text(text)
+    return tmp_path
+
+
+def run(folder: Path, rest: str) -> Any:
+    program = PROGRAM.format(folder=str(folder), module=_cuda_start.__file__, rest=rest)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.stderr == ""
+    return json.loads(ended.stdout)
+
+
+def test_each_callback_runs_once_when_cuda_starts_and_not_before(folder: Path) -> None:
+    rest = "import torch.cuda\nbefore = list(began)\ntorch.cuda.init()\nresult = [before, sorted(began)]"
+    assert run(folder, rest) == [[], ["first", "second"]]
+
+
+def test_the_list_of_finders_stays_as_it_is_since_other_threads_may_be_on_their_way_along_it(folder: Path) -> None:
+    rest = "before = list(sys.meta_path)\nimport torch.cuda\nresult = [before == sys.meta_path, len(before)]"
+    same, finders = run(folder, rest)
+    assert same
+    assert finders > 2
+
+
+def test_a_finder_without_find_spec_is_passed_over(folder: Path) -> None:
+    rest = """
+import warnings
+warnings.simplefilter("ignore")  # Python before 3.12 asks such a finder in another way, and warns of it
+
+class Old:
+    def find_module(self, name, path=None):
+        return None
+
+sys.meta_path.insert(2, Old())
+import torch.cuda
+torch.cuda.init()
+result = sorted(began)
+"""
+    assert run(folder, rest) == ["first", "second"]
