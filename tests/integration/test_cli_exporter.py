@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ import pytest
 
 from gpumem_exporter import __version__
 from gpumem_exporter.core.ledger import CATEGORIES
+from tests.exporter_process import wait_for
+from tests.running_command import clean_environment, run_command
 
 _TOKEN = "a-token-for-tests"
 
@@ -37,7 +38,7 @@ class _Node:
         self, *arguments: str, url: str | None = None, token: bool = True, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         token_file = {"GPUMEM_ACTION_TOKEN_FILE": str(self.token_file)} if token else {}
-        return _command(*arguments, GPUMEM_EXPORTER_URL=url or self.url, **token_file, **environ)
+        return run_command(*arguments, GPUMEM_EXPORTER_URL=url or self.url, **token_file, **environ)
 
     def json(self, *arguments: str) -> dict[str, Any]:
         ended = self.command(*arguments, "--json")
@@ -45,29 +46,6 @@ class _Node:
         document = json.loads(ended.stdout)
         assert isinstance(document, dict)
         return document
-
-
-def _environ(**changes: str) -> dict[str, str]:
-    own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH")
-    return {**{name: value for name, value in os.environ.items() if not name.startswith(own)}, **changes}
-
-
-def _command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        env=_environ(**environ),
-    )
-
-
-def _until(condition: Callable[[], bool], what: str, timeout_seconds: float = 60.0) -> None:
-    end = time.monotonic() + timeout_seconds
-    while not condition():
-        assert time.monotonic() < end, f"{what} did not happen within {timeout_seconds:g} s"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +63,10 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Node]:
                 *("--action.token-file", str(token_file)),
             ],
             stderr=output,
-            env=_environ(),
+            env=clean_environment(),
         )
     try:
-        _until(lambda: exporter.poll() is not None or _reporting(running) >= 12, "a dozen reporting processes")
+        wait_for(lambda: exporter.poll() is not None or _reporting(running) >= 12, "a dozen reporting processes", 60.0)
         assert exporter.poll() is None, log.read_text()
         yield running
     finally:
@@ -141,7 +119,7 @@ def test_a_terminal_gets_its_width_and_colours_unless_it_wants_none(
 ) -> None:
     ours, theirs = os.openpty()
     arguments = [sys.executable, "-m", "gpumem_exporter", "info"]
-    known = _environ(GPUMEM_EXPORTER_URL=node.url, COLUMNS="80", TERM="xterm-256color", **environ)
+    known = clean_environment(GPUMEM_EXPORTER_URL=node.url, COLUMNS="80", TERM="xterm-256color", **environ)
     with subprocess.Popen(arguments, stdout=theirs, env=known) as process:
         os.close(theirs)
         with os.fdopen(ours, "rb") as terminal:
@@ -169,7 +147,7 @@ def test_a_reader_that_goes_early_is_no_traceback(node: _Node) -> None:
         text=True,
         timeout=60,
         check=True,
-        env=_environ(GPUMEM_EXPORTER_URL=node.url),
+        env=clean_environment(GPUMEM_EXPORTER_URL=node.url),
     )
     assert (ended.stdout, ended.stderr) == ("{\n", "")
 

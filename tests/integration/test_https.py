@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import ssl
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -33,8 +32,9 @@ from tests.certificates import issue, trust
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import QUICK, REPOSITORY, ExporterProcess, wait_for
+from tests.exporter_process import QUICK, ExporterProcess, wait_for
 from tests.integration.running_exporter import running_exporter
+from tests.running_command import run_command
 from tests.running_prometheus import RunningPrometheus
 
 TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
@@ -125,16 +125,6 @@ def certificate_of(port: int, authority: Path) -> bytes:
         return connection.getpeercert(binary_form=True) or b""
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=REPOSITORY,
-    )
-
-
 def test_the_tcp_address_speaks_https_alone_and_the_socket_stays_as_it_was(
     start_https: StartHttps, folder: Path
 ) -> None:
@@ -174,7 +164,7 @@ def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: 
     with RunningPrometheus(tmp_path / "tsdb", {"node": f"127.0.0.1:{exporter.port}"}, scrape=scrape) as prometheus:
         asked = Prometheus(prometheus.url)
         wait_for(lambda: asked.query('up{instance="node"} == 1').series, "a scrape", 60.0)
-        fleet = command(
+        fleet = run_command(
             *("fleet", "info", "--json", "--prometheus", prometheus.url),
             *("--instance-url", f"https://{IN_URL}127.0.0.1:{exporter.port}"),
         )
@@ -310,17 +300,19 @@ def test_commands_come_over_https_and_show_no_password(start_https: StartHttps) 
     exporter = start_https("--demo", users=USERS)
     wait_for(lambda: len(exporter.process.processes()) >= 14, "the demo's processes")
     url = exporter.url(IN_URL)
-    doctor = command("doctor", "--url", url)
+    doctor = run_command("doctor", "--url", url)
     assert f"answers at {exporter.url()}\n" in doctor.stdout
     assert "secr" not in doctor.stdout + doctor.stderr
     assert "s%3A" not in doctor.stdout + doctor.stderr
-    cleared = command("clear", "--all", "--dry-run", "--json", "--url", url)
+    cleared = run_command("clear", "--all", "--dry-run", "--json", "--url", url)
     assert (cleared.returncode, cleared.stderr) == (0, "")
     assert len(json.loads(cleared.stdout)["results"]) >= 14
-    refused = command("info", "--url", exporter.url())
+    refused = run_command("info", "--url", exporter.url())
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "HTTP 401: a name and a password are needed" in refused.stderr
-    assert "put user:password@ before the host" in " ".join(command("doctor", "--url", exporter.url()).stdout.split())
+    assert "put user:password@ before the host" in " ".join(
+        run_command("doctor", "--url", exporter.url()).stdout.split()
+    )
 
 
 def test_a_certificate_that_is_not_believed_is_an_error_that_says_so_and_nothing_is_sent(
@@ -330,7 +322,7 @@ def test_a_certificate_that_is_not_believed_is_an_error_that_says_so_and_nothing
     monkeypatch.setenv("SSL_CERT_FILE", str(trust(trustme.CA(), folder, "another.crt")))
     with pytest.raises(ExporterUntrustedError, match="unable to get local issuer certificate; the file in SSL_CERT_F"):
         exporter.request("/metrics", user=IN_URL)
-    info = command("info", "--url", exporter.url(IN_URL))
+    info = run_command("info", "--url", exporter.url(IN_URL))
     assert (info.returncode, info.stdout) == (1, "")
     (line,) = info.stderr.splitlines()
     assert line.startswith(
@@ -424,7 +416,7 @@ def test_a_training_process_that_does_not_believe_the_certificate_says_so_once_a
 def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(folder: Path) -> None:
     config = folder / "web.yml"
     config.write_text("tls_server_config:\n  cert_file: none.crt\n  key_file: tls.key\n")
-    ended = command("serve", "--web.config.file", str(config))
+    ended = run_command("serve", "--web.config.file", str(config))
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
     assert line.endswith(f"{config}:2: tls_server_config: cert_file '{folder}/none.crt': No such file or directory")
