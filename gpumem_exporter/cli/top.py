@@ -35,7 +35,8 @@ Examples:
   gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
 
 \b
-Keys: arrows or j and k choose, s sorts, r reverses, / filters, c clears after asking, ? helps, q quits.
+Keys: arrows or j and k choose, s sorts, r reverses, / filters, c clears after asking,
+e shows the events, ? helps, q quits.
 
 \b
 --once --json prints one document:
@@ -117,7 +118,7 @@ def top(options: TopOptions) -> int:
     named = options.url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
     source = Source(options.urls(), token=token, driver=None if named else _open_driver)
     try:
-        reading = source.read()
+        reading = source.read(with_past=not options.as_json)
     except BaseException:
         source.close()
         raise

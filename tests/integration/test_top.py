@@ -154,7 +154,12 @@ def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, sit:
     terminal.until_shows("/LLM train", "enter keeps it")
     terminal.type("\r")
     terminal.until_shows("1-4 of 4")
-    terminal.until(lambda: terminal.text.count("demo-") == terminal.text.count("demo-llm-pretrain") == 4, "these rows")
+
+    def only_these() -> bool:
+        processes = terminal.text.partition("last events")[0]
+        return processes.count("demo-") == processes.count("demo-llm-pretrain") == 4
+
+    terminal.until(only_these, "these rows")
     terminal.type("\x1b")
     terminal.until(lambda: len(pids()) >= 12, "the others again")
 
@@ -169,6 +174,67 @@ def test_arrows_choose_and_scroll_and_the_help_tells_the_keys(demo: ExporterProc
     terminal.until_shows("a clear cannot give it back", "any key goes back")
     terminal.type("xg")
     terminal.until_shows("1-9 of")
+
+
+def test_the_last_ten_minutes_and_the_last_events_are_the_exporters(demo: ExporterProcess, sit: Sit) -> None:
+    """A screen that has just been opened shows what the exporter has kept, and goes on from there."""
+    terminal = sit("--url", demo.url, "--interval", "0.2", columns=140, lines=50)
+    terminal.until_shows("in use, 10 min", "last events", "e events")
+
+    def blocks(line: str) -> int:
+        return len(re.findall("[▁▂▃▄▅▆▇█]", line[35:55]))
+
+    def told() -> int:
+        """How many parts of 30 s the exporter's history is in, at least."""
+        seconds = demo.get("/api/v1/live")["history"]["seconds"]
+        return int((seconds[-1] - seconds[0]) // 30)
+
+    devices = [line for line in terminal.lines if re.match(r"\d +[HA]100", line)]
+    assert len(devices) == 8
+    least = told()
+    assert all(blocks(line) >= max(1, least) for line in devices), (least, terminal.text)
+
+    def names(events: list[Any]) -> list[str]:
+        newest = sorted(events, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
+        return [f"{event['workload']}" for event in newest]
+
+    def agrees() -> bool:
+        listed = names(demo.get("/api/v1/events?limit=100")["events"])
+        terminal.pump(0.25)
+        lines = terminal.lines[terminal.lines.index("last events") + 1 : -2]
+        return len(lines) >= 5 and all(name in line for name, line in zip(listed, lines, strict=False))
+
+    terminal.until(agrees, "the events to be what the exporter says")
+    terminal.type("e")
+    terminal.until_shows("e processes")
+    assert "A clear would give back" in terminal.text
+    assert not _process_rows(terminal)
+    terminal.until_shows(f"1-{len(demo.get('/api/v1/events?limit=100')['events'])} of ", "asked for 4.0 GiB")
+    terminal.type("c")
+    terminal.type("e")
+    terminal.until(lambda: _process_rows(terminal), "the processes again")
+    assert "choose a process first" not in terminal.text, "c is a key of the processes"
+
+
+def test_whoever_may_not_read_events_is_told_why_where_they_would_stand_and_misses_nothing_else(
+    node: EmulatedNode, start_exporter: StartExporter, sit: Sit, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("s3cret-and-long-enough")
+    exporter = start_exporter(node, "--action.token-file", str(token))
+    node.set_process(_FOREIGN, 0, 3 * GIB)
+    terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
+    terminal.until_shows(str(_FOREIGN), "3.0G", "in use, 10 min")
+    assert "last events" not in terminal.text
+    terminal.type("e")
+    terminal.until_shows("Events are for those who may act", "--action.token-file", "4.8G")
+    ended = _once("--url", exporter.url)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert str(_FOREIGN) in ended.stdout
+    assert "last events" not in ended.stdout
+    node.lose_device(1)
+    ended_now = sit("--url", exporter.url, "--token-file", str(token), columns=120)
+    ended_now.until_shows("last events", "device lost", "GPU is lost")
 
 
 def test_a_resized_window_is_filled_again_and_nothing_wraps(demo: ExporterProcess, sit: Sit) -> None:

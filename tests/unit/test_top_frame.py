@@ -16,7 +16,7 @@ from gpumem_exporter.cli.live.frame import Frame, Moment, draw, print_lines
 from gpumem_exporter.cli.live.rows import SORTS, Choice
 from gpumem_exporter.cli.live.source import Reading
 from gpumem_exporter.cli.live.view import View
-from tests.unit.top_documents import GIB, device, process, reading, unreported
+from tests.unit.top_documents import GIB, device, event, process, reading, unreported
 
 _NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))
 
@@ -25,6 +25,17 @@ def _full(devices: int = 8, processes: int = 20) -> Reading:
     return reading(
         [device(str(i)) for i in range(devices)],
         [process(1000 + i, str(i % devices), used_bytes=(i + 1) * GIB) for i in range(processes)],
+    )
+
+
+def _kept(of: Reading, events: int = 40) -> Reading:
+    """The same with ten minutes of history and some events."""
+    devices = of.devices["devices"]
+    return replace(
+        of,
+        read_seconds=1e4,
+        past={d["uuid"]: tuple((1e4 - ago, 40 * GIB) for ago in range(598, -1, -2)) for d in devices},
+        events=tuple(event(i, "device_lost", 1e9 + i, detail={"error": f"e{i}"}) for i in range(events)),
     )
 
 
@@ -70,14 +81,25 @@ def test_every_figure_stands_whole_from_80_by_24_on(width: int, height: int) -> 
     st.booleans(),
     st.integers(0, 12),
     st.integers(0, 12),
-    st.booleans(),
+    st.sampled_from(("processes", "events", "help")),
+    st.integers(0, 50),
 )
 def test_a_frame_fits_any_terminal_whatever_is_in_it(
-    width: int, height: int, name: str, sort: str, unicode_output: bool, devices: int, processes: int, helps: bool
+    width: int,
+    height: int,
+    name: str,
+    sort: str,
+    unicode_output: bool,
+    devices: int,
+    processes: int,
+    shows: str,
+    events: int,
 ) -> None:
     listed = [process(10 + i, "0", workload=name, command=name, user=name) for i in range(processes)]
     of = reading([device(str(i), name=name) for i in range(devices)], [*listed, unreported(5, "0", 7)])
-    chosen = View(choice=Choice(text=""), sort=sort, helps=helps)
+    told = tuple(event(i, "process_ended", 1e9 + i, workload=name, detail={"reason": name * 5}) for i in range(events))
+    of = replace(_kept(of), events=told or None)
+    chosen = View(choice=Choice(text=""), sort=sort, helps=shows == "help", events=shows == "events", first_event=3)
     frame = draw(Moment(of, 1.0), chosen, width, height, unicode_output=unicode_output)
     assert len(frame.lines) == height
     out = io.StringIO()
@@ -255,3 +277,72 @@ def test_the_same_moment_is_drawn_the_same() -> None:
     moment = Moment(_full(), 0.2)
     frames = [draw(replace(moment), View(), 80, 24, unicode_output=True) for _ in range(2)]
     assert frames[0].lines == frames[1].lines
+
+
+def test_80_by_24_is_the_processes_where_there_are_enough_of_them() -> None:
+    """The last ten minutes and the events take no line and no column from what was there without them."""
+    assert _draw(_kept(_full())) == _draw(_full())
+
+
+def test_a_wider_screen_has_the_last_ten_minutes_beside_the_bar_which_stays_readable() -> None:
+    for width in (90, 100, 119, 120, 160, 200, 300):
+        lines = _draw(_kept(_full()), width)
+        row = next(line for line in lines if line.startswith("0 "))
+        assert "▄" * 15 in row, width
+        assert sum(row.count(part) for part in "█▓▒░·") >= (20 if width < 120 else 12)
+        assert row.endswith("80.0G")
+    assert "10 min" not in "\n".join(_draw(_kept(_full()), 200, unicode_output=False))
+    assert "10 min" not in "\n".join(_draw(_full(), 200)), "one moment is no past"
+
+
+def test_events_stand_below_the_processes_where_these_leave_room_or_the_screen_is_high() -> None:
+    def events_and_rows(of: Reading, height: int, **changes: Any) -> tuple[int, int]:
+        lines = _draw(of, 120, height, **changes)
+        return sum("device lost" in line for line in lines), sum(" llm " in line for line in lines)
+
+    assert events_and_rows(_kept(_full(8, 20)), 24) == (0, 10)
+    assert events_and_rows(_kept(_full(2, 3)), 24) == (11, 3)
+    assert events_and_rows(_kept(_full(8, 20)), 50) == (14, 20)
+    assert events_and_rows(_kept(_full(8, 200)), 50) == (8, 27)
+    assert events_and_rows(_kept(_full(2, 3), events=2), 24) == (2, 3)
+    assert events_and_rows(_kept(_full(2, 3), events=0), 24) == (0, 3)
+    lines = _draw(_kept(_full(2, 3)), 120, 24)
+    assert lines.index("last events") == 10
+    assert lines[11].endswith("e39"), "the newest first"
+    assert lines[-2].startswith("A clear would give back")
+
+
+def test_e_shows_all_events_in_place_of_the_processes_and_scrolls_to_the_last() -> None:
+    view = View().press("e", (), 10)
+    lines = _draw(_kept(_full()), view=view)
+    assert lines[-1].endswith("1-10 of 40")
+    assert not any(" llm " in line for line in lines if "device lost" not in line)
+    lines = _draw(_kept(_full()), view=view.press("G", (), 10))
+    assert lines[-1].endswith("31-40 of 40")
+    assert lines[-3].endswith("e0")
+    assert _draw(_kept(_full(), events=3), view=view.press("G", (), 10))[-1].endswith("1-3 of 3")
+
+
+def test_why_there_are_no_events_is_said_where_they_would_stand() -> None:
+    view = View(events=True)
+    for of, said in (
+        (
+            replace(_full(), no_events="events are for those who may act: send a token"),
+            "those who may act: send a token.",
+        ),
+        (replace(_full(), events=()), "Nothing has happened since"),
+        (replace(_full(), url=""), "none answers"),
+        (replace(_kept(_full(), 1), events=(event(1, "x", 1.0, gpu="7"),)), "about what was chosen"),
+        (_full(), "not known yet"),
+    ):
+        chosen = replace(view, choice=Choice(gpus=("1",)))
+        (line,) = [line for line in _draw(of, view=chosen) if said in line]
+        assert line[0].isupper()
+
+
+def test_output_that_is_no_screen_has_the_last_ten_minutes_and_ten_events() -> None:
+    lines = [line.plain for line in print_lines(_kept(_full(2, 3)), View(), 10_000, unicode_output=True)]
+    assert sum("▄" * 60 in line for line in lines) == 2
+    assert [line.split()[-1] for line in lines if "device lost" in line] == [f"e{i}" for i in range(39, 29, -1)]
+    assert lines[-1].startswith("A clear would give back")
+    assert "last events" not in [line.plain for line in print_lines(_full(), View(), 200, unicode_output=True)]

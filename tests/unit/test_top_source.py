@@ -7,9 +7,9 @@ import pytest
 from gpumem_exporter.cli.live.source import Source
 from gpumem_exporter.cli.live.watcher import Known
 from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError, NvmlUnavailableError
-from tests.unit.top_documents import device, process, reading
+from tests.unit.top_documents import device, event, live, process, reading
 
-_DEVICES = {"source": "nvml", "nvml": {"up": True}, "devices": [device("0")]}
+_DEVICES = {"source": "nvml", "taken_unix_seconds": 1e9, "nvml": {"up": True}, "devices": [device("0")]}
 _PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
 
 
@@ -21,13 +21,21 @@ class _Api:
         self.error: Exception | None = None
         self.asked = 0
         self.closed = 0
+        self.devices: Any = _DEVICES
         self.processes: Any = _PROCESSES
+        self.past: Any = ExporterAnswerError(404, "no such route")
+        self.paths: list[str] = []
 
     def get(self, path: str) -> Any:
         self.asked += 1
+        self.paths.append(path)
         if self.error is not None:
             raise self.error
-        return _DEVICES if path.endswith("devices") else self.processes
+        if path.startswith(("/api/v1/live", "/api/v1/events")):
+            if isinstance(self.past, Exception):
+                raise self.past
+            return self.past
+        return self.devices if path.endswith("devices") else self.processes
 
     def close(self) -> None:
         self.closed += 1
@@ -40,6 +48,7 @@ class _Driver:
         self.error: Exception | None = None
         self.opened = 0
         self.released = 0
+        self.devices: Any = _DEVICES
 
     def open(self) -> _Driver:
         self.opened += 1
@@ -48,7 +57,7 @@ class _Driver:
     def read(self) -> Any:
         if self.error is not None:
             raise self.error
-        return _DEVICES, _PROCESSES
+        return self.devices, _PROCESSES
 
     def release(self) -> None:
         self.released += 1
@@ -137,3 +146,58 @@ def test_what_was_known_is_lost_with_the_next_failure_or_when_no_answer_comes() 
     assert known.lost(105.1, 1.0) == "it has not answered for 5 s"
     assert known.lost(130.0, 60.0) == ""
     assert Known(reading([], []), 100.0, failure="refused").lost(100.1, 1.0) == "refused"
+
+
+_OF_ROUTES = {
+    **live({"GPU-0": [1, 2]}, [90.0, 95.0], clock_seconds=96.0),
+    "events": [event(3, "oom", 1e9)],
+    "next_after": 3,
+    "more": False,
+}
+
+
+def test_the_past_is_asked_for_at_first_and_then_one_more_request_in_three_seconds() -> None:
+    world = _World()
+    world.api.past = _OF_ROUTES
+    read = world.source.read()
+    assert [seconds for seconds, _ in read.past["GPU-0"]] == [94.0, 99.0, 100.0]
+    assert (len(read.events or ()), read.no_events) == (1, "")
+    world.api.paths.clear()
+    for _ in range(30):
+        world.now += 1.0
+        before = len(world.api.paths)
+        world.api.devices = {**_DEVICES, "taken_unix_seconds": world.now}
+        world.source.read()
+        assert len(world.api.paths) - before <= 3
+    more = [path for path in world.api.paths if path not in ("/api/v1/devices", "/api/v1/processes")]
+    assert more == ["/api/v1/events?limit=100&after=3"] * 10
+
+
+@pytest.mark.parametrize(
+    "error", [ExporterAnswerError(404, "no such route"), ExporterAnswerError(403, "no"), ExporterUnreachableError("x")]
+)
+def test_an_exporter_that_does_not_tell_the_past_is_as_good_as_any_otherwise(error: ExporterError) -> None:
+    world = _World()
+    world.api.past = error
+    for _ in range(5):
+        read = world.source.read()
+        assert ([row.pid for row in read.rows], read.events) == ([7], None)
+        world.now += 1.0
+    assert len(world.api.paths) == 5 * 2 + 2, "it is not asked again at once"
+
+
+def test_whoever_wants_no_past_asks_for_none() -> None:
+    world = _World()
+    world.source.read(with_past=False)
+    assert world.api.paths == ["/api/v1/devices", "/api/v1/processes"]
+
+
+def test_with_the_driver_alone_the_past_is_what_was_seen_since_and_no_event_is_known() -> None:
+    world = _World()
+    world.api.past = _OF_ROUTES
+    world.source.read()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.now += 10.0
+    world.driver.devices = {**_DEVICES, "taken_unix_seconds": world.now}
+    read = world.source.read()
+    assert (read.events, read.past["GPU-0"][-1][0], len(read.past["GPU-0"])) == (None, 110.0, 4)

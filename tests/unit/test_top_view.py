@@ -101,3 +101,23 @@ def test_help_goes_with_any_key() -> None:
     assert view.helps
     after = _press(view, "s", _rows())
     assert (after.helps, after.sort) == (False, "used")
+
+
+def test_e_changes_to_the_events_and_back_and_keys_of_the_processes_do_nothing_there() -> None:
+    events = _press(View(), ["j", "e", "j", "j", "k"], _rows())
+    assert (events.events, events.first_event, events.lists_processes) == (True, 1, False)
+    assert _chosen(events) == 1
+    assert _press(events, ["s", "r", "/", "x"], _rows()) == events
+    assert _press(events, ["g"], _rows()).first_event == 0
+    for key in ("e", "escape"):
+        back = _press(events, [key], _rows())
+        assert (back.events, back.first_event, _chosen(back)) == (False, 0, 1)
+    assert _press(events, ["?"], _rows()).helps
+
+
+@pytest.mark.parametrize(
+    ("first", "heights", "settled"),
+    [(0, [], 0), (5, [], 0), (9, [1] * 10, 6), (2, [1] * 10, 2), (9, [1, 1, 1, 3], 2), (9, [4, 4], 1), (9, [1, 1], 0)],
+)
+def test_the_last_events_fill_the_screen_at_its_end(first: int, heights: list[int], settled: int) -> None:
+    assert View(first_event=first).settle_events(heights, _PAGE).first_event == settled

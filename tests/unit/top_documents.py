@@ -89,3 +89,29 @@ def reading(devices: list[dict[str, Any]], processes: list[dict[str, Any]], **ch
     of_processes = {"source": "nvml", "processes": processes}
     given = {"url": URL, **changes}
     return Reading({**of_devices, **given.pop("document", {})}, of_processes, rows_of(of_processes), **given)
+
+
+def live(in_use_mib: dict[str, list[int | None]], seconds: list[float], *, clock_seconds: float) -> dict[str, Any]:
+    """What `top` reads of `/api/v1/live`: the history, and when that was."""
+    devices = {uuid: {"in_use": values, "allocated": values} for uuid, values in in_use_mib.items()}
+    return {
+        "moment": {"clock_seconds": clock_seconds, "unix_seconds": 1e9},
+        "history": {"span_seconds": 600.0, "gap_seconds": 6.0, "seconds": seconds, "devices": devices},
+    }
+
+
+def event(number: int, type_: str, unix_seconds: float, **changes: Any) -> dict[str, Any]:
+    """An event as `/api/v1/events` has it."""
+    return {
+        "id": number,
+        "type": type_,
+        "time": "",
+        "unix_seconds": unix_seconds,
+        "gpu": "0",
+        "uuid": "GPU-0",
+        "pid": 7,
+        "workload": "llm",
+        "rank": "3",
+        "detail": {},
+        **changes,
+    }

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.ledger_bar import SEGMENTS, Segment, bar_lengths
 from gpumem_exporter.cli.live.cells import cell, line, width_of
+from gpumem_exporter.cli.live.history import Past
+from gpumem_exporter.cli.live.scarce import scarce_style
+from gpumem_exporter.cli.live.sparkline import WIDTHS, sparkline
 from gpumem_exporter.cli.node_tables import device_name
 from gpumem_exporter.cli.sizes import UNKNOWN, human_ratio, short_bytes
 from gpumem_exporter.cli.terminal import plain
@@ -26,10 +29,11 @@ _NAME_WIDTHS = (16, 28)
 _UNCUT = 180
 """What is left beside a name that is shown whole."""
 _LONGEST_BAR = 100
+_PAST_HEADING = "in use, 10 min"
 _MAKER = "NVIDIA "
 _RECLAIMABLE = SEGMENTS[1]
-_SCARCE = ((0.05, "bold red"), (0.1, "bold yellow"))
-"""How what is free is written where it is less than that part of the memory: the live page draws the same lines."""
+_LEAST_BARS = (20, 12)
+"""What is left of the bar beside the last ten minutes, on a narrow and on a wide screen: there, its figures are too."""
 _MEMORY_ALONE: tuple[Segment, ...] = (
     Segment("used", ("used",), "█", "#", "blue"),
     Segment("reserved by the driver", ("reserved",), "░", "-", "magenta"),
@@ -38,10 +42,18 @@ _MEMORY_ALONE: tuple[Segment, ...] = (
 """The bar of a device of which nothing but NVML's own figures is known."""
 
 
-def device_lines(devices: Sequence[Device], width: int, *, unicode_output: bool, most: int) -> list[Text]:
-    """A heading and a line for each device; where there are more than `most`, the last line counts the others.
+def device_lines(
+    devices: Sequence[Device], past: Past, now: float, width: int, *, unicode_output: bool, most: int
+) -> list[Text]:
+    """A heading and a line for each device; empty where there is no device.
 
-    Empty where there is no device.
+    Args:
+        devices: as `/api/v1/devices` has them.
+        past: their last ten minutes, which are shown where there is room for them.
+        now: at which these end, by the clock of `past`.
+        width: of the screen.
+        unicode_output: the terminal shows more than ASCII.
+        most: lines of devices; where there are more devices, the last line counts the others.
     """
     if not devices or most <= 0:
         return []
@@ -52,8 +64,9 @@ def device_lines(devices: Sequence[Device], width: int, *, unicode_output: bool,
         name_width = min(name_width, _NAME_WIDTHS[wide])
     headings = _figure_headings(devices, wide, unicode_output)
     figure_widths = [max(_FIGURE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
-    bar_width = width - (gpu_width + name_width + _BUSY_WIDTH + sum(figure_widths) + 3 + len(figure_widths))
-    bar_width = max(8, min(_LONGEST_BAR, bar_width))
+    room = width - (gpu_width + name_width + _BUSY_WIDTH + sum(figure_widths) + 3 + len(figure_widths))
+    past_width = _past_width(room, wide) if unicode_output and _has_past(devices, past) else 0
+    bar_width = max(8, min(_LONGEST_BAR, room - (past_width + 1 if past_width else 0)))
 
     def built(first: Sequence[Text], figures: Sequence[Text]) -> Text:
         sized = [cell(value, size, right=True) for value, size in zip(figures, figure_widths, strict=True)]
@@ -65,6 +78,7 @@ def device_lines(devices: Sequence[Device], width: int, *, unicode_output: bool,
                 cell("gpu", gpu_width, style="bold"),
                 cell("device", name_width, style="bold"),
                 cell("busy", _BUSY_WIDTH, right=True, style="bold"),
+                *([cell(_PAST_HEADING, past_width, style="bold")] if past_width else []),
                 cell("memory", bar_width, style="bold"),
             ],
             headings,
@@ -81,6 +95,9 @@ def device_lines(devices: Sequence[Device], width: int, *, unicode_output: bool,
             why = plain(device.get("error") or "does not answer", "bold red")
             lines.append(line([*first, cell(why, width - sum(c.cell_len + 1 for c in first))], width))
         else:
+            if past_width:
+                total_bytes = (device.get("memory") or {}).get("total_bytes")
+                first.append(sparkline(past.get(device.get("uuid") or "", ()), total_bytes, past_width, now))
             bar = _bar(device, bar_width, unicode_output)
             lines.append(built([*first, bar], _figures(device, wide, _with_ledgers(devices))))
     if len(shown) < len(devices):
@@ -94,6 +111,20 @@ def legend(devices: Sequence[Device], width: int, *, unicode_output: bool) -> Te
         return None
     parts = SEGMENTS if _with_ledgers(devices) else _MEMORY_ALONE
     return line([_key(segment, unicode_output) for segment in parts], width, gap="  ")
+
+
+def _has_past(devices: Sequence[Device], past: Past) -> bool:
+    """More is known of them than what is now."""
+    return any(len(past.get(device.get("uuid") or "", ())) > 1 for device in devices)
+
+
+def _past_width(room: int, wide: bool) -> int:
+    """How much of the room for the bar the last ten minutes get; 0 where the bar needs it."""
+    for width in WIDTHS:
+        bar = room - width - 1
+        if bar >= _LEAST_BARS[wide] and bar * 5 >= width * 4:
+            return width
+    return 0
 
 
 def _with_ledgers(devices: Sequence[Device]) -> bool:
@@ -125,10 +156,7 @@ def _figures(device: Device, wide: bool, with_ledgers: bool) -> list[Text]:
 
 
 def _free(free: int | None, total: int | None) -> Text:
-    style = ""
-    if free is not None and total is not None:
-        style = next((style for part, style in _SCARCE if free < part * total), "")
-    return plain(short_bytes(free), style)
+    return plain(short_bytes(free), scarce_style(free, total))
 
 
 def _size(ledger: Mapping[str, int], segment: Segment) -> int | None:

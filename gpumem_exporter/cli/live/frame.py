@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from gpumem_exporter.cli.live.cells import beside, cell, line
 from gpumem_exporter.cli.live.clearing import Note
 from gpumem_exporter.cli.live.device_lines import device_lines, legend
+from gpumem_exporter.cli.live.events_area import events_alone, events_below, events_printed
 from gpumem_exporter.cli.live.process_lines import process_lines
 from gpumem_exporter.cli.live.rows import descends, with_gpu
 from gpumem_exporter.cli.live.source import Reading
@@ -37,12 +38,14 @@ _HELP = (
     ("r", "turn the order round"),
     ("/", "filter: words in pid, workload, command, user, pod or state"),
     ("c", "clear the chosen process: says what that would free, and asks"),
+    ("e", "the events instead of the processes, and back"),
     ("escape", "drop the choice, then the filter"),
     ("q, Ctrl-C", "quit; Ctrl-Z: suspend"),
     ("", ""),
     ("allocated", "in tensors"),
     ("reclaimable", "in no tensor, and a clear gives it back"),
     ("fragmented", "in no tensor, and a clear cannot give it back"),
+    ("10 min", "the most that was in use in each part of them; a blank where nothing was read"),
     ("non-torch", "the driver's figure less the allocator's: context, NCCL, libraries"),
     ("age", "of the figures that a process reported; - where it does not report"),
     ("-", "cannot be known. K, M, G are KiB, MiB, GiB"),
@@ -76,22 +79,33 @@ def draw(moment: Moment, view: View, width: int, height: int, *, unicode_output:
         said = f"too small: {width}x{height}; needs {_LEAST_WIDTH}x{_LEAST_HEIGHT}"
         return Frame(_filled([cell(said, max(1, width), ellipsis=unicode_output)], height), 0, view)
     lines = [_header(moment, width, unicode_output), *_banners(moment, width, unicode_output)]
-    page = 0
+    page, place = 0, ""
     if view.helps:
         lines += [line([cell(keys, 12, style="bold"), plain(meaning)], width, gap="  ") for keys, meaning in _HELP]
     elif moment.lost:
         lines += [plain(""), plain("No figures are shown while there are none that hold.")]
     else:
-        listed = view.rows(moment.reading.rows)
         lines += _devices(moment, view, width, height - len(lines) - _ROWS_KEPT - 5, unicode_output)
         page = height - len(lines) - 3
-        view = view.settle(listed, page)
-        shown = listed[view.first : view.first + page]
-        lines += process_lines(moment.reading.rows, shown, view, width, unicode_output=unicode_output)
-        lines += [] if listed else [plain(_nothing(view), "dim")]
-        lines = _filled(lines, height - 2)
+        if view.events:
+            events, view, place = events_alone(moment.reading, view, width, page, unicode_output=unicode_output)
+            lines = _filled([*lines, *events], height - 2)
+        else:
+            listed = view.rows(moment.reading.rows)
+            below = events_below(
+                moment.reading, view.choice, width, page, max(1, len(listed)), unicode_output=unicode_output
+            )
+            page -= len(below)
+            view = view.settle(listed, page)
+            shown = listed[view.first : view.first + page]
+            lines += process_lines(moment.reading.rows, shown, view, width, unicode_output=unicode_output)
+            lines += [] if listed else [plain(_nothing(view), "dim")]
+            lines = [*_filled(lines, height - 2 - len(below)), *below]
+            place = (
+                f"{view.first + 1}-{min(len(listed), view.first + page)} of {len(listed)}" if page and listed else ""
+            )
         lines.append(cell(_returnable(moment), width, style="bold", ellipsis=unicode_output))
-    return Frame([*_filled(lines, height - 1), _footer(moment, view, page, width, unicode_output)], page, view)
+    return Frame([*_filled(lines, height - 1), _footer(moment, view, place, width, unicode_output)], page, view)
 
 
 def print_lines(reading: Reading, view: View, width: int, *, unicode_output: bool) -> list[Text]:
@@ -102,6 +116,8 @@ def print_lines(reading: Reading, view: View, width: int, *, unicode_output: boo
     lines += _devices(moment, view, width, 1 << 30, unicode_output)
     lines += process_lines(listed, listed, view, width, unicode_output=unicode_output)
     lines += [] if listed else [plain(_nothing(view))]
+    events = events_printed(reading, view.choice, width, unicode_output=unicode_output)
+    lines += [plain(""), *events, plain("")] if events else []
     return [*lines, plain(_returnable(moment), "bold")]
 
 
@@ -143,7 +159,8 @@ def _devices(moment: Moment, view: View, width: int, most: int, unicode_output: 
     devices = moment.reading.devices.get("devices") or []
     wanted = view.choice.gpus
     chosen = [device for device in devices if not wanted or with_gpu(device.get("gpu"), wanted)]
-    drawn = device_lines(chosen, width, unicode_output=unicode_output, most=most)
+    reading = moment.reading
+    drawn = device_lines(chosen, reading.past, reading.read_seconds, width, unicode_output=unicode_output, most=most)
     key = legend(chosen, width, unicode_output=unicode_output)
     return [*drawn, key if key is not None else plain("")] if drawn else [plain("No device.", "dim")]
 
@@ -159,7 +176,7 @@ def _returnable(moment: Moment) -> str:
     return returnable_sentence(moment.reading.processes.get("processes") or [])
 
 
-def _footer(moment: Moment, view: View, page: int, width: int, unicode_output: bool) -> Text:
+def _footer(moment: Moment, view: View, place: str, width: int, unicode_output: bool) -> Text:
     if moment.note is not None:
         style = "bold reverse" if moment.note.asks else "bold"
         return cell(moment.note.text, width, style=style, ellipsis=unicode_output)
@@ -168,10 +185,11 @@ def _footer(moment: Moment, view: View, page: int, width: int, unicode_output: b
         return beside(plain(f"/{view.choice.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)
     if view.helps:
         return plain("any key goes back", "dim")
-    keys = "q quit  ? help  s sort  r reverse  / filter  c clear"
-    listed = len(view.rows(moment.reading.rows))
-    place = f"{view.first + 1}-{min(listed, view.first + page)} of {listed}" if page and listed else ""
+    if view.events:
+        return beside(plain("q quit  ? help  arrows scroll  e processes", "dim"), plain(place), width)
+    reverse = "" if width < 100 else "r reverse  "
+    keys = f"q quit  ? help  s sort  {reverse}/ filter  c clear  e events"
     order = f"{view.sort} {'descending' if descends(view.sort, reverse=view.reverse) else 'ascending'}"
     narrowed = f"/{view.choice.text}" if view.choice.text else ""
-    right = "  ".join(filter(None, (narrowed, "" if width < 100 else order, "" if moment.lost else place)))
+    right = "  ".join(filter(None, (narrowed, "" if width < 100 else order, place)))
     return beside(plain(keys, "dim"), plain(right), width, ellipsis=unicode_output)

@@ -154,7 +154,7 @@ class _Loop:
                 self._screen.forget()
             elif self._view.typing is None and key == "q":
                 self._quits = True
-            elif self._view.typing is None and not self._view.helps and key == "c":
+            elif self._view.typing is None and self._view.lists_processes and key == "c":
                 lost = bool(known.lost(time.monotonic(), self._interval_seconds))
                 row = next((row for row in listed if row.identity == self._view.chosen), None)
                 self._clearing.ask(row, "" if lost else known.reading.url)

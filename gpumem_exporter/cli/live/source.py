@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpumem_exporter.cli.exporter_api import ExporterApi
+from gpumem_exporter.cli.live.events import Events
+from gpumem_exporter.cli.live.history import History, Past
 from gpumem_exporter.cli.live.rows import Row, rows_of
 from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
@@ -49,6 +51,20 @@ class Reading:
     """The exporter that said so; empty where it was the driver alone."""
     without_exporter: str = ""
     """Why it was the driver alone."""
+    read_seconds: float = 0.0
+    """When that was: the clock of `past`."""
+    past: Past = field(default_factory=dict)
+    """What is known of the last ten minutes of each device."""
+    events: tuple[Document, ...] | None = None
+    """The last ones, as `/api/v1/events` has them; None where they are not known."""
+    no_events: str = ""
+    """Why they are not; empty also where nothing said why."""
+
+    @property
+    def taken_unix_seconds(self) -> float | None:
+        """When the driver was read, by the clock of the events."""
+        taken: float | None = self.devices.get("taken_unix_seconds")
+        return taken
 
 
 class Source:
@@ -81,9 +97,15 @@ class Source:
         self._driver: Driver | None = None
         self._why = ""
         self._next_look = -float("inf")
+        self._history = History()
+        self._events = Events()
 
-    def read(self) -> Reading:
+    def read(self, *, with_past: bool = True) -> Reading:
         """Ask the exporter; where it does not answer and was not named, the driver.
+
+        Args:
+            with_past: ask for the last ten minutes and the last events too, where they are due. For most readings
+                neither is; an exporter that does not tell them is as good as any otherwise.
 
         Raises:
             ExporterError: the exporter does not answer, and the driver may not or cannot be asked instead.
@@ -91,9 +113,10 @@ class Source:
         if self._driver is not None and self._clock() < self._next_look:
             return self._of_driver()
         try:
-            reading = self._of_exporter()
+            reading = self._of_exporter(with_past=with_past)
         except ExporterError as error:
             self._why = str(error)
+            self._events.forget()
             # Whichever of several addresses answers next time.
             self._api.close()
             self._api = self._open_api()
@@ -109,7 +132,7 @@ class Source:
         self._api.close()
         self._let_go()
 
-    def _of_exporter(self) -> Reading:
+    def _of_exporter(self, *, with_past: bool) -> Reading:
         devices = self._api.get("/api/v1/devices")
         processes = self._api.get("/api/v1/processes")
         try:
@@ -118,7 +141,32 @@ class Source:
             raise ExporterUnreachableError(
                 f"what answers at {shown_url(self._api.url)} is not a gpumem-exporter"
             ) from error
-        return Reading(devices, processes, rows, url=self._api.url)
+        now = self._clock()
+        if with_past:
+            self._ask_for_past(now)
+        self._history.add(devices, now)
+        return Reading(
+            devices,
+            processes,
+            rows,
+            url=self._api.url,
+            read_seconds=now,
+            past=self._history.past(),
+            events=self._events.known,
+            no_events=self._events.refusal,
+        )
+
+    def _ask_for_past(self, now: float) -> None:
+        if self._history.due(now):
+            try:
+                self._history.take(self._api.get("/api/v1/live"), now)
+            except ExporterError:
+                self._history.refused(now)
+        if self._events.due(now):
+            try:
+                self._events.take(self._api.get(self._events.path), now)
+            except ExporterError as error:
+                self._events.failed(error, now)
 
     def _of_driver(self) -> Reading:
         if self._driver is None and self._open_driver is not None:
@@ -129,7 +177,16 @@ class Source:
         except NvmlError as error:
             self._let_go()
             raise ExporterUnreachableError(f"{self._why}. The driver alone cannot be read either: {error}") from error
-        return Reading(devices, processes, rows_of(processes), without_exporter=self._why)
+        now = self._clock()
+        self._history.add(devices, now)
+        return Reading(
+            devices,
+            processes,
+            rows_of(processes),
+            without_exporter=self._why,
+            read_seconds=now,
+            past=self._history.past(),
+        )
 
     def _let_go(self) -> None:
         if self._driver is not None:

@@ -10,6 +10,8 @@ from gpumem_exporter.cli.live.rows import SORTS, Choice, Identity, Row, arrange
 __all__ = ["View"]
 
 _LONGEST_FILTER = 200
+_FAR = 1 << 30
+"""Beyond the end of any list."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,15 @@ class View:
     """The first row on the screen."""
     helps: bool = False
     """The keys are shown instead of the figures."""
+    events: bool = False
+    """The events are shown instead of the processes."""
+    first_event: int = 0
+    """Of the events, the first on the screen."""
+
+    @property
+    def lists_processes(self) -> bool:
+        """The processes are on the screen, and the chosen one among them can be seen."""
+        return not (self.helps or self.events)
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
         """What is listed, in order."""
@@ -46,12 +57,26 @@ class View:
             first = max(index - page + 1, min(first, index))
         return replace(self, index=index, chosen=chosen, first=first)
 
+    def settle_events(self, heights: Sequence[int], page: int) -> View:
+        """The view with as many events, of so many lines each, on the screen of `page` lines as there is room for."""
+        last, room = len(heights), page
+        while last and heights[last - 1] <= room:
+            last -= 1
+            room -= heights[last]
+        return replace(self, first_event=max(0, min(self.first_event, last)))
+
     def press(self, key: str, listed: Sequence[Row], page: int) -> View:
         """The view after a key; one that means nothing here changes nothing."""
         if self.typing is not None:
             return self._type(key)
         if self.helps:
             return replace(self, helps=False)
+        if key == "e" or (self.events and key == "escape"):
+            return replace(self, events=not self.events, first_event=0)
+        if key == "?":
+            return replace(self, helps=True)
+        if self.events:
+            return replace(self, first_event=max(0, self.first_event + _steps(page).get(key, 0)))
         if key in ("s", "S"):
             place = SORTS.index(self.sort) + (1 if key == "s" else -1)
             return replace(self, sort=SORTS[place % len(SORTS)], reverse=False)
@@ -59,8 +84,6 @@ class View:
             return replace(self, reverse=not self.reverse)
         if key == "/":
             return replace(self, typing=self.choice.text)
-        if key == "?":
-            return replace(self, helps=True)
         if key == "escape":
             if self.chosen is not None:
                 return replace(self, chosen=None, index=0, first=0)
@@ -68,14 +91,7 @@ class View:
         return self._move(key, listed, page)
 
     def _move(self, key: str, listed: Sequence[Row], page: int) -> View:
-        steps = {
-            **dict.fromkeys(("down", "j"), 1),
-            **dict.fromkeys(("up", "k"), -1),
-            **dict.fromkeys(("page down", " "), max(1, page)),
-            "page up": -max(1, page),
-            **dict.fromkeys(("home", "g"), -len(listed)),
-            **dict.fromkeys(("end", "G"), len(listed)),
-        }
+        steps = _steps(page)
         if key not in steps or not listed:
             return self
         begin = self.index if self.chosen is not None else -1 if steps[key] == 1 else 0
@@ -95,3 +111,15 @@ class View:
         elif len(key) == 1 and len(text) < _LONGEST_FILTER:
             text += key
         return replace(self, choice=replace(self.choice, text=text), first=0)
+
+
+def _steps(page: int) -> dict[str, int]:
+    """How far a key moves in a list of which `page` lines are on the screen."""
+    return {
+        **dict.fromkeys(("down", "j"), 1),
+        **dict.fromkeys(("up", "k"), -1),
+        **dict.fromkeys(("page down", " "), max(1, page)),
+        "page up": -max(1, page),
+        **dict.fromkeys(("home", "g"), -_FAR),
+        **dict.fromkeys(("end", "G"), _FAR),
+    }

@@ -1,0 +1,78 @@
+"""The last events, as the exporter tells them to whoever may read them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpumem_exporter.errors import ExporterAnswerError, ExporterError
+
+__all__ = ["Events"]
+
+Document = Mapping[str, Any]
+
+_EVERY_SECONDS = 3.0
+_REFUSED_SECONDS = 60.0
+_KEPT = 100
+_REFUSALS = (401, 403)
+_TROUBLE = 500
+
+
+class Events:
+    """Follows the events. One thread at a time may use it; every `now` is of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self.refusal = ""
+        """Why there are none; empty while there are, and while nothing is known."""
+        self._events: tuple[Document, ...] | None = None
+        self._after: int | None = None
+        self._due_seconds = -float("inf")
+
+    @property
+    def known(self) -> tuple[Document, ...] | None:
+        """As `/api/v1/events` has them; None where they are not known."""
+        return self._events
+
+    @property
+    def path(self) -> str:
+        """What to ask for: all that happened since the last answer."""
+        return f"/api/v1/events?limit={_KEPT}" + ("" if self._after is None else f"&after={self._after}")
+
+    def due(self, now: float) -> bool:
+        """The exporter has to be asked."""
+        return now >= self._due_seconds
+
+    def take(self, page: Document, now: float) -> None:
+        """Take an answer; one of another form tells nothing."""
+        try:
+            after = int(page["next_after"])
+            events = tuple(event for event in page["events"] if event["id"] >= 0 and event["unix_seconds"] >= 0)
+        except (KeyError, TypeError, ValueError):
+            self._drop("this exporter tells no events", now)
+            return
+        known = self._events if self._after is not None and self._events is not None else ()
+        self._events = (*known, *events)[-_KEPT:]
+        self._after, self.refusal = after, ""
+        self._due_seconds = now if page.get("more") else now + _EVERY_SECONDS
+
+    def failed(self, error: ExporterError, now: float) -> None:
+        """There was no such answer. A disk that fails, or an exporter that is slow, leaves what is known."""
+        if not isinstance(error, ExporterAnswerError):
+            self._due_seconds = now + _REFUSED_SECONDS
+        elif error.status in _REFUSALS:
+            self._drop(f"events are for those who may act: {error.detail}", now)
+        elif error.status >= _TROUBLE:
+            self._due_seconds = now + _EVERY_SECONDS
+        else:
+            self._drop("this exporter tells no events", now)
+
+    def forget(self) -> None:
+        """Whoever answers next may be another exporter."""
+        self.refusal = ""
+        self._events = self._after = None
+        self._due_seconds = -float("inf")
+
+    def _drop(self, refusal: str, now: float) -> None:
+        self.forget()
+        self.refusal = refusal
+        self._due_seconds = now + _REFUSED_SECONDS
