@@ -1,8 +1,8 @@
 """Takes the README's picture of `gpumem-exporter top`: a real run against the demo, as SVG.
 
-    python .readme/take_top.py [FILE]
+    python .readme/take_top.py [--minutes 10] [FILE]
 
-Starts `serve --demo` on a port of its own, lets its workloads run for a while, and draws what `top` shows then.
+Starts `serve --demo` on a port of its own, lets its workloads run for so long, and draws what `top` shows then.
 """
 
 from __future__ import annotations
@@ -27,10 +27,8 @@ from gpumem_exporter.cli.live.source import Reading, Source
 from gpumem_exporter.cli.live.view import View
 from gpumem_exporter.errors import ExporterError
 
-COLUMNS, LINES = 124, 31
+COLUMNS, LINES = 124, 40
 LEAST_REPORTING = 12
-RUNS_FOR_SECONDS = 45.0
-"""Until leak, fragmentation and caches have grown to be seen."""
 
 THEME = TerminalTheme(
     (22, 27, 34),
@@ -49,14 +47,16 @@ def main() -> None:
     """Run the demo, take the picture, say where it is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", default=Path(__file__).with_name("top.svg"), help="%(default)s")
-    target: Path = parser.parse_args().file
+    parser.add_argument("--minutes", type=float, default=10.0, help="to let the demo run (default: %(default)g)")
+    arguments = parser.parse_args()
+    target: Path = arguments.file
     address = f"127.0.0.1:{free_port()}"
     exporter = subprocess.Popen(
         [sys.executable, "-m", "gpumem_exporter", "serve", "--demo", "--web.listen-address", address],
         cwd=Path(__file__).parents[1],
     )
     try:
-        reading, taken = settled(f"http://{address}", exporter)
+        reading, taken = settled(f"http://{address}", exporter, 60 * arguments.minutes)
         target.write_text(picture(reading, time.monotonic() - taken), encoding="utf-8")
     finally:
         exporter.send_signal(signal.SIGTERM)
@@ -71,9 +71,11 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def settled(url: str, exporter: subprocess.Popen[bytes]) -> tuple[Reading, float]:
-    """What the exporter says when the demo has run for a while, and when (monotonic) it said so."""
-    begun = time.monotonic()
+def settled(url: str, exporter: subprocess.Popen[bytes], runs_for_seconds: float) -> tuple[Reading, float]:
+    """What the exporter says when the demo has run for so long, and when (monotonic) it said so."""
+    end = time.monotonic() + runs_for_seconds
+    while exporter.poll() is None and time.monotonic() < end:
+        time.sleep(0.5)
     while True:
         if exporter.poll() is not None:
             raise SystemExit(f"the exporter ended with {exporter.returncode}")
@@ -85,7 +87,7 @@ def settled(url: str, exporter: subprocess.Popen[bytes]) -> tuple[Reading, float
         finally:
             source.close()
         reporting = len({row.pid for row in reading.rows if row.state == "reporting"}) if reading else 0
-        if reading and reporting >= LEAST_REPORTING and time.monotonic() - begun > RUNS_FOR_SECONDS:
+        if reading and reporting >= LEAST_REPORTING:
             return reading, time.monotonic()
         time.sleep(0.5)
 

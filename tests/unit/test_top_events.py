@@ -91,7 +91,7 @@ def test_another_exporter_is_asked_anew() -> None:
 
 def _said(of: dict[str, Any], width: int = 200) -> str:
     ((line,),) = event_lines([of], width, _NOON, unicode_output=True)
-    return line.plain.rstrip()
+    return " ".join(line.plain.split())
 
 
 @pytest.mark.parametrize(

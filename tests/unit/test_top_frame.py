@@ -160,8 +160,8 @@ def test_the_bar_adds_up_to_its_width() -> None:
 
 def test_an_ascii_terminal_gets_ascii() -> None:
     for width in (80, 200):
-        for view in (View(), View(helps=True), View(sort="reclaimable", reverse=True)):
-            lines = _draw(_full(), width, view=view, unicode_output=False)
+        for view in (View(), View(helps=True), View(events=True), View(sort="reclaimable", reverse=True)):
+            lines = _draw(_kept(_full()), width, 40, view=view, unicode_output=False)
             assert all(line.isascii() for line in lines)
     assert any("####" in line and "++" in line for line in _draw(_full(), unicode_output=False))
 

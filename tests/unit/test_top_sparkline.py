@@ -41,7 +41,7 @@ def test_time_moves_the_line_to_the_left_and_changes_nothing_of_it() -> None:
 
 
 def test_nearly_full_is_marked_as_the_figure_of_what_is_free_is() -> None:
-    for part, style in ((0.96, "bold red"), (0.92, "bold yellow"), (0.5, "cyan")):
+    for part, style in ((0.96, "bold red"), (0.92, "bold yellow"), (0.5, "dim")):
         drawn = sparkline([(_NOW, int(part * _TOTAL))], _TOTAL, 15, _NOW)
         assert {str(span.style) for span in drawn.spans} == {style}
 

@@ -18,9 +18,6 @@ __all__ = ["chosen_events", "event_lines"]
 
 Event = Mapping[str, Any]
 
-_LONGEST_NAME = 20
-"""Of what is not known by name here: a later exporter may tell of more."""
-
 _NAMES = {
     "oom": ("out of memory", "bold red"),
     "device_lost": ("device lost", "bold red"),
@@ -31,6 +28,9 @@ _NAMES = {
     "action": ("action", ""),
     "policy_stopped": ("rule stopped", "bold yellow"),
 }
+_NAME_WIDTH = max(len(name) for name, _ in _NAMES.values())
+_LONGEST_NAME = 20
+"""Of what is not known by name here: a later exporter may tell of more."""
 
 
 def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
@@ -60,7 +60,7 @@ def event_lines(
 
     times = [_time(event, now_unix_seconds) for event in events]
     names = [_NAMES.get(str(event.get("type")), (str(event.get("type")), "")) for event in events]
-    time_width, name_width = width_of(times), min(width_of(name for name, _ in names), _LONGEST_NAME)
+    time_width, name_width = width_of(times), min(width_of((name for name, _ in names), _NAME_WIDTH), _LONGEST_NAME)
     console = Console(width=width)
     blank = [cell("", time_width), cell("", name_width)]
     room = max(1, width - time_width - name_width - 2)

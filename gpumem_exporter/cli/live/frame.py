@@ -45,7 +45,7 @@ _HELP = (
     ("allocated", "in tensors"),
     ("reclaimable", "in no tensor, and a clear gives it back"),
     ("fragmented", "in no tensor, and a clear cannot give it back"),
-    ("10 min", "the most that was in use in each part of them; a blank where nothing was read"),
+    ("10 min", "the most in use in each part; blank where nothing was read"),
     ("non-torch", "the driver's figure less the allocator's: context, NCCL, libraries"),
     ("age", "of the figures that a process reported; - where it does not report"),
     ("-", "cannot be known. K, M, G are KiB, MiB, GiB"),

@@ -17,7 +17,7 @@ __all__ = ["WIDTHS", "sparkline"]
 WIDTHS = (60, 40, 30, 20, 15)
 """In each of which a character stands for a whole number of seconds."""
 _LEVELS = "▁▂▃▄▅▆▇█"
-_STYLE = "cyan"
+_STYLE = "dim"
 
 
 def sparkline(points: Sequence[Point], total_bytes: int | None, width: int, now: float) -> Text:
