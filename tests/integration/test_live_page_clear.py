@@ -39,7 +39,8 @@ def test_a_clear_by_the_button_gives_back_what_it_said_it_would(
     make_node: MakeNode, start_torch: StartTorch, tmp_path: Path, open_page: OpenPage
 ) -> None:
     node = make_node(devices=2)
-    with serving(tmp_path, environment=node.environment()) as (exporter, url):
+    kept = ("--storage.path", str(tmp_path / "events"))  # only then is it an event that somebody asks
+    with serving(tmp_path, *kept, environment=node.environment()) as (exporter, url):
         process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client", workload="hoarder")
         process.exec(TORCH_ONE_GIB)
@@ -58,6 +59,9 @@ def test_a_clear_by_the_button_gives_back_what_it_said_it_would(
         after = live.ledger(0)
         assert after == {**before, "torch_reclaimable": 0, "free": (before["free"] or 0) + GIB}
         live.page.locator("#events li[data-type=action]").wait_for()
+        asked = live.text("#events li[data-type=action_asked]")
+        assert "empty_cache on " in asked
+        assert "asked for on the live page" in asked
         said = live.text("#events li[data-type=action]")
         assert "empty_cache on 1 process: done, freed 1.0 GiB" in said
         assert "asked for on the live page" in said

@@ -8,6 +8,7 @@ from importlib.resources import files
 
 import pytest
 
+from gpumem_exporter.events import EVENT_TYPES
 from gpumem_exporter.server.page_source import SCRIPTS, STYLES, Page
 
 PAGE = Page("1.2.3", demo=False, telemetry_path="/metrics")
@@ -55,6 +56,12 @@ def test_its_script_never_makes_markup_out_of_text() -> None:
         )
         == []
     )
+
+
+@pytest.mark.parametrize("table", ["EVENT_WORDS", "EVENT_NAMES"])
+def test_it_has_words_for_every_event(table: str) -> None:
+    (entries,) = re.findall(rf"const {table} = {{\n(.*?)\n}};", between(PAGE, "script"), flags=re.DOTALL)
+    assert set(re.findall(r"^  (\w+):", entries, flags=re.MULTILINE)) == set(EVENT_TYPES)
 
 
 def test_no_part_of_it_is_left_out() -> None:

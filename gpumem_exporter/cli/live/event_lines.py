@@ -104,7 +104,8 @@ def _device_lost(event: Event) -> str:
 
 
 def _action_asked(event: Event) -> str:
-    return _action(event["detail"], len(event["detail"]["processes"]), "")
+    detail = event["detail"]
+    return _action(detail, len(detail["processes"]) + detail.get("processes_left_out", 0), "")
 
 
 def _action_ended(event: Event) -> str:

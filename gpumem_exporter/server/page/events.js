@@ -10,7 +10,12 @@ const EVENT_WORDS = {
   device_returned: () => "answers again",
   process_started: (event) => processName(event.workload, event.rank, event.pid),
   process_ended: (event) => `${processName(event.workload, event.rank, event.pid)}: ${event.detail.reason}`,
-  action: ({ detail }) => actionInWords(detail),
+  action_asked: ({ detail }) => actionInWords(detail, detail.processes.length + detail.processes_left_out, ""),
+  action: ({ detail }) => {
+    const freed = detail.action === "reset_peak" ? "" : `, freed ${bytes(detail.freed_bytes)}`;
+    return actionInWords(detail, new Set(detail.results.map((result) => result.pid)).size, `: ${detail.state}${freed}`);
+  },
+  policy_stopped: ({ detail }) => `${detail.rule}: ${detail.reason}`,
 };
 const EVENT_NAMES = {
   oom: "out of memory",
@@ -18,15 +23,15 @@ const EVENT_NAMES = {
   device_returned: "device back",
   process_started: "started",
   process_ended: "ended",
+  action_asked: "action asked",
   action: "action",
+  policy_stopped: "rule stopped",
 };
 
-function actionInWords(detail) {
-  const processes = new Set(detail.results.map((result) => result.pid)).size;
-  const freed = detail.action === "reset_peak" ? "" : `, freed ${bytes(detail.freed_bytes)}`;
+function actionInWords(detail, processes, became) {
   const on = processes === 1 ? "1 process" : `${processes} processes`;
   const reason = detail.reason ? ` (${detail.reason})` : "";
-  return `${detail.action} on ${on}: ${detail.state}${freed}, by ${detail.requested_by}${reason}`;
+  return `${detail.action} on ${on}${became}, by ${detail.requested_by}${reason}`;
 }
 
 class Events {
