@@ -88,6 +88,20 @@ function setText(element, text) {
   }
 }
 
+/** A text that hundreds of others stand beside: what it is is known here, as asking the document costs more. */
+class Text {
+  constructor(element) {
+    this.element = element;
+    this.text = "";
+  }
+
+  set(text) {
+    if (this.text === text) return;
+    this.text = text;
+    setText(this.element, text);
+  }
+}
+
 function setHidden(element, hidden) {
   if (element.hidden !== hidden) element.hidden = hidden;
 }
@@ -99,8 +113,11 @@ function setAttribute(element, name, value) {
 /** Let `parent` have these children in this order, moving as few as possible: each move costs layout. */
 function arrange(parent, elements) {
   const wanted = new Set(elements);
-  for (const child of [...parent.children]) if (!wanted.has(child)) child.remove();
-  const places = new Map([...parent.children].map((child, place) => [child, place]));
+  const places = new Map();
+  for (const child of [...parent.children]) {
+    if (wanted.has(child)) places.set(child, places.size);
+    else child.remove();
+  }
   const staying = longestRise(elements.map((element) => places.get(element) ?? -1));
   let next = null;
   for (let i = elements.length - 1; i >= 0; i -= 1) {

@@ -29,6 +29,8 @@ class ProcessRow {
   constructor(key) {
     this.key = key;
     this.data = null;
+    this.shown = true;
+    this.place = undefined;
     this.cells = new Map();
     this.element = h("tr", { role: "row" });
     for (const [name, title] of NAMES) {
@@ -48,7 +50,7 @@ class ProcessRow {
   cell(name, title, { tag = "td", role = "cell", ...more }) {
     const value = h("span", { class: "value" });
     this.element.append(h(tag, { role, "data-title": title, "data-column": name, ...more }, value));
-    this.cells.set(name, value);
+    this.cells.set(name, new Text(value));
   }
 
   update(data, nowUnix) {
@@ -59,27 +61,31 @@ class ProcessRow {
     }
     for (const [name] of FIGURES) {
       if (before !== null && before[name] === data[name]) continue;
-      const value = this.cells.get(name);
-      setText(value, data[name] === null ? "–" : bytes(data[name]));
-      value.title = data[name] === null ? "unknown" : "";
+      const cell = this.cells.get(name);
+      const unknown = data[name] === null;
+      cell.set(unknown ? "–" : bytes(data[name]));
+      if (unknown !== (before?.[name] === null)) cell.element.title = unknown ? "unknown" : "";
     }
-    const state = lastReport(data, nowUnix);
-    setText(this.cells.get("last"), state);
+    this.cells.get("last").set(lastReport(data, nowUnix));
     if (before?.state !== data.state) this.element.dataset.state = data.state;
-    setHidden(this.button, !data.clears);
+    if (before?.clears !== data.clears) this.button.hidden = !data.clears;
   }
 
   name(data) {
     const text = { ...data, workload: data.workload || data.command || "(no name)", gpu: data.gpu ?? "–" };
-    for (const [name] of NAMES) setText(this.cells.get(name), tamed(String(text[name] ?? "")));
-    this.cells.get("workload").title = data.command ?? "";
+    for (const [name] of NAMES) this.cells.get(name).set(tamed(String(text[name] ?? "")));
+    this.cells.get("workload").element.title = data.command ?? "";
     this.button.setAttribute("aria-label", `Clear ${processName(data.workload, data.rank, data.pid)}…`);
     const words = [data.workload, data.command, data.user, data.pod, data.pid, `gpu ${data.gpu}`, data.rank && `rank ${data.rank}`];
     this.words = words.filter((word) => word !== null && word !== "").join(" ").toLowerCase();
   }
 
-  matches(wanted) {
-    return wanted.every((word) => this.words.includes(word));
+  /** Show it where it has all of these words; returns whether it has. */
+  filter(wanted) {
+    const shown = wanted.every((word) => this.words.includes(word));
+    if (this.shown !== shown) this.element.hidden = !shown;
+    this.shown = shown;
+    return shown;
   }
 }
 
@@ -153,7 +159,13 @@ class Processes {
     if (!must && (now - this.sorted < SORT_SECONDS || inUse())) return;
     this.sorted = now;
     const { column, descending } = this.order;
-    for (const row of this.rows.values()) row.place = sortable(column, row.data[column]);
+    let moved = must;
+    for (const row of this.rows.values()) {
+      const place = sortable(column, row.data[column]);
+      if (row.place !== place) moved = true;
+      row.place = place;
+    }
+    if (!moved) return;
     const rows = [...this.rows.values()].sort((a, b) => compare(a, b, descending));
     arrange(body, rows.map((row) => row.element));
   }
@@ -161,9 +173,7 @@ class Processes {
   show() {
     let shown = 0;
     for (const row of this.rows.values()) {
-      const fits = row.matches(this.wanted);
-      setHidden(row.element, !fits);
-      if (fits) shown += 1;
+      if (row.filter(this.wanted)) shown += 1;
     }
     const all = this.rows.size;
     setText($("count"), this.wanted.length > 0 ? `${shown} of ${all} rows` : `${all} rows`);
@@ -180,7 +190,8 @@ function sortable(column, value) {
 
 /** What is not known comes last, either way. */
 function compare(a, b, descending) {
-  const [x, y] = [a.place, b.place];
+  const x = a.place;
+  const y = b.place;
   if (x !== y) {
     if (x === "") return 1;
     if (y === "") return -1;
