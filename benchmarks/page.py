@@ -2,9 +2,11 @@
 
     python -m benchmarks.page [--json] [--real-gpu]
 
-The script's time is the page's own measure of each refresh, which is one a second. In turns with it, in the same page,
-a table of as many cells is written afresh without anything else: the least that so many new texts could cost. What the
-driver says of every process changes with every poll. Needs Chromium and the Python package playwright.
+The script's time is the page's own measure of each refresh, which is one a second, and with it what the browser needs
+to read the event. In turns with it, in the same page, a table of as many cells is written afresh without anything else:
+the least that so many new texts could cost. What the driver says of every process changes with every poll. The page is
+told of ten minutes before the exporter's start, as it would be by an exporter that runs for longer: lines as long as
+they become are drawn all the time. Needs Chromium and the Python package playwright.
 """
 
 from __future__ import annotations
@@ -32,13 +34,33 @@ FIGURES = 5
 """Cells with bytes in each row."""
 
 _LISTEN = """
-window.seen = {refreshes: [], longTasks: []};
+window.seen = {refreshes: [], events: [], longTasks: []};
 new PerformanceObserver((list) => {
   for (const entry of list.getEntriesByName('refresh')) seen.refreshes.push(entry.duration);
 }).observe({type: 'measure'});
 new PerformanceObserver((list) => {
   for (const entry of list.getEntries()) seen.longTasks.push(entry.duration);
 }).observe({type: 'longtask'});
+const listen = EventSource.prototype.addEventListener;
+EventSource.prototype.addEventListener = function (type, take) {
+  listen.call(this, type, (event) => {
+    const given = type === 'history' ? {data: withPast(event.data)} : event;
+    const begun = performance.now();
+    take(given);
+    if (type !== 'history') seen.events.push(performance.now() - begun);
+  });
+};
+function withPast(data) {
+  const history = JSON.parse(data);
+  const past = [];
+  for (let i = 299; i > 0; i -= 1) past.push(history.seconds[0] - 2 * i);
+  history.seconds.unshift(...past);
+  for (const line of Object.values(history.devices)) {
+    line.in_use.unshift(...past.map((_, i) => 40000 + ((7919 * i) % 20000)));
+    line.allocated.unshift(...past.map((_, i) => 20000 + ((104729 * i) % 5000)));
+  }
+  return JSON.stringify(history);
+}
 """
 _LEAST = """(cells) => {
   if (!window.least) {
@@ -88,7 +110,7 @@ def _measure(exporter: Exporter, seconds: float, rows: int) -> list[Row]:
         page.add_init_script(_LISTEN)
         page.goto(exporter.tcp_url)
         page.wait_for_function("(rows) => document.querySelectorAll('#rows tr').length === rows", arg=rows)
-        page.evaluate("seen.refreshes.length = seen.longTasks.length = 0")
+        page.evaluate("seen.refreshes.length = seen.events.length = seen.longTasks.length = 0")
         least: list[float] = []
         used = cpu_seconds(exporter.pid)
         begun = time.monotonic()
@@ -99,13 +121,16 @@ def _measure(exporter: Exporter, seconds: float, rows: int) -> list[Row]:
         seen: dict[str, Any] = page.evaluate("seen")
         size = _state_bytes(page)
         browser.close()
-    refreshes, floor = seen["refreshes"], statistics.median(least)
+    refreshes, events, floor = seen["refreshes"], seen["events"], statistics.median(least)
     name = f"{rows} rows"
     beside = f"{rows * FIGURES} new texts and nothing else ({floor:.2f} ms)"
     median = statistics.median(refreshes)
     return [
         Row(f"{name}: script of a refresh, median", median, "ms", SCRIPT_MS, beside, median / floor),
         Row(f"{name}: script of a refresh, p95", percentile(refreshes, 0.95), "ms"),
+        Row(f"{name}: script of a refresh, longest", max(refreshes), "ms"),
+        Row(f"{name}: the same with the reading of the event, median", statistics.median(events), "ms"),
+        Row(f"{name}: the same with the reading of the event, p95", percentile(events, 0.95), "ms"),
         Row(f"{name}: refreshes", len(refreshes), ""),
         Row(f"{name}: tasks of over 50 ms, layout and paint included", len(seen["longTasks"]), ""),
         Row(f"{name}: the state, without its history", size / 1e3, "kB"),

@@ -217,6 +217,28 @@ def test_a_refresh_changes_figures_and_builds_nothing_anew(driverless: Demo, ope
     assert live.page.evaluate("built") == 0
 
 
+def test_rows_change_places_when_their_figures_do_but_not_with_every_refresh(
+    driverless: Demo, open_page: OpenPage
+) -> None:
+    exporter, url = driverless
+    for pid in (701, 702):
+        send(exporter, pid, pid * MIB, workload="racing")
+    live = open_page(
+        url,
+        script="window.ahead = 0; const now = performance.now; performance.now = () => ahead + now.call(performance);",
+    )
+    live.page.get_by_label("Filter").fill("racing")
+    live.page.get_by_role("button", name="Tensors").click()
+    first = "[...document.querySelectorAll('#rows tr')].find((row) => !row.hidden).textContent"
+    live.until(f"{first}.includes('702')")
+    live.page.evaluate("ahead = -1e6")  # the rows have been sorted a moment ago, however slow the machine is
+    send(exporter, 701, 800 * MIB, workload="racing", sequence=2)
+    live.until("document.querySelector('#rows').textContent.includes(it)", "800\u00a0MiB")
+    assert "702" in live.page.evaluate(first)
+    live.page.evaluate("ahead = 1e6")
+    live.until(f"{first}.includes('701')")
+
+
 def test_what_is_not_known_is_said_to_be_unknown_and_never_0(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     partly = known_device()
