@@ -13,11 +13,14 @@ hidden. It is negative, for instance, for as long as a reporter already counts w
 A report's bytes enter a device's ledger only where the driver lists the process on that device, or where the driver
 lists no processes at all. A reporter whose host pid is unknown stays out: its bytes already stand in `other_processes`.
 So does one whose pid had another process when the driver was asked.
+
+Where the driver does not say what every process holds (WSL, some vGPU set-ups), `non_torch` or `other_processes`, or
+both, cannot be known and are absent; what they would hold is in `unattributed`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -38,6 +41,7 @@ __all__ = [
     "ProcessShare",
     "fragmented_bytes",
     "node_ledgers",
+    "node_shares",
     "non_torch_bytes",
 ]
 
@@ -77,19 +81,8 @@ class DeviceLedger:
     device: DeviceReading
     total_bytes: int
     categories: Mapping[str, int]
-    samples: Mapping[int, DeviceSample]
-    """What is reported of the device, by host pid."""
-    processes: Mapping[int, ReportingProcess]
-    """Who reports, on this device or another, by host pid."""
     non_torch: Mapping[int, int]
     """By host pid, what the driver counts beyond what the process' allocator reserved; signed. Where both are known."""
-
-    def shares(self) -> Iterator[ProcessShare]:
-        """Each process' part: those that the driver lists, or, where it lists none, those that report."""
-        for owner in _owners(self.device, self.samples):
-            pid, sample = owner.pid, self.samples.get(owner.pid)
-            process = self.processes[pid] if sample is not None else None
-            yield ProcessShare(str(pid), owner.used_bytes, process, sample, self.non_torch.get(pid))
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
@@ -109,33 +102,52 @@ def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, De
     node = snapshot.node
     if node is None:
         return {}
-    processes = _listed_reporters(node, names or Names.of(snapshot))
-    by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
-    for host_pid, process in processes.items():
-        for sample in process.report.devices:
-            samples = by_device.get(sample.uuid)
-            if samples is not None:
-                samples.setdefault(host_pid, sample)
+    by_device = _samples_by_device(node, _listed_reporters(node, names or Names.of(snapshot)))
     ledgers = {}
     for device in node.devices:
         if device.memory is not None:
-            ledgers[device.uuid] = _ledger(device, device.memory, by_device[device.uuid], processes)
+            ledgers[device.uuid] = _ledger(device, device.memory, by_device[device.uuid])
     return ledgers
+
+
+def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, list[ProcessShare]]:
+    """Each process' part of each device, by uuid: of those that the driver lists, or, where it lists none, that report.
+
+    A device whose own memory is not known, and which has no ledger therefore, has its processes all the same.
+
+    Args:
+        snapshot: what is known.
+        names: those of the snapshot, where the caller has them already.
+    """
+    node = snapshot.node
+    if node is None:
+        return {}
+    processes = _listed_reporters(node, names or Names.of(snapshot))
+    by_device = _samples_by_device(node, processes)
+    shares: dict[str, list[ProcessShare]] = {}
+    for device in node.devices:
+        samples = by_device[device.uuid]
+        shares[device.uuid] = [
+            ProcessShare(
+                str(owner.pid),
+                owner.used_bytes,
+                processes[owner.pid] if sample is not None else None,
+                sample,
+                _non_torch(owner, sample),
+            )
+            for owner in _owners(device, samples)
+            for sample in (samples.get(owner.pid),)
+        ]
+    return shares
 
 
 def non_torch_bytes(node: NodeReading, names: Names, device: DeviceReading) -> dict[int, int]:
     """As `DeviceLedger.non_torch`, for a device that has no ledger: its memory is not known, its processes may be."""
-    samples: dict[int, DeviceSample] = {}
-    for host_pid, process in _listed_reporters(node, names).items():
-        for sample in process.report.devices:
-            if sample.uuid == device.uuid:
-                samples.setdefault(host_pid, sample)
+    samples = _samples_by_device(node, _listed_reporters(node, names))[device.uuid]
     return {
-        owner.pid: owner.used_bytes - own.reserved_bytes
+        owner.pid: beyond
         for owner in _owners(device, samples)
-        if owner.used_bytes is not None
-        and (own := samples.get(owner.pid)) is not None
-        and own.reserved_bytes is not None
+        if (beyond := _non_torch(owner, samples.get(owner.pid))) is not None
     }
 
 
@@ -148,18 +160,37 @@ def _listed_reporters(node: NodeReading, names: Names) -> dict[int, ReportingPro
     }
 
 
-def _ledger(
-    device: DeviceReading, memory: DeviceMemory, samples: _Samples, processes: Mapping[int, ReportingProcess]
-) -> DeviceLedger:
+def _samples_by_device(
+    node: NodeReading, processes: Mapping[int, ReportingProcess]
+) -> dict[str, dict[int, DeviceSample]]:
+    """What is reported of each device of the node, by host pid."""
+    by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
+    for host_pid, process in processes.items():
+        for sample in process.report.devices:
+            samples = by_device.get(sample.uuid)
+            if samples is not None:
+                samples.setdefault(host_pid, sample)
+    return by_device
+
+
+def _non_torch(owner: ProcessMemory, sample: DeviceSample | None) -> int | None:
+    if owner.used_bytes is None or sample is None or sample.reserved_bytes is None:
+        return None
+    return owner.used_bytes - sample.reserved_bytes
+
+
+def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> DeviceLedger:
     """Add up one device."""
     held = allocated = reclaimable = others = 0
     beyond: dict[int, int] = {}
+    all_torch_known = all_others_known = device.processes is not None
     for owner in _owners(device, samples):
         pid, used_bytes = owner.pid, owner.used_bytes
         sample = samples.get(pid)
         reserved = sample.reserved_bytes if sample is not None else None
         if sample is None or reserved is None:
             others += used_bytes or 0
+            all_others_known = all_others_known and used_bytes is not None
             continue
         # An allocator that keeps no books of tensors (a pluggable one) still holds what it reserved: unsplit, it counts
         # as allocated, since nothing shows that any of it could be given back.
@@ -169,20 +200,24 @@ def _ledger(
         reclaimable += sample.reclaimable_bytes or 0
         if used_bytes is not None:
             beyond[pid] = used_bytes - reserved
-    non_torch = sum(beyond.values())
+        else:
+            all_torch_known = False
+    # A sum is not known if a part of it is not: the other parts are shown by process, and stand in what is left.
+    non_torch = sum(beyond.values()) if all_torch_known else None
+    other_processes = others if all_others_known else None
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
         "torch_reclaimable": reclaimable,
         "torch_fragmented": held - allocated - reclaimable,
-        "non_torch": None if device.processes is None else non_torch,
-        "other_processes": None if device.processes is None else others,
+        "non_torch": non_torch,
+        "other_processes": other_processes,
         "driver_reserved": memory.reserved_bytes,
-        "unattributed": used - held - non_torch - others,
+        "unattributed": used - held - (non_torch or 0) - (other_processes or 0),
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(device, memory.total_bytes, categories, samples, processes, beyond)
+    return DeviceLedger(device, memory.total_bytes, categories, beyond)
 
 
 def _owners(device: DeviceReading, samples: _Samples) -> Sequence[ProcessMemory]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from gpumem_exporter.actions.model import gpu_labels
-from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers
+from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
@@ -107,8 +107,8 @@ def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
     by_host_pid = {one.host_pid: one for one in reversed(seen) if one.host_pid is not None}
-    for uuid, ledger in node_ledgers(snapshot).items():
-        for share in ledger.shares():
+    for uuid, shares in node_shares(snapshot, names).items():
+        for share in shares:
             host_pid = int(share.pid)
             one = by_host_pid.get(host_pid)
             if one is None:

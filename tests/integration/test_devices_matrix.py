@@ -193,6 +193,20 @@ def test_memory_figures_that_are_not_available_are_absent_and_the_rest_is_right(
     whole = truth(node.books()[0], {process.pid: process.call("stats")})
     assert [now[name] for name in ("ledger", "total", "used", "free", "reserved")] == [{}, [], [], [], []]
     assert [now[name] for name in ("processes", "allocated")] == [whole["processes"], whole["allocated"]]
+    listed = {
+        str(one["pid"]): (on["used_bytes"], on["non_torch_bytes"], on["allocated_bytes"])
+        for one in exporter.get("/api/v1/processes")["processes"]
+        for on in one["devices"]
+        if on["uuid"] == uuid
+    }
+    assert listed == {
+        pid: (
+            used,
+            *metrics.values("gpumem_torch_non_torch_bytes", uuid=uuid, pid=pid),
+            whole["allocated"][pid],
+        )
+        for pid, used in whole["processes"].items()
+    }
     assert metrics.value("gpumem_device_up", uuid=uuid) == 1
     assert not re.search(r" 1\.8446744\d*e\+19$| 18446744073709551615$", metrics.text, re.MULTILINE)
     node.hide_memory(0, False)

@@ -5,7 +5,7 @@ import dataclasses
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.core.ledger import CATEGORIES, DeviceLedger, fragmented_bytes, node_ledgers
+from gpumem_exporter.core.ledger import CATEGORIES, DeviceLedger, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample
 
@@ -83,10 +83,11 @@ def test_the_residual_is_signed_when_a_report_is_ahead_of_the_driver() -> None:
 
 def test_non_torch_is_signed() -> None:
     reading = device(total=1000, used=300, processes={1: 300})
-    ledger = device_ledger(reading, [reporting(1, devices=(sample(allocated=500),))])
+    ahead = reporting(1, devices=(sample(allocated=500),))
+    ledger = device_ledger(reading, [ahead])
     assert ledger is not None
     assert ledger.categories["non_torch"] == -200
-    assert [share.non_torch_bytes for share in ledger.shares()] == [-200]
+    assert ledger.non_torch == {1: -200}
 
 
 def test_a_report_and_a_reading_from_either_side_of_a_clear_differ_by_what_it_freed_and_the_residual_says_it() -> None:
@@ -131,12 +132,43 @@ def test_what_needs_the_process_list_is_absent_without_one() -> None:
     assert ledger.categories["unattributed"] == 100
 
 
+def test_a_category_of_which_the_driver_hides_a_part_is_absent_and_what_it_holds_is_nobodys() -> None:
+    """Two reporters and two others: the sum of a kind is known as long as each of its parts is."""
+    trainers = [reporting(pid, devices=(sample(allocated=100, reclaimable=50),)) for pid in (1, 2)]
+
+    def owned(**hidden: None) -> dict[str, int]:
+        figures: dict[int, int | None] = {1: 170, 2: 180, 3: 40, 4: 60}
+        figures |= {int(name.removeprefix("pid")): None for name in hidden}
+        ledger = device_ledger(device(total=1000, used=500, processes=figures), trainers)
+        assert ledger is not None
+        assert sum(ledger.categories.values()) == 1000
+        assert (ledger.categories["torch_allocated"], ledger.categories["torch_reclaimable"]) == (200, 100)
+        names = ("non_torch", "other_processes", "unattributed")
+        return {name: ledger.categories[name] for name in names if name in ledger.categories}
+
+    assert owned() == {"non_torch": 50, "other_processes": 100, "unattributed": 50}
+    assert owned(pid1=None) == {"other_processes": 100, "unattributed": 100}
+    assert owned(pid4=None) == {"non_torch": 50, "unattributed": 150}
+    assert owned(pid1=None, pid2=None, pid3=None, pid4=None) == {"unattributed": 200}
+
+
 def test_a_device_whose_memory_is_unknown_has_no_ledger() -> None:
     unknown = dataclasses.replace(device(), memory=None)
     known = device(UUIDS[1], gpu="1")
     ledgers = node_ledgers(Snapshot(taken_seconds=0.0, node=node(unknown, known)))
     assert list(ledgers) == [UUIDS[1]]
     assert node_ledgers(Snapshot(taken_seconds=0.0, node=None)) == {}
+
+
+def test_a_device_whose_memory_is_unknown_has_its_processes_all_the_same() -> None:
+    unknown = dataclasses.replace(device(processes={1: 300, 2: 50}), memory=None)
+    trainer = reporting(1, devices=(sample(allocated=200),))
+    shares = node_shares(Snapshot(taken_seconds=0.0, node=node(unknown), processes=(trainer,)))
+    assert [(share.pid, share.used_bytes, share.process, share.non_torch_bytes) for share in shares[UUIDS[0]]] == [
+        ("1", 300, trainer, 100),
+        ("2", 50, None, None),
+    ]
+    assert node_shares(Snapshot(taken_seconds=0.0, node=None)) == {}
 
 
 def test_fragmented_is_unknown_when_reclaimable_is() -> None:
