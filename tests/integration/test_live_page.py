@@ -333,6 +333,29 @@ def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_f
     assert live.page.locator(".device").get_attribute("data-level") == "critical"
 
 
+def test_memory_without_an_owner_is_a_trouble_only_where_all_owners_are_known(demo: Demo, open_page: OpenPage) -> None:
+    exporter, url = demo
+    hidden, host = known_device(gpu="1", uuid=UUIDS[1]), known_device(gpu="2", uuid=UUIDS[2])
+    del hidden["ledger"]["other_processes"]
+    host["memory"]["of_host"] = True
+    devices = (known_device(), hidden, host)
+    for device in devices:
+        device["ledger"]["unattributed"] = GIB
+    answers = 0
+
+    def answer() -> dict[str, Any]:
+        nonlocal answers
+        answers += 1
+        document = made_up(exporter, *devices)
+        document["moment"]["clock_seconds"] += 20 * answers  # such a trouble is told once it has lasted
+        return document
+
+    live = open_page(url, answer=answer)
+    live.until("document.querySelector('#troubles').textContent.includes(it)", "owns it")
+    troubles = live.page.locator("#troubles li").all_inner_texts()
+    assert [text.replace("\u00a0", " ").split(": ")[0].split()[-1] for text in troubles if "owns it" in text] == ["0"]
+
+
 def test_a_page_of_another_version_loads_itself_anew_once(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
 

@@ -55,7 +55,9 @@ function troublesOfDevice(device, view, add) {
     const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes", fragmented)}. Clearing cannot give it back.`;
     add("warning", `fragmented ${device.uuid}`, text, true);
   }
-  if (unattributed >= 0.02 * total) {
+  // Where the driver does not say what every process holds, or the memory is the host's, it is no trouble but ignorance.
+  const ownersKnown = ledger.other_processes !== undefined && ledger.non_torch !== undefined && !device.memory.of_host;
+  if (ownersKnown && unattributed >= 0.02 * total) {
     const text = `${name}: ${bytes(unattributed)} is used, and no process that the driver lists owns it.`;
     add("warning", `unattributed ${device.uuid}`, text, true);
   }
