@@ -99,8 +99,9 @@ LEDGER = Metric(
     "gpumem_ledger_bytes",
     "gauge",
     "Where every byte of a device is; the categories of a device add up to gpumem_device_memory_total_bytes."
-    " torch_allocated: in tensors. torch_reclaimable: cached, empty_cache gives it back. torch_fragmented: cached,"
-    " empty_cache cannot give it back. non_torch: CUDA context, NCCL and libraries of processes that report."
+    " torch_allocated: in tensors. torch_reclaimable: cached, empty_cache gives it back. torch_fragmented: the"
+    " rest of the cache: empty_cache cannot give it back, or is not known to. non_torch: CUDA context, NCCL and"
+    " libraries of processes that report."
     " other_processes: processes that do not report. driver_reserved: held back by the driver. unattributed: used, but"
     " of no process that the driver lists; signed, since driver and processes are read moments apart. free: nobody's."
     " A category that cannot be known is absent.",

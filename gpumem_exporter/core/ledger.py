@@ -14,8 +14,11 @@ A report's bytes enter a device's ledger only where the driver lists the process
 lists no processes at all. A reporter whose host pid is unknown stays out: its bytes already stand in `other_processes`.
 So does one whose pid had another process when the driver was asked.
 
-Where the driver does not say what every process holds (WSL, some vGPU set-ups), `non_torch` or `other_processes`, or
-both, cannot be known and are absent; what they would hold is in `unattributed`.
+Where the driver says of no process what it holds (WSL, some vGPU set-ups), `non_torch` and `other_processes` are
+absent, and what they would hold is in `unattributed`; where it keeps that of some to itself, theirs is. What a process
+caches counts as `torch_reclaimable` where that is known, else as `torch_fragmented`: the bytes are the allocator's, and
+nothing shows that they would come back. Where it is known of no process that caches anything, `torch_reclaimable` is
+absent.
 """
 
 from __future__ import annotations
@@ -181,43 +184,48 @@ def _non_torch(owner: ProcessMemory, sample: DeviceSample | None) -> int | None:
 
 def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> DeviceLedger:
     """Add up one device."""
-    held = allocated = reclaimable = others = 0
+    held = allocated = 0
     beyond: dict[int, int] = {}
-    all_torch_known = all_others_known = device.processes is not None
+    reclaimable: list[int | None] = []
+    non_torch: list[int | None] = []
+    others: list[int | None] = []
     for owner in _owners(device, samples):
         pid, used_bytes = owner.pid, owner.used_bytes
         sample = samples.get(pid)
         reserved = sample.reserved_bytes if sample is not None else None
         if sample is None or reserved is None:
-            others += used_bytes or 0
-            all_others_known = all_others_known and used_bytes is not None
+            others.append(used_bytes)
             continue
         # An allocator that keeps no books of tensors (a pluggable one) still holds what it reserved: unsplit, it counts
         # as allocated, since nothing shows that any of it could be given back.
-        in_tensors = sample.allocated_bytes
+        cached = sample.reclaimable_bytes
+        in_tensors = sample.allocated_bytes if sample.allocated_bytes is not None else reserved - (cached or 0)
         held += reserved
-        allocated += reserved if in_tensors is None else in_tensors
-        reclaimable += sample.reclaimable_bytes or 0
+        allocated += in_tensors
+        if in_tensors < reserved:
+            reclaimable.append(cached)
+        non_torch.append(None if used_bytes is None else used_bytes - reserved)
         if used_bytes is not None:
             beyond[pid] = used_bytes - reserved
-        else:
-            all_torch_known = False
-    # A sum is not known if a part of it is not: the other parts are shown by process, and stand in what is left.
-    non_torch = sum(beyond.values()) if all_torch_known else None
-    other_processes = others if all_others_known else None
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
-        "torch_reclaimable": reclaimable,
-        "torch_fragmented": held - allocated - reclaimable,
-        "non_torch": non_torch,
-        "other_processes": other_processes,
+        "torch_reclaimable": _sum_of_known(reclaimable),
+        "torch_fragmented": held - allocated - (_sum_of_known(reclaimable) or 0),
+        "non_torch": None if device.processes is None else _sum_of_known(non_torch),
+        "other_processes": None if device.processes is None else _sum_of_known(others),
         "driver_reserved": memory.reserved_bytes,
-        "unattributed": used - held - (non_torch or 0) - (other_processes or 0),
+        "unattributed": used - held - (_sum_of_known(non_torch) or 0) - (_sum_of_known(others) or 0),
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
     return DeviceLedger(device, memory.total_bytes, categories, beyond)
+
+
+def _sum_of_known(parts: Sequence[int | None]) -> int | None:
+    """None where there are parts and none of them is known: 0 would be a figure."""
+    known = [part for part in parts if part is not None]
+    return sum(known) if known or not parts else None
 
 
 def _owners(device: DeviceReading, samples: _Samples) -> Sequence[ProcessMemory]:

@@ -333,6 +333,33 @@ def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_f
     assert live.page.locator(".device").get_attribute("data-level") == "critical"
 
 
+def test_a_cache_of_which_nobody_knows_what_comes_back_is_not_called_fragmented(
+    demo: Demo, open_page: OpenPage
+) -> None:
+    exporter, url = demo
+    full = known_device()
+    full["ledger"].update(free=GIB // 4, torch_allocated=4 * GIB, torch_fragmented=4 * GIB + 3 * GIB // 4)
+    del full["ledger"]["torch_reclaimable"]
+    answers = 0
+
+    def answer() -> dict[str, Any]:
+        nonlocal answers
+        answers += 1
+        document = made_up(exporter, full)
+        document["moment"]["clock_seconds"] += 20 * answers
+        columns = document["state"]["columns"]
+        row = {**dict.fromkeys(columns), "pid": 77, "state": "reporting", "workload": "pool", "uuid": UUIDS[0]}
+        row.update(gpu="0", allocated_bytes=4 * GIB, reserved_bytes=35 * GIB // 4, clears=True)
+        document["state"]["processes"] = [[row[name] for name in columns]]
+        return document
+
+    live = open_page(url, answer=answer)
+    live.until("document.querySelector('#troubles').textContent.includes(it)", "What clearing would free is not known.")
+    first = live.text("#moment")
+    live.until("document.querySelector('#moment').textContent !== it", first)
+    assert "is fragmented" not in live.text("#troubles")
+
+
 def test_memory_without_an_owner_is_a_trouble_only_where_all_owners_are_known(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     hidden, host = known_device(gpu="1", uuid=UUIDS[1]), known_device(gpu="2", uuid=UUIDS[2])

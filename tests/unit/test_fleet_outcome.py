@@ -138,6 +138,16 @@ def test_an_overview_has_a_row_for_each_device_what_is_wrong_and_the_sums(capsys
     }
 
 
+def test_of_devices_of_which_nobody_knows_it_an_overview_does_not_say_what_a_clear_would_give_back(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unsplit = {**GPU, "ledger": {"torch_fragmented": 9 << 30}}
+    show(open_console(), Overview({A: devices(unsplit)}).tables())
+    printed = capsys.readouterr().out.splitlines()
+    assert " ".join(printed[-2].split()).endswith("20.0 GiB - 9.0 GiB")
+    assert printed[-1] == "1 of 1 exporters, 1 devices: 60.0 GiB of 80.0 GiB used."
+
+
 def test_an_overview_says_what_is_a_demo_and_what_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     show(open_console(), Overview({A: devices(source="demo")}).tables())
     assert capsys.readouterr().out.startswith("DEMO")

@@ -132,8 +132,8 @@ def test_what_needs_the_process_list_is_absent_without_one() -> None:
     assert ledger.categories["unattributed"] == 100
 
 
-def test_a_category_of_which_the_driver_hides_a_part_is_absent_and_what_it_holds_is_nobodys() -> None:
-    """Two reporters and two others: the sum of a kind is known as long as each of its parts is."""
+def test_a_category_of_which_the_driver_hides_every_part_is_absent_and_what_it_hides_is_nobodys() -> None:
+    """Two reporters and two others, with a figure for all, for some, and for none of them."""
     trainers = [reporting(pid, devices=(sample(allocated=100, reclaimable=50),)) for pid in (1, 2)]
 
     def owned(**hidden: None) -> dict[str, int]:
@@ -147,9 +147,9 @@ def test_a_category_of_which_the_driver_hides_a_part_is_absent_and_what_it_holds
         return {name: ledger.categories[name] for name in names if name in ledger.categories}
 
     assert owned() == {"non_torch": 50, "other_processes": 100, "unattributed": 50}
-    assert owned(pid1=None) == {"other_processes": 100, "unattributed": 100}
-    assert owned(pid4=None) == {"non_torch": 50, "unattributed": 150}
-    assert owned(pid1=None, pid2=None, pid3=None, pid4=None) == {"unattributed": 200}
+    assert owned(pid1=None, pid4=None) == {"non_torch": 30, "other_processes": 40, "unattributed": 130}
+    assert owned(pid1=None, pid2=None) == {"other_processes": 100, "unattributed": 100}
+    assert owned(pid3=None, pid4=None) == {"non_torch": 50, "unattributed": 150}
 
 
 def test_a_device_whose_memory_is_unknown_has_no_ledger() -> None:
@@ -169,6 +169,28 @@ def test_a_device_whose_memory_is_unknown_has_its_processes_all_the_same() -> No
         ("2", 50, None, None),
     ]
     assert node_shares(Snapshot(taken_seconds=0.0, node=None)) == {}
+
+
+def test_what_a_clear_gives_back_is_absent_where_it_is_known_of_nobody_and_a_lower_bound_where_of_some() -> None:
+    """Unsplit cache stays in the ledger without being called reclaimable; who caches nothing leaves nothing unknown."""
+
+    def torch(*samples: DeviceSample) -> dict[str, int]:
+        reading = device(total=1000, used=900, processes=dict.fromkeys(range(1, len(samples) + 1), 300))
+        ledger = device_ledger(reading, [reporting(pid, devices=(own,)) for pid, own in enumerate(samples, start=1)])
+        assert ledger is not None
+        assert sum(ledger.categories.values()) == 1000
+        return {name: size for name, size in ledger.categories.items() if name.startswith("torch_")}
+
+    split = sample(allocated=100, reclaimable=70, fragmented=30)
+    unsplit = dataclasses.replace(split, reclaimable_bytes=None)
+    without_cache = dataclasses.replace(sample(allocated=100), reclaimable_bytes=None)
+    without_books = dataclasses.replace(split, allocated_bytes=None)
+    assert torch(unsplit) == {"torch_allocated": 100, "torch_fragmented": 100}
+    assert torch(unsplit, without_cache) == {"torch_allocated": 200, "torch_fragmented": 100}
+    assert torch(unsplit, split) == {"torch_allocated": 200, "torch_reclaimable": 70, "torch_fragmented": 130}
+    assert torch(without_cache) == {"torch_allocated": 100, "torch_reclaimable": 0, "torch_fragmented": 0}
+    assert torch(without_books) == {"torch_allocated": 130, "torch_reclaimable": 70, "torch_fragmented": 0}
+    assert torch() == {"torch_allocated": 0, "torch_reclaimable": 0, "torch_fragmented": 0}
 
 
 def test_fragmented_is_unknown_when_reclaimable_is() -> None:

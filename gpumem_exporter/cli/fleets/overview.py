@@ -96,7 +96,8 @@ class Overview:
             return plain("The query names no exporter.")
         devices = [device for _, document in self._answers() for device in _devices(document)]
         memory = [device["memory"] for device in devices if device.get("memory")]
-        reclaimable = [device["ledger"]["torch_reclaimable"] for device in devices if device.get("ledger")]
+        ledgers = [device["ledger"] for device in devices if device.get("ledger")]
+        reclaimable = [ledger["torch_reclaimable"] for ledger in ledgers if "torch_reclaimable" in ledger]
         used, total = (human_bytes(sum(one[name] for one in memory)) for name in ("used_bytes", "total_bytes"))
         answered = len(list(self._answers()))
         said = f"{answered} of {len(self.read)} exporters, {len(devices)} devices: {used} of {total} used"

@@ -3,7 +3,7 @@
 const CATEGORIES = [
   ["torch_allocated", "tensors", "held by living tensors"],
   ["torch_reclaimable", "reclaimable", "cached, and a clear gives it back"],
-  ["torch_fragmented", "fragmented", "cached, and no clear gives it back"],
+  ["torch_fragmented", "fragmented", "cached, and no clear is known to give it back"],
   ["non_torch", "non-torch", "CUDA context, NCCL, libraries"],
   ["other_processes", "other processes", "of processes without a reporter"],
   ["driver_reserved", "driver", "held back by the driver"],

@@ -28,7 +28,11 @@ function troublesOfDevice(device, view, add) {
   const ledger = device.ledger;
   if (ledger === null) return;
   const total = device.memory.total_bytes;
-  const { free, torch_reclaimable: reclaimable, torch_fragmented: fragmented, unattributed } = ledger;
+  const { free, torch_reclaimable: reclaimable, unattributed } = ledger;
+  const rows = view.rows.filter((row) => row.uuid === device.uuid);
+  // Of some allocators it cannot be known what of their cache a clear gives back: the ledger has it as fragmented.
+  const unsplit = rows.some((row) => row.reclaimable_bytes === null && row.reserved_bytes > (row.allocated_bytes ?? 0));
+  const fragmented = unsplit ? rows.reduce((sum, row) => sum + (row.fragmented_bytes ?? 0), 0) : ledger.torch_fragmented;
   const who = ({ workload, command, rank, pid }) => processName(workload || command, rank, pid);
   const most = (column, all) => {
     const row = view.largest(device.uuid, column);
@@ -38,8 +42,10 @@ function troublesOfDevice(device, view, add) {
   if (free < 0.1 * total) {
     const help =
       reclaimable >= 0.01 * total
-        ? `Clearing would free ${bytes(reclaimable)}${most("reclaimable_bytes", reclaimable)}.`
-        : `Clearing would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
+        ? `Clearing would free ${unsplit ? "at least " : ""}${bytes(reclaimable)}${most("reclaimable_bytes", reclaimable)}.`
+        : unsplit
+          ? "What clearing would free is not known."
+          : `Clearing would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
     const [level, word, left] = free < 0.05 * total ? ["critical", "full", 0.05] : ["warning", "nearly full", 0.1];
     const leastMib = Math.floor(((1 - left) * total) / 2 ** 20);
     const since = sinceInWords(view.history.since(device.uuid, (mib) => mib !== null && mib >= leastMib), view.moment);
@@ -55,8 +61,9 @@ function troublesOfDevice(device, view, add) {
     const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes", fragmented)}. Clearing cannot give it back.`;
     add("warning", `fragmented ${device.uuid}`, text, true);
   }
-  // Where the driver does not say what every process holds, or the memory is the host's, it is no trouble but ignorance.
-  const ownersKnown = ledger.other_processes !== undefined && ledger.non_torch !== undefined && !device.memory.of_host;
+  // As with the alert: nothing can be said where the driver keeps to itself what others hold, or the memory is the host's.
+  const hidden = rows.some((row) => row.state !== "reporting" && row.used_bytes === null);
+  const ownersKnown = ledger.other_processes !== undefined && !hidden && !device.memory.of_host;
   if (ownersKnown && unattributed >= 0.02 * total) {
     const text = `${name}: ${bytes(unattributed)} is used, and no process that the driver lists owns it.`;
     add("warning", `unattributed ${device.uuid}`, text, true);
