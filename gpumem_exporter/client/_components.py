@@ -24,6 +24,8 @@ _INTERVAL_SECONDS = 10.0
 """A count begins this long after the last one did, or later."""
 _SLICE_SECONDS = 0.0005
 """How long a count keeps one step waiting."""
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
+_WRAPPERS_MAX = 4
 _GOOD_INTERVALS = 6.0
 """A count is told until it is this many times the interval old, or the time between the last two."""
 
@@ -164,6 +166,12 @@ class Watch:
         self._tells = self._tells or optimizer is watched
         return optimizer is (watched if self._tells else None)
 
+    def _watched(self) -> frozenset[int]:
+        """The identities of the model, of whatever it is wrapped in, and of the optimizer."""
+        model = self._model() if self._model is not None else None
+        optimizer = self._optimizer() if self._optimizer is not None else None
+        return frozenset(id(one) for one in (_inner_model(model), optimizer) if one is not None)
+
     def _begin(self, torch: Any, now: float) -> ComponentWalk:
         if self._begun_seconds != float("-inf"):
             self._apart_seconds = now - self._begun_seconds
@@ -183,7 +191,7 @@ class Watch:
             allocated[index] = None if state is None else state["allocated_bytes"]["all"]["current"]
         told = {index: (components, allocated.get(index)) for index, components in counted.items() if index != HOST}
         good_seconds = max(_GOOD_INTERVALS * self._interval_seconds, 3 * self._apart_seconds)
-        self._observed.tell_components(self, ToldComponents(told, time.monotonic() + good_seconds))
+        self._observed.tell_components(self, ToldComponents(told, time.monotonic() + good_seconds, self._watched()))
         if self._closed:  # meanwhile: what it told before that was taken back, and this was not
             self._observed.tell_components(self, None)
             return
@@ -211,6 +219,9 @@ def watch(model: Any, optimizer: Any = None) -> Watch:
     allocator has handed out at the step's end: activations that are kept, buffers, batches, gathered parameters, the
     buckets of `DistributedDataParallel` where gradients are no views into them, and the allocator's rounding.
 
+    Several models and optimizers may be watched: their bytes add up. Of watches with the same model or optimizer one is
+    told.
+
     Weak references only; no hook on the model. It ends with the model or the optimizer, or with `close()`. Does nothing
     as long as CUDA is not initialised.
 
@@ -223,6 +234,17 @@ def watch(model: Any, optimizer: Any = None) -> Watch:
         TypeError: the model is no module.
     """
     return Watch(model, optimizer)
+
+
+def _inner_model(model: Any) -> Any:
+    """The program's own module in DataParallel, DistributedDataParallel, FSDP1 or what torch.compile makes."""
+    for _ in range(_WRAPPERS_MAX):
+        modules = getattr(model, "_modules", {})
+        wrapped = modules.keys() & _WRAPPED
+        if len(modules) != 1 or not wrapped:
+            break
+        model = modules[wrapped.pop()]
+    return model
 
 
 def _inner_optimizer(optimizer: Any) -> Any:

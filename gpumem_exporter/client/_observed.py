@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,8 @@ class ToldComponents:
     """By device: bytes by component, and the allocator's allocated bytes at that moment."""
     good_until_seconds: float
     """On the monotonic clock: after that it is too old to be told."""
+    of: frozenset[int] = frozenset()
+    """What was counted: the identities of the model and the optimizer."""
 
 
 class Stretch:
@@ -208,11 +210,12 @@ class Observed:
     def components(self, index: int) -> Mapping[str, int]:
         """Bytes of a device by component, over all that is watched; empty where nothing is, or long not at a step.
 
+        Of watches that have the model or the optimizer in common one counts: the one of both, or the latest.
         `other` is what the allocator held beside them when the last of them was counted. It is left out where that
         would be less than nothing: then some of them lie outside of the allocator's memory.
         """
         now = time.monotonic()
-        fresh = [told for told in list(self._components.values()) if now < told.good_until_seconds]
+        fresh = _each_once(told for told in list(self._components.values()) if now < told.good_until_seconds)
         counted = [(told, told.devices[index]) for told in fresh if index in told.devices]
         if not counted:
             return {}
@@ -313,6 +316,15 @@ class Observed:
 def _allocated(state: Mapping[str, Any]) -> tuple[int, int]:
     figures = state["allocated_bytes"]["all"]
     return figures["current"], figures["peak"]
+
+
+def _each_once(told: Iterable[ToldComponents]) -> list[ToldComponents]:
+    """Without those that have something in common with another: its bytes would be told twice."""
+    chosen: list[ToldComponents] = []
+    for one in sorted(told, key=lambda one: len(one.of))[::-1]:
+        if all(one.of.isdisjoint(other.of) for other in chosen):
+            chosen.append(one)
+    return chosen
 
 
 def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:

@@ -243,6 +243,37 @@ result.append(sorted(threads))
     assert told == [False, False, True, ["the program's"]]
 
 
+def test_what_two_watches_watch_is_told_once(shared_process: TorchProcess) -> None:
+    """A cell of a notebook that runs again, a library that watches what the program does: the bytes are there once."""
+    told = shared_process.exec(
+        """
+from gpumem_exporter.client._observed import process_observed
+def components():
+    return dict(process_observed().components(0))
+model, optimizer = make()
+watching = [gpumem.watch(model, optimizer)]
+step(model, optimizer)
+watching[0].look()
+result = [components()]
+for again in ((model, optimizer), (torch.nn.DataParallel(model, [0]), optimizer), (model, None), (None, optimizer)):
+    watching.append(gpumem.watch(*again))
+    watching[-1].look()
+    result.append(components())
+another = make()
+other = gpumem.watch(*another)
+(parameters,) = {each.parameters for each in other.look() if each.index == 0}
+result.append(components()["parameters"] - parameters)
+for each in (*watching, other):
+    each.close()
+"""
+    )
+    alone, *with_others, beside_another = told
+    assert alone["parameters"] > 0
+    assert alone["optimizer_state"] > 0
+    assert with_others == [alone] * 4
+    assert beside_another == alone["parameters"]
+
+
 def test_a_count_in_slices_has_all_gradients_where_steps_are_marked_after_they_are_gone(
     shared_process: TorchProcess,
 ) -> None:
