@@ -203,10 +203,10 @@ def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
     """What went back to the driver: the growth of the allocator's own count of freed reserved bytes.
 
     The difference of reserved would miss what another thread reserved anew in between. It is taken where there is no
-    such count (cudaMallocAsync).
+    such count (cudaMallocAsync), and where the program has set it back meanwhile (`reset_accumulated_memory_stats`).
     """
     begun, ended = _current(before, "reserved_bytes", "freed"), _current(after, "reserved_bytes", "freed")
-    if begun is not None and ended is not None:
+    if begun is not None and ended is not None and ended >= begun:
         return ended - begun
     held, left = _current(before, "reserved_bytes"), _current(after, "reserved_bytes")
     return max(0, held - left) if held is not None and left is not None else None

@@ -62,6 +62,26 @@ def test_without_a_count_of_freed_bytes_the_difference_of_reserved_is_what_was_f
     assert device.freed_bytes == 90
 
 
+def test_where_the_program_sets_the_counts_back_meanwhile_the_difference_of_reserved_is_what_was_freed(
+    bench: Bench,
+) -> None:
+    count, clear, base = bench.allocator.state, bench.allocator.empty_cache, 1000
+
+    def counted_from_before(index: int) -> dict[str, Any]:
+        state: dict[str, Any] = count(index)
+        state["reserved_bytes"]["all"]["freed"] += base
+        return state
+
+    def clear_while_another_thread_resets() -> None:
+        nonlocal base
+        clear()
+        base = 0
+
+    bench.allocator.state, bench.allocator.empty_cache = counted_from_before, clear_while_another_thread_resets
+    (device,) = bench.run().devices
+    assert device.freed_bytes == 90
+
+
 def test_what_an_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.")
     result = bench.run()
