@@ -59,7 +59,9 @@ def node_tables(
         yield _legend(unicode_output)
     for device in listed:
         if not device.get("up", True):
-            yield plain(f"gpu {device['gpu']}: {device.get('error') or 'does not answer'}", "bold red")
+            yield plain(
+                f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}", "bold red"
+            )
     known = [device for device in listed if device.get("ledger")]
     if known:
         yield from _ledger_tables(known, width)

@@ -23,7 +23,11 @@ class Roster:
         self._lost: dict[str, DeviceIdentity] = {}
 
     def merge(self, listed: Sequence[DeviceIdentity]) -> tuple[DeviceIdentity, ...]:
-        """All devices: those listed, with names where the driver has none, and the lost ones that it leaves out."""
+        """All devices: those listed, with names where the driver has none, and the lost ones that it leaves out.
+
+        The driver counts anew without those. A lost one whose index is another's now has none: an action for that index
+        must not mean both.
+        """
         named = {identity.uuid for identity in listed if identity.uuid}
         merged: list[DeviceIdentity] = []
         for identity in listed:
@@ -37,9 +41,10 @@ class Roster:
             ]
             merged.extend(remembered or [identity])
         present = {identity.uuid for identity in merged}
-        merged.extend(lost for uuid, lost in self._lost.items() if uuid not in present)
-        self._known = {identity.uuid: identity for identity in merged if identity.uuid}
-        return tuple(merged)
+        taken = {_gpu_of(identity) for identity in merged}
+        left_out = [lost for uuid, lost in self._lost.items() if uuid not in present]
+        self._known = {identity.uuid: identity for identity in (*merged, *left_out) if identity.uuid}
+        return (*merged, *(replace(lost, gpu="") if _gpu_of(lost) in taken else lost for lost in left_out))
 
     def note_errors(self, errors: Mapping[str, str]) -> None:
         """Remember which of the devices just merged are lost: those listed with an error, and those in `errors`.
@@ -53,6 +58,11 @@ class Roster:
             error = identity.error or ("" if identity.parent_uuid else errors.get(uuid, ""))
             if error:
                 self._lost[uuid] = replace(identity, error=error)
+
+
+def _gpu_of(identity: DeviceIdentity) -> str:
+    """The index of the GPU that it is, or is a part of."""
+    return identity.gpu.partition(":")[0]
 
 
 def _is_or_is_part_of(gpu: str, other: str) -> bool:

@@ -264,6 +264,24 @@ def test_a_lost_device_that_the_driver_stops_counting_stays_lost_until_it_is_bac
     assert len(up(poll_for(reader, node, 1))) == 8
 
 
+@pytest.mark.parametrize(("lost", "keeps"), [(3, False), (7, True)])
+def test_a_lost_device_keeps_its_index_until_the_driver_gives_it_to_another(
+    reader: NodeReader, node: Node, lost: int, keeps: bool
+) -> None:
+    reader.read()
+    back = node.listed.copy()
+    node.failures["memory", f"GPU-{lost}"] = NvmlDeviceLostError("GPU is lost")
+    assert device(reader.read(), f"GPU-{lost}").gpu == str(lost)
+    rest = [identity for identity in back if identity.uuid != f"GPU-{lost}"]
+    node.listed = [DeviceIdentity(str(index), identity.uuid) for index, identity in enumerate(rest)]
+    for _ in range(3):
+        reading = reader.read()
+        assert (device(reading, f"GPU-{lost}").gpu, device(reading, f"GPU-{lost}").up) == (str(lost) * keeps, False)
+        assert len({each.gpu for each in reading.devices}) == 8
+    node.listed = [DeviceIdentity(str(lost), "", error="GPU is lost") if i == lost else d for i, d in enumerate(back)]
+    assert device(reader.read(), f"GPU-{lost}").gpu == str(lost)
+
+
 def test_a_nameless_device_does_not_take_the_name_of_one_that_is_there_under_another_index(
     reader: NodeReader, node: Node
 ) -> None:

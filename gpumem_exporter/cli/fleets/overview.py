@@ -135,7 +135,7 @@ def _troubles(document: Document) -> Iterator[str]:
         yield f"driver: {nvml.get('error') or 'not read yet'}"
     for device in _devices(document):
         if not device.get("up", True):
-            yield f"gpu {device['gpu']}: {device.get('error') or 'does not answer'}"
+            yield f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
 
 
 def _cells(place: Place, device: Document) -> tuple[str | Text, ...]:
