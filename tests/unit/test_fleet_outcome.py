@@ -148,6 +148,27 @@ def test_of_devices_of_which_nobody_knows_it_an_overview_does_not_say_what_a_cle
     assert printed[-1] == "1 of 1 exporters, 1 devices: 60.0 GiB of 80.0 GiB used."
 
 
+def test_a_device_that_two_exporters_tell_of_counts_once_and_simulated_ones_are_told_apart_by_their_node(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One exporter under two names, or a sidecar beside the node's own."""
+
+    def last_lines(source: str) -> list[str]:
+        first, second = {**GPU, "uuid": "GPU-1"}, {**GPU, "gpu": "1", "uuid": "GPU-2"}
+        unknown = {**first, "memory": None, "ledger": None}
+        known = {A: devices(unknown, second, source=source), C: devices(first, second, source=source)}
+        show(open_console(), Overview(known).tables())
+        return capsys.readouterr().out.splitlines()[-2:]
+
+    assert last_lines("nvml") == [
+        "node1:9844 and node3:9844 tell of the same devices, which count once",
+        "2 of 2 exporters, 2 devices: 120 GiB of 160 GiB used; a clear would give back 16.0 GiB.",
+    ]
+    assert last_lines("demo")[1] == (
+        "2 of 2 exporters, 4 devices: 180 GiB of 240 GiB used; a clear would give back 24.0 GiB."
+    )
+
+
 def test_an_overview_says_what_is_a_demo_and_what_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     show(open_console(), Overview({A: devices(source="demo")}).tables())
     assert capsys.readouterr().out.startswith("DEMO")

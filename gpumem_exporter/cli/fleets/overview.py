@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,18 @@ class Overview:
     def _answers(self) -> Iterator[tuple[Place, Document]]:
         return ((place, it) for place, it in self.read.items() if not isinstance(it, Failure))
 
+    def _by_device(self) -> list[list[tuple[Place, Document]]]:
+        """What is told of each device: one that two exporters see, or one exporter under two names, is one device.
+
+        Simulated ones are called the same on every node.
+        """
+        told: dict[object, list[tuple[Place, Document]]] = {}
+        for place, document in self._answers():
+            for index, device in enumerate(_devices(document)):
+                uuid = None if document.get("source") == "demo" else device.get("uuid")
+                told.setdefault(uuid or (place, index), []).append((place, device))
+        return list(told.values())
+
     def _demo(self) -> Iterator[Text]:
         if any(document.get("source") == "demo" for _, document in self._answers()):
             yield plain("DEMO: simulated devices and processes", "bold yellow")
@@ -90,14 +102,16 @@ class Overview:
         for place, it in self.read.items():
             for trouble in (it.reason,) if isinstance(it, Failure) else _troubles(it):
                 yield plain(f"{place.instance}: {trouble}", "bold red")
+        shared = {tuple(place.instance for place, _ in told) for told in self._by_device() if len(told) > 1}
+        for instances in sorted(shared):
+            yield plain(f"{' and '.join(instances)} tell of the same devices, which count once", "yellow")
 
     def _sums(self) -> Text:
         if not self.read:
             return plain("The query names no exporter.")
-        devices = [device for _, document in self._answers() for device in _devices(document)]
-        memory = [device["memory"] for device in devices if device.get("memory")]
-        ledgers = [device["ledger"] for device in devices if device.get("ledger")]
-        reclaimable = [ledger["torch_reclaimable"] for ledger in ledgers if "torch_reclaimable" in ledger]
+        devices = self._by_device()
+        memory = [memory for told in devices if (memory := _first([device for _, device in told], "memory"))]
+        reclaimable = [known for told in devices if (known := _reclaimable([device for _, device in told])) is not None]
         used, total = (human_bytes(sum(one[name] for one in memory)) for name in ("used_bytes", "total_bytes"))
         answered = len(list(self._answers()))
         said = f"{answered} of {len(self.read)} exporters, {len(devices)} devices: {used} of {total} used"
@@ -127,6 +141,17 @@ def _read(exporters: Sequence[Place], options: LookOptions, token: str) -> Mappi
 
 def _devices(document: Document) -> Sequence[Document]:
     return document.get("devices") or ()
+
+
+def _first(told: Iterable[Document], name: str) -> Document | None:
+    """Of what is told of one device, the first that has it."""
+    return next((device[name] for device in told if device.get(name)), None)
+
+
+def _reclaimable(told: Iterable[Document]) -> int | None:
+    """Of one device: what the exporter says to which most of it is known."""
+    ledgers = [device["ledger"] for device in told if device.get("ledger")]
+    return max((ledger["torch_reclaimable"] for ledger in ledgers if "torch_reclaimable" in ledger), default=None)
 
 
 def _troubles(document: Document) -> Iterator[str]:
