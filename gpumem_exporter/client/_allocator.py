@@ -14,6 +14,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from gpumem_exporter.client._captures import Captures
@@ -168,6 +169,17 @@ class Allocator:
     def sample_now(self, index: int) -> DeviceSample:
         """One device's sample without a walk over the heap; unlike the rest, any thread may call this."""
         return self._sample(index, self.state(index))
+
+    def sample_at_oom(self, index: int) -> DeviceSample:
+        """The same in an out-of-memory observer: what torch could give back it has given back before it calls one.
+
+        But not while a graph is captured: it keeps its cache then.
+        """
+        state = self.state(index)
+        sample = self._sample(index, state)
+        if state is None or self._reclaimable.told_by_statistics(index, state):
+            return sample
+        return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
 
     def pinned_host_bytes(self) -> int | None:
         """Pinned host memory that torch's caching host allocator holds (2.7 and later)."""

@@ -73,7 +73,7 @@ class Reclaimable:
         unsettled = {
             index: state
             for index, state in states.items()
-            if _complete(state) and (self._unproven(index, state) or not self._told_by_statistics(index, state))
+            if _complete(state) and (self._unproven(index, state) or not self.told_by_statistics(index, state))
         }
         if not unsettled or self._clock() < self._next_walk_seconds:
             return
@@ -104,7 +104,7 @@ class Reclaimable:
             return None
         reserved: int = state["reserved_bytes"]["all"]["current"]
         allocated: int = state["allocated_bytes"]["all"]["current"]
-        if self._told_by_statistics(index, state):
+        if self.told_by_statistics(index, state):
             split: int = state["inactive_split_bytes"]["all"]["current"]
             return reserved - allocated - split
         unreturnable = self._unreturnable.get(index)
@@ -115,7 +115,10 @@ class Reclaimable:
         layout, private = self._layouts.get(index, (None, None))
         return private if layout is not None and _complete(state) and layout == _layout(state) else None
 
-    def _told_by_statistics(self, index: int, state: DeviceState) -> bool:
+    def told_by_statistics(self, index: int, state: DeviceState) -> bool:
+        """These statistics alone tell it, exactly; any thread may ask."""
+        if not _complete(state):
+            return False
         private = state.get("private_pools_bytes")
         if private is None:
             private = self.private_bytes(index, state)

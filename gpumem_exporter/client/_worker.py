@@ -246,7 +246,7 @@ class Worker:
                     limit_bytes=limit_bytes,
                     step=sampler.step,
                     phase=current_phase() or "",
-                    sample=allocator.sample_now(device),
+                    sample=allocator.sample_at_oom(device),
                 )
             )
 

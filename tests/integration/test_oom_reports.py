@@ -45,6 +45,58 @@ def test_an_error_is_reported_with_the_allocator_s_state_at_that_moment_and_the_
         assert oom["limit_bytes"] == book.total_bytes - book.reserved_bytes
 
 
+@pytest.mark.parametrize("settings", ["expandable_segments:True", ""], ids=["expandable", "classic"])
+def test_what_an_error_found_in_the_cache_is_fragmented_however_long_nobody_has_walked_over_the_heap(
+    start_torch: StartTorch, tmp_path: Path, settings: str
+) -> None:
+    """Torch has given back what it could: a clear right afterwards gives back nothing more."""
+    with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=settings)
+        process.call("start_client")
+        process.call("alloc", nbytes=1 << 20, device=1)
+        wait_for(lambda: exporter.reports, "the first report, and with it the last look at the heap")
+        reserved, allocated, cleared = process.exec(
+            "held = [torch.empty(11 << 20, dtype=torch.uint8, device='cuda:1') for _ in range(40)][::2]\n"
+            f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass\n"
+            "result = [torch.cuda.memory_reserved(1), torch.cuda.memory_allocated(1)]\n"
+            "torch.cuda.empty_cache()\n"
+            "result.append(torch.cuda.memory_reserved(1))"
+        )
+        wait_for(lambda: _ooms(exporter), "the error")
+        (oom,) = _ooms(exporter).values()
+        assert (oom["sample"]["reserved_bytes"], oom["sample"]["allocated_bytes"]) == (reserved, allocated)
+        assert oom["sample"]["reclaimable_bytes"] == reserved - cleared == 0
+        assert not settings or reserved - allocated > 20 << 20, "pages that tensors keep"
+
+
+def test_nothing_is_said_of_the_cache_of_a_process_that_runs_out_while_a_graph_is_captured(
+    start_torch: StartTorch, tmp_path: Path
+) -> None:
+    """Torch keeps its cache then."""
+    with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
+        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+        process.call("start_client")
+        process.call("alloc", nbytes=1 << 20, device=1)
+        wait_for(lambda: exporter.reports, "the first report")
+        reserved, cleared = process.exec(
+            "import warnings; warnings.simplefilter('ignore')\n"
+            "held = torch.empty(50 << 20, dtype=torch.uint8, device='cuda:1')\n"
+            "torch.cuda.set_device(1)\n"
+            "graph = torch.cuda.CUDAGraph()\n"
+            "try:\n    with torch.cuda.graph(graph):\n"
+            "        del held\n"
+            "        torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')\n"
+            "except RuntimeError: pass\n"
+            "result = [torch.cuda.memory_reserved(1)]\n"
+            "del graph; torch.cuda.empty_cache()\n"
+            "result.append(torch.cuda.memory_reserved(1))"
+        )
+        wait_for(lambda: _ooms(exporter), "the error")
+        (oom,) = _ooms(exporter).values()
+        assert reserved > cleared
+        assert "reclaimable_bytes" not in oom["sample"]
+
+
 def test_a_reporter_that_ends_late_takes_no_errors_from_the_one_that_has_begun_since(
     node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:
