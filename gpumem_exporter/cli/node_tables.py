@@ -84,9 +84,12 @@ def returnable_sentence(processes: Sequence[Document]) -> str:
         [device["reclaimable_bytes"] for device in process.get("devices") or () if _has(device, "reclaimable_bytes")]
         for process in able
     ]
+    if not any(known):
+        return "What a clear would give back cannot be known."
     total = sum(sum(sizes) for sizes in known)
     giving = sum(1 for sizes in known if sum(sizes) > 0)
-    unknown = sum(1 for sizes in known if not sizes)
+    hides = [any(map(_hides_its_cache, process.get("devices") or ())) for process in able]
+    unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
     sentence = f"A clear would give back {human_bytes(total)} from {giving} of {len(able)} reporting processes"
     return f"{sentence}; of {unknown} it cannot be known." if unknown else f"{sentence}."
 
@@ -192,6 +195,12 @@ def _memory(device: Document) -> tuple[str, ...]:
 def _clears(process: Document) -> bool:
     actions = process.get("actions")
     return not actions or "empty_cache" in actions
+
+
+def _hides_its_cache(device: Document) -> bool:
+    """It caches something, and nobody can say what of that a clear would give back."""
+    reserved, allocated = device.get("reserved_bytes"), device.get("allocated_bytes")
+    return not _has(device, "reclaimable_bytes") and reserved is not None and reserved > (allocated or 0)
 
 
 def _has(device: Document, name: str) -> bool:

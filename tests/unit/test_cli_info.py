@@ -183,10 +183,22 @@ _UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
         ([_process(1, _memory()), _EMPTY], "20.0 GiB from 1 of 2 reporting processes."),
         ([_process(1, _memory(), _memory(gpu="1"))], "40.0 GiB from 1 of 1 reporting processes."),
         ([_process(1, _memory()), _UNKNOWN], "20.0 GiB from 1 of 2 reporting processes; of 1 it cannot be known."),
+        (
+            [_process(1, _memory(), _memory(gpu="1", reclaimable_bytes=None))],
+            "20.0 GiB from 1 of 1 reporting processes; of 1 it cannot be known.",
+        ),
+        (
+            [_process(1, _memory(), _memory(gpu="1", reclaimable_bytes=None, reserved_bytes=None))],
+            "20.0 GiB from 1 of 1 reporting processes.",
+        ),
     ],
 )
 def test_the_last_line_says_what_a_clear_would_give_back(processes: list[dict[str, Any]], what: str) -> None:
     assert returnable_sentence(processes) == f"A clear would give back {what}"
+
+
+def test_the_last_line_names_no_figure_where_none_is_known() -> None:
+    assert returnable_sentence([_UNKNOWN]) == "What a clear would give back cannot be known."
 
 
 def test_what_is_not_a_terminal_gets_plain_lines_that_nothing_is_cut_from() -> None:
