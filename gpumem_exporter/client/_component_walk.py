@@ -16,7 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 from gpumem_exporter.client._portions import Portion, Portions
-from gpumem_exporter.client._structure import CHUNK, Structure, living, values_of
+from gpumem_exporter.client._structure import Structure, values_of
 from gpumem_exporter.client._tensor_bytes import own_bytes
 
 __all__ = ["COMPONENTS", "ComponentWalk"]
@@ -82,15 +82,13 @@ class ComponentWalk:
             structure = Structure(self._model, self._optimizer)
             yield from structure.find()
             self._portions.structure = structure
-        references = structure.parameters
-        for start in range(0, len(references), CHUNK):
-            self._count_parameters(references[start : start + CHUNK])
+        for part in structure.parts:
+            self._count_parameters(structure.parameters(part))
             yield
         while self._count_states(len(self._states)):
             yield
 
-    def _count_parameters(self, references: list[weakref.ref[Any]]) -> None:
-        parameters = living(references)
+    def _count_parameters(self, parameters: list[Any]) -> None:
         self._parameters.append(self._portions.take("parameters", len(self._parameters), parameters))
         # PyTorch warns whoever asks another than a leaf for its gradient
         leaves = compress(parameters, map(_is_leaf, parameters))

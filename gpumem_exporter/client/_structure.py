@@ -2,6 +2,9 @@
 
 Anybody may write into a module's dictionaries, so all modules are asked for what they hold at each count. What they
 answer is compared with what they answered before by the objects' identities alone, with the loops in C.
+
+What is kept of a parameter is where it is found. PyTorch swaps no tensor that anything refers to weakly, and would
+raise where the program moves a model that is sharded or quantised (`torch.utils.swap_tensors`).
 """
 
 from __future__ import annotations
@@ -9,7 +12,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import OrderedDict
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from operator import attrgetter
 from typing import Any
@@ -24,11 +28,24 @@ _modules = attrgetter("_modules")
 _both = attrgetter("_parameters", "_modules")
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Where some parameters are found."""
+
+    places: list[int]
+    """Among all that the modules hold, or that part of the group."""
+    modules: list[weakref.ref[Any]] | None
+    """None: they are the optimizer's."""
+    group: tuple[int, int]
+    """Its number, and that of its part."""
+
+
 class Structure:
     """The parameters of a model, and others that its optimizer updates: copies in full precision, a second model's.
 
-    Holds weak references alone, and hears of the end of what they refer to: as long as nothing of it has gone, the
-    identities of what was found can be compared. One thread at a time.
+    Holds weak references to modules alone, and hears of their end: as long as none has gone, the identities of what
+    was found can be compared. A parameter that has the place of one that has gone, and everywhere its identity, is in
+    all that matters here the same one. One thread at a time.
 
     Args:
         model: a module, or none.
@@ -42,12 +59,23 @@ class Structure:
         self._comparable = True
         self._known_modules: list[tuple[list[weakref.ref[Any]], list[int]]] = []
         self._known_groups: list[list[list[int]]] = []
-        self._known_parameters: dict[int, weakref.ref[Any]] = {}
+        self._known_parameters: set[int] = set()
+        self._parts: list[_Part] = []
 
     @property
-    def parameters(self) -> list[weakref.ref[Any]]:
-        """Each once."""
-        return list(self._known_parameters.values())
+    def parts(self) -> Sequence[_Part]:
+        """Each parameter once, some `CHUNK` in a part; `parameters` gives those of one."""
+        return self._parts
+
+    def parameters(self, part: _Part) -> list[Any]:
+        """Those of one part, but for what is no more."""
+        if part.modules is not None:
+            found = values_of(map(_parameters, living(part.modules)))
+        else:
+            found = self._group(*part.group)
+        if len(part.places) != len(found):
+            found = [found[place] for place in part.places if place < len(found)]
+        return _without_none(found)
 
     # No local variable of a generator may refer to a tensor, a module or a dictionary of them at a `yield`.
 
@@ -81,9 +109,15 @@ class Structure:
     def _find_in_modules(
         self, references: list[weakref.ref[Any]], visited: set[int], children: dict[int, weakref.ref[Any]]
     ) -> None:
+        references = [reference for reference in references if reference() is not None]
         modules = living(references)
         visited.update(map(id, modules))
-        self._take(values_of(map(_parameters, modules)))
+        start = held = 0
+        for end, module in enumerate(modules, 1):
+            held += len(_parameters(module))
+            if held >= CHUNK or end == len(modules):
+                self._take(values_of(map(_parameters, modules[start:end])), modules=references[start:end])
+                start, held = end, 0
         for child in values_of(map(_modules, modules)):
             if child is not None and id(child) not in visited:
                 children[id(child)] = weakref.ref(child, self._gone.append)
@@ -95,14 +129,20 @@ class Structure:
         """Whether there may be more in that group."""
         parts = self._known_groups[group]
         found = self._group(group, len(parts))
-        self._take(found)
+        self._take(found, group=(group, len(parts)))
         parts.append(list(map(id, found)))
         return bool(found)
 
-    def _take(self, parameters: Iterable[Any]) -> None:
-        for parameter in parameters:
+    def _take(
+        self, found: list[Any], *, modules: list[weakref.ref[Any]] | None = None, group: tuple[int, int] = (0, 0)
+    ) -> None:
+        places = []
+        for place, parameter in enumerate(found):
             if parameter is not None and id(parameter) not in self._known_parameters:
-                self._known_parameters[id(parameter)] = weakref.ref(parameter, self._gone.append)
+                self._known_parameters.add(id(parameter))
+                places.append(place)
+        for start in range(0, len(places), CHUNK):
+            self._parts.append(_Part(places[start : start + CHUNK], modules, group))
 
     def _groups(self) -> list[Any]:
         optimizer = self._optimizer() if self._optimizer is not None else None
@@ -117,7 +157,10 @@ class Structure:
 
 def living(references: list[weakref.ref[Any]]) -> list[Any]:
     """What they refer to, but for what is no more."""
-    found = [reference() for reference in references]
+    return _without_none([reference() for reference in references])
+
+
+def _without_none(found: list[Any]) -> list[Any]:
     return [one for one in found if one is not None] if type(None) in {*map(type, found)} else found
 
 

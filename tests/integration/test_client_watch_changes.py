@@ -93,6 +93,9 @@ CHANGES = {
     "a parameter is replaced, and the optimizer keeps it": (
         "model[0].weight = torch.nn.Parameter(weight.detach().clone())"
     ),
+    "PyTorch swaps a parameter, which must have no weak reference": (
+        "torch.utils.swap_tensors(weight, torch.nn.Parameter(torch.empty(8, 64, device='cuda')))"
+    ),
     "a parameter is written into the module's dictionary": (
         "model[0]._parameters['extra'] = torch.nn.Parameter(torch.empty(5, device='cuda'))"
     ),
