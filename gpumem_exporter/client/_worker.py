@@ -107,6 +107,12 @@ class Worker:
         if self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
+    def run_no_more(self, timeout_seconds: float) -> None:
+        """Have no sample taken and no command run from now on; waits that long at most for one that runs."""
+        sampler = self.sampler
+        if sampler is not None:
+            sampler.exclusively().acquire(timeout=timeout_seconds)  # for good
+
     @property
     def latest_oom(self) -> tuple[float, OutOfMemory] | None:
         """The last out-of-memory error, and when it was (monotonic seconds). Any thread may ask."""

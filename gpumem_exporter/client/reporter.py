@@ -21,6 +21,8 @@ __all__ = ["Reporter"]
 
 _GOODBYE_SECONDS = 0.3
 """The longest that `stop`, or an ending interpreter, waits for the goodbye."""
+_COMMAND_SECONDS = 10.0
+"""The longest that an ending interpreter waits for a command that the reporter's thread runs."""
 
 
 class Reporter:
@@ -41,6 +43,7 @@ class Reporter:
         self._lock = threading.Lock()
         self._settings: ReporterSettings | None = None
         self._worker: Worker | None = None
+        self._last_worker: Worker | None = None
         self._observer = OutOfMemoryObserver()
         self._hooked = False
         self._waiting_for_cuda = False
@@ -61,7 +64,7 @@ class Reporter:
             hook, self._hooked = not self._hooked, True
             wait, self._waiting_for_cuda = not self._waiting_for_cuda, True
         if hook:
-            atexit.register(self.stop)
+            atexit.register(self._end)
             os.register_at_fork(after_in_child=self._forget_parent)
         if wait:
             when_cuda_starts(self._cuda_started)
@@ -78,6 +81,17 @@ class Reporter:
         if worker is not None:
             worker.stop(timeout_seconds)
 
+    def _end(self) -> None:
+        """The interpreter ends.
+
+        A thread that comes back from PyTorch into an interpreter that has ended takes the process down with it
+        (`terminate called without an active exception`, up to Python 3.13): so a command that runs is waited for.
+        """
+        self.stop()
+        worker, self._last_worker = self._last_worker, None
+        if worker is not None:
+            worker.run_no_more(_COMMAND_SECONDS)
+
     def latest_oom(self) -> tuple[float, OutOfMemory] | None:
         """The last out-of-memory error that was observed, and when (monotonic seconds)."""
         worker = self._worker
@@ -91,7 +105,7 @@ class Reporter:
             listen, self._listening = not self._listening, True
             worker = Worker(self._settings, Troubles(self._on_trouble), self._observer, self._steps)
             worker.start()
-            self._worker = worker
+            self._worker = self._last_worker = worker
         if listen:
             self._steps.listen(self._on_step)
 
@@ -104,6 +118,6 @@ class Reporter:
     def _forget_parent(self) -> None:
         """In a forked child: the parent's lock, thread, hooks and connection are not ours."""
         self._lock = threading.Lock()
-        worker, self._worker = self._worker, None
+        worker, self._worker, self._last_worker = self._worker, None, None
         if worker is not None:
             worker.abandon()

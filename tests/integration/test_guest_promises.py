@@ -216,6 +216,32 @@ def test_a_process_that_ends_does_not_wait_for_an_exporter_that_hangs(
         assert process.finish() == 0
 
 
+def test_a_process_that_ends_while_its_cache_is_being_cleared_ends_well(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+) -> None:
+    exporter = start_exporter(node, *QUICK)
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client")
+    process.exec(
+        """
+import sys, time, types
+kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(3)]
+del kept
+class EndsSlowly:
+    def __del__(self, sleep=time.sleep):
+        sleep(3)  # the interpreter ends for that long: the clear is over before
+sys.modules["slow"] = types.ModuleType("slow")
+sys.modules["slow"].end = EndsSlowly()
+"""
+    )
+    exporter.wait_for_processes(process.pid)
+    with node.slow("cudaFree", 500) as frees:
+        exporter.act("empty_cache", target={"pid": process.pid}, wait_seconds=0.0, expect=202)
+        wait_for(lambda: frees.hits, "the clear to begin")
+        assert process.finish() == 0
+    assert "terminate called" not in process.stderr()
+
+
 def test_an_action_that_a_stopped_process_never_fetched_expires_and_is_not_run_later(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
