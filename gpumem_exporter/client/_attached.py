@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-
 from gpumem_exporter.client._allocator import Allocator
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._statistics import initialised_torch
 
 __all__ = ["attached", "no_cuda"]
-
-_log = logging.getLogger("gpumem_exporter.client")
 
 
 class _Attached:
@@ -29,7 +26,7 @@ class _Attached:
     def no_cuda(self, what: str) -> None:
         if not self._told:
             self._told = True
-            _log.warning("%s: no CUDA in this process, nothing is done", what)
+            log.warning("%s: no CUDA in this process, nothing is done", what)
 
 
 # As with the reporter: a process has one allocator.

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client._attached import attached
 from gpumem_exporter.client._cleaning import clear_cache
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._steps import OneStep, process_steps
 
 __all__ = ["AutoClean", "Cache", "auto_clean"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 
 _WORTH_SHARE = 0.5
 """A clear that frees less than half of `min_bytes` was not worth it…"""
@@ -125,7 +124,7 @@ class AutoClean:
         self._cooldown *= 2
         if self._fruitless >= _FRUITLESS_MAX:
             self.stop(f"{_FRUITLESS_MAX} clears in a row freed little, or what was reserved again at once")
-            _log.warning(
+            log.warning(
                 "auto_clean stops after %d clears, %s in all: %s",
                 self.clears,
                 human_bytes(self.freed_bytes),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
 import time
 from collections.abc import Callable
@@ -12,11 +11,10 @@ from typing import Any
 
 from gpumem_exporter.client._allocator import Allocator
 from gpumem_exporter.client._attached import attached, no_cuda
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._sizes import human_bytes
 
 __all__ = ["DeepClean", "Rung", "clean_start", "clear_cache", "deep_clean", "reset_peak", "set_memory_fraction"]
-
-_log = logging.getLogger("gpumem_exporter.client")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ def clean_start() -> None:
         if attached() is not None:
             deep_clean()
     except Exception as error:  # noqa: BLE001 - a program that wants to be reported wants to run first of all
-        _log.warning("no clean start: %r", error)
+        log.warning("no clean start: %r", error)
 
 
 def reset_peak() -> None:
@@ -164,7 +162,7 @@ def set_memory_fraction(fraction: float, device: int | None = None) -> None:
 
 def _capturing(allocator: Allocator, what: str) -> bool:
     if allocator.capturing:
-        _log.warning("%s: a CUDA graph is being captured, nothing is done", what)
+        log.warning("%s: a CUDA graph is being captured, nothing is done", what)
         return True
     return False
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._measured import DeviceUse, Measured, MemoryUse
 from gpumem_exporter.client._sizes import human_bytes, human_growth
 
 __all__ = ["memory_context"]
-
-_log = logging.getLogger("gpumem_exporter.client")
 
 
 def memory_context(name: str, *, reset_peaks: bool = False, level: int = logging.INFO) -> Measured:
@@ -28,16 +28,16 @@ def memory_context(name: str, *, reset_peaks: bool = False, level: int = logging
         reset_peaks: let the allocator's peaks begin anew at the block's begin, so that its own is exact.
         level: at which it is logged.
     """
+    return Measured(name, kept=False, reset_peaks=reset_peaks, ended=functools.partial(_tell, name, level))
 
-    def log(use: MemoryUse) -> None:
-        if not _log.isEnabledFor(level):
-            return
-        if not use.devices:
-            _log.log(level, "%s: no CUDA", name)
-        for device in use.devices:
-            _log.log(level, "%s: %s", name, _sentence(device))
 
-    return Measured(name, kept=False, reset_peaks=reset_peaks, ended=log)
+def _tell(name: str, level: int, use: MemoryUse) -> None:
+    if not log.isEnabledFor(level):
+        return
+    if not use.devices:
+        log.log(level, "%s: no CUDA", name)
+    for device in use.devices:
+        log.log(level, "%s: %s", name, _sentence(device))
 
 
 def _sentence(device: DeviceUse) -> str:

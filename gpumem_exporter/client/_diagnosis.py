@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from gpumem_exporter.client._attached import attached
 from gpumem_exporter.client._growth import BlockHistory
 from gpumem_exporter.client._leaks import known_leak
 from gpumem_exporter.client._lingering import walk
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._oom_figures import OomFigures
 from gpumem_exporter.client._oom_message import OomMessage, parse_oom_message
 from gpumem_exporter.client._oom_phase import Trail, trail
@@ -28,7 +28,6 @@ from gpumem_exporter.protocol import OutOfMemory
 
 __all__ = ["NOTE_BEGINS", "OomDiagnosis", "Run", "diagnose"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 
 NOTE_BEGINS = "gpumem: "
 _ADVICE_TOLD = 5
@@ -109,7 +108,7 @@ def _alone(figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return figures()
     except Exception as error:  # noqa: BLE001 - other libraries' modules and optimizers may raise anything
-        _log.info("an out-of-memory error is explained in part: %r", error)
+        log.info("an out-of-memory error is explained in part: %r", error)
         return {}
 
 

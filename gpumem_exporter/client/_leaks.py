@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client._lingering import Kind, LingeringTensors, allocating_frames, walk
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
 from gpumem_exporter.client._steps import OneStep, process_steps
@@ -17,7 +17,6 @@ from gpumem_exporter.client._trend import Slope, Trend
 
 __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 
 _WALK_SECONDS = 0.5
 _WALK_OBJECTS = 5_000_000
@@ -270,7 +269,7 @@ def leak_detector(
         name_suspects: whether to walk.
     """
     detector = LeakDetector(
-        on_leak or (lambda leak: _log.warning("%s", leak)),
+        on_leak or (lambda leak: log.warning("%s", leak)),
         warm_up_steps=warm_up_steps,
         least_growth=least_growth,
         name_suspects=name_suspects,

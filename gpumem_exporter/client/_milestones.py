@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._observed import Observed, process_observed
 from gpumem_exporter.client._sizes import human_bytes, human_growth
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
@@ -20,7 +21,6 @@ from gpumem_exporter.client._steps import Steps, process_steps
 
 __all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 _Item = TypeVar("_Item")
 
 _KEPT = 1000
@@ -112,11 +112,11 @@ class Milestones:
         try:
             devices = self._devices()
         except Exception as error:  # noqa: BLE001 - a guest breaks nothing
-            _log.debug("nothing is known at %s: %r", name, error)
+            log.debug("nothing is known at %s: %r", name, error)
             devices = ()
         milestone = Milestone(name, time.monotonic() - self._begun_seconds, devices)
         self._records.append(milestone)
-        _log.log(self._level, "%s", milestone)
+        log.log(self._level, "%s", milestone)
         return milestone
 
     def epoch(self) -> Milestone:
@@ -246,7 +246,7 @@ def _count_iterations(loader: Any, begun: Callable[[], object]) -> Callable[[], 
         cls._gpumem_probe = None
         del cls._gpumem_probe
     except (TypeError, AttributeError):
-        _log.warning("epochs of a %s cannot be seen; call epoch() or iterate over epochs(...)", cls.__qualname__)
+        log.warning("epochs of a %s cannot be seen; call epoch() or iterate over epochs(...)", cls.__qualname__)
         return lambda: None
     watched = cls.__dict__.get("_gpumem_iterations")
     if watched is None:

@@ -7,7 +7,6 @@ counted needs no lock: a watch ends wherever the garbage collector runs, and mus
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -17,13 +16,13 @@ from typing import Any
 
 from gpumem_exporter.client._bounds import PeakBounds
 from gpumem_exporter.client._calling_thread import calling_thread, mark_thread
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._peaks import PeakWatch
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
 from gpumem_exporter.protocol import MAX_LABEL_LENGTH
 
 __all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Stretch", "ToldComponents", "process_observed"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 
 MAX_PHASES = 64
 """Names kept, as many as the exporter takes of one device. Phases under further names are measured, and not kept."""
@@ -296,7 +295,7 @@ class Observed:
                 return name
             told, self._full = self._full, True
         if not told:
-            _log.warning("phase %r and all further names are measured and not reported: %d are kept", name, MAX_PHASES)
+            log.warning("phase %r and all further names are measured and not reported: %d are kept", name, MAX_PHASES)
         return name
 
     def _of_torch(self) -> Statistics | None:

@@ -7,7 +7,6 @@ import copy
 import functools
 import gc
 import inspect
-import logging
 import sys
 import threading
 from collections import OrderedDict
@@ -18,13 +17,13 @@ from typing import Any, TypeVar
 from gpumem_exporter.client._attached import attached
 from gpumem_exporter.client._diagnosis import NOTE_BEGINS, OomDiagnosis, Run, diagnose
 from gpumem_exporter.client._growth import BlockHistory
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._measured import pop_running
 from gpumem_exporter.client._oom_message import is_out_of_memory
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
 
 __all__ = ["OomGuard", "oom_guard"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _BLOCKS_MAX = 64
@@ -65,7 +64,7 @@ class OomGuard:
         try:
             run = _blocks.begin(self._block, self.batch_size)
         except Exception as error:  # noqa: BLE001 - a guest breaks nothing
-            _log.info("a block is not measured: %r", error)
+            log.info("a block is not measured: %r", error)
         self._running.setdefault(threading.get_ident(), []).append((run,))
         return self
 
@@ -79,7 +78,7 @@ class OomGuard:
             elif initialised_torch() is not None and any(is_out_of_memory(each) for each in _chain(error)):
                 self._explain(error, traceback, run)
         except Exception as trouble:  # noqa: BLE001 - the program's own error goes on, whatever happens here
-            _log.info("an out-of-memory error is not explained: %r", trouble)
+            log.info("an out-of-memory error is not explained: %r", trouble)
 
     def _explain(self, error: BaseException, traceback: TracebackType | None, run: Run | None) -> None:
         try:
@@ -107,7 +106,7 @@ class OomGuard:
             try:
                 again.batch_size = int(self._batch_of(*arguments, **named))
             except Exception as error:  # noqa: BLE001 - as above
-                _log.info("the size of a batch is not known: %r", error)
+                log.info("the size of a batch is not known: %r", error)
         again._on_oom = self._keep
         return again
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import weakref
@@ -12,10 +11,10 @@ from types import FrameType
 from typing import Any
 
 from gpumem_exporter.client._cuda_start import when_cuda_starts
+from gpumem_exporter.client._log import log
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 _ABANDONED_STEPS = 8
 """An optimizer that makes none while another makes so many has been given up, though something still holds it."""
 _not_training: set[int] = set()
@@ -127,7 +126,7 @@ class Steps:
                 listener(optimizer)
             except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer
                 self._stop(key)
-                _log.warning("nothing is done at steps any more: %r", error)
+                log.warning("nothing is done at steps any more: %r", error)
 
     def _stop(self, key: int) -> None:
         self._listeners.pop(key, None)

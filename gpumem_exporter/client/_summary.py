@@ -11,6 +11,7 @@ from typing import Any
 
 from gpumem_exporter.client._allocator import Allocator
 from gpumem_exporter.client._driver import DriverReading, read_driver
+from gpumem_exporter.client._log import log
 from gpumem_exporter.client._observed import PhasePeak, process_observed
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import initialised_torch
@@ -18,7 +19,6 @@ from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["DeviceSummary", "Summary", "log_summary", "summary"]
 
-_log = logging.getLogger("gpumem_exporter.client")
 
 _OLD_VARIABLE, _NEW_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
@@ -151,7 +151,7 @@ def log_summary(prefix: str = "", *, level: int = logging.INFO) -> Summary:
     told = summary()
     start = f"{prefix}: " if prefix else ""
     for line in [_line(device) for device in told.devices] or [told.reason or "no device is used"]:
-        _log.log(level, "%s%s", start, line)
+        log.log(level, "%s%s", start, line)
     return told
 
 

@@ -6,18 +6,18 @@ Most tensors are plain, and there are thousands of them: those are taken a list 
 from __future__ import annotations
 
 import contextlib
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
+
+from gpumem_exporter.client._log import log
 
 __all__ = ["HOST", "Storages", "own_bytes", "plain"]
 
 HOST = -1
 """Stands for the host's memory where the index of a device would; it is what PyTorch gives as a host tensor's index."""
 
-_log = logging.getLogger("gpumem_exporter.client")
 
 _nbytes = attrgetter("nbytes")
 _identity = attrgetter("_cdata")
@@ -155,7 +155,7 @@ def _parts_of_all(tensors: list[Any], torch: Any) -> Iterator[Any]:
         try:
             yield from _parts(tensor, torch, 0)
         except Exception as error:  # noqa: BLE001 - a subclass that does not say what it consists of
-            _log.debug("a %s is not counted: %r", type(tensor), error)
+            log.debug("a %s is not counted: %r", type(tensor), error)
 
 
 def _parts(tensor: Any, torch: Any, depth: int) -> Iterator[Any]:

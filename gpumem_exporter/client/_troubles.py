@@ -6,9 +6,9 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 
-__all__ = ["Troubles"]
+from gpumem_exporter.client._log import log
 
-_log = logging.getLogger("gpumem_exporter.client")
+__all__ = ["Troubles"]
 
 
 class Troubles:
@@ -28,7 +28,7 @@ class Troubles:
             self._on_trouble(kind, error)
         if kind not in self._said:
             self._said.add(kind)
-            _log.log(level, "%s: %s", kind, error)
+            log.log(level, "%s: %s", kind, error)
 
     def clear(self, kind: str) -> None:
         """The trouble is over: the next one of this kind is news again."""

@@ -114,13 +114,13 @@ def test_a_listener_that_a_garbage_collection_ends_while_others_are_called_raise
 def test_a_name_too_many_is_logged_while_others_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     observed, ended = Observed(), []
 
-    def log(*_: object) -> None:
+    def log(*_: object, **__: object) -> None:
         other = threading.Thread(target=observed.current_phase, daemon=True)
         other.start()
         other.join(60)
         ended.append(not other.is_alive())
 
-    monkeypatch.setattr(logging.getLogger("gpumem_exporter.client"), "warning", log)
+    monkeypatch.setattr(logging.getLogger("gpumem_exporter.client"), "log", log)
     for number in range(MAX_PHASES + 2):
         observed.name_phase(f"phase {number}")
     assert ended == [True]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import threading
 
 from gpumem_exporter.client._steps import Steps, no_training
@@ -39,3 +40,24 @@ def test_a_listener_that_raises_is_called_no_more_and_the_others_are() -> None:
     stop()
     steps.mark()
     assert heard == [None, None]
+
+
+def test_a_handler_of_the_program_s_that_raises_raises_nothing_where_an_optimizer_steps() -> None:
+    class Strict(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            emitted.append(record.getMessage())
+            raise RuntimeError("no warnings are wanted here")
+
+    def fails(optimizer: object) -> None:
+        raise ValueError("its own fault")
+
+    emitted: list[str] = []
+    strict = Strict()
+    steps = Steps()
+    steps.listen(fails)
+    logging.getLogger().addHandler(strict)
+    try:
+        steps.mark()
+    finally:
+        logging.getLogger().removeHandler(strict)
+    assert emitted == ["nothing is done at steps any more: ValueError('its own fault')"]

@@ -1,0 +1,26 @@
+"""The logger of what runs inside the program: whatever a handler of the program's does, it raises nothing there."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["log"]
+
+if TYPE_CHECKING:
+    _Adapter = logging.LoggerAdapter[logging.Logger]
+else:
+    _Adapter = logging.LoggerAdapter
+
+
+class _Log(_Adapter):
+    """`gpumem_exporter.client`. Only handlers of `logging` itself keep what goes wrong in them to themselves."""
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log, or do not."""
+        with contextlib.suppress(Exception):
+            super().log(level, msg, *args, stacklevel=kwargs.pop("stacklevel", 1) + 1, **kwargs)
+
+
+log = _Log(logging.getLogger("gpumem_exporter.client"), None)
