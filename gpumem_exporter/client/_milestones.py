@@ -90,7 +90,7 @@ class Milestones:
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
         self._removers: list[Callable[[], None]] = []
-        self._forget_forward: Callable[[], None] = lambda: None
+        self._awaits_forward = False
         place = _place(model)
         self.record(" and ".join(filter(None, (place, "optimizer made" if optimizer is not None else ""))) or "begin")
         if model is not None:
@@ -132,7 +132,8 @@ class Milestones:
         self.record("end")
 
     def close(self) -> None:
-        """Take the hooks out; the records stay."""
+        """Take the hooks out, one at the next forward; the records stay."""
+        self._awaits_forward = False
         self._stop_listening()
         while self._removers:
             self._removers.pop()()
@@ -180,24 +181,26 @@ class Milestones:
         def look(module: Any, _args: Any) -> None:
             nonlocal forwards
             with contextlib.suppress(Exception):  # this runs inside the program's forward
-                if module is self._model():
+                if self._awaits_forward and module is self._model():
                     forwards += 1
                     place = _place(module)
-                    if place or forwards == _FORWARDS:
-                        handle.remove()
+                    self._awaits_forward = not place and forwards < _FORWARDS
                     if place:
                         self.record(place)
+                if not self._awaits_forward:
+                    # Nobody else takes it out: a garbage collection that ends all this may run while a forward
+                    # copies the hooks (before Python 3.12), and that would raise.
+                    handle.remove()
 
+        self._awaits_forward = True
         handle = register(look)
-        self._forget_forward = handle.remove
-        self._removers.append(handle.remove)
 
     def _on_step(self, optimizer: Any) -> None:
         watched = self._optimizer() if self._optimizer is not None else None
         if watched is not None and optimizer is not None and optimizer is not watched:
             return
         self._stop_listening()
-        self._forget_forward()  # whoever steps has come by: it would be called at every forward for ever
+        self._awaits_forward = False  # whoever steps has come by: it would be called at every forward for ever
         self.record("first optimizer step")
 
 

@@ -344,3 +344,28 @@ result = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inside, sorted(obs
     code, inside, phases = status
     assert (code, inside) == (0, "parent")
     assert {"backward", "forward", "optimizer", "parent"} <= set(phases)
+
+
+def test_a_model_that_goes_ends_its_milestones_without_disturbing_a_forward_that_copies_the_hooks(
+    shared_process: TorchProcess,
+) -> None:
+    left = shared_process.exec(
+        """
+import gc
+hooks = torch.nn.modules.module._global_forward_pre_hooks
+before = len(hooks)
+model = torch.nn.Linear(2, 2)
+model.itself = [model]
+gpumem.milestones(model)
+other = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
+walk = iter(hooks.items())  # as each module does in its forward
+next(walk)
+del model
+gc.collect()
+list(walk)
+other.remove()
+torch.nn.Linear(2, 2)(torch.ones(2))
+result = len(hooks) - before
+"""
+    )
+    assert left == 0
