@@ -128,6 +128,10 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Callable[[], Watch], tuple[()]]:
+        """What it is copied or pickled with, such as a model that has it as an attribute, gets one that is closed."""
+        return _closed, ()
+
     def __str__(self) -> str:
         return "\n".join(map(str, self._latest)) or "no CUDA, or no step yet"
 
@@ -245,6 +249,12 @@ def _inner_model(model: Any) -> Any:
             break
         model = modules[wrapped.pop()]
     return model
+
+
+def _closed() -> Watch:
+    closed = Watch(None, None, steps=Steps())
+    closed.close()
+    return closed
 
 
 def _inner_optimizer(optimizer: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import inspect
 import threading
@@ -129,7 +128,7 @@ class Measured:
         *,
         kept: bool,
         reset_peaks: bool = False,
-        ended: Callable[[MemoryUse], None] = lambda _: None,
+        ended: Callable[[MemoryUse], None] | None = None,
         observed: Observed | None = None,
     ) -> None:
         self._observed = observed or process_observed()
@@ -163,13 +162,21 @@ class Measured:
                 for index, bounds in sorted(stretch.bounds.items())
                 if (peak := stretch.peaks.get(index)) is not None
             )
-            self._ended(use)
+            if self._ended is not None:
+                self._ended(use)
 
     def _again(self) -> Measured:
         """One for a single call: calls of coroutines do not end in the order in which they began."""
-        again = copy.copy(self)
-        again.__dict__["_running"] = {}
+        again = object.__new__(Measured)
+        again.__dict__.update(self.__dict__, _running={})
         return again
+
+    def __reduce__(self) -> tuple[Callable[[], Measured], tuple[()]]:
+        """A copy is as one that was made anew, in another process too: a model or a function may bring it there."""
+        made_anew = functools.partial(
+            Measured, self._name, kept=self._kept, reset_peaks=self._reset_peaks, ended=self._ended
+        )
+        return made_anew, ()
 
     def __call__(self, function: _Function) -> _Function:
         """Measure each call of a function, of a coroutine function to its end, of a generator to its last value."""

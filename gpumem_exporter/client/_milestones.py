@@ -144,6 +144,13 @@ class Milestones:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __reduce__(self) -> tuple[Callable[[], Milestones], tuple[()], tuple[Milestone, ...]]:
+        """What it is copied or pickled with, such as a trainer that keeps it, gets one that is closed."""
+        return _closed, (), self.records
+
+    def __setstate__(self, records: tuple[Milestone, ...]) -> None:
+        self._records = deque(records, maxlen=_KEPT)
+
     def __str__(self) -> str:
         return "\n".join(map(str, self._records))
 
@@ -227,6 +234,12 @@ def milestones(
         level: at which each milestone is logged.
     """
     return Milestones(model, optimizer, loader=loader, level=level)
+
+
+def _closed() -> Milestones:
+    closed = Milestones(level=logging.NOTSET, steps=Steps())
+    closed.close()
+    return closed
 
 
 def _place(model: Any) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpumem_exporter.client import memory_context, milestones, phase, watch
 from gpumem_exporter.client._measured import Measured, MemoryUse
 from gpumem_exporter.client._observed import MAX_PHASES, Observed, Stretch
 
@@ -355,3 +358,21 @@ def test_one_phase_used_by_many_threads_at_once_loses_none_and_tells_the_largest
         thread.join()
     assert (len(uses), observed.current_phase()) == (400, None)
     assert observed.phases(0)["a"].at_least_bytes == 49
+
+
+def test_a_phase_may_be_copied_and_pickled_with_what_it_belongs_to_also_while_it_runs() -> None:
+    for block in (phase("copied", reset_peaks=True), memory_context("copied")):
+        with block:
+            copies = [copy.deepcopy({"of a model": block})["of a model"], pickle.loads(pickle.dumps(block))]
+        for copied in copies:
+            with copied as use:
+                pass
+            assert (use.name, use.devices) == ("copied", ())
+
+
+def test_a_copy_of_a_watch_or_of_milestones_is_closed_and_keeps_what_was_taken_down() -> None:
+    with watch(None) as watching, milestones() as seen:
+        seen.record("loaded")
+        for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):
+            assert copied(watching).look() == ()
+            assert copied(seen).records == seen.records
