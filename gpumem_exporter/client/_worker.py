@@ -104,7 +104,7 @@ class Worker:
         """Say goodbye and end; returns after `timeout_seconds` at the latest, whatever the network does."""
         self._stopping.set()
         self._wake()
-        if self._thread is not threading.current_thread():
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_seconds)
 
     def run_no_more(self, timeout_seconds: float) -> None:

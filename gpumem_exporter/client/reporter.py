@@ -40,7 +40,8 @@ class Reporter:
     def __init__(self, steps: Steps, *, on_trouble: Callable[[str, BaseException], None] | None = None) -> None:
         self._steps = steps
         self._on_trouble = on_trouble
-        self._lock = threading.Lock()
+        # Reentrant, here and in a forked child: a signal's handler or a finalizer that runs inside may stop reporting.
+        self._lock = threading.RLock()
         self._settings: ReporterSettings | None = None
         self._worker: Worker | None = None
         self._last_worker: Worker | None = None
@@ -103,9 +104,14 @@ class Reporter:
             if self._settings is None or self._worker is not None:
                 return
             listen, self._listening = not self._listening, True
-            worker = Worker(self._settings, Troubles(self._on_trouble), self._observer, self._steps)
-            worker.start()
-            self._worker = self._last_worker = worker
+            troubles = Troubles(self._on_trouble)
+            # known before it runs, so that whoever stops it meanwhile does
+            worker = self._worker = self._last_worker = Worker(self._settings, troubles, self._observer, self._steps)
+            try:
+                worker.start()
+            except (RuntimeError, MemoryError) as error:  # no thread more for this process, or the interpreter ends
+                self._worker = self._settings = None
+                troubles.note("this process is not reported", error)
         if listen:
             self._steps.listen(self._on_step)
 
@@ -117,7 +123,7 @@ class Reporter:
 
     def _forget_parent(self) -> None:
         """In a forked child: the parent's lock, thread, hooks and connection are not ours."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         worker, self._worker, self._last_worker = self._worker, None, None
         if worker is not None:
             worker.abandon()

@@ -1,0 +1,66 @@
+"""A reporter's start and stop, where they meet each other or find no thread; without torch and without a network."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gpumem_exporter.client import reporter as module
+from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.client._steps import Steps
+from gpumem_exporter.client._worker import Worker
+from gpumem_exporter.client.reporter import Reporter
+
+SETTINGS = ReporterSettings.resolve(environ={"GPUMEM_EXPORTER_URL": "unix:///nowhere/exporter.sock"})
+
+
+@pytest.fixture(autouse=True)
+def _cuda_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "when_cuda_starts", lambda callback: callback())
+    monkeypatch.setattr(module.atexit, "register", lambda _: None)
+    monkeypatch.setattr(module.os, "register_at_fork", lambda **_: None)
+
+
+def reporter_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "gpumem-reporter"]
+
+
+def test_a_signal_s_handler_that_stops_reporting_while_it_starts_ends_it_and_waits_for_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reporter = Reporter(Steps())
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if thread.name == "gpumem-reporter":
+            reporter.stop()  # as a handler does that Python calls in the starting thread
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    training = threading.Thread(target=reporter.start, args=(SETTINGS,), daemon=True)
+    training.start()
+    training.join(60)
+    assert not training.is_alive()
+    for thread in reporter_threads():
+        thread.join(60)
+    assert not reporter_threads()
+
+
+def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_start_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    troubles: list[str] = []
+    reporter = Reporter(Steps(), on_trouble=lambda kind, error: troubles.append(f"{kind}: {error}"))
+    begun: list[Worker] = []
+
+    def none_left(worker: Worker) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(Worker, "start", none_left)
+    reporter.start(SETTINGS)
+    assert troubles == ["this process is not reported: can't start new thread"]
+    monkeypatch.setattr(Worker, "start", lambda worker: begun.append(worker))
+    reporter.start(SETTINGS)
+    assert len(begun) == 1
+    reporter.stop()
