@@ -70,11 +70,19 @@ class _TorchCudaFinder:
             execute = loader.exec_module
 
             def execute_then_wait(module: "ModuleType") -> None:
+                try:
+                    # A loader that wraps another may have put this onto that one, and call it there.
+                    del loader.exec_module
+                except Exception:  # noqa: BLE001, S110 - gone already: another finder like this one has had it, too
+                    pass
                 execute(module)
                 try:
                     module._lazy_call(self._callback)
                 except Exception:  # noqa: BLE001, S110 - a torch without that queue is a torch we do not observe
                     pass
 
-            loader.exec_module = execute_then_wait  # type: ignore[method-assign]
+            try:
+                loader.exec_module = execute_then_wait  # type: ignore[method-assign]
+            except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch we do not observe
+                pass
         return spec

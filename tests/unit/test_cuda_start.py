@@ -70,3 +70,49 @@ torch.cuda.init()
 result = sorted(began)
 """
     assert run(folder, rest) == ["first", "second"]
+
+
+LOADERS = """
+import importlib.machinery
+
+class Loader:
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        module.waiting = []
+        module._lazy_call = module.waiting.append
+
+class Unchangeable(Loader):
+    __slots__ = ()
+    def __setattr__(self, name, value):
+        raise AttributeError(name)
+
+class Wrapping:
+    # as wrapt's, with what others hook imports: what is set on it is set on what it wraps
+    def __init__(self, wrapped):
+        self.__dict__.update(wrapped=wrapped, exec_module=lambda module: self.wrapped.exec_module(module))
+    def __getattr__(self, name):
+        return getattr(self.wrapped, name)
+    def __setattr__(self, name, value):
+        setattr(self.wrapped, name, value)
+    def __delattr__(self, name):
+        delattr(self.wrapped, name)
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, loader) if name == "torch.cuda" else None
+
+loader = {loader}
+sys.meta_path.insert(0, Finder())
+when_cuda_starts(lambda: began.append("third"))
+import torch.cuda
+[call() for call in torch.cuda.waiting]
+result = sorted(began)
+"""
+
+
+@pytest.mark.parametrize(("loader", "began"), [("Unchangeable()", []), ("Wrapping(Loader())", ["third"])])
+def test_torch_is_imported_whatever_loader_another_import_hook_has_brought(
+    folder: Path, loader: str, began: list[str]
+) -> None:
+    assert run(folder, LOADERS.format(loader=loader)) == began
