@@ -105,7 +105,7 @@ class Steps:
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
         if register is not None and not _in_a_step(getattr(optimizers, "__file__", "")):
             self._hooked = True
-            register(lambda optimizer, _args, _kwargs: self._tell(optimizer))
+            register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._tell(optimizer)))
 
     def mark(self) -> None:
         """A step has ended: the program says so."""
@@ -130,6 +130,17 @@ class Steps:
 
     def _stop(self, key: int) -> None:
         self._listeners.pop(key, None)
+
+
+def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., None]:
+    """The hook as `torch.compile` leaves it alone, where a compiled function has the optimizer step.
+
+    It would compile what listeners do, guard that with what they count, and warn of what it cannot trace. What keeps
+    it from that is loaded by the first call: so it is used where every optimizer is made with it.
+    """
+    disable = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
+    made_with_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
+    return disable(hook) if disable is not None and made_with_it else hook
 
 
 def _in_a_step(optimizer_file: str) -> bool:

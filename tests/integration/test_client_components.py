@@ -308,3 +308,24 @@ with gpumem.watch(model) as watching, warnings.catch_warnings():
     result = [watching.look()[0].parameters, watching.look()[0].gradients]
 """
     ) == [16 * 16 * 4, 0]
+
+
+def test_torch_compile_leaves_alone_what_is_done_at_the_steps_of_a_compiled_function(
+    shared_process: TorchProcess,
+) -> None:
+    parameters, warned = shared_process.exec(
+        """
+import warnings
+model, optimizer = make()
+model.requires_grad_(False)
+for parameter in model.parameters():
+    parameter.grad = torch.zeros_like(parameter)
+compiled = torch.compile(optimizer.step, backend="eager")
+with gpumem.watch(model, optimizer) as watching, warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        compiled()
+    result = watching.latest[0].parameters, [str(each.message) for each in warned if "trace" in str(each.message)]
+"""
+    )
+    assert (parameters, warned) == (PARAMETERS, [])
