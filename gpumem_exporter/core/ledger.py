@@ -208,14 +208,15 @@ def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> D
         if used_bytes is not None:
             beyond[pid] = used_bytes - reserved
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
+    returned, beyond_bytes, others_bytes = map(_sum_of_known, (reclaimable, non_torch, others))
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
-        "torch_reclaimable": _sum_of_known(reclaimable),
-        "torch_fragmented": held - allocated - (_sum_of_known(reclaimable) or 0),
-        "non_torch": None if device.processes is None else _sum_of_known(non_torch),
-        "other_processes": None if device.processes is None else _sum_of_known(others),
+        "torch_reclaimable": returned,
+        "torch_fragmented": held - allocated - (returned or 0),
+        "non_torch": None if device.processes is None else beyond_bytes,
+        "other_processes": None if device.processes is None else others_bytes,
         "driver_reserved": memory.reserved_bytes,
-        "unattributed": used - held - (_sum_of_known(non_torch) or 0) - (_sum_of_known(others) or 0),
+        "unattributed": used - held - (beyond_bytes or 0) - (others_bytes or 0),
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
