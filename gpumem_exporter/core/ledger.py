@@ -204,9 +204,10 @@ def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> D
         allocated += in_tensors
         if in_tensors < reserved:
             reclaimable.append(cached)
-        non_torch.append(None if used_bytes is None else used_bytes - reserved)
-        if used_bytes is not None:
-            beyond[pid] = used_bytes - reserved
+        over = None if used_bytes is None else used_bytes - reserved
+        non_torch.append(over)
+        if over is not None:
+            beyond[pid] = over
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
     returned, beyond_bytes, others_bytes = map(_sum_of_known, (reclaimable, non_torch, others))
     known: dict[str, int | None] = {
