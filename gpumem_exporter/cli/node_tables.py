@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["DEMO_NOTICE", "device_name", "node_tables", "returnable_sentence"]
+__all__ = ["DEMO_NOTICE", "device_name", "down_sentence", "node_tables", "returnable_sentence"]
 
 Document = Mapping[str, Any]
 
@@ -59,9 +59,7 @@ def node_tables(
         yield _legend(unicode_output)
     for device in listed:
         if not device.get("up", True):
-            yield plain(
-                f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}", "bold red"
-            )
+            yield plain(down_sentence(device), "bold red")
     known = [device for device in listed if device.get("ledger")]
     if known:
         yield from _ledger_tables(known, width)
@@ -92,6 +90,11 @@ def returnable_sentence(processes: Sequence[Document]) -> str:
     unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
     sentence = f"A clear would give back {human_bytes(total)} from {giving} of {len(able)} reporting processes"
     return f"{sentence}; of {unknown} it cannot be known." if unknown else f"{sentence}."
+
+
+def down_sentence(device: Document) -> str:
+    """Of a device that does not answer: which, and why."""
+    return f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
 
 
 def device_name(device: Document) -> str:

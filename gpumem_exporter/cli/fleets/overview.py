@@ -10,7 +10,7 @@ from gpumem_exporter.cli.fleets.asks import Failure, Nodes
 from gpumem_exporter.cli.fleets.naming import Place, places
 from gpumem_exporter.cli.fleets.options import LookOptions
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
-from gpumem_exporter.cli.node_tables import device_name
+from gpumem_exporter.cli.node_tables import device_name, down_sentence
 from gpumem_exporter.cli.sizes import UNKNOWN, human_bytes, human_ratio
 from gpumem_exporter.cli.terminal import plain, table
 from gpumem_exporter.client._transport import shown_url
@@ -109,9 +109,9 @@ class Overview:
     def _sums(self) -> Text:
         if not self.read:
             return plain("The query names no exporter.")
-        devices = self._by_device()
-        memory = [memory for told in devices if (memory := _first([device for _, device in told], "memory"))]
-        reclaimable = [known for told in devices if (known := _reclaimable([device for _, device in told])) is not None]
+        devices = [[device for _, device in told] for told in self._by_device()]
+        memory = [memory for told in devices if (memory := _memory(told))]
+        reclaimable = [known for told in devices if (known := _reclaimable(told)) is not None]
         used, total = (human_bytes(sum(one[name] for one in memory)) for name in ("used_bytes", "total_bytes"))
         answered = len(list(self._answers()))
         said = f"{answered} of {len(self.read)} exporters, {len(devices)} devices: {used} of {total} used"
@@ -143,9 +143,9 @@ def _devices(document: Document) -> Sequence[Document]:
     return document.get("devices") or ()
 
 
-def _first(told: Iterable[Document], name: str) -> Document | None:
-    """Of what is told of one device, the first that has it."""
-    return next((device[name] for device in told if device.get(name)), None)
+def _memory(told: Iterable[Document]) -> Document | None:
+    """Of one device: what the first exporter says that knows it."""
+    return next((device["memory"] for device in told if device.get("memory")), None)
 
 
 def _reclaimable(told: Iterable[Document]) -> int | None:
@@ -160,7 +160,7 @@ def _troubles(document: Document) -> Iterator[str]:
         yield f"driver: {nvml.get('error') or 'not read yet'}"
     for device in _devices(document):
         if not device.get("up", True):
-            yield f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
+            yield down_sentence(device)
 
 
 def _cells(place: Place, device: Document) -> tuple[str | Text, ...]:
