@@ -14,7 +14,6 @@ from gpumem_exporter.client._steps import OneStep, process_steps
 
 __all__ = ["AutoClean", "Cache", "auto_clean"]
 
-
 _WORTH_SHARE = 0.5
 """A clear that frees less than half of `min_bytes` was not worth it…"""
 _REGAINED_SHARE = 0.8

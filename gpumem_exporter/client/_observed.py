@@ -23,7 +23,6 @@ from gpumem_exporter.protocol import MAX_LABEL_LENGTH
 
 __all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Stretch", "ToldComponents", "process_observed"]
 
-
 MAX_PHASES = 64
 """Names kept, as many as the exporter takes of one device. Phases under further names are measured, and not kept."""
 _LIFTED = ("allocated_bytes", "reserved_bytes")
