@@ -145,13 +145,17 @@ def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., Non
 
 def _in_a_step(optimizer_file: str) -> bool:
     """Whether a thread is in the function of that file that makes an optimizer's step and walks over its hooks."""
-    for innermost in sys._current_frames().values():  # noqa: SLF001 - where every thread is, nothing else says
-        frame: FrameType | None = innermost
+
+    def is_one(frame: FrameType | None) -> bool:
         while frame is not None:
             if frame.f_code.co_filename == optimizer_file and frame.f_code.co_name == "wrapper":
                 return True
             frame = frame.f_back
-    return False
+        return False
+
+    # Our own frame is among them. A variable of its own that holds it would keep it, and with it those of the program
+    # that have called us and all their tensors, until a garbage collection.
+    return any(map(is_one, sys._current_frames().values()))  # noqa: SLF001 - where every thread is, nothing else says
 
 
 _steps = Steps()  # a process has one training loop

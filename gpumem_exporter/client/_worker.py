@@ -314,7 +314,10 @@ class Worker:
             if not self._stopping.is_set():
                 connection.close()
                 self._connection = None
-        raise refusal
+        try:
+            raise refusal
+        finally:
+            del refusal  # it holds this frame by now, and would be garbage of every report that fails
 
     def _candidates(self) -> Iterator[Connection]:
         """The connection that works, or one to each address in turn."""

@@ -51,8 +51,7 @@ def process(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
     """A process on a node of its own; its tests leave nothing behind but names that each sets anew."""
     node = EmulatedNode(tmp_path_factory.mktemp("node") / "node")
     with contextlib.closing(node), TorchProcess(node) as process:
-        # PyTorch has the first optimizer of a process in a cycle: its memory goes at some garbage collection.
-        process.exec(f"{TRAINING}\ntrain(*make())\ngc.collect()")
+        process.exec(TRAINING)
         yield process
 
 
@@ -138,7 +137,6 @@ def test_after_a_change_a_count_is_what_it_would_be_from_scratch(process: TorchP
     before, after, scratch = process.exec(
         f"""
 model, optimizer = make()
-gc.collect()  # what an earlier test has left
 train(model, optimizer)
 _, other = make()
 other.param_groups[0]["params"] = list(model.parameters())

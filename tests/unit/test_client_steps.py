@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 
-from gpumem_exporter.client._steps import Steps, no_training
+from gpumem_exporter.client._steps import Steps, _in_a_step, no_training
 
 
 def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
@@ -61,3 +63,21 @@ def test_a_handler_of_the_program_s_that_raises_raises_nothing_where_an_optimize
     finally:
         logging.getLogger().removeHandler(strict)
     assert emitted == ["nothing is done at steps any more: ValueError('its own fault')"]
+
+
+def test_the_look_at_where_every_thread_is_keeps_nothing_of_who_asks_for_it() -> None:
+    class Model:
+        pass
+
+    def asks() -> weakref.ref[Model]:
+        model = Model()
+        assert not _in_a_step("optimizer.py")
+        return weakref.ref(model)
+
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        assert asks()() is None
+    finally:
+        if collected:
+            gc.enable()
