@@ -132,7 +132,8 @@ def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         pids = wait_for(lambda: steps() if len(steps()) == 2 else None, "two ranks that make steps", 120.0)
         assert pids is not None
         running = Ranks(tuple(exporters), pids, prometheus.url)
-        wait_for(lambda: running.clear("--dry-run", code=0)["results"], "Prometheus' knowing of the ranks", 60.0)
+        known = "Prometheus' knowing of both ranks"
+        wait_for(lambda: len(running.clear("--dry-run", code=0)["results"]) == len(pids), known, 60.0)
         yield running
     finally:
         for end in reversed(ends):
