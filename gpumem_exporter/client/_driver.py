@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import struct
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def read_driver(uuid: str) -> DriverReading:
     In a container whose pids are its own, the driver's list cannot be matched, and nothing is said of processes.
     """
     try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        nvml = _library()
         if not uuid or nvml.nvmlInit_v2() != _SUCCESS:
             return DriverReading()
     except (OSError, AttributeError):
@@ -74,6 +75,12 @@ def read_driver(uuid: str) -> DriverReading:
     finally:
         with contextlib.suppress(AttributeError):
             nvml.nvmlShutdown()
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """Made once: each is several kilobytes of garbage afterwards."""
+    return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def _processes(nvml: Any, device: ctypes.c_void_p) -> dict[int, int | None] | None:

@@ -126,6 +126,21 @@ def test_training_gives_the_same_results_whatever_the_exporter_does(
     assert "Traceback" not in watched.stderr()
 
 
+@pytest.mark.parametrize("name", ["talks garbage", "answers with no JSON"])
+def test_a_training_that_collects_no_garbage_is_left_none_by_reports_that_fail(
+    start_torch: StartTorch, tmp_path: Path, name: str
+) -> None:
+    watched = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+    with imposter(tmp_path / "exporter.sock", IMPOSTERS[name]) as connections:
+        watched.call("start_client")
+        train(watched, 1)
+        wait_for(lambda: connections[0] > 1, "two reports")
+        watched.exec("import gc; gc.disable(); gc.collect()")
+        before = connections[0]
+        wait_for(lambda: connections[0] > before + 1, "two more")
+        assert watched.exec("result = gc.collect()") == 0
+
+
 def test_training_goes_on_while_the_exporter_is_killed_stopped_and_started_again(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
