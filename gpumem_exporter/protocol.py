@@ -83,6 +83,8 @@ class ProcessIdentity:
     """SLURM_JOB_ID of its environment."""
     ray_job_id: str = ""
     """RAY_JOB_ID of its environment: Ray sets it for its workers."""
+    world_size: int | None = None
+    """How many ranks there are, at least 1, as the launcher says that has given it its rank."""
 
 
 @dataclass(frozen=True, slots=True)

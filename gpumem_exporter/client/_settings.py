@@ -14,6 +14,8 @@ __all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
 
 DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
 """Tried in this order when nothing else is said."""
+_RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+"""Where a rank may stand, and of how many: of Slurm's numbers the one of srun, which a batch script does not have."""
 
 
 def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -33,6 +35,8 @@ class ReporterSettings:
     token_file: str
     disabled: bool
     plan: AnyPlan | None = None
+    world_size: int | None = None
+    """Where `rank` is a launcher's: of how many."""
 
     @classmethod
     def resolve(
@@ -45,8 +49,10 @@ class ReporterSettings:
         environ: Mapping[str, str] = os.environ,
     ) -> ReporterSettings:
         """Fill what is not given from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters."""
+        world_size = None
         if rank is None:
-            rank = next((environ[name] for name in ("GPUMEM_RANK", "RANK", "SLURM_PROCID") if environ.get(name)), "")
+            name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
+            rank, world_size = environ.get(name, ""), _count(environ.get(size, ""))
         return cls(
             urls=(url,) if url else exporter_urls(environ),
             workload=(workload if workload is not None else environ.get("GPUMEM_WORKLOAD", ""))[:MAX_LABEL_LENGTH],
@@ -55,6 +61,7 @@ class ReporterSettings:
             token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
             disabled=environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"),
             plan=told_plan(plan, environ),
+            world_size=world_size,
         )
 
     def authorization(self) -> dict[str, str]:
@@ -65,3 +72,8 @@ class ReporterSettings:
         """
         token = self.token or (Path(self.token_file).read_text().strip() if self.token_file else "")
         return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _count(said: str) -> int | None:
+    """A number of ranks; None for what is none."""
+    return int(said) or None if said.isascii() and said.isdecimal() and len(said) < 10 else None

@@ -141,6 +141,7 @@ def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> d
         "state": one.state,
         "workload": identity.workload if identity else silent.workload if silent else None,
         "rank": identity.rank if identity else silent.rank if silent else None,
+        "world_size": identity.world_size if identity else None,
         "command": one.command,
         **{name: getattr(facts, name) if facts else None for name in _FACTS},
         **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},

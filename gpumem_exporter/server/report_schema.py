@@ -37,6 +37,7 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     "outcome": core_schema.literal_schema(list(OUTCOMES)),
     "path": core_schema.str_schema(max_length=4096),
     "reason": core_schema.str_schema(max_length=MAX_REASON_LENGTH),
+    "world_size": core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER)),
     "planned_reserved_peak_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER)),
     # Other threads allocate while a command runs: a reading after it may be above the one before.
     "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),

@@ -26,6 +26,27 @@ def test_the_rank_is_the_launcher_s_where_none_is_given() -> None:
     assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5", "RANK": "6"}).rank == "6"
 
 
+@pytest.mark.parametrize(
+    ("environ", "world_size"),
+    [
+        ({"RANK": "6", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8),
+        ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS": "12"}, 6),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "12"}, None),  # a batch script: nobody has started the tasks
+        ({"GPUMEM_RANK": "actor", "RANK": "6", "WORLD_SIZE": "8"}, None),
+        ({"RANK": "6"}, None),
+        ({"RANK": "6", "WORLD_SIZE": "0"}, None),
+        ({"RANK": "6", "WORLD_SIZE": "many"}, None),
+        ({"RANK": "6", "WORLD_SIZE": "9" * 5000}, None),
+        ({"WORLD_SIZE": "8"}, None),
+    ],
+)
+def test_how_many_ranks_there_are_is_said_by_who_has_numbered_them(
+    environ: dict[str, str], world_size: int | None
+) -> None:
+    assert ReporterSettings.resolve(environ=environ).world_size == world_size
+    assert ReporterSettings.resolve(rank=0, environ=environ).world_size is None
+
+
 def test_labels_are_cut_to_what_the_exporter_takes() -> None:
     assert len(ReporterSettings.resolve(workload="x" * 10_000, environ={}).workload) == 256
 

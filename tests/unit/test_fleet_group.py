@@ -34,6 +34,10 @@ def test_the_step_lies_so_far_ahead_that_every_exporter_can_be_asked_and_called_
     assert [(member.place, member.pid, member.rank) for member in found.members] == [(A, 1, "0"), (B, 1, "1")]
 
 
+def test_ranks_that_are_as_many_as_they_say_are_a_whole_group() -> None:
+    assert len(group(two_nodes(world_size=2)).members) == 2
+
+
 def test_what_went_by_since_a_rank_said_its_step_counts() -> None:
     late = {A: Reading([rank(1, 0, sample_age_seconds=0.5)], 10.0), B: Reading([rank(2, 1)], 10.0)}
     assert group(late, now=11.5).at_step == 50 + round((0.5 + 1.5 + LEAD) / 0.1)
@@ -46,6 +50,8 @@ def test_what_went_by_since_a_rank_said_its_step_counts() -> None:
         ({"step_seconds": None}, r"pid 1 on node2:9844 \(rank 1\) makes no steps"),
         ({"reporting": False, "state": "silent"}, r"pid 1 on node2:9844 \(rank 1\) has fallen silent"),
         ({"rank": "0"}, r"rank 0 is there 2 times, pid 1 on node1:9844 \(rank 0\), pid 1 on node2:9844 \(rank 0\)"),
+        ({"world_size": 2, "rank": "2"}, r"of 2 ranks, Prometheus knows no exporter of rank 1; nothing was asked"),
+        ({"world_size": 10**12}, r"of 1000000000000 ranks, Prometheus knows no exporter of rank 2, 3, [4-8, ]+, 9, …;"),
         ({"step_seconds": 40.0}, r"step 130 ends in about 3200\.0 s, the deadline is in 60 s"),
     ],
 )

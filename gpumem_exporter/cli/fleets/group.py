@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, require_in_time
@@ -25,6 +26,8 @@ ASKING_SECONDS = 3.0
 """Within so long after the ranks' steps were read every exporter has been asked, or the group is called off."""
 GROUP_TIMEOUT_SECONDS = 2.0
 """For each answer: one that does not come must not keep the others from being called off in time."""
+_NAMED_MAX = 8
+"""So many ranks that are missing are named."""
 _LATELY = "15m"
 """An exporter that had ranks within so long and cannot be read may have them still: its series are gone, they not."""
 
@@ -92,13 +95,14 @@ def gather(
     """The ranks of a workload on all these exporters, and a step that none of them ends before all have been asked.
 
     Raises:
-        GroupIncompleteError: an exporter could not be read; a rank has fallen silent, makes no steps, or is there
-            twice; or the step would end after the deadline. Nothing has been asked.
+        GroupIncompleteError: an exporter could not be read; a rank has fallen silent, makes no steps, is there twice,
+            or is on none of them; or the step would end after the deadline. Nothing has been asked.
     """
     members: list[Member] = []
     paces: list[Pace] = []
     lacking: list[str] = []
     by_rank: dict[str, list[str]] = {}
+    world_size = 0
     now = clock()
     for place, reading in readings.items():
         if isinstance(reading, Failure):
@@ -111,6 +115,7 @@ def gather(
             who = f"pid {process['pid']} on {place.instance}{rank}"
             step, step_seconds = process["step"], process.get("step_seconds")
             by_rank.setdefault(process["rank"], []).append(who)
+            world_size = max(world_size, process.get("world_size") or 0)
             members.append(member(place, process))
             if not process["reporting"]:
                 lacking.append(f"{who} has fallen silent")
@@ -122,6 +127,7 @@ def gather(
     for rank, several in by_rank.items():
         if rank and len(several) > 1:
             lacking.append(f"rank {rank} is there {len(several)} times, {', '.join(several)}: these are several jobs")
+    lacking += _missing_ranks(world_size, by_rank)
     if lacking:
         raise GroupIncompleteError(f"not every rank can take part: {'; '.join(lacking)}; nothing was asked")
     if not members:
@@ -129,6 +135,15 @@ def gather(
     at_step = step_ahead(paces, ASKING_SECONDS + GROUP_LEAD_SECONDS)
     require_in_time(paces, at_step, deadline_seconds)
     return Group(tuple(members), at_step, now)
+
+
+def _missing_ranks(world_size: int, known: Collection[str]) -> Iterator[str]:
+    """Says which ranks nobody knows, where their number is known: their exporter may not have been scraped yet."""
+    missing = (str(number) for number in range(world_size) if str(number) not in known)
+    named = list(islice(missing, _NAMED_MAX + 1))
+    if named:
+        listed = ", ".join(named[:_NAMED_MAX]) + (", …" if len(named) > _NAMED_MAX else "")
+        yield f"of {world_size} ranks, Prometheus knows no exporter of rank {listed}"
 
 
 def _trouble(ask: Ask) -> str:
