@@ -405,5 +405,6 @@ def on_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
 
 
 def _control(theirs: int) -> None:
-    """Ctrl-C on that terminal is for this process."""
+    """Ctrl-C on that terminal is for this process, though whoever starts it ignores that, as a script does with `&`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)

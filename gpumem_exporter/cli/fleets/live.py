@@ -117,7 +117,8 @@ def _keys() -> Iterator[int]:
     def end(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first may come ignored, as from a script that uses &
+    handlers = {number: signal.signal(number, end) for number in ending}
     try:
         tty.setcbreak(keyboard, termios.TCSADRAIN)
         without_stop = termios.tcgetattr(keyboard)
