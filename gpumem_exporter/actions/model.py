@@ -174,9 +174,13 @@ class Action:
     """From the request to the last result; None while it runs."""
 
     @property
-    def freed_bytes(self) -> int:
-        """Bytes given back to the driver, over all results (what would be, for a dry run)."""
-        return sum(result.freed_bytes or 0 for result in self.results)
+    def freed_bytes(self) -> int | None:
+        """Bytes given back to the driver, or that would be for a dry run; None where no result says how many.
+
+        Over the results that say it.
+        """
+        known = [result.freed_bytes for result in self.results if result.freed_bytes is not None]
+        return sum(known) if known or not self.results else None
 
     @property
     def finished(self) -> bool:

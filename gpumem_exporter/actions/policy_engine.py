@@ -82,6 +82,7 @@ class _Trial:
 
     decision: Decision
     action: Action
+    freed_bytes: int
     reserved_before_bytes: int
     due_seconds: float
 
@@ -186,18 +187,18 @@ class Engine:
         if "done" not in outcomes:
             reasons = dict.fromkeys(f"{result.outcome}: {result.reason}" for result in action.results)
             return self._in_vain(ruling, decision, action, None, "; ".join(reasons))
-        freed = [result.freed_bytes for result in action.results if result.freed_bytes is not None]
-        if not freed:
+        freed = action.freed_bytes
+        if freed is None:
             return None  # not measured: neither good nor bad
-        if sum(freed) < stop_after.freed_under_bytes:
+        if freed < stop_after.freed_under_bytes:
             ruling.presumed.discard(decision.whom)
-            return self._in_vain(ruling, decision, action, sum(freed), f"{shown_value(sum(freed), 'bytes')} came back")
+            return self._in_vain(ruling, decision, action, freed, f"{shown_value(freed, 'bytes')} came back")
         reserved = [result.reserved_before_bytes for result in action.results]
         if stop_after.still_free_seconds is None or action.dry_run or None in reserved:
             ruling.brakes.helped(decision.whom)
         else:
             before = sum(each for each in reserved if each is not None)
-            self._trials.append(_Trial(decision, action, before, now + stop_after.still_free_seconds))
+            self._trials.append(_Trial(decision, action, freed, before, now + stop_after.still_free_seconds))
         return None
 
     def _decide(self, ruling: _Ruling, seen: Sighting, desk: _Desk, now: float) -> bool:
@@ -248,12 +249,10 @@ class Engine:
             if stop_after is None or still_free >= stop_after.freed_under_bytes:
                 ruling.brakes.helped(whom)
                 continue
-            freed = trial.action.freed_bytes
-            why = (
-                f"{shown_value(freed, 'bytes')} came back, and {shown_value(max(0, still_free), 'bytes')} of it were "
-                f"still free after {shown_value(stop_after.still_free_seconds or 0.0, 'seconds')}"
-            )
-            stops.append(self._in_vain(ruling, trial.decision, trial.action, freed, why))
+            came_back, still = (shown_value(size, "bytes") for size in (trial.freed_bytes, max(0, still_free)))
+            after = shown_value(stop_after.still_free_seconds or 0.0, "seconds")
+            why = f"{came_back} came back, and {still} of it were still free after {after}"
+            stops.append(self._in_vain(ruling, trial.decision, trial.action, trial.freed_bytes, why))
         self._trials = waiting
         return tuple(stop for stop in stops if stop is not None)
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
@@ -169,8 +170,11 @@ def state_of(exporter: ExporterProcess) -> dict[str, Any]:
     return document
 
 
-def send(exporter: ExporterProcess, pid: int, allocated: int, **changes: Any) -> None:
-    """A report of a process of the test's."""
+def send(
+    exporter: ExporterProcess, pid: int, allocated: int, *, reclaimable_known: bool = True, **changes: Any
+) -> None:
+    """A report of a process of the test's, of which 1 MiB would come back."""
     changes = {"session": f"of {pid}", **changes}
-    said = report(pid, devices=(sample(UUIDS[0], allocated, reclaimable=MIB, fragmented=2 * MIB),), **changes)
-    assert exporter.request("POST", REPORTS_PATH, to_wire(said)).status == 200
+    known = sample(UUIDS[0], allocated, reclaimable=MIB, fragmented=2 * MIB)
+    device = known if reclaimable_known else replace(known, reclaimable_bytes=None)
+    assert exporter.request("POST", REPORTS_PATH, to_wire(report(pid, devices=(device,), **changes))).status == 200

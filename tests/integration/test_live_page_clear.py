@@ -134,6 +134,20 @@ def test_where_clearing_is_not_open_the_button_says_why(demo: Demo, open_page: O
     assert not proxied.page.locator("#dialog-confirm").is_visible()
 
 
+def test_what_a_clear_would_free_is_no_figure_where_nobody_knows_it(tmp_path: Path, open_page: OpenPage) -> None:
+    with serving(tmp_path, "--report.expiry", "3600") as (exporter, url):
+        send(exporter, 701, GIB, reclaimable_known=False)
+        live = open_page(url)
+        live.page.locator("#clear-all").click()
+        begins(live, "#dialog-status", "What it would free in 1 process cannot be known beforehand.")
+        assert live.text("#dialog-confirm") == "Clear anyway"
+        live.page.locator("#dialog-cancel").click()
+        send(exporter, 702, GIB)
+        live.page.locator("#clear-all").click()
+        begins(live, "#dialog-status", "It would free at least 1.0 MiB in 2 processes.")
+        assert live.text("#dialog-confirm") == "Free at least 1.0 MiB"
+
+
 def test_where_clears_are_switched_off_it_says_so(tmp_path: Path, open_page: OpenPage) -> None:
     with serving(tmp_path, "--action.allow", "reset_peak") as (exporter, url):
         send(exporter, 701, GIB)

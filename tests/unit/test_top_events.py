@@ -119,6 +119,11 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
             {**_ACTION, "action": "reset_peak", "reason": "", "state": "failed", "freed_bytes": 0, "results": []},
             "action GPU 0, reset_peak on 0 processes: failed, by loopback",
         ),
+        (
+            "action",
+            {**_ACTION, "state": "done", "freed_bytes": None, "results": _RESULTS},
+            "action GPU 0, empty_cache on 2 processes: done, by loopback (asked for in top)",
+        ),
         ("action_asked", {**_ACTION, "processes": [[7, "llm", "3"]]}, "empty_cache on 1 process, by loopback (asked"),
         ("policy_stopped", {"rule": "hoard", "reason": "in vain"}, "rule stopped GPU 0, hoard: in vain"),
         ("of_tomorrow", {}, "12:00:00 of_tomorrow GPU 0"),

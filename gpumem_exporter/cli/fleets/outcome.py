@@ -55,6 +55,7 @@ class Outcome:
             show(open_console(), self._tables())
 
     def _document(self, warnings: Sequence[str], query: str) -> dict[str, Any]:
+        known = [row["freed_bytes"] for row in self.rows if row.get("freed_bytes") is not None]
         return {
             "action": self.action,
             "query": query,
@@ -63,7 +64,7 @@ class Outcome:
             "at_step": self.at_step,
             "called_off": self.called_off,
             "results": list(self.rows),
-            "freed_bytes": sum(row.get("freed_bytes") or 0 for row in self.rows),
+            "freed_bytes": sum(known) if known or not self.rows else None,
             "warnings": list(warnings),
         }
 

@@ -110,7 +110,8 @@ def _action_asked(event: Event) -> str:
 
 def _action_ended(event: Event) -> str:
     detail = event["detail"]
-    freed = "" if detail["action"] == "reset_peak" else f", freed {human_bytes(detail['freed_bytes'])}"
+    told = detail["freed_bytes"] is not None and detail["action"] != "reset_peak"
+    freed = f", freed {human_bytes(detail['freed_bytes'])}" if told else ""
     return _action(detail, len({result["pid"] for result in detail["results"]}), f": {detail['state']}{freed}")
 
 

@@ -54,10 +54,12 @@ const clearing = (() => {
     app.events.refresh(true);
     if (mine !== attempt) return;
     const action = asked.document;
-    const unknown = action.results.some((result) => result.freed_bytes === null);
-    const least = unknown ? "at least " : "";
-    const status = `It would free ${least}${bytes(action.freed_bytes)} in ${processCount(action)}.${unknown ? " Of some it cannot be known beforehand." : ""}`;
-    const confirm = action.freed_bytes > 0 ? `Free ${least}${bytes(action.freed_bytes)}` : "Clear anyway";
+    const freed = freedBytes(action);
+    const status =
+      freed === null
+        ? `What it would free in ${processCount(action)} cannot be known beforehand.`
+        : `It would free ${freed} in ${processCount(action)}.`;
+    const confirm = action.freed_bytes > 0 ? `Free ${freed}` : "Clear anyway";
     show({ status, action, results: "What it would free", confirm, then: run });
     $("dialog-confirm").focus();
   }
@@ -79,7 +81,8 @@ const clearing = (() => {
       const action = answer.document;
       const failed = action.results.filter((result) => result.outcome !== "done").length;
       const rest = failed > 0 ? ` Of ${action.results.length} results ${failed} were not done.` : "";
-      const status = `Freed ${bytes(action.freed_bytes)} in ${processCount(action)}.${rest}`;
+      const freed = freedBytes(action);
+      const status = freed === null ? `What came back of ${processCount(action)} is not known.${rest}` : `Freed ${freed} in ${processCount(action)}.${rest}`;
       show({ status, action, results: "What it freed", cancel: "Close" });
       $("dialog-cancel").focus();
     } catch (error) {
@@ -126,6 +129,12 @@ const clearing = (() => {
 
 function isUnderWay(action) {
   return action.state === "queued" || action.state === "running";
+}
+
+/** How much an action frees or has freed, in words; null where that is known of none of its results. */
+function freedBytes(action) {
+  const least = action.results.some((result) => result.freed_bytes === null) ? "at least " : "";
+  return action.freed_bytes === null ? null : least + bytes(action.freed_bytes);
 }
 
 function processCount(action) {

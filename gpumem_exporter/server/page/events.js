@@ -12,7 +12,8 @@ const EVENT_WORDS = {
   process_ended: (event) => `${processName(event.workload, event.rank, event.pid)}: ${event.detail.reason}`,
   action_asked: ({ detail }) => actionInWords(detail, detail.processes.length + detail.processes_left_out, ""),
   action: ({ detail }) => {
-    const freed = detail.action === "reset_peak" ? "" : `, freed ${bytes(detail.freed_bytes)}`;
+    const told = detail.freed_bytes !== null && detail.action !== "reset_peak";
+    const freed = told ? `, freed ${bytes(detail.freed_bytes)}` : "";
     return actionInWords(detail, new Set(detail.results.map((result) => result.pid)).size, `: ${detail.state}${freed}`);
   },
   policy_stopped: ({ detail }) => `${detail.rule}: ${detail.reason}`,
