@@ -14,7 +14,7 @@ The tree:
     ├── ReportRefusedError            a well-formed report that the exporter does not take
     │   ├── ReporterSupersededError   a newer reporter speaks for the same process
     │   ├── TooManyProcessesError     `--report.max-processes` is reached
-    │   └── UnknownDeviceError        the report names a device that the driver does not have
+    │   └── UnknownDeviceError        the driver has none of the devices of the report
     ├── ActionRefusedError            a well-formed action that the exporter does not take
     │   ├── ActionNotAllowedError     `--action.allow` leaves it out
     │   ├── TargetNotFoundError       nothing that reports matches the target; says what there is
@@ -121,7 +121,7 @@ class TooManyProcessesError(ReportRefusedError):
 
 
 class UnknownDeviceError(ReportRefusedError):
-    """The report names a device that the driver does not have."""
+    """The report names devices, and the driver has none of them."""
 
 
 class ActionRefusedError(GpumemError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.last_ooms import LastOoms
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
@@ -52,18 +52,19 @@ class Store:
     ) -> ReportingProcess:
         """Take a report and return the process as it is now known.
 
-        A report that was overtaken by a newer one of the same session changes nothing.
+        A report that was overtaken by a newer one of the same session changes nothing. Of devices that the driver does
+        not have nothing is taken: their memory belongs to no ledger.
 
         Raises:
             ReporterSupersededError: a later session speaks for this process.
             TooManyProcessesError: there is no room for another process.
-            UnknownDeviceError: the driver is up and has no such device.
+            UnknownDeviceError: the driver is up and has none of its devices.
         """
         identity = report.process
         key = ProcessKey(identity.pid_namespace, identity.pid)
         with self._lock:
             self._expire(now_seconds)
-            self._require_known_devices(report)
+            report = self._of_known_devices(report)
             entry = self._entries.get(key)
             if entry is None:
                 if len(self._entries) >= self.max_processes:
@@ -136,16 +137,19 @@ class Store:
             while len(self._silent) > self.max_processes:
                 self._silent.pop(next(iter(self._silent)))
 
-    def _require_known_devices(self, report: Report) -> None:
+    def _of_known_devices(self, report: Report) -> Report:
         node = self._node
         if node is None or not node.up:
-            return
+            return report
         known = {device.uuid for device in node.devices}
         if "" in known:
-            return  # a device that was lost before it could be named here may be the one that is meant
-        for i, sample in enumerate(report.devices):
-            if sample.uuid not in known:
-                raise UnknownDeviceError(f"devices.{i}.uuid: the driver has no device {sample.uuid!r}")
+            return report  # a device that was lost before it could be named here may be the one that is meant
+        devices = tuple(sample for sample in report.devices if sample.uuid in known)
+        if len(devices) == len(report.devices):
+            return report
+        if not devices:
+            raise UnknownDeviceError(f"devices.0.uuid: the driver has no device {report.devices[0].uuid!r}")
+        return replace(report, devices=devices)
 
 
 def _seniority(identity: ProcessIdentity) -> tuple[int, float]:

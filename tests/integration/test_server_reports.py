@@ -107,6 +107,18 @@ def test_a_wrong_report_is_refused_by_field_and_changes_nothing(
     assert outcomes(exporter)[outcome] == before + 1
 
 
+def test_a_device_that_the_driver_lacks_costs_the_others_nothing_and_is_told_once_for_each_reporter(
+    exporter: RunningExporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices = (sample(UUIDS[0], 100 * MIB), sample("GPU-of-another-node", 200 * MIB))
+    for sequence in (1, 2, 3):
+        assert exporter.report(report(1, devices=devices, sequence=sequence)).status == 200
+    shown = {dict(labels)["uuid"] for (name, labels) in exporter.samples() if name == "gpumem_torch_allocated_bytes"}
+    assert shown == {UUIDS[0]}
+    told = [record for record in caplog.records if "the driver does not have" in record.getMessage()]
+    assert [record.fields["uuids"] for record in told] == ["GPU-of-another-node"]
+
+
 def test_a_process_too_many_is_turned_away_and_counted() -> None:
     with running_exporter(report_max_processes=2) as exporter:
         assert [exporter.report(report(pid)).status for pid in (1, 2)] == [200, 200]

@@ -100,11 +100,24 @@ def test_silent_processes_make_room_for_new_ones(store: Store) -> None:
     assert {process.key.pid for process in store.snapshot(16.0).processes} == {3}
 
 
-def test_a_device_that_the_driver_does_not_have_is_refused_and_named(store: Store) -> None:
+def test_a_report_of_devices_that_the_driver_does_not_have_is_refused_and_they_are_named(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0])))
-    with pytest.raises(UnknownDeviceError, match=r"devices\.1\.uuid.*GPU-nowhere"):
-        _put(store, devices=(sample(UUIDS[0]), sample("GPU-nowhere")))
+    with pytest.raises(UnknownDeviceError, match=r"devices\.0\.uuid.*GPU-nowhere"):
+        _put(store, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
     assert store.snapshot(0.0).processes == ()
+
+
+def test_what_a_report_says_of_the_devices_that_the_driver_has_is_taken(store: Store) -> None:
+    store.put_reading(node(device(UUIDS[0]), device(UUIDS[2], gpu="2")))
+    _put(store, devices=(sample(UUIDS[0], 7), sample(UUIDS[1], 8), sample(UUIDS[2], 9)))
+    (process,) = store.snapshot(0.0).processes
+    assert [(each.uuid, each.allocated_bytes) for each in process.report.devices] == [(UUIDS[0], 7), (UUIDS[2], 9)]
+
+
+def test_a_report_of_no_device_is_one_of_a_process_that_uses_none(store: Store) -> None:
+    store.put_reading(node(device(UUIDS[0])))
+    _put(store, devices=())
+    assert len(store.snapshot(0.0).processes) == 1
 
 
 def test_while_the_driver_is_down_every_device_may_be_right(store: Store) -> None:

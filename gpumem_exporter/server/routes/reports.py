@@ -7,6 +7,7 @@ much as what is done with it.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from gpumem_exporter.server.report_schema import ReportReader
 from gpumem_exporter.server.runtime import Runtime
 
 __all__ = ["ReportsRoute"]
+
+_log = logging.getLogger(__name__)
 
 
 class ReportsRoute:
@@ -100,10 +103,12 @@ class ReportsRoute:
             raise self._refused("dropped", 503, str(error), {"Retry-After": self._retry_after}) from None
         except UnknownDeviceError as error:
             raise self._refused("unknown_device", 422, str(error)) from None
-        if process.report is not report:
+        if process.report.sequence != report.sequence:
             return replace(process, report=report)  # overtaken: its sample is old news, its results may not be
-        if before is not None and before.report.process.session != report.process.session:
-            runtime.presence.replaced(before, process)
+        if before is None or before.report.process.session != report.process.session:
+            if before is not None:
+                runtime.presence.replaced(before, process)
+            _tell_of_unknown_devices(report, process)
         runtime.exposition.prepare(process, runtime.store.snapshot(now).node)
         return process
 
@@ -134,3 +139,12 @@ class ReportsRoute:
             field, _, message = detail.partition(": ")
             errors = (FieldError(field, message),)
         return ProblemError(status, detail, headers or {}, errors)
+
+
+def _tell_of_unknown_devices(report: Report, process: ReportingProcess) -> None:
+    """Once for each reporter: whoever looks for its memory on them finds nothing."""
+    taken = {sample.uuid for sample in process.report.devices}
+    unknown = [sample.uuid for sample in report.devices if sample.uuid not in taken]
+    if unknown:
+        fields = {"pid": process.key.pid, "workload": report.process.workload, "uuids": ",".join(unknown)}
+        _log.warning("a process reports devices that the driver does not have", extra={"fields": fields})
