@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,9 +14,19 @@ import pytest
 
 from gpumem_exporter.cli.sizes import short_bytes
 from tests.emulation.fixtures import StartTorch
-from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
+from tests.emulation.node import GIB, MIB, EmulatedNode
+from tests.exporter_process import ExporterProcess, wait_for
+from tests.integration.top_program import (
+    FOREIGN,
+    demo,
+    top_command,
+    top_environment,
+    top_once,
+    top_without_default_exporter,
+)
 from tests.terminal_program import TerminalProgram
+
+__all__ = ["demo"]
 
 Sit = Callable[..., TerminalProgram]
 StartExporter = Callable[..., ExporterProcess]
@@ -31,30 +39,6 @@ _FIGURES = {
     "non-torch": "non_torch_bytes",
 }
 _SHORT = {"allocated": "alloc", "reclaimable": "reclaim", "fragmented": "frag"}
-_FOREIGN = 4_000_001
-"""A pid that no process has."""
-
-
-def _environment(base: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
-    own = ("GPUMEM_", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH", "TERM")
-    kept = {name: value for name, value in (base or os.environ).items() if not name.startswith(own)}
-    return {**kept, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY), **changes}
-
-
-def _command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "gpumem_exporter", "top", *arguments]
-
-
-def _once(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        _command("--once", *arguments),
-        env=environment or _environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 @pytest.fixture
@@ -65,23 +49,12 @@ def sit() -> Iterator[Sit]:
     def start(
         *arguments: str, environment: Mapping[str, str] | None = None, command: list[str] | None = None, **size: int
     ) -> TerminalProgram:
-        programs.append(TerminalProgram(command or _command(*arguments), environment or _environment(), **size))
+        programs.append(TerminalProgram(command or top_command(*arguments), environment or top_environment(), **size))
         return programs[-1]
 
     yield start
     for program in programs:
         program.close()
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    """An exporter that serves the demo, most of whose processes report."""
-    exporter = ExporterProcess(tmp_path_factory.mktemp("demo"), "--demo")
-    try:
-        wait_for(lambda: len(exporter.processes()) >= 12, "a dozen reporting processes")
-        yield exporter
-    finally:
-        exporter.close()
 
 
 def _process_rows(terminal: TerminalProgram) -> dict[tuple[str, str], dict[str, str]]:
@@ -179,7 +152,8 @@ def test_arrows_choose_and_scroll_and_the_help_tells_the_keys(demo: ExporterProc
 def test_the_last_ten_minutes_and_the_last_events_are_the_exporters(demo: ExporterProcess, sit: Sit) -> None:
     """Who looks once has seen one moment: what is before it is the exporter's."""
     wait_for(lambda: len(demo.get("/api/v1/live")["history"]["seconds"]) >= 3, "a history")
-    heading, *devices = _once("--url", demo.url, environment=_environment(PYTHONUTF8="1")).stdout.splitlines()[2:11]
+    printed = top_once("--url", demo.url, environment=top_environment(PYTHONUTF8="1")).stdout
+    heading, *devices = printed.splitlines()[2:11]
     begin, end = heading.index("in use, 10 min"), heading.index("memory")
     assert len(devices) == 8
     assert all(re.fullmatch("[▁▂▃▄▅▆▇█ ]*[▁▂▃▄▅▆▇█]", line[begin:end].rstrip()) for line in devices), devices
@@ -219,15 +193,15 @@ def test_whoever_may_not_read_events_is_told_why_where_they_would_stand_and_miss
     token = tmp_path / "token"
     token.write_text("s3cret-and-long-enough")
     exporter = start_exporter(node, "--action.token-file", str(token))
-    node.set_process(_FOREIGN, 0, 3 * GIB)
+    node.set_process(FOREIGN, 0, 3 * GIB)
     terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
-    terminal.until_shows(str(_FOREIGN), "3.0G", "in use, 10 min")
+    terminal.until_shows(str(FOREIGN), "3.0G", "in use, 10 min")
     assert "last events" not in terminal.text
     terminal.type("e")
     terminal.until_shows("Events are for those who may act", "--action.token-file", "4.8G")
-    ended = _once("--url", exporter.url)
+    ended = top_once("--url", exporter.url)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert str(_FOREIGN) in ended.stdout
+    assert str(FOREIGN) in ended.stdout
     assert "last events" not in ended.stdout
     node.lose_device(1)
     ended_now = sit("--url", exporter.url, "--token-file", str(token), columns=120)
@@ -236,7 +210,7 @@ def test_whoever_may_not_read_events_is_told_why_where_they_would_stand_and_miss
 
 def test_a_resized_window_is_filled_again_and_nothing_wraps(demo: ExporterProcess, sit: Sit) -> None:
     # What a shell once exported says nothing about the window now.
-    environment = _environment(COLUMNS="40", LINES="10")
+    environment = top_environment(COLUMNS="40", LINES="10")
     terminal = sit("--url", demo.url, environment=environment)
     terminal.until_shows("A clear would give back")
     for columns, lines in ((200, 60), (100, 30), (80, 24)):
@@ -256,7 +230,7 @@ def test_a_resized_window_is_filled_again_and_nothing_wraps(demo: ExporterProces
 def test_colours_are_left_out_where_none_are_wanted(
     demo: ExporterProcess, sit: Sit, changes: dict[str, str], coloured: bool
 ) -> None:
-    terminal = sit("--url", demo.url, environment=_environment(**changes))
+    terminal = sit("--url", demo.url, environment=top_environment(**changes))
     terminal.until_shows("A clear would give back")
     assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is coloured
 
@@ -316,10 +290,10 @@ def test_the_terminal_is_given_back_after_a_defect_and_the_traceback_is_readable
 
 
 def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_brings_it_back(demo: ExporterProcess, sit: Sit) -> None:
-    environment = _environment(PS1="ready> ", ENV="")
+    environment = top_environment(PS1="ready> ", ENV="")
     terminal = sit(command=["sh", "-i"], environment=environment)
     terminal.until_shows("ready>")
-    terminal.type(f"{' '.join(_command('--url', demo.url))}\n")
+    terminal.type(f"{' '.join(top_command('--url', demo.url))}\n")
     terminal.until_shows("A clear would give back")
     for turn in (1, 2):
         terminal.type("\x1a")
@@ -350,10 +324,10 @@ def test_a_stop_from_outside_is_no_trouble(demo: ExporterProcess, sit: Sit) -> N
 def test_without_an_exporter_the_screen_says_so_and_shows_no_figures_until_there_is_one_again(
     node: EmulatedNode, start_exporter: StartExporter, sit: Sit
 ) -> None:
-    node.set_process(_FOREIGN, 0, 3 * GIB)
+    node.set_process(FOREIGN, 0, 3 * GIB)
     exporter = start_exporter(node)
     terminal = sit("--url", exporter.url, "--interval", "0.2", columns=200)
-    terminal.until_shows(str(_FOREIGN), "3.0G")
+    terminal.until_shows(str(FOREIGN), "3.0G")
     for stop, start in (
         (lambda: exporter.stop(signal.SIGKILL), exporter.start),
         (lambda: exporter.signal(signal.SIGSTOP), lambda: exporter.signal(signal.SIGCONT)),
@@ -361,49 +335,39 @@ def test_without_an_exporter_the_screen_says_so_and_shows_no_figures_until_there
         stop()
         terminal.until_shows("LOST THE EXPORTER", "trying again", "no answer", exporter.url)
         assert "3.0G" not in terminal.text
-        assert str(_FOREIGN) not in terminal.text
+        assert str(FOREIGN) not in terminal.text
         start()
-        terminal.until_shows(str(_FOREIGN), "3.0G")
+        terminal.until_shows(str(FOREIGN), "3.0G")
         assert "LOST" not in terminal.text
-
-
-def _without_default_exporter(socket: Path, *arguments: str) -> list[str]:
-    """`top` on a machine whose default socket is `socket`."""
-    code = (
-        "import sys; from gpumem_exporter.cli.main import main; from gpumem_exporter.client import _settings\n"
-        f"_settings.DEFAULT_URLS = ('unix://{socket}',)\n"
-        "sys.exit(main())"
-    )
-    return [sys.executable, "-c", code, "top", *arguments]
 
 
 def test_the_driver_stands_in_until_an_exporter_answers_and_again_when_it_has_gone(
     node: EmulatedNode, start_exporter: StartExporter, sit: Sit, tmp_path: Path
 ) -> None:
-    node.set_process(_FOREIGN, 0, 3 * GIB)
-    node.set_process(_FOREIGN + 1, 1, 2 * GIB)
+    node.set_process(FOREIGN, 0, 3 * GIB)
+    node.set_process(FOREIGN + 1, 1, 2 * GIB)
     node.lose_device(1)
     socket = tmp_path / "exporter0" / "exporter.sock"
     terminal = sit(
-        command=_without_default_exporter(socket, "--interval", "0.2"),
-        environment=_environment(node.environment()),
+        command=top_without_default_exporter(socket, "--interval", "0.2"),
+        environment=top_environment(node.environment()),
         columns=200,
     )
-    terminal.until_shows("NVML ALONE", str(_FOREIGN), "3.0G", "GPU is lost")
+    terminal.until_shows("NVML ALONE", str(FOREIGN), "3.0G", "GPU is lost")
     (device,) = [line for line in terminal.lines if line.startswith("0 ")]
     book = node.books()[0]
     assert device.split()[-3:] == [short_bytes(n) for n in (book.used_bytes, book.free_bytes, book.total_bytes)]
-    row = terminal.until(lambda: _process_rows(terminal).get((str(_FOREIGN), "0")), "its row")
+    row = terminal.until(lambda: _process_rows(terminal).get((str(FOREIGN), "0")), "its row")
     assert row == {"used": "3.0G", "allocated": "-", "reclaimable": "-", "fragmented": "-", "non-torch": "-"}
     assert str(socket) in terminal.text
 
     exporter = start_exporter(node)
     assert exporter.socket == socket
     terminal.until(lambda: "NVML ALONE" not in terminal.text, "the exporter to take over")
-    terminal.until_shows(str(socket), str(_FOREIGN), "A clear would give back nothing")
+    terminal.until_shows(str(socket), str(FOREIGN), "A clear would give back nothing")
 
     exporter.stop(signal.SIGKILL)
-    terminal.until_shows("NVML ALONE", str(_FOREIGN), "3.0G")
+    terminal.until_shows("NVML ALONE", str(FOREIGN), "3.0G")
 
 
 def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes(
@@ -421,14 +385,14 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
         return exporter.processes()[process.pid]["devices"][0]
 
     wait_for(lambda: told()["reclaimable_bytes"] == 300 * MIB and told()["used_bytes"], "the sample and a poll")
-    document = json.loads(_once("--json", "--url", exporter.url).stdout)
+    document = json.loads(top_once("--json", "--url", exporter.url).stdout)
     (row,) = document["rows"]
     assert {field: row[field] for field in row if field in told()} == {
         field: value for field, value in told().items() if field in row
     }
     assert row["workload"] == name
-    assert json.loads(_once("--json", "--url", exporter.url, "--gpu", "1").stdout)["rows"] == []
-    assert json.loads(_once("--json", "--url", exporter.url, "--workload", name).stdout)["rows"]
+    assert json.loads(top_once("--json", "--url", exporter.url, "--gpu", "1").stdout)["rows"] == []
+    assert json.loads(top_once("--json", "--url", exporter.url, "--workload", name).stdout)["rows"]
 
     terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
     terminal.until_shows(f"{process.pid} 0", "?]0;owned?[red]x[/red]", "300M")
@@ -452,124 +416,8 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     )
 
 
-def test_once_prints_a_frame_that_nothing_is_cut_from_and_ends(demo: ExporterProcess) -> None:
-    ended = _once("--url", demo.url)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    lines = ended.stdout.splitlines()
-    assert lines[1].startswith("DEMO")
-    assert "\x1b" not in ended.stdout
-    assert "…" not in ended.stdout
-    assert sum("python pretrain.py" in line for line in lines) == 4
-    assert lines[-1].startswith("A clear would give back")
-
-
-def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProcess) -> None:
-    ended = _once("--json", "--url", demo.url, "--sort", "fragmented", "--gpu", "7", "--filter", "demo")
-    document = json.loads(ended.stdout)
-    assert list(document) == ["exporter", "source", "taken_unix_seconds", "nvml", "devices", "rows"]
-    assert (document["exporter"], document["source"]) == (demo.url, "demo")
-    assert [device["gpu"] for device in document["devices"]] == ["7"]
-    assert {row["gpu"] for row in document["rows"]} == {"7"}
-    sizes = [row["fragmented_bytes"] for row in document["rows"]]
-    assert sizes == sorted(sizes, reverse=True)
-    help_text = subprocess.run(
-        _command("--help"), env=_environment(), capture_output=True, text=True, timeout=60, check=True
-    ).stdout
-    listed = re.search(r"in order: ([\w\s,]+);", help_text)
-    assert listed
-    assert [name.strip() for name in listed.group(1).split(",")] == list(document["rows"][0])
-
-
-def test_once_with_the_driver_alone_is_done_and_says_what_is_not_known(node: EmulatedNode, tmp_path: Path) -> None:
-    node.set_process(_FOREIGN, 0, 3 * GIB)
-    command = _without_default_exporter(tmp_path / "none.sock", "--once")
-    environment = _environment(node.environment())
-
-    def run(*more: str, **changes: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, *more], env={**environment, **changes}, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    ended = run()
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert "NVML ALONE" in ended.stdout
-    document = json.loads(run("--json").stdout)
-    assert document["exporter"] is None
-    assert [device["ledger"] for device in document["devices"]] == [None, None]
-    (row,) = document["rows"]
-    assert (row["pid"], row["used_bytes"], row["state"]) == (_FOREIGN, 3 * GIB, None)
-    assert {row[f"{name}_bytes"] for name in ("allocated", "reserved", "reclaimable", "fragmented", "non_torch")} == {
-        None
-    }
-    # An exporter that was named is the one that is meant.
-    for named in (run("--url", "unix:///nonexistent.sock"), run(GPUMEM_EXPORTER_URL="unix:///nonexistent.sock")):
-        assert (named.returncode, named.stdout, named.stderr.count("\n")) == (1, "", 1)
-        assert "unix:///nonexistent.sock" in named.stderr
-
-
-def test_nothing_that_answers_is_1_in_one_line_that_says_both(node: EmulatedNode, tmp_path: Path) -> None:
-    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-    ended = subprocess.run(
-        _without_default_exporter(tmp_path / "none.sock", "--once"),
-        env=_environment(node.environment()),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert "none.sock" in ended.stderr
-    assert "NVML_ERROR_DRIVER_NOT_LOADED" in ended.stderr
-
-
-def test_a_reader_that_goes_early_is_no_traceback(demo: ExporterProcess) -> None:
-    shell = f"{' '.join(_command('--once', '--url', demo.url, '--json'))} | head -1"
-    ended = subprocess.run(
-        ["sh", "-c", shell], env=_environment(), capture_output=True, text=True, timeout=60, check=True
-    )
-    assert (ended.stdout, ended.stderr) == ("{\n", "")
-
-
-@pytest.mark.parametrize(
-    ("output", "status", "said"),
-    [(">&-", 0, ""), (">/dev/full", 1, "gpumem-exporter top: cannot write: No space left on device\n")],
-)
-def test_output_that_is_closed_or_full_is_no_traceback(
-    demo: ExporterProcess, output: str, status: int, said: str
-) -> None:
-    for more in ((), ("--json",)):
-        shell = f"{' '.join(_command('--once', '--url', demo.url, *more))} {output}"
-        ended = subprocess.run(
-            ["sh", "-c", shell], env=_environment(), capture_output=True, text=True, timeout=60, check=False
-        )
-        assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("--once", "--sort", "size"), "--sort size: must be one of used, "),
-        (("--once", "--interval", "0"), "must be 0.2 to 3600"),
-        (("--json",), "add --once"),
-        ((), "`top --once`"),
-    ],
-)
-def test_wrong_usage_is_2_in_one_line(arguments: tuple[str, ...], said: str) -> None:
-    ended = subprocess.run(
-        _command(*arguments),
-        env=_environment(),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert said in ended.stderr
-
-
 def test_a_terminal_that_cannot_move_its_cursor_is_told_what_to_use(demo: ExporterProcess, sit: Sit) -> None:
-    terminal = sit("--url", demo.url, environment=_environment(TERM="dumb"), columns=120)
+    terminal = sit("--url", demo.url, environment=top_environment(TERM="dumb"), columns=120)
     assert terminal.wait() == 2
     assert "top --once" in terminal.text
     assert b"\x1b" not in terminal.output

@@ -1,0 +1,139 @@
+"""`top --once`, and what `top` says to wrong usage."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.emulation.node import GIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
+from tests.exporter_process import ExporterProcess
+from tests.integration.top_program import (
+    FOREIGN,
+    demo,
+    top_command,
+    top_environment,
+    top_once,
+    top_without_default_exporter,
+)
+
+__all__ = ["demo"]
+
+
+def test_once_prints_a_frame_that_nothing_is_cut_from_and_ends(demo: ExporterProcess) -> None:
+    ended = top_once("--url", demo.url)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = ended.stdout.splitlines()
+    assert lines[1].startswith("DEMO")
+    assert "\x1b" not in ended.stdout
+    assert "…" not in ended.stdout
+    assert sum("python pretrain.py" in line for line in lines) == 4
+    assert lines[-1].startswith("A clear would give back")
+
+
+def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProcess) -> None:
+    ended = top_once("--json", "--url", demo.url, "--sort", "fragmented", "--gpu", "7", "--filter", "demo")
+    document = json.loads(ended.stdout)
+    assert list(document) == ["exporter", "source", "taken_unix_seconds", "nvml", "devices", "rows"]
+    assert (document["exporter"], document["source"]) == (demo.url, "demo")
+    assert [device["gpu"] for device in document["devices"]] == ["7"]
+    assert {row["gpu"] for row in document["rows"]} == {"7"}
+    sizes = [row["fragmented_bytes"] for row in document["rows"]]
+    assert sizes == sorted(sizes, reverse=True)
+    help_text = subprocess.run(
+        top_command("--help"), env=top_environment(), capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    listed = re.search(r"in order: ([\w\s,]+);", help_text)
+    assert listed
+    assert [name.strip() for name in listed.group(1).split(",")] == list(document["rows"][0])
+
+
+def test_once_with_the_driver_alone_is_done_and_says_what_is_not_known(node: EmulatedNode, tmp_path: Path) -> None:
+    node.set_process(FOREIGN, 0, 3 * GIB)
+    command = top_without_default_exporter(tmp_path / "none.sock", "--once")
+    environment = top_environment(node.environment())
+
+    def run(*more: str, **changes: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *more], env={**environment, **changes}, capture_output=True, text=True, timeout=60, check=False
+        )
+
+    ended = run()
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "NVML ALONE" in ended.stdout
+    document = json.loads(run("--json").stdout)
+    assert document["exporter"] is None
+    assert [device["ledger"] for device in document["devices"]] == [None, None]
+    (row,) = document["rows"]
+    assert (row["pid"], row["used_bytes"], row["state"]) == (FOREIGN, 3 * GIB, None)
+    assert {row[f"{name}_bytes"] for name in ("allocated", "reserved", "reclaimable", "fragmented", "non_torch")} == {
+        None
+    }
+    # An exporter that was named is the one that is meant.
+    for named in (run("--url", "unix:///nonexistent.sock"), run(GPUMEM_EXPORTER_URL="unix:///nonexistent.sock")):
+        assert (named.returncode, named.stdout, named.stderr.count("\n")) == (1, "", 1)
+        assert "unix:///nonexistent.sock" in named.stderr
+
+
+def test_nothing_that_answers_is_1_in_one_line_that_says_both(node: EmulatedNode, tmp_path: Path) -> None:
+    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
+    ended = subprocess.run(
+        top_without_default_exporter(tmp_path / "none.sock", "--once"),
+        env=top_environment(node.environment()),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
+    assert "none.sock" in ended.stderr
+    assert "NVML_ERROR_DRIVER_NOT_LOADED" in ended.stderr
+
+
+def test_a_reader_that_goes_early_is_no_traceback(demo: ExporterProcess) -> None:
+    shell = f"{' '.join(top_command('--once', '--url', demo.url, '--json'))} | head -1"
+    ended = subprocess.run(
+        ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "said"),
+    [(">&-", 0, ""), (">/dev/full", 1, "gpumem-exporter top: cannot write: No space left on device\n")],
+)
+def test_output_that_is_closed_or_full_is_no_traceback(
+    demo: ExporterProcess, output: str, status: int, said: str
+) -> None:
+    for more in ((), ("--json",)):
+        shell = f"{' '.join(top_command('--once', '--url', demo.url, *more))} {output}"
+        ended = subprocess.run(
+            ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+        assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--once", "--sort", "size"), "--sort size: must be one of used, "),
+        (("--once", "--interval", "0"), "must be 0.2 to 3600"),
+        (("--json",), "add --once"),
+        ((), "`top --once`"),
+    ],
+)
+def test_wrong_usage_is_2_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+    ended = subprocess.run(
+        top_command(*arguments),
+        env=top_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert said in ended.stderr
