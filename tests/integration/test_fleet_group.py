@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gpumem_exporter.cli.fleets.prometheus import Prometheus
 from tests.emulation.node import EmulatedNode
 from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
 from tests.running_command import run_command
@@ -49,6 +50,7 @@ class Ranks:
     """Two ranks, the exporter of each, and the command beside them."""
 
     exporters: tuple[ExporterProcess, ...]
+    instances: tuple[str, ...]
     pids: tuple[int, ...]
     prometheus: str
 
@@ -131,13 +133,18 @@ def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
         pids = wait_for(lambda: steps() if len(steps()) == 2 else None, "two ranks that make steps", 120.0)
         assert pids is not None
-        running = Ranks(tuple(exporters), pids, prometheus.url)
-        known = "Prometheus' knowing of both ranks"
-        wait_for(lambda: len(running.clear("--dry-run", code=0)["results"]) == len(pids), known, 60.0)
+        running = Ranks(tuple(exporters), tuple(instances), pids, prometheus.url)
+        wait_until_known(prometheus, len(pids))
         yield running
     finally:
         for end in reversed(ends):
             end()
+
+
+def wait_until_known(prometheus: RunningPrometheus, count: int) -> None:
+    """Return once a Prometheus knows so many ranks."""
+    known = f'max_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}"}}[5m])'
+    wait_for(lambda: len(Prometheus(prometheus.url).query(known).series) == count, f"{count} ranks", 60.0)
 
 
 def _end(launcher: subprocess.Popen[bytes], folder: Path, exporters: list[ExporterProcess]) -> None:
@@ -195,4 +202,13 @@ def test_with_an_exporter_that_cannot_be_reached_nothing_is_asked(ranks: Ranks) 
     finally:
         ranks.exporters[1].signal(signal.SIGCONT)
     assert "which lately had ranks, cannot be asked" in said
+    assert len(ranks.exporters[0].get("/api/v1/actions")["actions"]) == before
+
+
+def test_with_a_rank_whose_exporter_prometheus_does_not_know_nothing_is_asked(ranks: Ranks, tmp_path: Path) -> None:
+    before = len(ranks.exporters[0].get("/api/v1/actions")["actions"])
+    with RunningPrometheus(tmp_path, {ranks.instances[0]: ranks.instances[0]}) as of_one:
+        wait_until_known(of_one, 1)
+        said = replace(ranks, prometheus=of_one.url).clear(code=1)
+    assert "of 2 ranks, Prometheus knows no exporter of rank 1; nothing was asked" in said
     assert len(ranks.exporters[0].get("/api/v1/actions")["actions"]) == before
