@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from gpumem_exporter.cli.checks.driver import check_driver
+from gpumem_exporter.cli.checks.driver import check_driver, judge_driver_elsewhere
 from gpumem_exporter.cli.checks.exporter import check_auth, check_clock, check_health, check_version, reach
 from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
+from gpumem_exporter.cli.checks.place import is_on_this_machine
 from gpumem_exporter.cli.checks.processes import check_pid_namespace, check_reporters
 from gpumem_exporter.cli.checks.socket import check_socket, socket_path, socket_peer
 from gpumem_exporter.cli.exporter_api import ExporterApi
@@ -53,8 +54,8 @@ def doctor(options: DoctorOptions) -> int:
     """Say what is wrong here, and what mends it.
 
     Looks at driver, devices, exporter, socket, version, health, rights, clock, reporters and PID namespace. Run it
-    where the exporter runs to judge the driver, and where training runs to judge the way to the exporter. Nothing is
-    changed.
+    where the exporter runs to judge the driver, and where training runs to judge the way to the exporter; of a driver
+    on another machine it says what the exporter there says. Nothing is changed.
     """
     findings = tuple(diagnose(options))
     verdict = verdict_of(findings)
@@ -71,19 +72,29 @@ def diagnose(options: DoctorOptions) -> Iterator[Finding]:
     token = options.token()
     with ExporterApi(urls, token=token) as api:
         reached, health = reach(api, urls)
-        source = _source(health or {})
-        yield from collect(
-            "driver", lambda: check_driver(_driver, exporter_source=source, timeout_seconds=_DRIVER_TIMEOUT_SECONDS)
-        )
+        nearby = is_on_this_machine(api.url)
+        yield from collect("driver", lambda: _driver_findings(health, nearby=nearby))
         yield reached
         path = socket_path(urls)
         if path is not None:
             yield from collect("socket", lambda: check_socket(path, required=len(urls) == 1))
         if health is not None:
-            yield from _exporter_findings(api, health, has_token=bool(token))
+            yield from _exporter_findings(api, health, has_token=bool(token), nearby=nearby)
 
 
-def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: bool) -> Iterator[Finding]:
+def _driver_findings(health: dict[str, Any] | None, *, nearby: bool) -> Iterator[Finding]:
+    """Of the driver that the exporter has: asked here, or told by an exporter on another machine."""
+    nvml = (health or {}).get("nvml") or {}
+    source = str((health or {}).get("source") or "") if nvml.get("up") else ""
+    error = "" if nvml.get("up") else str(nvml.get("error") or "")
+    if nearby:
+        timeout = _DRIVER_TIMEOUT_SECONDS
+        yield from check_driver(_driver, exporter_source=source, exporter_error=error, timeout_seconds=timeout)
+    elif health is not None:
+        yield judge_driver_elsewhere(exporter_source=source, exporter_error=error or "no reason given")
+
+
+def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: bool, nearby: bool) -> Iterator[Finding]:
     yield from collect("version", lambda: check_version(health))
     yield from collect("health", lambda: check_health(health))
     yield from collect("auth", lambda: check_auth(api, has_token=has_token))
@@ -94,7 +105,7 @@ def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: b
         lambda: check_pid_namespace(
             _processes(api),
             exporter_namespace=_exporter_namespace(api.url),
-            own_namespace=pid_namespace(),
+            own_namespace=pid_namespace() if nearby else None,
             driver_up=bool((health.get("nvml") or {}).get("up")),
         ),
     )
@@ -102,11 +113,6 @@ def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: b
 
 def _processes(api: ExporterApi) -> list[dict[str, Any]]:
     return api.get("/api/v1/processes").get("processes") or []
-
-
-def _source(health: dict[str, Any]) -> str:
-    """Where the exporter has its devices from; empty while it has none."""
-    return str(health.get("source") or "") if (health.get("nvml") or {}).get("up") else ""
 
 
 def _exporter_namespace(url: str) -> int | None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.checks.driver import check_driver
+from gpumem_exporter.cli.checks.driver import check_driver, judge_driver_elsewhere
 from gpumem_exporter.cli.checks.exporter import check_auth, check_clock, check_health, check_version, reach
 from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
+from gpumem_exporter.cli.checks.place import is_on_this_machine
 from gpumem_exporter.cli.checks.processes import INITIAL_PID_NAMESPACE, check_pid_namespace, check_reporters
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
@@ -122,6 +123,51 @@ def test_no_driver_here_fails_unless_the_exporter_does_without(source: str, verd
     assert (finding.check, finding.verdict) == ("driver", verdict)
     assert "libnvidia-ml.so.1" in finding.detail
     assert bool(finding.mend) == (verdict != PASS)
+
+
+@pytest.mark.parametrize(
+    ("reason", "verdict"), [("the driver is not loaded", FAIL), ("released on request by ada (upgrade)", WARN)]
+)
+def test_no_driver_here_nor_at_the_exporter_names_both_and_one_that_was_released_is_no_failure(
+    reason: str, verdict: str
+) -> None:
+    provider: Any = _Provider(error=NvmlUnavailableError("libnvidia-ml.so.1 is not found"))
+    (finding,) = check_driver(lambda: provider, exporter_source="", exporter_error=reason, timeout_seconds=30.0)
+    assert finding.verdict == verdict
+    assert "libnvidia-ml.so.1" in finding.detail
+    assert reason in finding.detail
+
+
+@pytest.mark.parametrize(
+    ("source", "reason", "verdict"),
+    [
+        ("nvml", "", PASS),
+        ("demo", "", WARN),
+        ("", "the driver is not loaded", FAIL),
+        ("", "released on request by ada (upgrade)", WARN),
+    ],
+)
+def test_an_exporter_on_another_machine_answers_for_its_own_driver(source: str, reason: str, verdict: str) -> None:
+    finding = judge_driver_elsewhere(exporter_source=source, exporter_error=reason)
+    assert (finding.check, finding.verdict) == ("driver", verdict)
+    assert reason in finding.detail
+    assert bool(finding.mend) == (verdict != PASS)
+    assert "install the NVIDIA driver" not in finding.mend
+
+
+@pytest.mark.parametrize(
+    ("url", "own"),
+    [
+        ("unix:///run/gpumem/exporter.sock", True),
+        ("http://127.0.0.1:9844", True),
+        ("https://ada:secret@127.0.0.1:9844", True),
+        ("http://localhost:9844", True),
+        ("http://203.0.113.9:9844", False),
+        ("http://node.invalid:9844", False),
+    ],
+)
+def test_an_address_is_told_to_be_this_machines_or_anothers(url: str, own: bool) -> None:
+    assert is_on_this_machine(url) is own
 
 
 def test_a_driver_that_hangs_fails_at_the_timeout() -> None:
@@ -248,6 +294,11 @@ def test_a_process_that_just_ended_beside_placed_reporters_is_no_failure() -> No
     assert _verdicts(_namespace(_process(1), _process(40000, "unreported", command=None))) == [("pid namespace", PASS)]
 
 
+def test_reporters_of_an_exporter_without_a_driver_are_not_said_to_be_missing() -> None:
+    (finding,) = _namespace(_process(1), driver_up=False)
+    assert finding.detail == "this is the host's; without a driver nothing proves the exporter's"
+
+
 @pytest.mark.parametrize(
     ("exporter", "own", "verdict"),
     [
@@ -256,9 +307,10 @@ def test_a_process_that_just_ended_beside_placed_reporters_is_no_failure() -> No
         (None, INITIAL_PID_NAMESPACE, PASS),
         (None, _OTHER_NAMESPACE, WARN),
         (None, 0, WARN),
+        (None, None, WARN),
     ],
 )
-def test_without_reporters_the_namespaces_inode_decides(exporter: int | None, own: int, verdict: str) -> None:
+def test_without_reporters_the_namespaces_inode_decides(exporter: int | None, own: int | None, verdict: str) -> None:
     (finding,) = _namespace(exporter_namespace=exporter, own_namespace=own)
     assert finding.verdict == verdict
     assert bool(finding.mend) == (verdict == WARN)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter import __version__
+from gpumem_exporter.cli.checks.driver import RELEASED
 from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding
 from gpumem_exporter.cli.exporter_api import ExporterApi
 from gpumem_exporter.client._transport import shown_url
@@ -60,11 +61,11 @@ def check_health(health: Mapping[str, Any]) -> Iterator[Finding]:
     troubles = "; ".join(_troubles(health.get("checks") or {})) or nvml.get("error") or "no reason given"
     if status == "degraded":
         mend = "" if nvml.get("up") else "it attaches by itself once the driver answers; see the driver's line"
-        if str(nvml.get("error", "")).startswith("released on request"):
+        if str(nvml.get("error", "")).startswith(RELEASED):
             mend = "`gpumem-exporter attach-nvml` once the maintenance is over"
         yield Finding("health", WARN, f"degraded: {troubles} ({counts}{demo})", mend)
     else:
-        mend = "see the exporter's log; restart it, and the node if the driver hangs"
+        mend = "try nvidia-smi there: if it hangs, too, save dmesg and restart the node; if not, restart the exporter"
         yield Finding("health", FAIL, f"{status}: {troubles} ({counts}{demo})", mend)
 
 

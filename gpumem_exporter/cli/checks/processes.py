@@ -37,14 +37,15 @@ def check_reporters(processes: Sequence[Document]) -> Iterator[Finding]:
 
 
 def check_pid_namespace(
-    processes: Sequence[Document], *, exporter_namespace: int | None, own_namespace: int, driver_up: bool
+    processes: Sequence[Document], *, exporter_namespace: int | None, own_namespace: int | None, driver_up: bool
 ) -> Iterator[Finding]:
     """Whether the pids that the exporter sees are the driver's, which knows those of the host alone.
 
     Args:
         processes: as the exporter lists them.
         exporter_namespace: inode of the exporter's PID namespace; None where it cannot be read from here.
-        own_namespace: inode of this process' PID namespace, 0 where it cannot be read.
+        own_namespace: inode of this process' PID namespace, 0 where it cannot be read; None where the exporter is on
+            another machine, of which it says nothing.
         driver_up: the exporter has a driver, so that it matters now.
     """
     reporting = [process for process in processes if process.get("state") == "reporting"]
@@ -65,11 +66,19 @@ def check_pid_namespace(
         yield Finding("pid namespace", PASS, f"the driver's processes and {len(reporting)} reporters are told apart")
     elif exporter_namespace == INITIAL_PID_NAMESPACE:
         yield Finding("pid namespace", PASS, "the exporter runs in the host's")
-    elif own_namespace == INITIAL_PID_NAMESPACE:
-        yield Finding("pid namespace", PASS, "this is the host's; nothing reports yet that would prove the exporter's")
     else:
-        detail = "this is not the host's, and nothing reports yet that would prove the exporter's"
-        yield Finding("pid namespace", WARN, detail, f"if the exporter runs here too, {_MEND}")
+        proof = "without a driver nothing proves" if reporting else "nothing reports yet that would prove"
+        yield _judge_own(own_namespace, f"{proof} the exporter's")
+
+
+def _judge_own(own_namespace: int | None, not_proved: str) -> Finding:
+    """What this process' own namespace says where nothing tells the exporter's."""
+    if own_namespace is None:
+        mend = "run this on the exporter's machine"
+        return Finding("pid namespace", WARN, f"not known from this machine: {not_proved}", mend)
+    if own_namespace == INITIAL_PID_NAMESPACE:
+        return Finding("pid namespace", PASS, f"this is the host's; {not_proved}")
+    return Finding("pid namespace", WARN, f"this is not the host's, and {not_proved}", f"if it runs here too, {_MEND}")
 
 
 def _stranger(process: Document) -> bool:

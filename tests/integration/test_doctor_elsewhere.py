@@ -1,0 +1,45 @@
+"""`doctor --url` from another machine than the exporter's: what it finds is the exporter's, not this machine's."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.cli import doctor
+from gpumem_exporter.cli.checks.finding import FAIL, Finding
+from gpumem_exporter.cli.doctor import DoctorOptions, diagnose
+from gpumem_exporter.nvml.provider import Provider
+from tests.integration.running_exporter import ScriptedProvider, eventually, running_exporter
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked() -> Provider:
+        raise AssertionError("this machine's driver was asked")
+
+    monkeypatch.setattr(doctor, "is_on_this_machine", lambda url: False)
+    monkeypatch.setattr(doctor, "_driver", asked)
+
+
+def _found(url: str) -> dict[str, Finding]:
+    return {finding.check: finding for finding in diagnose(DoctorOptions(url=url))}
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_driver_that_is_down_there_is_told_in_its_own_words_and_none_is_asked_here() -> None:
+    provider = ScriptedProvider()
+    provider.error = "the NVIDIA driver is not loaded"
+    with running_exporter(provider=provider) as exporter:
+        eventually(lambda: exporter.document("/health")["nvml"]["error"], lambda error: "not loaded" in error)
+        found = _found(exporter.url)
+    assert found["driver"].verdict == FAIL
+    assert "the NVIDIA driver is not loaded" in found["driver"].detail
+    assert "was asked" not in found["driver"].detail
+    assert "devices" not in found
+    assert "this is the host's" not in found["pid namespace"].detail
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_an_exporter_that_does_not_answer_there_says_nothing_of_this_machines_driver() -> None:
+    found = _found("http://127.0.0.1:1")
+    assert found.keys() == {"exporter"}
+    assert found["exporter"].verdict == FAIL
