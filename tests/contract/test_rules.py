@@ -107,7 +107,7 @@ def test_a_recording_rule_is_called_by_level_metric_and_operation_and_is_used_or
 
 def test_every_metric_that_a_rule_or_a_runbook_names_is_in_the_catalog() -> None:
     texts = {path.name: path.read_text() for path in (*RULES.glob("*.yml"), *RUNBOOKS.glob("*.md"))}
-    assert len(texts) == len(ALERTS) + 2
+    assert len(texts) == len(ALERTS) + 3
     for file, text in texts.items():
         # A recording rule's name goes first, so that its middle is not taken for a metric.
         recorded = re.findall(r"\b(?:process|device|rank|workload):\w+:\w+", text)
@@ -133,7 +133,7 @@ def test_every_label_that_a_rule_selects_or_joins_by_is_one_that_its_series_have
 
 
 def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
-    assert {path.stem for path in RUNBOOKS.glob("*.md")} == ALERTS.keys()
+    assert {path.stem for path in RUNBOOKS.glob("*.md")} - {"README"} == ALERTS.keys()
 
 
 @pytest.mark.parametrize("name", ALERTS)
@@ -150,13 +150,57 @@ def test_a_runbook_says_what_it_means_how_to_confirm_what_to_do_and_what_not_and
         assert (RUNBOOKS / link).is_file(), link
 
 
-def test_every_query_of_a_runbook_is_one() -> None:
-    queries = [
-        query
-        for path in sorted(RUNBOOKS.glob("*.md"))
-        for block in re.findall(r"^```promql\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-        for query in block.strip().split("\n\n")
+def runbook_queries(path: Path) -> list[str]:
+    blocks = re.findall(r"^```promql\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [query for block in blocks for query in block.strip().split("\n\n")]
+
+
+@pytest.mark.parametrize("name", ALERTS)
+def test_a_runbook_that_names_a_node_says_where_that_is_reached_and_who_may_ask(name: str) -> None:
+    text = (RUNBOOKS / f"{name}.md").read_text()
+    at_first = text.find("](README.md)")
+    assert ("NODE:9844" in text) == (at_first >= 0)
+    assert at_first <= text.find("```")
+
+
+def test_the_page_on_how_to_ask_finds_the_exporter_where_the_manifests_put_it() -> None:
+    text = (RUNBOOKS / "README.md").read_text()
+    namespace, daemon_set = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "exporter.yaml").read_text())
+    (label,) = daemon_set["spec"]["selector"]["matchLabels"].items()
+    (container,) = daemon_set["spec"]["template"]["spec"]["containers"]
+    assert f"-n {namespace['metadata']['name']} -l {'='.join(label)} " in text
+    assert f"POD {container['ports'][0]['containerPort']}\n" in text
+    pages = "".join((RUNBOOKS / f"{name}.md").read_text() for name in ALERTS)
+    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", text, flags=re.MULTILINE)}
+    assert set(re.findall(r"README\.md#([\w-]+)", pages)) <= headings
+
+
+def test_the_query_for_lost_devices_names_none_that_has_only_another_index_now(tmp_path: Path) -> None:
+    query = runbook_queries(RUNBOOKS / "GpuMemDeviceLost.md")[1]
+
+    def series(gpu: int, uuid: str, values: str) -> dict[str, str]:
+        name = f'gpumem_device_up{{job="gpumem",instance="NODE:9844",gpu="{gpu}",uuid="{uuid}"}}'
+        return {"series": name, "values": values}
+
+    lost = [
+        series(0, "GPU-a", "1x20"),
+        series(1, "GPU-b", "1x5 stale"),
+        series(2, "GPU-c", "1x5 stale"),
+        series(1, "GPU-c", "_x8 1x10"),
     ]
+    missing = {"labels": '{job="gpumem",instance="NODE:9844",gpu="1",uuid="GPU-b"}', "value": 1}
+    test = {
+        "interval": "1m",
+        "input_series": lost,
+        "promql_expr_test": [{"expr": query, "eval_time": "18m", "exp_samples": [missing]}],
+    }
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": [], "tests": [test]}))
+    ran = run(tool("promtool", "prometheus"), "test", "rules", "tests.yml", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_every_query_of_a_runbook_is_one() -> None:
+    queries = [query for path in sorted(RUNBOOKS.glob("*.md")) for query in runbook_queries(path)]
     assert len(queries) >= len(ALERTS)
     rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
     checked = subprocess.run(
