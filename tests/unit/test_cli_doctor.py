@@ -266,6 +266,15 @@ def test_reporters_are_counted_and_silent_ones_named() -> None:
     assert reporting.detail == "2 report; 1 on the devices without a reporter"
 
 
+def test_one_of_a_kind_is_told_as_one() -> None:
+    (health,) = check_health({"status": "ok", "devices": 1, "processes": 1})
+    assert health.detail == "ok, 1 device, 1 process"
+    (reporting,) = check_reporters([_process(1)])
+    assert reporting.detail == "1 reports"
+    (namespace,) = _namespace(_process(1))
+    assert namespace.detail == "the driver's processes and 1 reporter are told apart"
+
+
 def test_no_reporter_warns_and_says_how_to_get_one() -> None:
     (finding,) = check_reporters([_process(4, "unreported")])
     assert finding.verdict == WARN

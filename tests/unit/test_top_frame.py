@@ -249,6 +249,8 @@ def test_nothing_that_matches_and_nothing_at_all_are_two_things() -> None:
     assert "No process matches." in _draw(_full(), view=View(choice=Choice(text="nobody")))
     assert "No process on any device, and none that reports." in _draw(reading([device("0")], []))
     assert "No device." in _draw(reading([], []))
+    assert "No device matches." in _draw(_full(), view=View(choice=Choice(gpus=("99",))))
+    assert "No device is known." in _draw(reading([], [], document={"nvml": {"up": False, "error": "it hangs"}}))
 
 
 def test_the_chosen_row_is_on_the_screen_and_marked() -> None:

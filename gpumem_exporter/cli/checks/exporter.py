@@ -8,7 +8,7 @@ from typing import Any
 
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.checks.driver import RELEASED
-from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding
+from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding, counted
 from gpumem_exporter.cli.exporter_api import ExporterApi
 from gpumem_exporter.client._transport import shown_url
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
@@ -54,7 +54,8 @@ def check_health(health: Mapping[str, Any]) -> Iterator[Finding]:
     status = health.get("status")
     nvml = health.get("nvml") or {}
     demo = "; it serves a demo" if health.get("source") == "demo" else ""
-    counts = f"{health.get('devices', '?')} devices, {health.get('processes', '?')} processes"
+    devices = counted(health.get("devices", "?"), "device", "devices")
+    counts = f"{devices}, {counted(health.get('processes', '?'), 'process', 'processes')}"
     if status == "ok":
         yield Finding("health", PASS, f"ok, {counts}{demo}")
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding
+from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding, counted
 
 __all__ = ["INITIAL_PID_NAMESPACE", "check_pid_namespace", "check_reporters"]
 
@@ -30,7 +30,7 @@ def check_reporters(processes: Sequence[Document]) -> Iterator[Finding]:
     reporting, unreported = by_state["reporting"], by_state["unreported"]
     without = f"; {len(unreported)} on the devices without a reporter" if unreported else ""
     if reporting:
-        yield Finding("reporters", PASS, f"{len(reporting)} report{without}")
+        yield Finding("reporters", PASS, f"{counted(len(reporting), 'reports', 'report')}{without}")
     elif not silent:
         mend = "start training with `gpumem-exporter run -- CMD`, or call gpumem_exporter.client.start()"
         yield Finding("reporters", WARN, f"no process reports{without}", mend)
@@ -63,7 +63,8 @@ def check_pid_namespace(
     elif exporter_namespace not in (None, 0, INITIAL_PID_NAMESPACE):
         yield Finding("pid namespace", WARN, "the exporter does not run in the host's: pids do not match there", _MEND)
     elif reporting and driver_up:
-        yield Finding("pid namespace", PASS, f"the driver's processes and {len(reporting)} reporters are told apart")
+        reporters = counted(len(reporting), "reporter", "reporters")
+        yield Finding("pid namespace", PASS, f"the driver's processes and {reporters} are told apart")
     elif exporter_namespace == INITIAL_PID_NAMESPACE:
         yield Finding("pid namespace", PASS, "the exporter runs in the host's")
     else:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.live.cells import beside, cell, line
 from gpumem_exporter.cli.live.clearing import Note
@@ -162,7 +163,14 @@ def _devices(moment: Moment, view: View, width: int, most: int, unicode_output: 
     reading = moment.reading
     drawn = device_lines(chosen, reading.past, reading.read_seconds, width, unicode_output=unicode_output, most=most)
     key = legend(chosen, width, unicode_output=unicode_output)
-    return [*drawn, key if key is not None else plain("")] if drawn else [plain("No device.", "dim")]
+    return [*drawn, key if key is not None else plain("")] if drawn else [plain(_no_device(reading, devices), "dim")]
+
+
+def _no_device(reading: Reading, devices: Sequence[Mapping[str, Any]]) -> str:
+    """Why none is shown: a driver that does not answer may have many."""
+    if not (reading.devices.get("nvml") or {}).get("up", False):
+        return "No device is known."
+    return "No device matches." if devices else "No device."
 
 
 def _nothing(view: View) -> str:
