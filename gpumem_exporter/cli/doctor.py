@@ -29,7 +29,7 @@ _EXAMPLES = """\b
 Examples:
   gpumem-exporter doctor
   gpumem-exporter doctor --url http://gpu-node-7:9844
-  kubectl exec -n gpumem ds/gpumem-exporter -- gpumem-exporter doctor
+  kubectl exec -n gpumem POD -- gpumem-exporter doctor    # the pod of the node in question
   gpumem-exporter doctor --json | jq '.findings[] | select(.verdict != "PASS")'
 
 \b

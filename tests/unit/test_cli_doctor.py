@@ -138,6 +138,13 @@ def test_no_driver_here_nor_at_the_exporter_names_both_and_one_that_was_released
     assert reason in finding.detail
 
 
+def test_one_reason_that_both_have_for_no_driver_is_told_once() -> None:
+    error = NvmlUnavailableError("libnvidia-ml.so.1 is not found")
+    provider: Any = _Provider(error=error)
+    (finding,) = check_driver(lambda: provider, exporter_source="", exporter_error=str(error), timeout_seconds=30.0)
+    assert finding.detail == str(error)
+
+
 @pytest.mark.parametrize(
     ("source", "reason", "verdict"),
     [

@@ -80,7 +80,7 @@ def _absent(error: Exception, exporter_source: str, exporter_error: str) -> Find
         return Finding("driver", PASS, f"none in this process ({error}); the exporter has one, which suffices")
     if exporter_source == "demo":
         return Finding("driver", WARN, f"none here ({error}); the exporter shows simulated devices", _NO_DEMO)
-    if exporter_error:
+    if exporter_error and exporter_error != str(error):
         detail = f"none here ({error}); the exporter has none either: {exporter_error}"
         return Finding("driver", _verdict(exporter_error), detail, _mend(error))
     return Finding("driver", FAIL, str(error), _mend(error))
