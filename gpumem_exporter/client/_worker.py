@@ -92,6 +92,7 @@ class Worker:
         self._allocator: Allocator | None = None
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
         self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
+        self._jitter = random.Random()  # noqa: S311 - its own: a seeded program counts on what the module's gives next
         self._sequence = 0
         self._unacceptable = False
         """The last report was refused for what was in it."""
@@ -213,7 +214,7 @@ class Worker:
                     self._ooms.reported(ooms)
                     results = results[len(batch) :]
             if reply is None:
-                self._wait(hold_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
+                self._wait(hold_seconds * self._jitter.uniform(0.75, 1.25))
                 continue
             self._interval_seconds = min(reply.report_interval_seconds, _INTERVAL_SECONDS_MAX)
             # A reply may lie unread while the process is stopped, but it was not sent later than the hold allows:

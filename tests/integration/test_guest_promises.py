@@ -126,6 +126,15 @@ def test_training_gives_the_same_results_whatever_the_exporter_does(
     assert "Traceback" not in watched.stderr()
 
 
+def test_a_seeded_program_draws_what_it_would_without_a_reporter(start_torch: StartTorch, tmp_path: Path) -> None:
+    with imposter(tmp_path / "exporter.sock", IMPOSTERS["answers with no JSON"]) as connections:
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+        process.exec("import random; random.seed(7); seeded = random.getstate(); torch.empty(1, device='cuda')")
+        process.call("start_client")
+        wait_for(lambda: connections[0] > 2, "three reports to fail")
+        assert process.exec("result = random.getstate() == seeded")
+
+
 @pytest.mark.parametrize("name", ["talks garbage", "answers with no JSON"])
 def test_a_training_that_collects_no_garbage_is_left_none_by_reports_that_fail(
     start_torch: StartTorch, tmp_path: Path, name: str
