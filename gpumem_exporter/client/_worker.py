@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -139,6 +140,7 @@ class Worker:
             self._connection.close()
 
     def _run(self) -> None:
+        _take_no_signals()
         self._allocator = allocator = self._wait_for_cuda()
         if allocator is None:
             return
@@ -336,6 +338,17 @@ class Worker:
             self._connection.close()
             self._connection = Connection(self._connection.url, timeout_seconds=_FAREWELL_SECONDS)
             self._post(report, _FAREWELL_SECONDS)
+
+
+def _take_no_signals() -> None:
+    """Leave every signal to the program's threads.
+
+    One that the program's threads have blocked, to wait for it by `sigwait` or a signalfd, would come here, and end the
+    process. So would SIGPIPE, where the program has given that its default action and the exporter ends. What a fault
+    of this thread's own raises is let through, to whoever tells of it.
+    """
+    faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
 
 
 def _detail(body: bytes) -> str:

@@ -197,6 +197,45 @@ def _wait_until_gone(exporter: ExporterProcess, pid: int) -> None:
 
 
 @pytest.mark.parametrize("ending", ["stop", "finish", "os._exit", "SIGKILL"])
+def hang_up(connection: socket.socket) -> None:
+    """Answer a report as an exporter does, and be gone when the next one comes."""
+    body = b'{"report_interval_seconds": 0.2, "commands": []}'
+    connection.recv(1 << 16)
+    connection.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+def test_a_program_that_ends_at_a_broken_pipe_does_not_end_with_the_exporter(
+    start_torch: StartTorch, tmp_path: Path
+) -> None:
+    with imposter(tmp_path / "exporter.sock", hang_up) as connections:
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock")
+        process.exec("import signal; signal.signal(signal.SIGPIPE, signal.SIG_DFL); torch.empty(1, device='cuda')")
+        process.call("start_client")
+        wait_for(lambda: connections[0] > 2 or process.returncode is not None, "three connections to be lost")
+    assert process.finish() == 0
+
+
+def test_a_signal_that_the_program_waits_for_comes_to_it(start_torch: StartTorch, tmp_path: Path) -> None:
+    with imposter(tmp_path / "exporter.sock", hang) as connections:
+        # numpy's threads would take the signal, too
+        process = start_torch(GPUMEM_EXPORTER_URL=f"unix://{tmp_path}/exporter.sock", OPENBLAS_NUM_THREADS="1")
+        process.exec("torch.empty(1, device='cuda')")
+        process.call("start_client")
+        wait_for(lambda: connections[0], "the reporter to run")
+        waited_for = process.exec(
+            """
+import os, signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+os.kill(os.getpid(), signal.SIGUSR1)
+result = signal.sigwait({signal.SIGUSR1})
+"""
+        )
+    assert waited_for == signal.SIGUSR1
+    assert process.finish() == 0
+
+
 def test_a_process_that_ends_takes_its_series_with_it_at_once(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, ending: str
 ) -> None:
