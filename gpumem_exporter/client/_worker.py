@@ -92,6 +92,7 @@ class Worker:
         self._connection: Connection | None = None
         self._allocator: Allocator | None = None
         self._thread = threading.Thread(target=self._run, name="gpumem-reporter", daemon=True)
+        self._started_by = 0
         self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
         self._jitter = random.Random()  # noqa: S311 - its own: a seeded program counts on what the module's gives next
         self._sequence = 0
@@ -100,6 +101,7 @@ class Worker:
 
     def start(self) -> None:
         """Begin reporting."""
+        self._started_by = threading.get_native_id()
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> None:
@@ -140,7 +142,8 @@ class Worker:
             self._connection.close()
 
     def _run(self) -> None:
-        _take_no_signals()
+        if threading.get_native_id() != self._started_by:  # else it is a greenlet, and the signals are the program's
+            _take_no_signals()
         self._allocator = allocator = self._wait_for_cuda()
         if allocator is None:
             return

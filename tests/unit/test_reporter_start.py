@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 
 import pytest
@@ -45,6 +46,24 @@ def test_a_signal_s_handler_that_stops_reporting_while_it_starts_ends_it_and_wai
     for thread in reporter_threads():
         thread.join(60)
     assert not reporter_threads()
+
+
+def test_where_threads_are_greenlets_the_program_s_thread_goes_on_taking_signals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reporter = Reporter(Steps())
+
+    def begin_here(thread: threading.Thread) -> None:
+        reporter.stop()
+        thread.run()
+
+    monkeypatch.setattr(threading.Thread, "start", begin_here)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    try:
+        reporter.start(SETTINGS)
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_start_again(
