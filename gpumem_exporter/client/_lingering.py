@@ -10,19 +10,18 @@ the graph holds them.
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 from gpumem_exporter.client._attached import no_cuda
 from gpumem_exporter.client._referrers import Referrers
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import initialised_torch
+from gpumem_exporter.client._tracked import count_types, find_of_types
 
 __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
 
@@ -31,8 +30,8 @@ _GRAPH_NODES_MAX = 20_000
 _SAMPLES = 4
 _SAMPLES_MAX = 8
 _HOLDERS_MAX = 4
-_YOUNG = (0, 1)
-"""Generations of the garbage collector."""
+_GENERATIONS = (0, 1, 2)
+"""Of the garbage collector."""
 
 Kind = tuple[tuple[int, ...], str, int, bool]
 """Shape, type, device, and whether an autograd graph hangs on it: what makes tensors the same in another walk."""
@@ -139,18 +138,14 @@ def walk(
 ) -> LingeringTensors:
     """The same for a given torch, and for chosen kinds of tensors, of which then more are asked who refers to them."""
     begun = time.perf_counter()
-    young = [len(gc.get_objects(generation)) for generation in _YOUNG]
-    objects = gc.get_objects()
     reader = _Reader(torch, device_type, _SAMPLES if only is None else _SAMPLES_MAX)
     # The thread's own time: on a busy machine it is not cut short for having waited.
-    complete = _group(reader, objects, young, time.thread_time() + max_seconds, max_objects)
+    count, complete = _group(reader, time.thread_time() + max_seconds, max_objects)
     found = reader.found
     chosen = sorted(
         ((kind, group) for kind, group in found.items() if group.bytes >= min_bytes and (only is None or kind in only)),
         key=lambda each: -each[1].bytes,
     )
-    count = len(objects)
-    del objects
     complete = complete and len(chosen) <= max_groups
     chosen = chosen[:max_groups]
     held: dict[int, str] = {}
@@ -180,43 +175,43 @@ def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
     return tuple(holder for holder, _ in told.most_common(_HOLDERS_MAX))
 
 
-def _group(reader: _Reader, objects: list[Any], young: list[int], end: float, max_objects: int) -> bool:
-    """Read the tensors among them; False where a bound ended it."""
-    kinds: dict[type, bool] = {}
-    left = max_objects
-    with reader.base_class_alone():
-        for start, stop in _youngest_first(len(objects), young):
-            if left <= 0 or time.thread_time() >= end:
-                return False
-            start = max(start, stop - left)
-            left -= stop - start
-            read: list[tuple[_Found, Any]] = []
-            for candidate in objects[start:stop]:
-                kind = type(candidate)
-                tensors = kinds.get(kind)
-                if tensors is None:
-                    tensors = kinds[kind] = reader.reads(kind)
-                if tensors:
-                    group = reader.add(candidate)
-                    if group is not None:
-                        read.append((group, candidate))
-            candidate = None
-            while read:
-                reader.sample(*read.pop())
-    return len(objects) <= max_objects
+def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
+    """Read the tensors among all objects, the youngest first: what leaks is young.
 
+    Of each generation the youngest stand last. Within a piece the oldest come first, so that a storage is counted with
+    the tensor that made it, and not with a view.
 
-def _youngest_first(count: int, young: list[int]) -> Iterator[tuple[int, int]]:
-    """In what order to look at so many, in pieces: what leaks is young.
-
-    Of each generation the youngest stand last, and the old generation stands behind the young ones. Within a piece the
-    oldest come first, so that a storage is counted with the tensor that made it, and not with a view.
+    Returns:
+        How many objects there are, and whether no bound ended it.
     """
-    first = 0
-    for end in (*accumulate(young), count):
-        for stop in range(min(end, count), first, -_CHUNK):
-            yield max(first, stop - _CHUNK), stop
-        first = max(first, min(end, count))
+    count, left, complete = 0, max_objects, True
+    seen: set[int] = set()
+    kept: list[list[Any]] = []  # as long as their identities are compared
+    with reader.base_class_alone():
+        for generation in _GENERATIONS:
+            kinds = count_types(generation)
+            size = kinds.total()
+            count += size
+            complete = complete and size <= left
+            readable = {kind for kind in kinds if reader.reads(kind)}
+            tensors = find_of_types(generation, readable, skip=max(0, size - left))
+            left = max(0, left - size)
+            kept.append(tensors)
+            for stop in range(len(tensors), 0, -_CHUNK):
+                if time.thread_time() >= end:
+                    return count, False
+                read: list[tuple[_Found, Any]] = []
+                for tensor in tensors[max(0, stop - _CHUNK) : stop]:
+                    if id(tensor) in seen:
+                        continue  # which has come into an older generation meanwhile
+                    seen.add(id(tensor))
+                    group = reader.add(tensor)
+                    if group is not None:
+                        read.append((group, tensor))
+                tensor = None
+                while read:
+                    reader.sample(*read.pop())
+    return count, complete
 
 
 class _Reader:

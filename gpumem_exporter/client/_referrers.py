@@ -15,6 +15,8 @@ from collections.abc import Iterable
 from types import CellType, FrameType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
 from typing import Any
 
+from gpumem_exporter.client._tracked import find_referrers
+
 __all__ = ["NOBODY", "Referrers", "instance_dictionary"]
 
 _LEVELS = 4
@@ -89,7 +91,7 @@ class Referrers:
         dictionaries: list[dict[Any, Any]] = []
         arguments = tuple(level.values())
         self._ignored.update(map(id, (dictionaries, arguments)))
-        referrers = gc.get_referrers(*arguments)
+        referrers = find_referrers(arguments)
         self._ignored.add(id(referrers))
         found: dict[int, list[int]] = {}
         cut = False
@@ -205,9 +207,9 @@ def _named(referrer: Any, target: Any, end: float) -> str:
 
 
 def _closure(cell: Any) -> str:
-    for closure in gc.get_referrers(cell):
+    for closure in find_referrers((cell,)):
         if type(closure) is tuple:
-            for function in gc.get_referrers(closure):
+            for function in find_referrers((closure,)):
                 if type(function) is FunctionType and function.__closure__ is closure:
                     index = next((at for at, each in enumerate(closure) if each is cell), 0)
                     return f"{function.__code__.co_freevars[index]}, a closure of {_function_name(function)}"
@@ -225,7 +227,7 @@ def _owners(dictionaries: list[dict[Any, Any]]) -> dict[int, str]:
         else:
             instances.append(dictionary)
     if instances:
-        for referrer in gc.get_referrers(*instances):
+        for referrer in find_referrers(tuple(instances)):
             if type(referrer) not in (dict, list, tuple, FrameType):
                 own = instance_dictionary(referrer)
                 if own is not None:

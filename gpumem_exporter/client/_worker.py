@@ -350,7 +350,7 @@ def _take_no_signals() -> None:
     process. So would SIGPIPE, where the program has given that its default action and the exporter ends. What a fault
     of this thread's own raises is let through, to whoever tells of it.
     """
-    faults = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP, signal.SIGSYS}
+    faults = {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT", "TRAP", "SYS")}
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)
 
 

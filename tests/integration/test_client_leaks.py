@@ -194,3 +194,49 @@ def test_live_tensors_are_grouped_and_their_holders_named_without_running_the_pr
     assert told["frames"][0].startswith("3 allocated at")
     assert "in made" in told["frames"][0]
     assert told["left"] == 0
+
+
+MEANWHILE = """
+import gc, threading
+from gpumem_exporter import client
+from gpumem_exporter.client import _lingering, _referrers
+begun, go_on, came_of = threading.Event(), threading.Event(), []
+def batch():
+    for number in range(7):
+        if number == 5:
+            begun.set()
+            go_on.wait(60)
+        yield torch.empty(64, device="cuda")
+def load():
+    try:
+        came_of.append(len(tuple(batch())))
+    except SystemError as error:
+        came_of.append(repr(error))
+loader = threading.Thread(target=load)
+def finish_loading(function):
+    def replaced(*arguments):
+        go_on.set()
+        loader.join(60)
+        return function(*arguments)
+    return replaced
+if where == "the walk":
+    _lingering._Reader.add = finish_loading(_lingering._Reader.add)
+else:
+    _referrers._owners = finish_loading(_referrers._owners)
+loader.start()
+begun.wait(60)
+found = client.lingering_tensors()
+loader.join(60)
+gc.collect()
+result = [came_of, [[group.count, group.referrers] for group in found.groups], torch.cuda.memory_allocated()]
+"""
+
+
+@pytest.mark.parametrize("where", ["the walk", "the search for holders"])
+def test_a_thread_may_be_filling_a_tuple_while_another_looks_for_live_tensors(
+    start_torch: StartTorch, where: str
+) -> None:
+    came_of, [[count, _]], left = start_torch().exec(MEANWHILE, where=where)
+    assert came_of == [7]
+    assert count == 5
+    assert left == 0
