@@ -84,6 +84,10 @@ class AutoClean:
         self._listening = lambda: None
         self.stopped = self.stopped or reason
 
+    def __reduce__(self) -> tuple[Callable[[int, int], AutoClean], tuple[int, int]]:
+        """What it is copied or pickled with, such as a trainer that keeps it, gets one that has stopped."""
+        return _stopped, (self.clears, self.freed_bytes)
+
     def look(self) -> int:
         """Clear if it is time and worth it; returns the bytes freed. For the thread that trains, between two steps."""
         self._since += 1
@@ -150,6 +154,13 @@ def auto_clean(fragmentation: float = 0.3, *, min_bytes: int = 1 << 30, cooldown
     """
     cleaner = AutoClean(fragmentation, min_bytes, cooldown_steps, caches=_caches, clear=clear_cache)
     cleaner.listen()
+    return cleaner
+
+
+def _stopped(clears: int, freed_bytes: int) -> AutoClean:
+    cleaner = AutoClean(1.0, 1, 1, caches=_caches, clear=clear_cache)
+    cleaner.stop("it is a copy")
+    cleaner.clears, cleaner.freed_bytes = clears, freed_bytes
     return cleaner
 
 

@@ -133,6 +133,10 @@ class LeakDetector:
             self._on_leak(leak)
         return leak
 
+    def __reduce__(self) -> tuple[Callable[[], LeakDetector], tuple[()]]:
+        """What it is copied or pickled with, such as a trainer that keeps it, gets one that nobody tells of steps."""
+        return _unwatched, ()
+
     def _stepped(self, optimizer: Any) -> None:
         if self._step.ends(optimizer):
             self._look()
@@ -276,6 +280,10 @@ def leak_detector(
     )
     detector.watch_steps()
     return detector
+
+
+def _unwatched() -> LeakDetector:
+    return LeakDetector(lambda leak: log.warning("%s", leak))
 
 
 def _free(torch: Any, device: int) -> int | None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 import re
 from pathlib import Path
 
@@ -274,3 +276,19 @@ def test_rounding_that_settings_ask_for_is_a_reason_to_round_finer() -> None:
 def test_the_driver_s_own_allocator_takes_no_advice() -> None:
     said = recommend([_figures(reclaimable_bytes=0, alloc_retries=9)], "backend:cudaMallocAsync")
     assert said.settings == ()
+
+
+def test_what_keeps_a_cleaner_or_a_detector_may_be_copied_and_pickled_and_its_copy_does_nothing_by_itself() -> None:
+    cleaner, detector = client.auto_clean(), client.leak_detector()
+    try:
+        trainer = {"cleaner": cleaner, "detector": detector}
+        for copied in (copy.deepcopy(trainer), pickle.loads(pickle.dumps(trainer))):
+            assert copied["cleaner"].stopped
+            assert copied["cleaner"].look() == 0
+            assert copied["detector"].leaks == ()
+            client.step()
+            assert copied["detector"].steps == 0
+        assert not cleaner.stopped
+    finally:
+        cleaner.stop()
+        detector.stop()
