@@ -73,7 +73,8 @@ class ComponentWalk:
     def go_on(self, seconds: float) -> bool:
         """Count for about that long; True once all is counted."""
         end = self._clock() + seconds
-        return all(self._clock() < end for _ in self._work)
+        with self._torch._C.DisableTorchFunction():  # a mode that the program has on is for its own calls
+            return all(self._clock() < end for _ in self._work)
 
     def _all(self) -> Iterator[None]:
         # No local variable of this generator may refer to a tensor, a module or a dictionary of them at a `yield`.

@@ -229,9 +229,8 @@ class _Reader:
         self._names: dict[Any, str] = {}
 
     def base_class_alone(self) -> Any:
-        """Within it, no `__torch_function__` of a subclass is called."""
-        c = self._torch._C
-        return (getattr(c, "DisableTorchFunctionSubclass", None) or c.DisableTorchFunction)()
+        """Within it, no `__torch_function__` is called, be it a subclass's or that of a mode which the program has on."""
+        return self._torch._C.DisableTorchFunction()
 
     def reads(self, kind: type) -> bool:
         """Tensors of this type can be read without running anybody's code: wrappers' inner tensors are found anyway."""

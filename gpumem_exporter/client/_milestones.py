@@ -244,8 +244,11 @@ def _closed() -> Milestones:
 
 def _place(model: Any) -> str:
     """`model on cuda:0`, by its first parameter on a device; empty while there is none."""
-    parameters = model.parameters() if model is not None else ()
-    device = next((parameter.device for parameter in parameters if parameter.is_cuda), None)
+    torch = sys.modules.get("torch")
+    if model is None or torch is None:
+        return ""
+    with torch._C.DisableTorchFunction():  # a mode that the program has on is for its own calls
+        device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"
 
 

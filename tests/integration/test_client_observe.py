@@ -187,6 +187,37 @@ def test_on_a_device_losses_and_every_statistic_of_the_allocator_are_the_same_wi
     assert runs[0][1][0]["allocated_bytes.all.peak"] > PARAMETERS
 
 
+def test_a_mode_that_the_program_has_on_sees_the_program_s_calls_alone(shared_process: TorchProcess) -> None:
+    seen = shared_process.exec(
+        """
+from torch.overrides import TorchFunctionMode
+class Seeing(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        calls.append(str(function))
+        return function(*args, **(kwargs or {}))
+result = []
+for observed in (False, True):
+    model, optimizer = make()
+    step(model, optimizer)
+    calls, ends = [], []
+    with Seeing():
+        if observed:
+            watch, seen = gpumem.watch(model, optimizer), gpumem.milestones(model, optimizer)
+            ends += [watch.close, seen.close]
+        for _ in range(2):
+            step(model, optimizer, around=gpumem.phase if observed else lambda name: contextlib.nullcontext())
+        if observed:
+            counted, found = bool(watch.look()), bool(gpumem.lingering_tensors().groups)
+    for end in ends:
+        end()
+    result.append(len(calls))
+result += [counted, found]
+"""
+    )
+    assert seen[0] == seen[1] > 0
+    assert seen[2:] == [True, True]
+
+
 def test_without_cuda_everything_says_so_and_does_nothing_else(host_process: TorchProcess) -> None:
     told = host_process.exec(
         """
