@@ -1,4 +1,4 @@
-"""TLS to an exporter behind https. Imported with the first connection to one: `ssl` is nothing that others pay for."""
+"""TLS to an exporter behind https. Imported for such an exporter alone: `ssl` is nothing that others pay for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpumem_exporter.errors import ExporterUntrustedError
 __all__ = ["over_tls"]
 
 
-def over_tls(sock: socket.socket, host: str, shown_url: str) -> ssl.SSLSocket:
+def over_tls(sock: socket.socket, host: str | bytes, shown_url: str) -> ssl.SSLSocket:
     """Agree on TLS over a connection that has just been made.
 
     Whom to believe is the system's to say, and SSL_CERT_FILE's, which is read anew each time.

@@ -55,6 +55,8 @@ class Connection:
         self.url = url
         self._timeout_seconds = timeout_seconds
         self._exporter = _exporter(url)
+        if self._exporter.tls:
+            import gpumem_exporter.client._tls  # noqa: F401 - here, and not first in the thread that connects
         self._socket: socket.socket | None = None
         self._wait_seconds = 0.0
         self._received = b""
@@ -263,7 +265,8 @@ def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.so
     if isinstance(address, str):
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     else:
-        sock = socket.create_connection(address, timeout_seconds)
+        host, port = address
+        sock = socket.create_connection((_plain_name(host), port), timeout_seconds)  # type: ignore[arg-type]
     try:
         if isinstance(address, str):
             sock.settimeout(timeout_seconds)
@@ -273,12 +276,20 @@ def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.so
             if exporter.tls:
                 from gpumem_exporter.client._tls import over_tls
 
-                return over_tls(sock, address[0], shown_url(url))
+                return over_tls(sock, _plain_name(host), shown_url(url))
         sock.settimeout(None)
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def _plain_name(host: str) -> str | bytes:
+    """A host's name in a form that has Python load nothing, if there is one: for a text it loads a codec.
+
+    A process that forks while another thread loads a module has a child that waits for that module for ever.
+    """
+    return host.encode() if host.isascii() else host
 
 
 def _host(address: tuple[str, int] | str) -> str:

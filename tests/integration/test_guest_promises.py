@@ -236,6 +236,30 @@ result = signal.sigwait({signal.SIGUSR1})
     assert process.finish() == 0
 
 
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_the_reporter_s_thread_imports_nothing_which_a_forked_child_would_wait_for_for_ever(
+    start_torch: StartTorch, scheme: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        process = start_torch(GPUMEM_EXPORTER_URL=f"{scheme}://localhost:{listener.getsockname()[1]}")
+        process.exec(
+            """
+import sys, threading
+imported = []
+def note(event, arguments):
+    if event == "import" and threading.current_thread().name == "gpumem-reporter":
+        imported.append(arguments[0])
+sys.addaudithook(note)
+torch.empty(1, device="cuda")
+"""
+        )
+        process.call("start_client")
+        for _ in range(3):
+            listener.accept()[0].close()
+    assert process.exec("result = imported") == []
+
+
 def test_a_process_that_ends_takes_its_series_with_it_at_once(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, ending: str
 ) -> None:
