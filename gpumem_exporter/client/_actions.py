@@ -14,6 +14,7 @@ from dataclasses import replace
 from gpumem_exporter.client._allocator import Allocator, DeviceState
 from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.client._snapshot import write_snapshot
+from gpumem_exporter.client._swallowing import of_a_handler
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.protocol import Command, CommandResult, DeviceResult, SnapshotFile
 
@@ -115,7 +116,9 @@ class Executor:
             devices = tuple(self._compare(i, *measured) for i, measured in before.items() if self._allocator.uuid(i))
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error))
-        except Exception as error:  # noqa: BLE001 - whatever torch or a finalizer raises is this command's result
+        except Exception as error:  # whatever torch or a finalizer raises is this command's result
+            if of_a_handler(error):
+                raise
             outcome = "unsupported" if _NOT_SUPPORTED in str(error) else "failed"
             return CommandResult(command.id, outcome, f"{type(error).__name__}: {error}"[:500], self._clock() - begun)
         return CommandResult(command.id, "done", "", duration, devices, snapshot=snapshot)

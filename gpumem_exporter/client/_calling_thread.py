@@ -8,9 +8,10 @@ there, and whoever works for it finds that.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
+
+from gpumem_exporter.client._swallowing import Swallowing
 
 __all__ = ["calling_thread", "mark_thread"]
 
@@ -23,7 +24,7 @@ def mark_thread() -> None:
     One that works for another keeps the other's. Does nothing before the program has imported torch, nor before
     torch 2.0.
     """
-    with contextlib.suppress(Exception):
+    with Swallowing():
         c = sys.modules["torch"]._C
         if not c._is_key_in_tls(_KEY):
             c._stash_obj_in_tls(_KEY, threading.get_ident())
@@ -34,7 +35,7 @@ def calling_thread() -> int | None:
 
     Raises nothing.
     """
-    with contextlib.suppress(Exception):
+    with Swallowing():
         c = sys.modules["torch"]._C
         if c._is_key_in_tls(_KEY):
             return int(c._get_obj_in_tls(_KEY))

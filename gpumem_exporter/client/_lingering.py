@@ -229,7 +229,7 @@ class _Reader:
         self._names: dict[Any, str] = {}
 
     def base_class_alone(self) -> Any:
-        """Within it, no `__torch_function__` is called, be it a subclass's or that of a mode which the program has on."""
+        """Within it, no `__torch_function__` is called, be it a subclass's or that of a mode the program has on."""
         return self._torch._C.DisableTorchFunction()
 
     def reads(self, kind: type) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
+
+from gpumem_exporter.client._swallowing import Swallowing
 
 __all__ = ["log"]
 
@@ -19,7 +20,7 @@ class _Log(_Adapter):
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log, or do not."""
-        with contextlib.suppress(Exception):
+        with Swallowing():
             super().log(level, msg, *args, stacklevel=kwargs.pop("stacklevel", 1) + 1, **kwargs)
 
 

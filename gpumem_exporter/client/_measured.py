@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import threading
@@ -12,6 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from gpumem_exporter.client._observed import Observed, Stretch, process_observed
+from gpumem_exporter.client._swallowing import Swallowing
 
 __all__ = ["DeviceUse", "Measured", "MemoryUse"]
 
@@ -142,7 +142,7 @@ class Measured:
         stretch = Stretch(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
         use = MemoryUse(self._name)
         self._running.setdefault(threading.get_ident(), []).append((stretch, use))
-        with contextlib.suppress(Exception):  # a guest breaks nothing
+        with Swallowing():  # a guest breaks nothing
             self._observed.enter(stretch)
         return use
 
@@ -153,7 +153,7 @@ class Measured:
         if running is None:
             return
         stretch, use = running
-        with contextlib.suppress(Exception):
+        with Swallowing():
             self._observed.leave(stretch)
             if stretch.ended_seconds is not None:
                 use.duration_seconds = stretch.ended_seconds - stretch.started_seconds

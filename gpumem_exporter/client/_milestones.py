@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import sys
@@ -18,6 +17,7 @@ from gpumem_exporter.client._observed import Observed, process_observed
 from gpumem_exporter.client._sizes import human_bytes, human_growth
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
 from gpumem_exporter.client._steps import Steps, process_steps
+from gpumem_exporter.client._swallowing import Swallowing, of_a_handler
 
 __all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
 
@@ -111,7 +111,9 @@ class Milestones:
         """A milestone of the program's own."""
         try:
             devices = self._devices()
-        except Exception as error:  # noqa: BLE001 - a guest breaks nothing
+        except Exception as error:  # a guest breaks nothing
+            if of_a_handler(error):
+                raise
             log.debug("nothing is known at %s: %r", name, error)
             devices = ()
         milestone = Milestone(name, time.monotonic() - self._begun_seconds, devices)
@@ -187,7 +189,7 @@ class Milestones:
 
         def look(module: Any, _args: Any) -> None:
             nonlocal forwards
-            with contextlib.suppress(Exception):  # this runs inside the program's forward
+            with Swallowing():  # this runs inside the program's forward
                 if self._awaits_forward and module is self._model():
                     forwards += 1
                     place = _place(module)
@@ -247,7 +249,7 @@ def _place(model: Any) -> str:
     torch = sys.modules.get("torch")
     if model is None or torch is None:
         return ""
-    with torch._C.DisableTorchFunction():  # a mode that the program has on is for its own calls
+    with torch._C.DisableTorchFunction():  # noqa: SLF001 - a mode that the program has on is for its own calls
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"
 
@@ -274,7 +276,7 @@ def _count_iterations(loader: Any, begun: Callable[[], object]) -> Callable[[], 
 
         @functools.wraps(iterate)
         def __iter__(self: Any) -> Any:  # noqa: N807 - it is one
-            with contextlib.suppress(Exception):  # this runs inside the program's loop
+            with Swallowing():  # this runs inside the program's loop
                 callback = watched.get(self)
                 if callback is not None:
                     callback()

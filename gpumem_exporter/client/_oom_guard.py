@@ -21,6 +21,7 @@ from gpumem_exporter.client._log import log
 from gpumem_exporter.client._measured import pop_running
 from gpumem_exporter.client._oom_message import is_out_of_memory
 from gpumem_exporter.client._statistics import Statistics, initialised_torch
+from gpumem_exporter.client._swallowing import of_a_handler
 
 __all__ = ["OomGuard", "oom_guard"]
 
@@ -63,7 +64,9 @@ class OomGuard:
         run = None
         try:
             run = _blocks.begin(self._block, self.batch_size)
-        except Exception as error:  # noqa: BLE001 - a guest breaks nothing
+        except Exception as error:  # a guest breaks nothing
+            if of_a_handler(error):
+                raise
             log.info("a block is not measured: %r", error)
         self._running.setdefault(threading.get_ident(), []).append((run,))
         return self
@@ -77,7 +80,9 @@ class OomGuard:
                 _blocks.end(run, self.batch_size)
             elif initialised_torch() is not None and any(is_out_of_memory(each) for each in _chain(error)):
                 self._explain(error, traceback, run)
-        except Exception as trouble:  # noqa: BLE001 - the program's own error goes on, whatever happens here
+        except Exception as trouble:  # the program's own error goes on, whatever happens here
+            if of_a_handler(trouble):
+                raise
             log.info("an out-of-memory error is not explained: %r", trouble)
 
     def _explain(self, error: BaseException, traceback: TracebackType | None, run: Run | None) -> None:
@@ -105,7 +110,9 @@ class OomGuard:
         if self._batch_of is not None:
             try:
                 again.batch_size = int(self._batch_of(*arguments, **named))
-            except Exception as error:  # noqa: BLE001 - as above
+            except Exception as error:  # as above
+                if of_a_handler(error):
+                    raise
                 log.info("the size of a batch is not known: %r", error)
         again._on_oom = self._keep
         return again

@@ -2,20 +2,20 @@
 
 PyTorch calls an observer in the allocating thread (an autograd thread, for instance) with the allocator's lock released
 and the GIL held, right before it raises. What the observer raises would replace the program's OutOfMemoryError, and it
-cannot be taken off again: so it is attached once in a process, swallows everything, and does microseconds of work.
+cannot be taken off again: so it is attached once in a process, swallows what goes wrong in it, and does little work.
 Where a PyTorch has no observer, the growth of its own count is told instead. With cudaMallocAsync or a pluggable
 allocator it neither calls nor counts, and nothing can be told.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gpumem_exporter.client._swallowing import Swallowing
 from gpumem_exporter.protocol import DeviceSample, OutOfMemory
 
 __all__ = ["OutOfMemoryLog", "OutOfMemoryObserver"]
@@ -98,5 +98,5 @@ class OutOfMemoryObserver:
     def __call__(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
         listener = self.listener
         if listener is not None:
-            with contextlib.suppress(BaseException):  # it would replace the program's OutOfMemoryError
+            with Swallowing():  # it would replace the program's OutOfMemoryError
                 listener(device, requested_bytes, limit_bytes, device_free_bytes)

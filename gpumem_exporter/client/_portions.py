@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpumem_exporter.client._structure import Structure
+from gpumem_exporter.client._swallowing import of_a_handler
 from gpumem_exporter.client._tensor_bytes import Storages, plain
 
 __all__ = ["Portion", "Portions"]
@@ -41,8 +42,9 @@ class Portion:
             storages = _storages(tensors, torch)
             self._references = [weakref.ref(storage, self._gone.append) for storage in {*storages}]
             self._likeness = _likeness(storages)
-        except Exception:  # noqa: BLE001 - some of them are of another kind: they are measured each time
-            return
+        except Exception as error:  # some of them are of another kind: they are measured each time
+            if of_a_handler(error):
+                raise
 
     def holds(self, tensors: list[Any]) -> bool:
         """Whether these tensors lie in just these storages, and those are as large as they were.
@@ -53,7 +55,9 @@ class Portion:
             return False
         try:
             storages = _storages(tensors, self._torch)
-        except Exception:  # noqa: BLE001 - some of them are of another kind now
+        except Exception as error:  # some of them are of another kind now
+            if of_a_handler(error):
+                raise
             return False
         return self._likeness == _likeness(storages) and not self._gone
 

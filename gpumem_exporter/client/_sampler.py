@@ -16,6 +16,7 @@ from typing import Any
 
 from gpumem_exporter.client._allocator import Allocator
 from gpumem_exporter.client._steps import OneStep
+from gpumem_exporter.client._swallowing import of_a_handler
 from gpumem_exporter.protocol import DeviceSample
 
 __all__ = ["Sample", "Sampler"]
@@ -90,7 +91,9 @@ class Sampler:
         try:
             if self._one_step.ends(optimizer):
                 self._stepped()
-        except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer
+        except Exception as error:  # this runs inside the program's optimizer
+            if of_a_handler(error):
+                raise
             self._swallow(error)
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 from gpumem_exporter.client._cuda_start import when_cuda_starts
 from gpumem_exporter.client._log import log
+from gpumem_exporter.client._swallowing import of_a_handler
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 
@@ -124,7 +125,9 @@ class Steps:
                 continue
             try:
                 listener(optimizer)
-            except Exception as error:  # noqa: BLE001 - this runs inside the program's optimizer
+            except Exception as error:  # this runs inside the program's optimizer
+                if of_a_handler(error):
+                    raise
                 self._stop(key)
                 log.warning("nothing is done at steps any more: %r", error)
 

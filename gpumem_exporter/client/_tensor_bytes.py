@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import Any
 
 from gpumem_exporter.client._log import log
+from gpumem_exporter.client._swallowing import Swallowing, of_a_handler
 
 __all__ = ["HOST", "Storages", "own_bytes", "plain"]
 
@@ -46,9 +47,11 @@ class Storages:
         """Take down the storages of tensors of any kind."""
         try:
             _, devices, storages = _measure(tensors, self._torch)
-        except Exception:  # noqa: BLE001 - some of them are of another kind
+        except Exception as error:  # some of them are of another kind
+            if of_a_handler(error):
+                raise
             for part in _parts_of_all(tensors, self._torch):
-                with contextlib.suppress(Exception):  # shows no storage
+                with Swallowing():  # shows no storage
                     self._take(*_measure([part], self._torch)[1:])
         else:
             self._take(devices, storages)
@@ -91,10 +94,12 @@ def own_bytes(tensors: list[Any], torch: Any) -> Mapping[int, int]:
     """
     try:
         return _own_bytes(tensors, torch)
-    except Exception:  # noqa: BLE001 - some of them are of another kind
+    except Exception as error:  # some of them are of another kind
+        if of_a_handler(error):
+            raise
         told: dict[int, int] = {}
         for part in _parts_of_all(tensors, torch):
-            with contextlib.suppress(Exception):  # shows no storage
+            with Swallowing():  # shows no storage
                 for device, nbytes in _own_bytes([part], torch).items():
                     told[device] = told.get(device, 0) + nbytes
         return told
@@ -154,7 +159,9 @@ def _parts_of_all(tensors: list[Any], torch: Any) -> Iterator[Any]:
     for tensor in tensors:
         try:
             yield from _parts(tensor, torch, 0)
-        except Exception as error:  # noqa: BLE001 - a subclass that does not say what it consists of
+        except Exception as error:  # a subclass that does not say what it consists of
+            if of_a_handler(error):
+                raise
             log.debug("a %s is not counted: %r", type(tensor), error)
 
 

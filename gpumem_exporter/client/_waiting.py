@@ -173,14 +173,19 @@ class Waiting:
                 continue
             if self._claim(command.id) is None:
                 continue
-            result = self._executor.run_if_free(command, expires_seconds=held.expires_seconds)
-            if result is None and command.at_step is None:
-                with self._lock:  # the reporter's thread is at it: the next step will do
-                    self._held[command.id] = held
-                    self._mark()
-                continue
-            if result is None:
-                result = self._executor.run(command, expires_seconds=held.expires_seconds)
+            try:
+                result = self._executor.run_if_free(command, expires_seconds=held.expires_seconds)
+                if result is None and command.at_step is None:
+                    with self._lock:  # the reporter's thread is at it: the next step will do
+                        self._held[command.id] = held
+                        self._mark()
+                    continue
+                if result is None:
+                    result = self._executor.run(command, expires_seconds=held.expires_seconds)
+            except BaseException as error:  # a signal's handler of the program has raised it, which goes on
+                self._settle(command, "failed", f"a signal ended it: {type(error).__name__}")
+                self._wake()
+                raise
             self._finish(result)
             self._wake()
 

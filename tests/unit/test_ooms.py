@@ -76,7 +76,7 @@ def test_an_observer_without_a_listener_does_nothing_and_raises_nothing() -> Non
     observer(0, 1, 2, 3)
 
     def fail(*_: int) -> None:
-        raise KeyboardInterrupt
+        raise RuntimeError
 
     observer.listener = fail
     observer(0, 1, 2, 3)
