@@ -5,6 +5,8 @@ import logging
 import threading
 import weakref
 
+import pytest
+
 from gpumem_exporter.client._steps import Steps, _in_a_step, no_training
 
 
@@ -81,3 +83,21 @@ def test_the_look_at_where_every_thread_is_keeps_nothing_of_who_asks_for_it() ->
     finally:
         if collected:
             gc.enable()
+
+
+def test_a_handler_that_keeps_what_is_logged_keeps_nothing_of_the_program_s(caplog: pytest.LogCaptureFixture) -> None:
+    class Tensor:
+        pass
+
+    held: list[weakref.ref[Tensor]] = []
+
+    def listener(_: object) -> None:
+        tensor = Tensor()
+        held.append(weakref.ref(tensor))
+        raise ValueError("of the program")
+
+    steps = Steps()
+    steps.listen(listener)
+    steps.mark()
+    assert caplog.messages == ["nothing is done at steps any more: ValueError('of the program')"]
+    assert held[0]() is None
