@@ -32,7 +32,7 @@ _log = logging.getLogger("gpumem_exporter.training")
 
 _TAGGER_PRIORITY = -9844
 """Before torch's own taggers (10 and up). Torch sorts them by it and cannot compare two of the same."""
-_registering = threading.Lock()
+_registering = threading.RLock()  # a signal's handler may save while this is held
 _GATHER = (
     "gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
     " with StateDictOptions(full_state_dict=True, cpu_offload=True)) and save that on one, or save the parts with"
@@ -99,11 +99,11 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
     part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
-    tagged = _tagger()
+    tagged, sizes = _tagger(), _Sizes()
     stream = None
     try:
         stream = _Stream(part, mode)
-        with tagged.on_host():
+        with tagged.on_host(sizes):
             torch.save(tree, cast(IO[bytes], stream))
         _refuse_unloadable(part)
         stream.finish(target)
@@ -113,13 +113,13 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
         # Torch raises an error of its own on top of the one of writing.
         cause = stream.error if stream is not None and stream.error is not None else error
         if isinstance(cause, OSError):
-            room = "" if stream is None else _room(target.parent, tagged.total_bytes)
+            room = "" if stream is None else _room(target.parent, sizes.total_bytes)
             raise StorageError(f"{target} is not written: {cause.strerror or cause}{room}") from cause
         ended = error.__context__  # what ends the program must not become torch's RuntimeError
         if ended is not handled and not isinstance(ended, Exception | None):
             raise ended from None
         raise
-    saved = SavedCheckpoint(target, stream.written_bytes, tagged.staged_bytes, time.monotonic() - started)
+    saved = SavedCheckpoint(target, stream.written_bytes, sizes.staged_bytes, time.monotonic() - started)
     _log.info("saved %s", saved)
     return saved
 
@@ -270,40 +270,43 @@ def _room(folder: Path, needed_bytes: int) -> str:
     return f"; it needs {human_bytes(needed_bytes)}, and {free} are free there"
 
 
-class _Tagged(threading.local):
-    """The storages that a thread saves: told to torch as the host's, wherever they lie."""
-
-    saving = False
-
-    def __init__(self) -> None:
-        self._sizes: dict[tuple[str, int], int] = {}
-
-    @contextlib.contextmanager
-    def on_host(self) -> Iterator[None]:
-        """What this thread saves meanwhile is written as if it lay in the host's memory."""
-        self._sizes.clear()
-        self.saving = True
-        try:
-            yield
-        finally:
-            self.saving = False
-
-    def tag(self, storage: Any) -> str | None:
-        """What `torch.serialization.register_package` asks for."""
-        if not self.saving or storage.device.type == "meta":
-            return None
-        self._sizes[storage.device.type, storage.data_ptr()] = storage.nbytes()
-        return "cpu"
+class _Sizes(dict[tuple[str, int], int]):
+    """The bytes of the storages that are saved, by kind of device and address."""
 
     @property
     def total_bytes(self) -> int:
         """Of all of them."""
-        return sum(self._sizes.values())
+        return sum(self.values())
 
     @property
     def staged_bytes(self) -> int:
         """Of the largest that was not in the host's memory."""
-        return max((size for (kind, _), size in self._sizes.items() if kind != "cpu"), default=0)
+        return max((size for (kind, _), size in self.items() if kind != "cpu"), default=0)
+
+
+class _Tagged(threading.local):
+    """The storages that a thread saves: told to torch as the host's, wherever they lie."""
+
+    _sizes: _Sizes | None = None
+
+    @contextlib.contextmanager
+    def on_host(self, sizes: _Sizes) -> Iterator[None]:
+        """What this thread saves meanwhile is written as if it lay in the host's memory, and taken down.
+
+        A signal's handler may save something else meanwhile.
+        """
+        outer, self._sizes = self._sizes, sizes
+        try:
+            yield
+        finally:
+            self._sizes = outer
+
+    def tag(self, storage: Any) -> str | None:
+        """What `torch.serialization.register_package` asks for."""
+        if self._sizes is None or storage.device.type == "meta":
+            return None
+        self._sizes[storage.device.type, storage.data_ptr()] = storage.nbytes()
+        return "cpu"
 
 
 def _tagger() -> _Tagged:

@@ -60,6 +60,15 @@ def test_whatever_fails_the_checkpoint_of_before_stays_and_nothing_else(process:
     assert "save_checkpoint(path, model=model)" in told["nothing"][2]
 
 
+def test_a_signal_s_handler_that_saves_while_another_checkpoint_is_written_leaves_that_as_it_would_be(
+    start_torch: StartTorch, tmp_path: Path
+) -> None:
+    told = call(start_torch(), "saved_by_a_handler_meanwhile", folder=str(tmp_path))
+    assert len(told["handled"]) == 1
+    assert (told["inner"], told["outer"]) == (["cpu"], ["cpu"] * 4)
+    assert told["staged"] == 4 * MIB
+
+
 def test_a_link_and_the_permissions_of_a_replaced_file_stay(process: TorchProcess, tmp_path: Path) -> None:
     told = call(process, "replaced", folder=str(tmp_path))
     assert told == {"fresh": "0o640", "kept": "0o664", "link": True, "step": 2}
