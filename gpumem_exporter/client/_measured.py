@@ -142,8 +142,14 @@ class Measured:
         stretch = Stretch(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
         use = MemoryUse(self._name)
         self._running.setdefault(threading.get_ident(), []).append((stretch, use))
-        with Swallowing():  # a guest breaks nothing
-            self._observed.enter(stretch)
+        try:
+            with Swallowing():  # a guest breaks nothing
+                self._observed.enter(stretch)
+        except BaseException:  # of the program's, for which the block does not begin
+            pop_running(self._running)
+            with Swallowing():
+                self._observed.leave(stretch)
+            raise
         return use
 
     def __exit__(

@@ -74,8 +74,15 @@ def at_a_sample() -> None:
 
 
 def at_a_phase_s_begin() -> None:
-    with Measured("forward", kept=True, observed=Observed(statistics=interrupted)):
-        pass
+    first = iter((interrupted, lambda: None))
+    observed = Observed(statistics=lambda: next(first)())
+    measured = Measured("forward", kept=True, observed=observed)
+    try:
+        with measured:
+            pytest.fail("it has begun")
+    finally:
+        assert measured._running == {}, "what has not begun does not go on"
+        assert observed.current_phase() is None
 
 
 def at_an_out_of_memory_error() -> None:
