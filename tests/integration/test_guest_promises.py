@@ -196,7 +196,6 @@ def _wait_until_gone(exporter: ExporterProcess, pid: int) -> None:
     wait_for(lambda: f'pid="{pid}"' not in exporter.metrics().text, f"no series of {pid}", 10.0)
 
 
-@pytest.mark.parametrize("ending", ["stop", "finish", "os._exit", "SIGKILL"])
 def hang_up(connection: socket.socket) -> None:
     """Answer a report as an exporter does, and be gone when the next one comes."""
     body = b'{"report_interval_seconds": 0.2, "commands": []}'
@@ -260,6 +259,7 @@ torch.empty(1, device="cuda")
     assert process.exec("result = imported") == []
 
 
+@pytest.mark.parametrize("ending", ["stop", "finish", "os._exit", "SIGKILL"])
 def test_a_process_that_ends_takes_its_series_with_it_at_once(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, ending: str
 ) -> None:
