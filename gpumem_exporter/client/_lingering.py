@@ -21,7 +21,7 @@ from gpumem_exporter.client._attached import no_cuda
 from gpumem_exporter.client._referrers import Referrers
 from gpumem_exporter.client._sizes import human_bytes
 from gpumem_exporter.client._statistics import initialised_torch
-from gpumem_exporter.client._tracked import count_types, find_of_types
+from gpumem_exporter.client._tracked import count_objects, find_of_types, find_types
 
 __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
 
@@ -189,12 +189,12 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
     kept: list[list[Any]] = []  # as long as their identities are compared
     with reader.base_class_alone():
         for generation in _GENERATIONS:
-            kinds = count_types(generation)
-            size = kinds.total()
+            size = count_objects(generation)
+            skip = max(0, size - left)
+            readable = {kind for kind in find_types(generation, skip=skip) if reader.reads(kind)}
+            tensors = find_of_types(generation, readable, skip=skip)
             count += size
-            complete = complete and size <= left
-            readable = {kind for kind in kinds if reader.reads(kind)}
-            tensors = find_of_types(generation, readable, skip=max(0, size - left))
+            complete = complete and not skip
             left = max(0, left - size)
             kept.append(tensors)
             for stop in range(len(tensors), 0, -_CHUNK):

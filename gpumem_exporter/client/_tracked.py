@@ -9,22 +9,26 @@ run. None can within one call of C: so here iterators are put together, and one 
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import partial
 from itertools import chain, compress, islice, repeat, starmap, tee
 from operator import eq, not_
 from typing import Any
 
-__all__ = ["count_types", "find_of_types", "find_referrers"]
+__all__ = ["count_objects", "find_of_types", "find_referrers", "find_types"]
 
 _Lists = Iterator[list[Any]]
 """Of one list, which is made when it is asked for."""
 
 
-def count_types(generation: int) -> Counter[type]:
-    """How many objects of each type are in a generation of the garbage collector."""
-    return Counter(map(type, chain.from_iterable(map(gc.get_objects, (generation,)))))
+def count_objects(generation: int) -> int:
+    """How many objects are in a generation of the garbage collector."""
+    return sum(map(len, map(gc.get_objects, (generation,))))
+
+
+def find_types(generation: int, *, skip: int = 0) -> set[type]:
+    """The types of the objects in a generation, but for those of its first `skip`."""
+    return set(map(type, islice(chain.from_iterable(map(gc.get_objects, (generation,))), skip, None)))
 
 
 def find_of_types(generation: int, types: Collection[type], *, skip: int = 0) -> list[Any]:
