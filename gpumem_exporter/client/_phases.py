@@ -24,7 +24,8 @@ def phase(name: str, *, reset_peaks: bool = False) -> Measured:
     The statistics are the device's: it does not matter which threads allocate (a backward runs in threads of
     autograd's), and what other threads do meanwhile counts, too. Phases may be nested, overlap, and end by an
     exception. The first 64 names are kept; further ones are measured and not reported. Costs about 20 µs a device at
-    each end, and some microseconds without CUDA. Any thread may use it.
+    each end, and some microseconds without CUDA. Any thread may use it. It belongs around a compiled function, not into
+    one: `torch.compile` cannot trace it, breaks the graph there, and refuses it with `fullgraph=True`.
 
     Args:
         name: `forward`, `backward`, `optimizer`, or any other.
