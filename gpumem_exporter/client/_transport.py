@@ -8,13 +8,13 @@ Python's own timeout after all: OpenSSL's reading knows no other.
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
+from gpumem_exporter.client._own_socket import OwnSocket, own_descriptor
 from gpumem_exporter.errors import ConfigurationError, ExporterUnreachableError
 
 __all__ = ["MAX_ANSWER_BYTES", "Answer", "Connection", "shown_url"]
@@ -57,7 +57,7 @@ class Connection:
         self._exporter = _exporter(url)
         if self._exporter.tls:
             import gpumem_exporter.client._tls  # noqa: F401 - here, and not first in the thread that connects
-        self._socket: socket.socket | None = None
+        self._socket: OwnSocket | None = None
         self._wait_seconds = 0.0
         self._received = b""
         self._interrupted = False
@@ -102,9 +102,7 @@ class Connection:
         self._interrupted = True
         sock = self._socket
         if sock is not None:
-            with contextlib.suppress(OSError):
-                # Not a TLS socket's own, which would have it go on without TLS until it is shut down.
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+            sock.interrupt()
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
@@ -157,7 +155,7 @@ class Connection:
             self.close()
         return Answer(status, headers, body)
 
-    def _head(self, sock: socket.socket) -> tuple[int, bytes, dict[str, str]]:
+    def _head(self, sock: OwnSocket) -> tuple[int, bytes, dict[str, str]]:
         status = 100
         while 100 <= status < 200:
             version, _, rest = self._line(sock, first=True).partition(b" ")
@@ -177,7 +175,7 @@ class Connection:
                 headers[name.lower()] = value.strip()
         return status, version, headers
 
-    def _body(self, sock: socket.socket, headers: Mapping[str, str]) -> tuple[bytes, bool]:
+    def _body(self, sock: OwnSocket, headers: Mapping[str, str]) -> tuple[bytes, bool]:
         """The body, and whether only the connection's end tells its end."""
         if headers.get("transfer-encoding", "").lower() == "chunked":
             return self._chunks(sock), False
@@ -195,7 +193,7 @@ class Connection:
             raise ValueError(f"a Content-Length of {length[:80]!r}")
         return self._exactly(sock, int(length)), False
 
-    def _chunks(self, sock: socket.socket) -> bytes:
+    def _chunks(self, sock: OwnSocket) -> bytes:
         body = bytearray()
         while size := int(self._line(sock).partition(b";")[0], 16):
             body += self._exactly(sock, size)
@@ -205,7 +203,7 @@ class Connection:
             pass
         return bytes(body)
 
-    def _line(self, sock: socket.socket, *, first: bool = False) -> bytes:
+    def _line(self, sock: OwnSocket, *, first: bool = False) -> bytes:
         while (end := self._received.find(b"\n")) < 0:
             if len(self._received) > _LINE_BYTES_MAX:
                 raise ValueError("a line without an end")
@@ -213,7 +211,7 @@ class Connection:
         line, self._received = self._received[:end], self._received[end + 1 :]
         return line.rstrip(b"\r")
 
-    def _exactly(self, sock: socket.socket, size: int) -> bytes:
+    def _exactly(self, sock: OwnSocket, size: int) -> bytes:
         _require_bounded(size)
         if len(self._received) < size:
             parts, there = [self._received], len(self._received)
@@ -226,7 +224,7 @@ class Connection:
         body, self._received = self._received[:size], self._received[size:]
         return body
 
-    def _more(self, sock: socket.socket, *, started: bool) -> None:
+    def _more(self, sock: OwnSocket, *, started: bool) -> None:
         part = sock.recv(_RECEIVE_BYTES)
         if not part:
             if started:
@@ -260,26 +258,47 @@ class _Exporter:
     authorization: str = ""
 
 
-def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.socket:
-    address = exporter.address
-    if isinstance(address, str):
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> OwnSocket:
+    if isinstance(exporter.address, str):
+        sock = _opened(socket.AF_UNIX, 0, exporter.address, timeout_seconds)
     else:
-        host, port = address
-        sock = socket.create_connection((_plain_name(host), port), timeout_seconds)  # type: ignore[arg-type]
+        sock = _called(_plain_name(exporter.address[0]), exporter.address[1], timeout_seconds)
     try:
-        if isinstance(address, str):
-            sock.settimeout(timeout_seconds)
-            sock.connect(address)
-        else:
+        if not isinstance(exporter.address, str):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if exporter.tls:
                 from gpumem_exporter.client._tls import over_tls
 
-                return over_tls(sock, _plain_name(host), shown_url(url))
+                return OwnSocket(over_tls(sock, _plain_name(exporter.address[0]), shown_url(url)))
         sock.settimeout(None)
+        return OwnSocket(sock)
     except BaseException:
         sock.close()
+        raise
+
+
+def _called(host: str | bytes, port: int, timeout_seconds: float) -> socket.socket:
+    """`socket.create_connection`, which leaves the socket where the program may want a file of its own."""
+    refusal: OSError | None = None
+    try:
+        for family, _, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                return _opened(family, protocol, address, timeout_seconds)
+            except OSError as error:
+                refusal = error
+        raise refusal or OSError("it has no address")
+    finally:
+        del refusal  # it holds this frame
+
+
+def _opened(family: int, protocol: int, address: object, timeout_seconds: float) -> socket.socket:
+    sock = own_descriptor(socket.socket(family, socket.SOCK_STREAM, protocol))
+    own = OwnSocket(sock)
+    try:
+        sock.settimeout(timeout_seconds)
+        sock.connect(address)  # type: ignore[arg-type]
+    except BaseException:
+        own.close()
         raise
     return sock
 
