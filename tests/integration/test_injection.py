@@ -287,6 +287,20 @@ def test_sys_path_is_what_it_is_without_us(start_script: StartScript, tmp_path: 
     assert injected == plain
 
 
+def test_a_path_that_a_pth_file_has_put_as_an_object_hides_no_sitecustomize(
+    start_script: StartScript, tmp_path: Path
+) -> None:
+    own = folder_with(tmp_path / "own", sitecustomize="import sys\nsys.chained = True")
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    (site_packages / "own.pth").write_text("import sys, pathlib; sys.path.append(pathlib.Path('/nowhere'))\n")
+    program = start_script(
+        "say([sys.chained, str(sys.path[-1])])", command=(str(venv / "bin" / "python"),), PYTHONPATH=str(own)
+    )
+    assert run_to_the_end(program) == ([True, "/nowhere"], "")
+
+
 @pytest.mark.parametrize("option", ["-I", "-E", "-S", "-s", "-P", "-O", "-B"])
 def test_the_interpreters_own_options_work_as_without_us(start_script: StartScript, option: str) -> None:
     if option == "-P" and sys.version_info < (3, 11):

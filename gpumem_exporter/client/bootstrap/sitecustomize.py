@@ -9,7 +9,8 @@ import sys
 
 def _chain(directory):
     """Import the `sitecustomize` that would have been found without this directory."""
-    sys.path[:] = [entry for entry in sys.path if entry.rstrip("/") != directory]
+    # a .pth file may have put something there that is no text, which imports pass over
+    sys.path[:] = [entry for entry in sys.path if not isinstance(entry, str) or entry.rstrip("/") != directory]
     sys.path_importer_cache.pop(directory, None)
     ours = sys.modules.pop("sitecustomize", None)
     try:
