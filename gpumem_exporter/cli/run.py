@@ -94,7 +94,8 @@ def run(arguments: Sequence[str]) -> int:
     _require_url(given.get("GPUMEM_EXPORTER_URL"))
     if "GPUMEM_PLAN" in given:
         given["GPUMEM_PLAN"] = _require_plan(given["GPUMEM_PLAN"])
-    return _replace_process(command, injected_environment({**os.environ, **given}, _bootstrap_directory()))
+    environment = injected_environment({**_given_environment(), **given}, _bootstrap_directory())
+    return _replace_process(command, environment)
 
 
 def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str, str]:
@@ -106,6 +107,21 @@ def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str
     inherited = environ.get("PYTHONPATH", "")
     entries = [entry for entry in inherited.split(os.pathsep) if entry != bootstrap] if inherited else []
     return {**environ, "PYTHONPATH": os.pathsep.join([bootstrap, *entries]), "GPUMEM_INJECT": "1"}
+
+
+def _given_environment() -> dict[str, str]:
+    """The environment that this process was started with.
+
+    In the C locale an interpreter sets LC_CTYPE as it starts (PEP 538), which the command would inherit.
+    """
+    environment = dict(os.environ)
+    with contextlib.suppress(OSError):
+        given = Path("/proc/self/environ").read_bytes().split(b"\0")
+        environment.pop("LC_CTYPE", None)
+        for entry in given:
+            if entry.startswith(b"LC_CTYPE="):
+                environment["LC_CTYPE"] = os.fsdecode(entry.partition(b"=")[2])
+    return environment
 
 
 def _bootstrap_directory() -> str:

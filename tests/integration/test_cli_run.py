@@ -47,6 +47,23 @@ def test_the_command_gets_its_arguments_its_labels_and_the_bootstrap(tmp_path: P
     assert path.count(str(tmp_path)) == 0
 
 
+@pytest.mark.parametrize("locale", [{}, {"LC_CTYPE": "POSIX"}, {"LC_CTYPE": "C.UTF-8"}, {"LC_ALL": "C"}])
+def test_the_command_s_locale_is_the_one_that_was_given(locale: dict[str, str]) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "run", "--", "/usr/bin/env"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env=locale,
+    )
+    told = dict(line.split("=", 1) for line in ended.stdout.splitlines())
+    assert {name: value for name, value in told.items() if name.startswith("LC_")} == locale
+
+
 def test_the_users_own_path_and_sitecustomize_still_work(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.own_sitecustomize_ran = True\n")
     (tmp_path / "own_module.py").write_text("answer = 42\n")
