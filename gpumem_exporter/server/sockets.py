@@ -72,7 +72,7 @@ class Listeners:
             BindError: it cannot be.
         """
         try:
-            Path(path).parent.mkdir(mode=0o755, exist_ok=True)
+            _make_folder(Path(path).parent)
             _remove_stale(path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sockets.append(sock)
@@ -139,6 +139,15 @@ def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
         listeners.close()
         raise
     return listeners
+
+
+def _make_folder(folder: Path) -> None:
+    """Whoever may reach a socket is not for the umask to say: with root's 077 nobody else would find it."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return  # somebody's own, with the mode that they gave it
+    folder.chmod(0o755)
 
 
 def _remove_stale(path: str) -> None:

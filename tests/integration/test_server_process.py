@@ -205,6 +205,20 @@ def test_a_socket_that_a_killed_exporter_left_behind_is_taken_over(tmp_path: Pat
     assert not path.exists()
 
 
+def test_the_folder_of_a_socket_is_open_to_everybody_whatever_the_umask_and_somebodys_own_is_left_as_it_is(
+    tmp_path: Path,
+) -> None:
+    own = tmp_path / "own"
+    own.mkdir(mode=0o700)
+    before = os.umask(0o077)
+    try:
+        with bind([], str(tmp_path / "made" / "exporter.sock")), bind([], str(own / "exporter.sock")):
+            modes = [(tmp_path / name).stat().st_mode & 0o777 for name in ("made", "own")]
+    finally:
+        os.umask(before)
+    assert modes == [0o755, 0o700]
+
+
 def test_a_socket_that_somebody_answers_at_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     with bind([], str(path)):
