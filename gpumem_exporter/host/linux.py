@@ -53,6 +53,8 @@ class LinuxHost:
         self._lock = threading.Lock()
         self._known: dict[int, _Known] = {}
         self._users: dict[int, str] = {}
+        self._nameless: dict[int, float] = {}
+        """Users whose name was not to be found, and when that was: a directory service may be away for a while."""
         self._swept_seconds = clock()
 
     @property
@@ -168,10 +170,16 @@ class LinuxHost:
                 uid = int(line.split()[2])
                 break
         name = self._users.get(uid)
-        if name is None:
-            try:
-                name = pwd.getpwuid(uid).pw_name[:MAX_LABEL_LENGTH]
-            except (KeyError, OSError):
-                name = str(uid)
-            self._users[uid] = name
+        if name is not None:
+            return name
+        now = self._clock()
+        if now - self._nameless.get(uid, float("-inf")) < _READ_AGAIN_SECONDS:
+            return str(uid)
+        try:
+            name = pwd.getpwuid(uid).pw_name[:MAX_LABEL_LENGTH]
+        except (KeyError, OSError):
+            self._nameless[uid] = now
+            return str(uid)
+        self._nameless.pop(uid, None)
+        self._users[uid] = name
         return name

@@ -181,6 +181,31 @@ def test_a_user_without_a_name_is_told_by_number(tree: Tree) -> None:
     assert facts.user == "3999999999"
 
 
+def test_a_user_whose_name_cannot_be_looked_up_for_a_while_is_told_by_it_afterwards(
+    tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    names = {}
+
+    def directory(uid: int) -> pwd.struct_passwd:
+        asked.append(uid)
+        return names[uid]
+
+    monkeypatch.setattr(pwd, "getpwuid", directory)
+    tree.process(30, uid=3_999_999_999)
+    tree.process(31, uid=3_999_999_999)
+    host = LinuxHost(tree.root, clock=clock)
+
+    def users() -> list[str]:
+        return [facts.user for pid in (30, 31) if (facts := host.facts(pid)) is not None]
+
+    assert users() == ["3999999999"] * 2
+    assert asked == [3_999_999_999], "a directory that does not answer is asked again for each process"
+    names[3_999_999_999] = pwd.struct_passwd(("ada", "x", 3_999_999_999, 100, "", "/", "/bin/sh"))
+    clock.now += 61
+    assert users() == ["ada"] * 2
+
+
 def test_facts_are_read_once_while_a_process_lives_and_again_after_a_minute(tree: Tree, clock: Clock) -> None:
     host = LinuxHost(tree.root, clock=clock)
     directory = tree.process(30)
