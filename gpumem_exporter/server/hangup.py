@@ -9,7 +9,18 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
-__all__ = ["reloading_on_hangup"]
+__all__ = ["reloading_on_hangup", "take_over_hangup"]
+
+
+def take_over_hangup() -> None:
+    """Have a SIGHUP wait for `reloading_on_hangup` instead of ending the process, and do nothing after it.
+
+    Whoever starts an exporter and has it read its files at once would end it otherwise, and to a supervisor that is no
+    failure. For a process of the exporter's own: call it in the main thread, before those files are read for the first
+    time and before there are other threads.
+    """
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # one that is blocked is kept, ignored or not
 
 
 @contextlib.contextmanager
@@ -31,8 +42,12 @@ def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]
             under_way.add(task)
             task.add_done_callback(under_way.discard)
 
+    before = signal.getsignal(signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, reload_all)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP,))
     try:
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
+        if before is not None:  # a handler that Python did not install cannot be put back
+            signal.signal(signal.SIGHUP, before)

@@ -26,6 +26,7 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.addresses import ListenAddress
 from gpumem_exporter.server.app import create_app
+from gpumem_exporter.server.hangup import take_over_hangup
 from gpumem_exporter.server.http_protocol import GuardedProtocol, Limits
 from gpumem_exporter.server.logs import configure_logging
 from gpumem_exporter.server.settings import Settings
@@ -64,6 +65,8 @@ def run(settings: Settings, *, demo: bool = False) -> int:
     Takes over the process' logging and signals: call it from the main thread.
     """
     configure_logging(settings.log_level, settings.log_format)
+    if settings.policy_file or settings.web_config_file:
+        take_over_hangup()
     try:
         listeners = bind(settings.web_listen_address, settings.web_listen_socket)
     except BindError as error:

@@ -137,6 +137,49 @@ def test_hangup_reads_the_file_again_and_a_wrong_one_changes_nothing_and_says_wh
     assert exporter.stop() == 0
 
 
+EARLY_AND_LATE = """
+import os, signal, sys
+from gpumem_exporter.server import serving
+make = serving.create_app
+
+def create_app(*arguments, **keywords):
+    app = make(*arguments, **keywords)
+    os.kill(os.getpid(), signal.SIGHUP)
+    log = app.state.runtime.events.log
+    stop = log.stop
+
+    def stop_late(seconds):
+        os.kill(os.getpid(), signal.SIGHUP)
+        return stop(seconds)
+
+    log.stop = stop_late
+    keeper = app.state.runtime.policies
+    reload = keeper.reload
+
+    async def reload_and_end(requested_by):
+        await reload(requested_by)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    keeper.reload = reload_and_end
+    return app
+
+serving.create_app = create_app
+sys.argv = ["gpumem-exporter", *sys.argv[1:]]
+from gpumem_exporter.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_a_hangup_while_it_starts_is_obeyed_once_it_has_and_one_while_it_stops_ends_nothing(policy: Path) -> None:
+    arguments = ["serve", "--policy.file", str(policy), "--web.listen-address", "127.0.0.1:0", "--log.format", "json"]
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY_AND_LATE, *arguments], capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended
+    said = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert [line["requested_by"] for line in said if line["msg"] == "policy in force"] == ["start", "SIGHUP"]
+
+
 def test_reload_puts_the_file_in_force_and_says_what_is_in_it(exporter: RunningExporter, policy: Path) -> None:
     written(policy, rule("one"), rule("two", dry_run=True))
     answer = exporter.request("POST", RELOAD, Content_Type="application/x-www-form-urlencoded")
