@@ -89,15 +89,17 @@ class Audit:
         if not self.durable:
             return
         begun = self._wall_clock()
-        while True:
-            try:
-                events = await self._read(begun - _RECALLED_SECONDS)
-            except StorageError:
-                await asyncio.sleep(_RETRY_SECONDS)  # the log says by itself what is wrong with it
-                continue
-            break
         try:
+            while True:
+                try:
+                    events = await self._read(begun - _RECALLED_SECONDS)
+                except StorageError:
+                    await asyncio.sleep(_RETRY_SECONDS)  # the log says by itself what is wrong with it
+                    continue
+                break
             self._tell(dispatcher, events)
+        except Exception:  # noqa: BLE001 - it would be the same the next time, and nobody waits for this task
+            _log.exception("the actions before this start cannot be recalled")
         finally:
             self._recalled.set()
 

@@ -1,0 +1,34 @@
+"""Actions of before a start: what cannot be recalled is told, and keeps nobody waiting."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.events import Page, Query
+from gpumem_exporter.server.audit import Audit
+
+
+def test_a_row_that_cannot_be_read_is_told_and_keeps_no_request_waiting(caplog: pytest.LogCaptureFixture) -> None:
+    def read(_: Query) -> Future[Page]:
+        page: Future[Page] = Future()
+        page.set_exception(ValueError("no JSON"))
+        return page
+
+    recorder: Any = SimpleNamespace(log=SimpleNamespace(read=read))
+    dispatcher: Any = None
+    audit = Audit(recorder, durable=True, wall_clock=lambda: 1e9, on_lost=lambda _: None)
+
+    async def recall() -> bool:
+        await audit.recall(dispatcher)
+        waiting = asyncio.ensure_future(audit.recalled())
+        await asyncio.sleep(0)
+        return waiting.done()
+
+    assert asyncio.run(recall())
+    assert "the actions before this start cannot be recalled" in caplog.text
+    assert "no JSON" in caplog.text
