@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.protocol import DeviceSample, SnapshotFile
@@ -175,12 +176,8 @@ class Action:
 
     @property
     def freed_bytes(self) -> int | None:
-        """Bytes given back to the driver, or that would be for a dry run; None where no result says how many.
-
-        Over the results that say it.
-        """
-        known = [result.freed_bytes for result in self.results if result.freed_bytes is not None]
-        return sum(known) if known or not self.results else None
+        """Bytes given back to the driver (dry run: that would be), as far as results say it; None where none does."""
+        return sum_of_known([result.freed_bytes for result in self.results])
 
     @property
     def finished(self) -> bool:

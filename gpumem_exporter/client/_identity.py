@@ -31,6 +31,6 @@ def current_process(
         allocator_settings=allocator_settings[:MAX_LABEL_LENGTH],
         client_version=__version__,
         slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
-        world_size=settings.world_size,
         ray_job_id=os.environ.get("RAY_JOB_ID", "")[:MAX_LABEL_LENGTH],
+        world_size=settings.world_size,
     )

@@ -46,6 +46,7 @@ __all__ = [
     "node_ledgers",
     "node_shares",
     "non_torch_bytes",
+    "sum_of_known",
 ]
 
 CATEGORIES = (
@@ -209,7 +210,7 @@ def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> D
         if over is not None:
             beyond[pid] = over
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
-    returned, beyond_bytes, others_bytes = map(_sum_of_known, (reclaimable, non_torch, others))
+    returned, beyond_bytes, others_bytes = map(sum_of_known, (reclaimable, non_torch, others))
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
         "torch_reclaimable": returned,
@@ -224,8 +225,8 @@ def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> D
     return DeviceLedger(device, memory.total_bytes, categories, beyond)
 
 
-def _sum_of_known(parts: Sequence[int | None]) -> int | None:
-    """None where there are parts and none of them is known: 0 would be a figure."""
+def sum_of_known(parts: Sequence[int | None]) -> int | None:
+    """The sum of those that are known; None where there are parts and none of them is: 0 would be a figure."""
     known = [part for part in parts if part is not None]
     return sum(known) if known or not parts else None
 

@@ -27,6 +27,7 @@ MAX_ENTRIES = 64
 MAX_REASON_LENGTH = 2000
 
 _PID = core_schema.int_schema(ge=1, le=2**31 - 1)
+_AT_LEAST_ONE = core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER))
 _REQUIRED_TEXT = core_schema.str_schema(min_length=1, max_length=MAX_LABEL_LENGTH)
 
 _SPECIAL: Mapping[str, CoreSchema] = {
@@ -37,8 +38,8 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     "outcome": core_schema.literal_schema(list(OUTCOMES)),
     "path": core_schema.str_schema(max_length=4096),
     "reason": core_schema.str_schema(max_length=MAX_REASON_LENGTH),
-    "world_size": core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER)),
-    "planned_reserved_peak_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER)),
+    "world_size": _AT_LEAST_ONE,
+    "planned_reserved_peak_bytes": _AT_LEAST_ONE,
     # Other threads allocate while a command runs: a reading after it may be above the one before.
     "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),
 }

@@ -11,6 +11,7 @@ from gpumem_exporter.cli.action_tables import COLUMNS, summary
 from gpumem_exporter.cli.main import one_line
 from gpumem_exporter.cli.sizes import UNKNOWN, human_bytes, human_seconds
 from gpumem_exporter.cli.terminal import open_console, plain, print_json, show, table
+from gpumem_exporter.core.ledger import sum_of_known
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -55,7 +56,6 @@ class Outcome:
             show(open_console(), self._tables())
 
     def _document(self, warnings: Sequence[str], query: str) -> dict[str, Any]:
-        known = [row["freed_bytes"] for row in self.rows if row.get("freed_bytes") is not None]
         return {
             "action": self.action,
             "query": query,
@@ -64,7 +64,7 @@ class Outcome:
             "at_step": self.at_step,
             "called_off": self.called_off,
             "results": list(self.rows),
-            "freed_bytes": sum(known) if known or not self.rows else None,
+            "freed_bytes": sum_of_known([row.get("freed_bytes") for row in self.rows]),
             "warnings": list(warnings),
         }
 
