@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean
 
-from tests.seeded_runs import DEVICE_BYTES, MIB
+from tests.support.seeded_runs import DEVICE_BYTES, MIB
 
 __all__ = ["cache_errors", "drift_errors", "found_share"]
 

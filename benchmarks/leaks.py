@@ -2,8 +2,8 @@
 
     python -m benchmarks.leaks [--runs 100] [--steps 3000] [--json] [--real-gpu]
 
-The runs are made up (tests/seeded_runs.py), on a device of 8 GiB; costs are CPU time of the training thread, with real
-torch on the emulated node or on a real GPU.
+The runs are made up (tests/support/seeded_runs.py), on a device of 8 GiB; costs are CPU time of the training thread,
+with real torch on the emulated node or on a real GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from benchmarks.claims import Row, parser, percentile, show
 from benchmarks.leak_bounds import cache_errors, drift_errors, found_share
 from benchmarks.place import Place
 from gpumem_exporter.client._trend import Trend
-from tests.seeded_runs import SHAPES, Shape, allocated, hard_shapes
+from tests.support.seeded_runs import SHAPES, Shape, allocated, hard_shapes
 
 FOUND_STEPS = 200
 LOOK_MICROSECONDS = 100.0

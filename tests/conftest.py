@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.emulation.fixtures import emulation, make_node, node, start_torch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess
 
 __all__ = ["emulation", "make_node", "node", "start_exporter", "start_torch"]
 

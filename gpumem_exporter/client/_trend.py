@@ -22,7 +22,7 @@ all. What cannot be told from a leak is taken for one, until it falls or slows d
 the window, a cache that takes longer than the window to fill, sometimes what wanders about over a window's length.
 
 How soon a leak of 84 KiB a step can be found at all, by a test that knows the noise exactly and is wrong in one look of
-ten thousand (`benchmarks/leak_bounds.py`), beside what tests/seeded_runs.py calls
+ten thousand (`benchmarks/leak_bounds.py`), beside what tests/support/seeded_runs.py calls
 
 - "drifting about": noise of 7 MiB that lasts ten steps. After 200 steps the leak stands 2.2 standard errors above zero
   at best: six in a hundred are found, and nine in ten after 345 steps,

@@ -8,7 +8,7 @@ import sys
 
 from tests.claims.figures import Figures, shown
 from tests.claims.place import Place
-from tests.exporter_process import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 __all__ = ["of_a_round_trip", "of_the_reporter"]
 

@@ -12,8 +12,9 @@ from typing import Any
 
 from tests.emulation.node import DeviceBook, EmulatedNode
 from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
-from tests.exporter_process import REPOSITORY, UNLIMITED, ExporterProcess, Metrics, wait_for, wait_until_equal
 from tests.gpu import driver
+from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics, wait_for, wait_until_equal
+from tests.support.paths import REPOSITORY
 
 __all__ = ["COMPARED", "EXPANDABLE", "SETTINGS", "Bench", "Books", "Place", "pools_of"]
 

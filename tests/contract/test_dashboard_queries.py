@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from gpumem_dashboards.queries import Scope, all_panels
 
-FOLDER = Path(__file__).resolve().parents[2] / "grafana" / "dashboards"
+from tests.support.paths import REPOSITORY
+
+FOLDER = REPOSITORY / "grafana" / "dashboards"
 GIB = 1 << 30
 EPOCH_HAPPENED = 1500
 """promtool's time begins at nought; the error is at 25 minutes, and it is asked at 30."""

@@ -16,9 +16,10 @@ import pytest
 from gpumem_dashboards.queries import all_panels, queries
 
 from gpumem_exporter.collectors.catalog import METRICS
-from tests.contract.dashboard_rules import RULES, UNITS, parsed, selectors
+from tests.support.dashboard_rules import RULES, UNITS, parsed, selectors
+from tests.support.paths import REPOSITORY
 
-FOLDER = Path(__file__).resolve().parents[2] / "grafana"
+FOLDER = REPOSITORY / "grafana"
 NAMES = ("exporter", "fleet", "node", "oom", "workload")
 FILES = {name: FOLDER / "dashboards" / f"{name}.json" for name in NAMES}
 

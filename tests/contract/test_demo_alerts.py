@@ -11,8 +11,8 @@ from collections.abc import Mapping
 import pytest
 
 from gpumem_exporter.demo.roster import ROSTER
-from tests.contract.alert_history import Alerts, alerts_over, metrics_in_rules
-from tests.contract.demo_history import demo_history
+from tests.support.alert_history import Alerts, alerts_over, metrics_in_rules
+from tests.support.demo_history import demo_history
 
 WORKLOADS: Mapping[str, set[str]] = {
     # Full devices, steady work: nothing is wrong.

@@ -12,7 +12,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -36,8 +35,9 @@ from gpumem_exporter.core.samples import (
 )
 from gpumem_exporter.events import Event
 from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+from tests.support.paths import DATA
 
-GOLDEN = Path(__file__).parents[1] / "data" / "metrics.golden.txt"
+GOLDEN = DATA / "metrics.golden.txt"
 GIB, MIB = 2**30, 2**20
 
 DEVICE = "gpu uuid"

@@ -16,8 +16,8 @@ from gpumem_exporter import __version__
 from gpumem_exporter.cli.main import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.server.alert_schema import ALERT_KEYS
+from tests.support.paths import REPOSITORY
 
-ROOT = Path(__file__).resolve().parents[2]
 ENTRY_SCRIPTS = (
     "deploy/quickstart.sh",
     "tests/run.sh",
@@ -35,12 +35,12 @@ FAMILIES = {metric.name: metric for metric in METRICS}
 def tracked_texts() -> dict[str, str]:
     """Every text file of the repository, by path; what tools leave behind is none of it."""
     texts = {}
-    for folder, folders, files in os.walk(ROOT):
+    for folder, folders, files in os.walk(REPOSITORY):
         here = Path(folder)
         folders[:] = [name for name in folders if _is_ours(here / name)]
         for path in (here / name for name in files):
             try:
-                texts[path.relative_to(ROOT).as_posix()] = path.read_text(encoding="utf-8")
+                texts[path.relative_to(REPOSITORY).as_posix()] = path.read_text(encoding="utf-8")
             except UnicodeDecodeError:
                 continue
     return texts
@@ -49,7 +49,7 @@ def tracked_texts() -> dict[str, str]:
 def _is_ours(folder: Path) -> bool:
     made = {"__pycache__", "build", "dist", "node_modules"}
     hidden = folder.name.startswith(".") and folder.name != ".ci"
-    captured = folder == ROOT / "tests" / "data"
+    captured = folder == REPOSITORY / "tests" / "data"
     return not (
         hidden or captured or folder.name in made or folder.suffix == ".egg-info" or (folder / "pyvenv.cfg").exists()
     )
@@ -89,7 +89,7 @@ def test_no_path_of_one_machine_and_no_registrys_address_stands_in_the_text() ->
 def test_the_readme_names_only_commands_that_exist() -> None:
     readme = tracked_texts()["README.md"]
     for script in re.findall(r"^(?:sh|bash) (\S+)", readme, flags=re.MULTILINE):
-        assert (ROOT / script).is_file(), script
+        assert (REPOSITORY / script).is_file(), script
     commands = set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)(?![\w./])", "\n".join(code_blocks(readme))))
     assert {"serve", "run", "clear"} <= commands
     assert commands <= set(COMMANDS)
@@ -104,7 +104,7 @@ def code_blocks(markdown: str) -> list[str]:
 def test_every_relative_link_of_a_document_leads_somewhere(document: str) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", tracked_texts()[document])
     assert links or document == "CHANGELOG.md"
-    assert [link for link in links if not (ROOT / link).exists()] == []
+    assert [link for link in links if not (REPOSITORY / link).exists()] == []
 
 
 def test_the_changelog_and_the_kubernetes_image_name_the_version() -> None:
@@ -120,15 +120,15 @@ def test_the_package_that_calls_itself_typed_has_the_marker_by_which_type_checke
 
 @pytest.mark.parametrize("script", SHELL)
 def test_every_script_is_valid_in_its_shell(script: str) -> None:
-    text = (ROOT / script).read_text()
+    text = (REPOSITORY / script).read_text()
     shell = "bash" if text.startswith("#!/usr/bin/env bash") else "sh"
-    checked = subprocess.run([shell, "-n", str(ROOT / script)], capture_output=True, text=True, check=False)
+    checked = subprocess.run([shell, "-n", str(REPOSITORY / script)], capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_ci_scripts_may_be_executed() -> None:
     for script in (".ci/run", ".ci/check-wheel"):
-        assert (ROOT / script).stat().st_mode & 0o111, script
+        assert (REPOSITORY / script).stat().st_mode & 0o111, script
 
 
 def test_every_yaml_file_is_read_without_trouble() -> None:
@@ -141,7 +141,7 @@ def test_every_yaml_file_is_read_without_trouble() -> None:
 def test_prometheus_takes_its_configuration() -> None:
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
-    configuration = ROOT / "deploy" / "prometheus" / "prometheus.yml"
+    configuration = REPOSITORY / "deploy" / "prometheus" / "prometheus.yml"
     checked = subprocess.run([promtool, "check", "config", configuration], capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 

@@ -23,14 +23,14 @@ import yaml
 from gpumem_exporter.cli.main import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
-from tests.contract.rule_mutants import Mutant, mutants
-from tests.exporter_process import wait_for
-from tests.running_prometheus import free_port
+from tests.support.exporter_process import wait_for
+from tests.support.paths import REPOSITORY
+from tests.support.rule_mutants import Mutant, mutants
+from tests.support.running_prometheus import free_port
 
-ROOT = Path(__file__).resolve().parents[2]
-RULES = ROOT / "deploy" / "prometheus" / "rules"
-RUNBOOKS = ROOT / "deploy" / "runbooks"
-ALERTMANAGER = ROOT / "deploy" / "alertmanager" / "alertmanager.yml"
+RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
+RUNBOOKS = REPOSITORY / "deploy" / "runbooks"
+ALERTMANAGER = REPOSITORY / "deploy" / "alertmanager" / "alertmanager.yml"
 TESTS = Path(__file__).parent / "rules"
 
 SECTIONS = ("What it means", "Confirm", "Do", "Do not")
@@ -59,7 +59,7 @@ def tool(name: str, package: str) -> str:
     return path
 
 
-def run(*words: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(*words: str | Path, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
 
 
@@ -73,7 +73,7 @@ def test_prometheus_takes_the_rules() -> None:
 
 
 def test_prometheus_is_told_of_the_rules_and_of_the_job_that_they_look_for() -> None:
-    configuration = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
+    configuration = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "prometheus.yml").read_text())
     assert configuration["rule_files"] == ["rules/*.yml"]
     assert "gpumem" in [job["job_name"] for job in configuration["scrape_configs"]]
     assert configuration["global"]["scrape_interval"] == "15s"
@@ -165,7 +165,7 @@ def test_a_runbook_that_names_a_node_says_where_that_is_reached_and_who_may_ask(
 
 def test_the_page_on_how_to_ask_finds_the_exporter_where_the_manifests_put_it() -> None:
     text = (RUNBOOKS / "README.md").read_text()
-    namespace, daemon_set = yaml.safe_load_all((ROOT / "deploy" / "kubernetes" / "exporter.yaml").read_text())
+    namespace, daemon_set = yaml.safe_load_all((REPOSITORY / "deploy" / "kubernetes" / "exporter.yaml").read_text())
     (label,) = daemon_set["spec"]["selector"]["matchLabels"].items()
     (container,) = daemon_set["spec"]["template"]["spec"]["containers"]
     assert f"-n {namespace['metadata']['name']} -l {'='.join(label)} " in text

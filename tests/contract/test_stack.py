@@ -7,27 +7,29 @@ from __future__ import annotations
 
 import re
 import runpy
-from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
 import pytest
 import yaml
 
-ROOT = Path(__file__).resolve().parents[2]
-DEPLOY = ROOT / "deploy"
+from tests.support.paths import REPOSITORY
+
+DEPLOY = REPOSITORY / "deploy"
 KUBERNETES = DEPLOY / "kubernetes"
-KUSTOMIZATIONS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("[dg]*/**/kustomization.yaml"))
+KUSTOMIZATIONS = sorted(
+    path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("[dg]*/**/kustomization.yaml")
+)
 
 
 def read(path: str) -> Any:
     """The only document of a YAML file."""
-    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+    return yaml.safe_load((REPOSITORY / path).read_text(encoding="utf-8"))
 
 
 def documents(path: str) -> list[dict[str, Any]]:
     """All documents of a YAML file."""
-    return list(yaml.safe_load_all((ROOT / path).read_text(encoding="utf-8")))
+    return list(yaml.safe_load_all((REPOSITORY / path).read_text(encoding="utf-8")))
 
 
 def services() -> dict[str, dict[str, Any]]:
@@ -47,7 +49,7 @@ def test_compose_mounts_only_what_is_there_and_publishes_on_loopback_alone() -> 
             assert port.startswith("127.0.0.1:"), f"{name}: {port}"
         for volume in service["volumes"]:
             source, _, options = volume.partition(":")
-            assert (ROOT / source).exists() if source.startswith(".") else source in compose["volumes"], volume
+            assert (REPOSITORY / source).exists() if source.startswith(".") else source in compose["volumes"], volume
             assert not source.startswith(".") or options.endswith(":ro"), volume
 
 
@@ -58,7 +60,7 @@ def test_every_container_of_compose_is_confined_bounded_and_checked() -> None:
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert re.fullmatch(r"\d+[mg]", service["mem_limit"]), name
         if "build" in service:
-            assert re.search(r"^HEALTHCHECK ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+            assert re.search(r"^HEALTHCHECK ", (REPOSITORY / "Dockerfile").read_text(), flags=re.MULTILINE)
         else:
             assert re.fullmatch(r"[\w-]+/[\w-]+:v?\d+\.\d+\.\d+", service["image"]), name
             port = service["ports"][0].rpartition(":")[2]
@@ -86,7 +88,7 @@ def test_prometheus_finds_the_exporter_and_the_alertmanager_by_the_names_that_co
 
 @pytest.mark.parametrize("name", ["exporter", "demo"])
 def test_events_are_kept_in_a_volume_whose_folder_the_image_gives_to_its_user(name: str) -> None:
-    service, dockerfile = services()[name], (ROOT / "Dockerfile").read_text()
+    service, dockerfile = services()[name], (REPOSITORY / "Dockerfile").read_text()
     folder = service["environment"]["GPUMEM_STORAGE_PATH"]
     assert mounts(service)[folder] in read("docker-compose.yml")["volumes"]
     (user,) = re.findall(r"^USER (\d+):\1$", dockerfile, flags=re.MULTILINE)
@@ -102,7 +104,7 @@ def test_grafana_is_given_all_dashboards_and_opens_with_the_fleets() -> None:
     assert mounts(grafana)[folder] == "./grafana/dashboards"
     assert mounts(grafana)["/etc/grafana/provisioning"] == "./grafana/provisioning"
     assert grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"] == f"{folder}/fleet.json"
-    assert (ROOT / "grafana/dashboards/fleet.json").is_file()
+    assert (REPOSITORY / "grafana/dashboards/fleet.json").is_file()
 
 
 def test_grafanas_data_sources_are_the_services_and_know_the_scrape_interval() -> None:
@@ -175,7 +177,7 @@ def test_systemd_keeps_the_sockets_folder_so_that_a_restart_is_not_the_end_of_it
 
 @pytest.mark.parametrize("path", KUSTOMIZATIONS)
 def test_a_kustomization_names_only_what_is_there(path: str) -> None:
-    here, kustomization = (ROOT / path).parent, read(path)
+    here, kustomization = (REPOSITORY / path).parent, read(path)
     named = kustomization.get("resources", [])
     assert all((here / name).exists() for name in named), named
     files = [file for generated in kustomization.get("configMapGenerator", ()) for file in generated["files"]]
@@ -186,7 +188,7 @@ def test_a_kustomization_names_only_what_is_there(path: str) -> None:
 def test_every_dashboard_is_a_config_map_and_none_is_too_large_for_kubectl_apply() -> None:
     generated = read("grafana/kustomization.yaml")["configMapGenerator"]
     named = [file for config_map in generated for file in config_map["files"]]
-    dashboards = sorted((ROOT / "grafana" / "dashboards").glob("*.json"))
+    dashboards = sorted((REPOSITORY / "grafana" / "dashboards").glob("*.json"))
     assert sorted(named) == [f"dashboards/{path.name}" for path in dashboards]
     assert all(len(config_map["files"]) == 1 for config_map in generated)
     # Kept whole in an annotation, as JSON inside of JSON: quotes and line ends take two bytes.
@@ -202,7 +204,7 @@ def test_the_prometheus_rules_of_kubernetes_are_those_of_prometheus() -> None:
     assert made == build["prometheus_rules"](), "run python deploy/kubernetes/prometheus-operator/build.py"
     objects = documents("deploy/kubernetes/prometheus-operator/prometheusrule.yaml")
     files = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
-    assert [rule["spec"] for rule in objects] == [read(path.relative_to(ROOT).as_posix()) for path in files]
+    assert [rule["spec"] for rule in objects] == [read(path.relative_to(REPOSITORY).as_posix()) for path in files]
     assert [rule["metadata"]["name"] for rule in objects] == [f"gpumem-{path.stem}" for path in files]
     assert files
 

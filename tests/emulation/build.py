@@ -16,8 +16,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.support.paths import REPOSITORY
+
 SOURCES = Path(__file__).parent / "src"
-CACHE = Path(__file__).parents[2] / ".cache" / "emulation"
+CACHE = REPOSITORY / ".cache" / "emulation"
 
 RUNTIME = "libemucudart.so"
 DRIVER = "libcuda.so.1"

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from tests.support.paths import REPOSITORY
 
 from .node import EmulatedNode
 
-REPOSITORY = Path(__file__).parents[2]
 WORKER = "tests.emulation.torch_worker"
 START_TIMEOUT_SECONDS = 90.0  # importing torch, on a busy machine
 

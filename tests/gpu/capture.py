@@ -23,12 +23,12 @@ from typing import Any
 import pynvml
 
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import ExporterProcess, wait_for, wait_until_equal
 from tests.gpu.driver import anonymous, books, nvml, why_no_device
+from tests.support.exporter_process import ExporterProcess, wait_for, wait_until_equal
+from tests.support.paths import DATA
 
 __all__ = ["capture", "main"]
 
-DATA = Path(__file__).parents[1] / "data"
 
 _OF_DEVICE = (
     "nvmlDeviceGetName",

@@ -30,13 +30,11 @@ from tests.claims.table import CLAIMS
 from tests.emulation.build import EmulationBuildError
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import REPOSITORY
 from tests.gpu.driver import anonymous, books, nvml, why_no_device
 from tests.gpu.report_page import file_name, markdown
+from tests.support.paths import DATA, REPOSITORY
 
 __all__ = ["Device", "Report", "main"]
-
-DATA = Path(__file__).parents[1] / "data"
 
 
 @dataclass(frozen=True, slots=True)

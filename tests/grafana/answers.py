@@ -17,8 +17,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
-from tests.running_prometheus import RunningPrometheus, free_port
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.paths import REPOSITORY
+from tests.support.running_prometheus import RunningPrometheus, free_port
 
 sys.path.insert(0, str(REPOSITORY / "grafana"))
 

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess, wait_for
 
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterProcess, str]]:
     """One demo for all who look at its page, and where that is. A test may clear it, and leaves it running."""
-    from tests.integration.live_page import serving, state_of  # Playwright, for whoever needs it
+    from tests.support.live_page import serving, state_of  # Playwright, for whoever needs it
 
     with serving(tmp_path_factory.mktemp("demo"), "--demo") as (exporter, url):
         wait_for(lambda: len(exporter.processes()) >= 14, "the demo's processes")

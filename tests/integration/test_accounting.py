@@ -19,7 +19,7 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import QUICK, ExporterProcess, wait_for
+from tests.support.exporter_process import QUICK, ExporterProcess, wait_for
 
 ACTIONS = 1000
 THREADS = 16

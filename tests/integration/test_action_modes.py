@@ -20,7 +20,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import QUICK, REPOSITORY, ExporterProcess, wait_for
+from tests.support.exporter_process import QUICK, ExporterProcess, wait_for
+from tests.support.paths import REPOSITORY
 
 STEPPING = """
 import os, threading, time

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.exporter_process import ExporterProcess, wait_for
-from tests.integration.alert_path import DEPLOY, Receiver, alertmanager, hastened, prometheus, receiving
+from tests.support.alert_path import DEPLOY, Receiver, alertmanager, hastened, prometheus, receiving
+from tests.support.exporter_process import ExporterProcess, wait_for
 
 TIMES = 150.0
 """How much faster than in production: what takes 50 minutes there takes 20 seconds here."""

@@ -22,12 +22,13 @@ from gpumem_exporter.server.guard import MAX_ALERTS_BYTES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.exporter_process import QUICK, wait_for
-from tests.integration.running_exporter import RunningExporter, problem, running_exporter
-from tests.unit.builders import UUIDS, report, sample
+from tests.support.builders import UUIDS, report, sample
+from tests.support.exporter_process import QUICK, wait_for
+from tests.support.paths import REPOSITORY
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
 
 ALERTS = "/api/v1/alerts"
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "alertmanager" / "gpumem-receiver.example.yml"
+EXAMPLE = REPOSITORY / "deploy" / "alertmanager" / "gpumem-receiver.example.yml"
 CLEAR = {"gpumem_action": "empty_cache", "gpumem_target_pid": "1"}
 
 

@@ -20,7 +20,7 @@ from gpumem_exporter import procfs
 from gpumem_exporter.client._transport import Answer
 from gpumem_exporter.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.emulation.node import MIB, EmulatedNode
-from tests.exporter_process import ExporterProcess
+from tests.support.exporter_process import ExporterProcess
 
 ACTIONS = "/api/v1/actions"
 STILL = ("--collect.interval", "3600", "--report.interval", "3600", "--report.expiry", "36000")

@@ -2,20 +2,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-import gpumem_exporter
-
-_ROOT = Path(gpumem_exporter.__file__).parent.parent
+from tests.support.paths import REPOSITORY
 
 
 def _main(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
     """The console script in a process in which the module `without` cannot be imported."""
     block = f"sys.modules[{without!r}] = None; " if without else ""
     script = (
-        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); {block}"
+        f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {block}"
         "from gpumem_exporter.cli.main import main; code = main(); "
         "print(*sorted({name.split('.')[0] for name in sys.modules}), file=sys.__stderr__); sys.exit(code)"
     )

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import gpumem_exporter
+from tests.support.paths import REPOSITORY
+from tests.support.running_command import CONSOLE_SCRIPT
 
-_ROOT = Path(gpumem_exporter.__file__).parent.parent
-_BOOTSTRAP = str(_ROOT / "gpumem_exporter" / "client" / "bootstrap")
+_BOOTSTRAP = str(REPOSITORY / "gpumem_exporter" / "client" / "bootstrap")
 _TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], sys.path, dict(os.environ), os.getpid()]))"
 
 
@@ -21,12 +21,9 @@ def _run(
     *arguments: str, environ: dict[str, str] | None = None, cwd: Path | None = None, python: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
     """`gpumem-exporter run` in its own process, as the console script starts it."""
-    script = (
-        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())"
-    )
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("GPUMEM_", "PYTHONPATH"))}
     return subprocess.run(
-        [sys.executable, *python, "-c", script, "run", *arguments],
+        [sys.executable, *python, "-c", CONSOLE_SCRIPT, "run", *arguments],
         capture_output=True,
         text=True,
         timeout=60,
@@ -49,11 +46,8 @@ def test_the_command_gets_its_arguments_its_labels_and_the_bootstrap(tmp_path: P
 
 @pytest.mark.parametrize("locale", [{}, {"LC_CTYPE": "POSIX"}, {"LC_CTYPE": "C.UTF-8"}, {"LC_ALL": "C"}])
 def test_the_command_s_locale_is_the_one_that_was_given(locale: dict[str, str]) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {str(_ROOT)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())"
-    )
     ended = subprocess.run(
-        [sys.executable, "-c", code, "run", "--", "/usr/bin/env"],
+        [sys.executable, "-c", CONSOLE_SCRIPT, "run", "--", "/usr/bin/env"],
         capture_output=True,
         text=True,
         timeout=60,
@@ -119,7 +113,7 @@ def test_it_works_with_the_standard_library_alone() -> None:
 def test_it_imports_nothing_but_the_standard_library_and_itself() -> None:
     code = (
         "import sys; before = set(sys.modules); sys.argv[1:] = ['run', '--help'];"
-        f"sys.path.insert(0, {str(_ROOT)!r}); from gpumem_exporter.cli.main import main; main();"
+        f"sys.path.insert(0, {str(REPOSITORY)!r}); from gpumem_exporter.cli.main import main; main();"
         "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

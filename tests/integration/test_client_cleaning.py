@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 MIB = 1 << 20
 

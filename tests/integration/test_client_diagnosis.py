@@ -10,8 +10,9 @@ from pathlib import Path
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
-from tests.exporter_process import REPOSITORY, wait_for
-from tests.recording_exporter import RecordingExporter
+from tests.support.exporter_process import wait_for
+from tests.support.paths import REPOSITORY
+from tests.support.recording_exporter import RecordingExporter
 
 STAGES = {
     "forward": ("smaller_batch", "forward"),
@@ -37,7 +38,7 @@ def test_of_eight_staged_errors_the_first_advice_is_the_right_one_and_followed_i
         assert ended["error"] == "OutOfMemoryError", name
         note, said = ended["note"], process.exec("result = staged_ooms.last()")
         assert (said["kind"], said["phase"], said["enough"]) == (kind, phase, True), f"{name}: {note}"
-        assert "tests/staged_ooms.py" in said["place"]
+        assert "tests/programs/staged_ooms.py" in said["place"]
         assert f"1. {said['text']}" in note
         if name == "leak":
             assert "in history, a closure of" in note

@@ -8,9 +8,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import QUICK, wait_until_equal
-from tests.integration.observed_training import PARAMETERS_BYTES as PARAMETERS
-from tests.integration.observed_training import TRAINING, host_process, process_of_the_module, shared_process
+from tests.support.exporter_process import QUICK, wait_until_equal
+from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
+from tests.support.observed_training import TRAINING, host_process, process_of_the_module, shared_process
 
 __all__ = ["host_process", "process_of_the_module", "shared_process"]
 

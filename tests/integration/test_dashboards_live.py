@@ -24,8 +24,9 @@ from gpumem_dashboards.queries import Prometheus, Query, Scope, all_panels, quer
 
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
-from tests.running_prometheus import RunningPrometheus, free_port
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.paths import REPOSITORY
+from tests.support.running_prometheus import RunningPrometheus, free_port
 
 FOLDER = REPOSITORY / "grafana"
 NAMES = ("exporter", "fleet", "node", "oom", "workload")

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.reporter import SimulatedReporter
 from gpumem_exporter.demo.simulation import Simulation
-from tests.integration.running_exporter import eventually
+from tests.support.running_exporter import eventually
 
 
 @dataclass(frozen=True)

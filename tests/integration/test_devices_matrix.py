@@ -15,9 +15,17 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import GIB, MIB, NVML_ERROR_NOT_SUPPORTED, EmulatedNode, MigSlice
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import ExporterProcess, Metrics, wait_for
-
-from .device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, series_of, shown, truth, wait_until_right
+from tests.support.device_truth import (
+    ATTACH_SECONDS,
+    FOREIGN_PID,
+    QUICK,
+    scrape,
+    series_of,
+    shown,
+    truth,
+    wait_until_right,
+)
+from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
 
 
 def start_reporting(

@@ -22,9 +22,10 @@ from gpumem_exporter.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
-from tests.integration.running_exporter import RunningExporter, problem, running_exporter
-from tests.unit.builders import UUIDS, identity, report, sample
+from tests.support.builders import UUIDS, identity, report, sample
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.paths import REPOSITORY
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
 
 EVENTS = "/api/v1/events"
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")

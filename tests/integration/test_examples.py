@@ -12,7 +12,8 @@ import torch
 
 from tests.conftest import StartExporter
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import REPOSITORY, UNLIMITED, wait_for
+from tests.support.exporter_process import UNLIMITED, wait_for
+from tests.support.paths import REPOSITORY
 
 EXAMPLES = REPOSITORY / "examples"
 SMALL = ("--epochs", "1", "--samples", "72", "--effective-batch", "32", "--width", "32", "--layers", "2")

@@ -31,9 +31,9 @@ import pytest
 import trustme
 
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
-from tests.exporter_process import ExporterProcess, wait_for
-from tests.running_command import clean_environment, run_command
-from tests.running_prometheus import RunningPrometheus, free_port
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.running_command import clean_environment, run_command
+from tests.support.running_prometheus import RunningPrometheus, free_port
 
 TOKEN = "a-token-for-tests"
 NOTEBOOK = 'gpumem_torch_reclaimable_bytes{workload="demo-notebook"}'

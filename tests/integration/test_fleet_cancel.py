@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.protocol import MODES
-from tests.integration.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
-from tests.unit.builders import UUIDS, report, sample
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
 
 
 @pytest.fixture

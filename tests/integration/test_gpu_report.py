@@ -11,8 +11,8 @@ from tests.claims.figures import Claim, alike
 from tests.claims.place import Place
 from tests.emulation.fixtures import MakeNode
 from tests.emulation.node import GIB, MIB
-from tests.exporter_process import REPOSITORY
 from tests.gpu.report import Report
+from tests.support.paths import REPOSITORY
 
 OUT_OF_MEMORY = 2
 

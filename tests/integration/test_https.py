@@ -28,14 +28,14 @@ from gpumem_exporter.server.http_protocol import Limits
 from gpumem_exporter.server.serving import _way_of_the_demo
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.sockets import bind
-from tests.certificates import issue, trust
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import QUICK, ExporterProcess, wait_for
-from tests.integration.running_exporter import running_exporter
-from tests.running_command import run_command
-from tests.running_prometheus import RunningPrometheus
+from tests.support.certificates import issue, trust
+from tests.support.exporter_process import QUICK, ExporterProcess, wait_for
+from tests.support.running_command import run_command
+from tests.support.running_exporter import running_exporter
+from tests.support.running_prometheus import RunningPrometheus
 
 TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
 USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}

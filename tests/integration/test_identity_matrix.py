@@ -17,9 +17,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
-from tests.kubelet import Kubelet
-from tests.namespaces import CONTAINER, children, needs_namespaces
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.kubelet import Kubelet
+from tests.support.namespaces import CONTAINER, children, needs_namespaces
+from tests.support.paths import REPOSITORY
 
 pytestmark = needs_namespaces
 

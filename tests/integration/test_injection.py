@@ -17,15 +17,13 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.programs import Program
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for, wait_until_equal
+from tests.support.exporter_process import ExporterProcess, wait_for, wait_until_equal
+from tests.support.paths import REPOSITORY
+from tests.support.running_command import CONSOLE_SCRIPT
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 RUN = (sys.executable, "-m", "gpumem_exporter", "run", "--")
-ISOLATED_RUN = (
-    *(sys.executable, "-I", "-c"),
-    f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())",
-    *("run", "--"),
-)
+ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
 """The same from anywhere, and itself no Python in which a user's sitecustomize runs."""
 BOOTSTRAP = REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"
 MIB = 1 << 20

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.exporter_process import ExporterProcess
-from tests.integration.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
-from tests.unit.builders import MIB, UUIDS
+from tests.support.builders import MIB, UUIDS
+from tests.support.exporter_process import ExporterProcess
+from tests.support.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
 
 __all__ = ["browser", "open_page"]
 

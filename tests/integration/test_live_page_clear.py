@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulation.fixtures import MakeNode, StartTorch
-from tests.integration.live_page import Demo, LivePage, OpenPage, browser, open_page, send, serving
+from tests.support.live_page import Demo, LivePage, OpenPage, browser, open_page, send, serving
 
 __all__ = ["browser", "open_page"]
 

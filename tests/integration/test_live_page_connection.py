@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.live_page import Demo, LivePage, OpenPage, browser, open_page, serving
+from tests.support.live_page import Demo, LivePage, OpenPage, browser, open_page, serving
 
 __all__ = ["browser", "open_page"]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.server.streams import MAX_STREAMS
-from tests.integration.running_exporter import RunningExporter, eventually, problem, running_exporter
-from tests.unit.builders import MIB, UUIDS, report, sample
+from tests.support.builders import MIB, UUIDS, report, sample
+from tests.support.running_exporter import RunningExporter, eventually, problem, running_exporter
 
 LIVE = "/api/v1/live"
 

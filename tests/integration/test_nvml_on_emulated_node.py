@@ -10,14 +10,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.emulation.node import GIB, MIB, EmulatedNode, MigSlice
+from tests.support.paths import REPOSITORY
 
-ROOT = Path(__file__).parents[2]
 RESERVED = 256 * MIB
 
 READER = """
@@ -58,7 +57,7 @@ def start() -> Iterator[Callable[[EmulatedNode, str], Ask]]:
     def started(node: EmulatedNode, program: str) -> Ask:
         process = subprocess.Popen(
             [sys.executable, "-c", program],
-            cwd=ROOT,
+            cwd=REPOSITORY,
             env=node.environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -16,10 +16,10 @@ from gpumem_exporter.client._transport import Answer
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
-
-from .device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
-from .running_exporter import ScriptedProvider, eventually, problem, running_exporter
+from tests.support.device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.paths import REPOSITORY
+from tests.support.running_exporter import ScriptedProvider, eventually, problem, running_exporter
 
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
 

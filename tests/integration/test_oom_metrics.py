@@ -17,8 +17,9 @@ from gpumem_exporter.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import REPOSITORY, ExporterProcess, wait_for
-from tests.unit.builders import UUIDS, identity
+from tests.support.builders import UUIDS, identity
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.paths import REPOSITORY
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
 FIGURES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")

@@ -7,7 +7,7 @@ from typing import Any
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess, wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 SCENES = """

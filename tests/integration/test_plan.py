@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.emulation.fixtures import MakeNode
+from tests.support.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
 MODEL = """
 import torch

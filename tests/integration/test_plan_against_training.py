@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.paths import REPOSITORY
 
 
 def compare(*words: str) -> tuple[int, dict[str, Any], str]:

@@ -14,7 +14,8 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.exporter_process import ExporterProcess, wait_until_equal
+from tests.support.exporter_process import ExporterProcess, wait_until_equal
+from tests.support.paths import REPOSITORY
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 PLANNED, ERROR = "gpumem_torch_planned_reserved_peak_bytes", "gpumem_torch_plan_error_ratio"
@@ -51,7 +52,7 @@ def plan(tmp_path: Path) -> Path:
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         timeout=120,
     )
     assert told.returncode == 0, told.stderr

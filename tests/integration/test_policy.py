@@ -14,9 +14,9 @@ from gpumem_exporter.protocol import CommandResult, DeviceResult
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.exporter_process import QUICK, ExporterProcess, wait_for
-from tests.integration.running_exporter import RunningExporter, eventually, problem, running_exporter
-from tests.unit.builders import UUIDS, report, sample
+from tests.support.builders import UUIDS, report, sample
+from tests.support.exporter_process import QUICK, ExporterProcess, wait_for
+from tests.support.running_exporter import RunningExporter, eventually, problem, running_exporter
 
 RELOAD = "/-/reload"
 EVALUATIONS = "gpumem_policy_evaluations_total"

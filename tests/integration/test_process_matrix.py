@@ -16,8 +16,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
-from tests.exporter_process import REPOSITORY, ExporterProcess, Metrics, wait_for
-from tests.namespaces import CONTAINER, needs_namespaces
+from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
+from tests.support.namespaces import CONTAINER, needs_namespaces
+from tests.support.paths import REPOSITORY
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 
@@ -313,7 +314,7 @@ def test_after_an_exec_nothing_of_the_program_before_is_shown_nor_done(
 def test_a_pid_that_another_program_uses_again_inherits_nothing() -> None:
     """Everything runs in one PID namespace, where the next pid can be chosen."""
     ended = subprocess.run(
-        [*CONTAINER, sys.executable, "-m", "tests.integration.pid_reuse"],
+        [*CONTAINER, sys.executable, "-m", "tests.programs.pid_reuse"],
         cwd=REPOSITORY,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.protocol import CommandResult, DeviceResult
-from tests.integration.running_exporter import ACTIONS, RunningExporter, eventually, problem, running_exporter
-from tests.unit.builders import UUIDS, report, sample
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import ACTIONS, RunningExporter, eventually, problem, running_exporter
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from gpumem_exporter.server.http_protocol import Limits
-from tests.integration.running_exporter import RunningExporter, eventually, read_answer, running_exporter
-from tests.unit.builders import UUIDS, report, sample
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import RunningExporter, eventually, read_answer, running_exporter
 
 LIMITS = Limits(max_connections=8, request_seconds=0.4, unread_seconds=0.4)
 GET = b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n"

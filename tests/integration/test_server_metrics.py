@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from gpumem_exporter.protocol import to_wire
-from tests.integration.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
-from tests.unit.builders import UUIDS, report, sample
+from tests.support.builders import UUIDS, report, sample
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 

@@ -9,7 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.integration.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
 
 
 @pytest.fixture(scope="module")

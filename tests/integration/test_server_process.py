@@ -18,13 +18,13 @@ import pytest
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.server.sockets import BindError, bind
-from tests.integration.running_exporter import eventually
-from tests.unit.builders import report
+from tests.support.builders import report
+from tests.support.running_exporter import eventually
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
 HANGING_DRIVER = """
 import sys
-from tests.integration.running_exporter import ScriptedHost, ScriptedProvider
+from tests.support.running_exporter import ScriptedHost, ScriptedProvider
 from gpumem_exporter.server import serving, settings, sockets
 provider = ScriptedProvider()
 provider.hanging.set()

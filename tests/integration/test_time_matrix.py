@@ -11,11 +11,10 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
-from tests.exporter_process import ExporterProcess, Metrics, wait_for
-from tests.unit.builders import UUIDS, report, sample
-
-from .device_truth import QUICK, scrape, series_of, shown, truth, wait_until_right
-from .running_exporter import RunningExporter, running_exporter
+from tests.support.builders import UUIDS, report, sample
+from tests.support.device_truth import QUICK, scrape, series_of, shown, truth, wait_until_right
+from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
+from tests.support.running_exporter import RunningExporter, running_exporter
 
 EXPIRY_SECONDS = 3.0
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.exporter_process import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 TRAINING = """
 import contextlib, copy, hashlib, json, sys

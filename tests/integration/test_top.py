@@ -15,8 +15,9 @@ import pytest
 from gpumem_exporter.cli.sizes import short_bytes
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
-from tests.exporter_process import ExporterProcess, wait_for
-from tests.integration.top_program import (
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.terminal_program import TerminalProgram
+from tests.support.top_program import (
     FOREIGN,
     demo,
     top_command,
@@ -24,7 +25,6 @@ from tests.integration.top_program import (
     top_once,
     top_without_default_exporter,
 )
-from tests.terminal_program import TerminalProgram
 
 __all__ = ["demo"]
 

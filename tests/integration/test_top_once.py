@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.emulation.node import GIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
-from tests.exporter_process import ExporterProcess
-from tests.integration.top_program import (
+from tests.support.exporter_process import ExporterProcess
+from tests.support.top_program import (
     FOREIGN,
     demo,
     top_command,

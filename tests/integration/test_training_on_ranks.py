@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from tests.emulation.fixtures import MakeNode
+from tests.support.paths import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[2]
 GIB = 1 << 30
 
 
@@ -23,7 +22,7 @@ def test_two_ranks_step_as_all_their_samples_at_once_would_and_agree_on_the_smal
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("-m", "tests.training_ranks"),
+            *("-m", "tests.programs.training_ranks"),
         ],
         env=node.environment(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo"),
         capture_output=True,

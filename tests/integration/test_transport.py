@@ -15,7 +15,7 @@ import pytest
 
 from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.errors import ExporterUnreachableError
-from tests.exporter_process import REPOSITORY
+from tests.support.paths import REPOSITORY
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nhi"
 Talk = Callable[[socket.socket, int], None]

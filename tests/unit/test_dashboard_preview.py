@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,9 @@ from gpumem_dashboards.charts import line_chart
 from gpumem_dashboards.queries import Query, Scope, all_panels
 from gpumem_dashboards.rendering import render
 
-FOLDER = Path(__file__).resolve().parents[2] / "grafana" / "dashboards"
+from tests.support.paths import REPOSITORY
+
+FOLDER = REPOSITORY / "grafana" / "dashboards"
 SCOPE = Scope(1000.0, range_seconds=100, scrape_seconds=10)
 SCOPE_OF_ALL = Scope(1000.0, variables={"node": ".*", "gpu": ".*", "workload": ".*"})
 TIMES = [910.0 + 10 * at for at in range(10)]

@@ -11,9 +11,9 @@ import pytest
 from tests.claims.figures import Claim, Figures, NotHereError, OneNumber, alike, require, shown, true
 from tests.claims.place import Place
 from tests.claims.table import CLAIMS
-from tests.exporter_process import REPOSITORY
 from tests.gpu.report import Report
 from tests.gpu.report_page import file_name
+from tests.support.paths import REPOSITORY
 
 MIB = 1 << 20
 

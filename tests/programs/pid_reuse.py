@@ -1,0 +1,121 @@
+"""Run as pid 1 of a PID namespace: has a pid used again while the exporter watches. Says so at the end, or fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+from gpumem_exporter.client._transport import Connection
+from gpumem_exporter.procfs import pid_namespace, start_time_ticks
+from gpumem_exporter.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
+from tests.emulation.node import MIB, EmulatedNode
+from tests.emulation.programs import Program
+from tests.support.exporter_process import ExporterProcess, wait_for
+
+PID = 4321
+HOLD = "say(malloc(%d << 20)[0]); wait()"
+
+
+def choose_next_pid(pid: int) -> None:
+    """The next process that is started here gets this pid."""
+    Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
+
+
+def start(node: EmulatedNode, mebibytes: int) -> Program:
+    """A program with that much memory on the first device, under the chosen pid."""
+    choose_next_pid(PID)
+    program = Program(node, HOLD % mebibytes)
+    assert program.pid == PID, f"{program.pid}: another process was faster"
+    assert program.heard() == 0
+    return program
+
+
+def identity(session: str) -> ProcessIdentity:
+    return ProcessIdentity(
+        pid=PID,
+        start_time_ticks=start_time_ticks(f"/proc/{PID}"),
+        pid_namespace=pid_namespace(),
+        session=session,
+        session_started_seconds=time.monotonic(),
+        workload=session,
+    )
+
+
+def send(exporter: ExporterProcess, connection: Connection, report: Report) -> list[dict[str, object]]:
+    """Report and return the commands that come back."""
+    headers = {"Content-Type": "application/json"}
+    answer = connection.request("POST", REPORTS_PATH, json.dumps(to_wire(report)).encode(), headers)
+    assert answer.status == 200, answer
+    return list(json.loads(answer.body).get("commands", []))
+
+
+def main() -> None:
+    """Two programs, one after the other, under one pid: the first reports, the second does not, then does."""
+    with tempfile.TemporaryDirectory() as folder, EmulatedNode(Path(folder) / "node") as node:
+        exporter = ExporterProcess(
+            Path(folder),
+            *("--collect.interval", "0.2", "--report.interval", "0.2", "--report.expiry", "600"),
+            environment=node.environment(),
+        )
+        connection = Connection(exporter.url, timeout_seconds=30.0)
+        try:
+            check(node, exporter, connection)
+        finally:
+            connection.close()
+            print(exporter.log())
+            exporter.close()
+    print("the same pid, another process, and nothing of the one before")
+
+
+def check(node: EmulatedNode, exporter: ExporterProcess, connection: Connection) -> None:
+    uuid, labels = node.uuid(0), {"gpu": "0", "pid": str(PID)}
+    sample = DeviceSample(uuid, allocated_bytes=30 * MIB, reserved_bytes=40 * MIB, reclaimable_bytes=10 * MIB)
+    with start(node, 64) as first:
+        before = identity("first")
+        send(exporter, connection, Report(before, 1, devices=(sample,), actions=("empty_cache",)))
+        used = node.books()[0].processes[PID]
+        wait_for(
+            lambda: exporter.metrics().values("gpumem_torch_non_torch_bytes", **labels) == [used - 40 * MIB], "a poll"
+        )
+        action = exporter.act("empty_cache", target={"pid": PID}, deadline_seconds=600, wait_seconds=0, expect=202)
+        os.kill(exporter.pid, signal.SIGSTOP)  # it must not see that the pid was nobody's for a moment
+        first.kill()
+    with start(node, 128) as second:
+        os.kill(exporter.pid, signal.SIGCONT)
+        assert start_time_ticks(f"/proc/{PID}") != before.start_time_ticks
+        used = node.books()[0].processes[PID]
+        wait_for(
+            lambda: exporter.metrics().values("gpumem_process_memory_used_bytes", **labels) == [used],
+            "a poll of the second",
+        )
+        # in the very scrape that shows the second's bytes, they are nobody's that reports
+        metrics = exporter.metrics()
+        metrics.assert_ledgers_add_up()
+        assert metrics.ledgers()[uuid]["other_processes"] == used
+        assert metrics.ledgers()[uuid]["torch_allocated"] == 0
+        assert not [name for name in metrics.samples if name.startswith("gpumem_torch_")]
+        (info,) = [dict(found) for found in metrics.samples["gpumem_process_info"]]
+        assert (info["pid"], info["workload"], info["reporting"]) == (str(PID), "", "false"), info
+        missed = exporter.request("POST", "/api/v1/actions", {"action": "empty_cache", "target": {"pid": PID}})
+        assert missed.status == 404, missed
+
+        after = identity("second")
+        commands = send(exporter, connection, Report(after, 1, devices=(sample,), actions=("empty_cache",)))
+        assert commands == [], "what the first was asked does not reach the second"
+        ended = exporter.get(f"/api/v1/actions/{action['id']}")
+        assert [row["outcome"] for row in ended["results"]] == ["gone"], ended
+        metrics = exporter.metrics()
+        metrics.assert_ledgers_add_up()
+        assert metrics.value("gpumem_torch_allocated_bytes", workload="second", **labels) == 30 * MIB
+        assert metrics.value("gpumem_torch_non_torch_bytes", workload="second", **labels) == used - 40 * MIB
+        second.kill()
+    wait_for(lambda: f'pid="{PID}"' not in exporter.metrics().text, "no series of either")
+    exporter.metrics().assert_ledgers_add_up()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,163 @@
+"""Two ranks below torchrun, each with a device of its own, that accumulate gradients and search for a batch size.
+
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.programs.training_ranks
+
+Each prints what it found as one line of JSON. The second rank has fewer samples, and the first one less memory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+from gpumem_exporter import training
+from gpumem_exporter.errors import ConfigurationError, RankFailedError
+from tests.programs.accumulated_steps import (
+    Batch,
+    difference,
+    micro_batches,
+    model,
+    optimizer_of,
+    train_accumulated,
+    train_whole,
+)
+from tests.programs.searched_batches import UNIT, training_step
+
+SIZES = ([4, 4, 4, 4, 3], [4, 4, 4, 2, 1])
+"""Two micro batches are a window, so that the last one is short in both ways."""
+CLIP = 1.0
+
+
+def ddp(net: nn.Module) -> tuple[nn.Module, list[int]]:
+    """The wrapped model, and how often its gradients were averaged."""
+    wrapped, averaged = nn.parallel.DistributedDataParallel(net), [0]
+
+    def hook(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations, and wants no strings
+        averaged[0] += bucket.is_last()
+        return allreduce_hook(state, bucket)
+
+    wrapped.register_comm_hook(None, hook)
+    return wrapped, averaged
+
+
+def fsdp(net: nn.Module) -> tuple[nn.Module, list[int]]:
+    """The sharded model, and how often its gradients were there after a micro batch: when they had been averaged."""
+    mesh, averaged = dist.device_mesh.init_device_mesh("cpu", (2,)), [0]
+    for layer in (net[0], net[3], net):
+        fully_shard(layer, mesh=mesh)
+
+    def count(parameter: torch.Tensor) -> None:
+        averaged[0] += 1
+
+    next(net.parameters()).register_post_accumulate_grad_hook(count)
+    return net, averaged
+
+
+def accumulate(rank: int) -> dict[str, Any]:
+    mine = micro_batches(SIZES[rank], seed=rank)
+    everyone = [micro_batches(sizes, seed=number) for number, sizes in enumerate(SIZES)]
+    windows = [[batch for own in everyone for batch in own[at : at + 2]] for at in range(0, 5, 2)]
+    whole = model()
+    norms = train_whole(whole, "sgd", windows, CLIP, 2)
+    told: dict[str, Any] = {"clipped": [min(norms) < CLIP, max(norms) > CLIP]}
+    for name, wrap, every in (("ddp", ddp, False), ("ddp every batch", ddp, True), ("fsdp", fsdp, False)):
+        net = model()
+        wrapped, averaged = wrap(net)
+        accumulator = training.GradientAccumulator(
+            wrapped,
+            optimizer_of("sgd", wrapped),
+            effective_batch=16,
+            micro_batch=4,
+            clip_norm=CLIP,
+            sync_every_batch=every,
+        )
+        if not every:
+            leave_a_window(accumulator, wrapped, mine)
+        seen = train_accumulated(accumulator, wrapped, mine, 2)
+        told[name] = {
+            "steps": accumulator.steps,
+            "averaged": averaged[0],
+            "difference": difference(net, whole),
+            "norms": max(abs(a / b - 1) for a, b in zip(seen, norms, strict=True)),
+        }
+    return told
+
+
+def leave_a_window(accumulator: training.GradientAccumulator, net: nn.Module, batches: list[Batch]) -> None:
+    """Its gradient is still this rank's own; nothing of it may be in the next window."""
+    for x, y in accumulator.batches(batches):
+        with accumulator.forward():
+            loss = functional.cross_entropy(net(x), y)
+        accumulator.backward(loss, samples=len(x))
+        break
+
+
+def misuse() -> dict[str, Any]:
+    net = nn.parallel.DistributedDataParallel(model())
+    optimizer = optimizer_of("sgd", net)
+    told: dict[str, Any] = {}
+    accumulator = training.GradientAccumulator(net, optimizer, effective_batch=24, micro_batch=4)
+    told["left out"] = caught(lambda: train_accumulated(accumulator, net, micro_batches([4, 4]), left_out=(1,)))
+    told["uneven"] = caught(
+        lambda: training.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4),
+    )
+    # A model that nothing wraps is trained by each rank for itself.
+    told["alone"] = training.GradientAccumulator(
+        model(), optimizer, effective_batch=12, micro_batch=4
+    ).accumulation_steps
+    return told
+
+
+def caught(action: Callable[[], Any]) -> list[Any]:
+    try:
+        action()
+    except (ConfigurationError, RankFailedError, RuntimeError, ValueError) as error:
+        return [type(error).__name__, str(error), list(getattr(error, "ranks", ()))]
+    return []
+
+
+def search(rank: int) -> dict[str, Any]:
+    torch.cuda.set_device(rank)
+    step = training_step(f"cuda:{rank}")
+    alone = [dist.new_group([number]) for number in range(2)]
+
+    def find(**arguments: Any) -> Any:
+        return training.find_batch_size(step, **{"start": 4096, "multiple_of": UNIT, "margin": 0, **arguments})
+
+    together, apart = find(), find(process_group=alone[rank])
+
+    def fails_on_rank_1(size: int) -> None:
+        if rank == 1 and size > 4096:
+            raise ValueError("no such sample")
+        step(size)
+
+    return {
+        "together": together.size,
+        "apart": apart.size,
+        "fits": [each.fits for each in together.tries],
+        "out_of_memory": sorted({number for each in together.tries for number in each.ranks_out_of_memory}),
+        "failed": caught(lambda: training.find_batch_size(fails_on_rank_1, start=4096)),
+        "unlike": caught(lambda: find(start=4096 + rank)),
+        "foreign": caught(lambda: find(process_group=alone[1 - rank])),
+        "still together": find().size,
+    }
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    told = {"rank": rank, "accumulation": accumulate(rank), "misuse": misuse(), "search": search(rank)}
+    print(json.dumps(told), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

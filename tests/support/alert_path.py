@@ -1,0 +1,181 @@
+"""The project's Prometheus and Alertmanager configurations as real servers, made fast, and a receiver behind them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.support.exporter_process import wait_for
+from tests.support.paths import REPOSITORY
+
+DEPLOY = REPOSITORY / "deploy"
+SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+INTERVAL = "250ms"
+"""Of scrapes and evaluations: not so short that a slow machine misses them."""
+_DURATION = r"(?:\d+(?:ms|[smhd]))+"
+# Durations stand in range and subquery brackets, behind `offset`, and alone as the value of these keys.
+_IN_RULES = re.compile(rf"(?<=\[){_DURATION}(?=[\]:])|(?<=\d[smhd]:){_DURATION}(?=\])|(?<=offset ){_DURATION}\b")
+_KEYS = (
+    *("for", "keep_firing_for", "interval", "scrape_interval", "scrape_timeout", "evaluation_interval"),
+    *("group_wait", "group_interval", "repeat_interval"),
+)
+
+
+def hastened(document: Any, times: float) -> Any:
+    """A YAML document of Prometheus or Alertmanager with every duration so many times as short, and nothing else."""
+
+    def shorter(text: str) -> str:
+        seconds = sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhd])", text))
+        return f"{round(1000 * seconds / times)}ms"
+
+    if isinstance(document, list):
+        return [hastened(each, times) for each in document]
+    if not isinstance(document, dict):
+        return document
+    out = {}
+    for key, value in document.items():
+        if key in _KEYS:
+            out[key] = shorter(value)
+        elif key == "expr":
+            out[key] = _IN_RULES.sub(lambda match: shorter(match.group()), value)
+        else:
+            out[key] = hastened(value, times)
+    return out
+
+
+@dataclass
+class Receiver:
+    """What Alertmanager's webhooks bring, in the order in which it came."""
+
+    url: str
+    notifications: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def wait_for_alert(
+        self, status: str, timeout_seconds: float, *, since: int = 0, **labels: str
+    ) -> Mapping[str, Any]:
+        """The first alert of that status with these labels; waits until it comes.
+
+        Args:
+            status: firing or resolved.
+            timeout_seconds: how long to wait.
+            since: how many notifications to leave out: those that had come by then.
+            **labels: of the alert, among others.
+        """
+
+        def find() -> Mapping[str, Any] | None:
+            for notification in self.notifications[since:]:
+                for alert in notification["alerts"]:
+                    if alert["status"] == status and labels.items() <= alert["labels"].items():
+                        found: Mapping[str, Any] = alert
+                        return found
+            return None
+
+        found = wait_for(find, f"{labels} {status}", timeout_seconds)
+        assert found is not None
+        return found
+
+
+@contextmanager
+def receiving() -> Iterator[Receiver]:
+    """A webhook receiver."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            receiver.notifications.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        receiver = Receiver(f"http://127.0.0.1:{server.server_address[1]}/")
+        serving = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        serving.start()
+        try:
+            yield receiver
+        finally:
+            server.shutdown()
+            serving.join()
+
+
+@contextmanager
+def alertmanager(folder: Path, webhook: str, *, times: float) -> Iterator[str]:
+    """Alertmanager with the project's configuration and a webhook in each receiver; yields its address."""
+    configuration = hastened(yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text()), times)
+    for receiver in configuration["receivers"]:
+        receiver["webhook_configs"] = [{"url": webhook, "send_resolved": True}]
+    file = _written(folder / "alertmanager.yml", configuration)
+    command = [
+        *("prometheus-alertmanager", f"--config.file={file}", f"--storage.path={folder / 'alertmanager'}"),
+        *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),
+    ]
+    with _running(command, folder / "alertmanager.log") as log:
+        yield wait_for(lambda: _first(r'msg="Listening on" address=(\S+)', log()), "Alertmanager")
+
+
+@contextmanager
+def prometheus(folder: Path, *, exporter: str, alerts_to: str, times: float) -> Iterator[None]:
+    """Prometheus with the project's configuration and rules, which scrapes one exporter every 250 ms."""
+    source = DEPLOY / "prometheus"
+    configuration = hastened(yaml.safe_load((source / "prometheus.yml").read_text()), times)
+    (scraping,) = [job for job in configuration["scrape_configs"] if job["job_name"] == "gpumem"]
+    scraping["static_configs"] = [{"targets": [exporter]}]
+    configuration["scrape_configs"] = [scraping]
+    configuration["global"] |= {"scrape_interval": INTERVAL, "evaluation_interval": INTERVAL}
+    configuration["alerting"] = {"alertmanagers": [{"static_configs": [{"targets": [alerts_to]}]}]}
+    rules = sorted(path for pattern in configuration["rule_files"] for path in source.glob(pattern))
+    assert rules
+    for path in rules:
+        _written(folder / path.relative_to(source), hastened(yaml.safe_load(path.read_text()), times))
+    file = _written(folder / "prometheus.yml", configuration)
+    command = [
+        *("prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'prometheus'}"),
+        "--web.listen-address=127.0.0.1:0",
+    ]
+    with _running(command, folder / "prometheus.log") as log:
+        wait_for(lambda: "Server is ready to receive web requests" in log(), "Prometheus")
+        yield
+        assert _first(r"(level=(?:warn|error).*)", log()) == "", log()
+
+
+def _written(path: Path, document: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return path
+
+
+@contextmanager
+def _running(command: Sequence[str], log: Path) -> Iterator[Callable[[], str]]:
+    """A server, killed in the end; yields what reads its log."""
+    program = shutil.which(command[0])
+    assert program, f"{command[0]} is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+    with log.open("wb") as out:
+        process = subprocess.Popen([program, *command[1:]], stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+
+    def read() -> str:
+        assert process.poll() is None, log.read_text()
+        return log.read_text()
+
+    try:
+        yield read
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _first(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    return match.group(1) if match else ""

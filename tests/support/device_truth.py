@@ -1,0 +1,114 @@
+"""What the page must show of a device, by the node's own books and the processes' own statistics; what it does show."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tests.emulation.node import DeviceBook, EmulatedNode
+from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
+
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
+ATTACH_SECONDS = 60.0
+"""Longer than the longest pause between two attempts to attach."""
+FOREIGN_PID = 4_000_001
+"""A process without a reporter; above every pid that Linux gives out here."""
+
+Truth = Mapping[str, Any]
+
+
+def truth(book: DeviceBook, stats: Mapping[int, Mapping[str, int]]) -> Truth:
+    """The page as it must be for one device of classic segments.
+
+    Args:
+        book: the node's own knowledge.
+        stats: `memory_stats` of each process that reports on the device, by pid.
+    """
+    ledger = dict.fromkeys(("torch_allocated", "torch_reclaimable", "torch_fragmented", "non_torch"), 0)
+    for pid, own in stats.items():
+        reserved, allocated = own["reserved_bytes.all.current"], own["allocated_bytes.all.current"]
+        reclaimable = reserved - own["active_bytes.all.current"] - own["inactive_split_bytes.all.current"]
+        ledger["torch_allocated"] += allocated
+        ledger["torch_reclaimable"] += reclaimable
+        ledger["torch_fragmented"] += reserved - allocated - reclaimable
+        ledger["non_torch"] += book.processes[pid] - reserved
+    ledger["other_processes"] = sum(used for pid, used in book.processes.items() if pid not in stats)
+    ledger["driver_reserved"] = book.reserved_bytes
+    ledger["unattributed"] = book.unattributed_bytes
+    ledger["free"] = book.free_bytes
+    return {
+        "ledger": ledger,
+        "total": [book.total_bytes],
+        "used": [book.used_bytes],
+        "free": [book.free_bytes],
+        "reserved": [book.reserved_bytes],
+        "processes": {str(pid): used for pid, used in book.processes.items()},
+        "allocated": {str(pid): own["allocated_bytes.all.current"] for pid, own in stats.items()},
+    }
+
+
+def shown(metrics: Metrics, uuid: str) -> Truth:
+    """The same of one scrape."""
+    memory = {
+        name: metrics.values(f"gpumem_device_memory_{name}_bytes", uuid=uuid)
+        for name in ("total", "used", "free", "reserved")
+    }
+    return {
+        "ledger": metrics.ledgers().get(uuid, {}),
+        **memory,
+        "processes": _by_pid(metrics, "gpumem_process_memory_used_bytes", uuid),
+        "allocated": _by_pid(metrics, "gpumem_torch_allocated_bytes", uuid),
+    }
+
+
+def _by_pid(metrics: Metrics, name: str, uuid: str) -> dict[str, float]:
+    found = ((dict(labels), value) for labels, value in metrics.samples.get(name, {}).items())
+    return {labels["pid"]: value for labels, value in found if labels["uuid"] == uuid}
+
+
+def scrape(exporter: ExporterProcess) -> Metrics:
+    """One scrape whose ledgers add up and whose devices' indices are unambiguous."""
+    metrics = exporter.metrics()
+    metrics.assert_ledgers_add_up()
+    gpus = [dict(labels)["gpu"] for labels in metrics.samples.get("gpumem_device_up", {})]
+    assert len(gpus) == len(set(gpus)), gpus
+    return metrics
+
+
+def wait_until_right(
+    exporter: ExporterProcess,
+    node: EmulatedNode,
+    devices: Iterable[int],
+    reporting: Mapping[int, Iterable[TorchProcess]],
+) -> Metrics:
+    """A scrape in which each of these devices is right to the byte.
+
+    Args:
+        devices: their numbers on the node.
+        reporting: by such a number, the processes that report on it, whose own device 0 it is.
+    """
+    books = node.books()
+    wanted = {
+        node.uuid(device): truth(
+            books[device], {process.pid: process.call("stats") for process in reporting.get(device, ())}
+        )
+        for device in devices
+    }
+
+    def right() -> Metrics | None:
+        metrics = scrape(exporter)
+        return metrics if all(shown(metrics, uuid) == whole for uuid, whole in wanted.items()) else None
+
+    with contextlib.suppress(AssertionError):
+        return wait_for(right, "devices right to the byte", ATTACH_SECONDS)
+    metrics = scrape(exporter)
+    assert {uuid: shown(metrics, uuid) for uuid in wanted} == wanted
+    return metrics
+
+
+def series_of(metrics: Metrics, **labels: str) -> list[str]:
+    """The names of all series that carry these labels."""
+    wanted = set(labels.items())
+    return [name for name, samples in metrics.samples.items() if any(wanted <= found for found in samples)]

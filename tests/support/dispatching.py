@@ -1,0 +1,94 @@
+"""A dispatcher with reporting processes and a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action, ActionRequest, Target
+from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.protocol import MODES, CommandResult, DeviceResult
+from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
+
+__all__ = ["EVERYBODY", "Bench", "Ranks", "run"]
+
+T = TypeVar("T")
+EVERYBODY = Target(all=True)
+
+
+class Bench:
+    """A dispatcher with two processes: rank 0 on devices 0 and 1, rank 1 on device 1, and a clock set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.finished: list[Action] = []
+        self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=10)
+        self.store.put_reading(node(device(UUIDS[0], gpu="0"), device(UUIDS[1], gpu="1"), taken=100.0))
+        self.dispatcher = self.build()
+        self.sequence = 0
+        self.first = self.put(
+            1, rank="0", devices=(sample(UUIDS[0], 8 * MIB, 4 * MIB), sample(UUIDS[1], 2 * MIB, MIB, MIB))
+        )
+        self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
+
+    def build(self, **changes: Any) -> Dispatcher:
+        return Dispatcher(
+            self.store,
+            clock=lambda: self.now,
+            wall_clock=lambda: 1e9 + self.now,
+            on_finished=self.finished.append,
+            **{
+                "allowed": frozenset(DEFAULT_ACTIONS),
+                "limits": UNLIMITED,
+                "terminator": Terminator(NobodyHost()),
+                **changes,
+            },
+        )
+
+    def put(self, pid: int, **changes: Any) -> ReportingProcess:
+        self.sequence += 1
+        sent = report(pid, sequence=self.sequence, **changes)
+        return self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
+
+    def ask(self, action: str = "empty_cache", target: Target = EVERYBODY, **changes: Any) -> Action:
+        key = changes.pop("idempotency_key", None)
+        request = ActionRequest(action=action, target=target, **changes)
+        return self.dispatcher.submit(request, requested_by="test", idempotency_key=key)
+
+    def answer(self, process: ReportingProcess, action: Action, outcome: str = "done", freed: int = 0) -> None:
+        devices = tuple(DeviceResult(s.uuid, freed_bytes=freed) for s in process.report.devices)
+        result = CommandResult(action.id, outcome, devices=devices if outcome == "done" else ())
+        self.dispatcher.take_results(
+            dataclasses.replace(process, report=dataclasses.replace(process.report, results=(result,)))
+        )
+
+
+class Ranks(Bench):
+    """Two ranks that make a step each 0.1 s and have ended 50 and 48 of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.rank(1, "0", 50)
+        self.second = self.rank(2, "1", 48)
+
+    def rank(self, pid: int, rank: str, step: int | None, **changes: Any) -> ReportingProcess:
+        known = {"modes": MODES, "step": step, "step_seconds": 0.1, "devices": (sample(UUIDS[0], 0, MIB),)}
+        return self.put(pid, rank=rank, **{**known, **changes})
+
+    def ask_group(self, **changes: Any) -> Action:
+        return self.ask(**{"target": Target(rank="0"), "mode": "step", "group": True, **changes})
+
+    def says(self, process: ReportingProcess, *waiting: str) -> ReportingProcess:
+        """The process reports again, and names what waits there."""
+        told = dataclasses.replace(process, report=dataclasses.replace(process.report, waiting=waiting))
+        self.dispatcher.take_results(told)
+        return told
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 10))

@@ -1,0 +1,211 @@
+"""A real exporter in its own process, as a test sees it: its answers, its metrics, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumem_exporter.client._transport import Answer, Connection
+from gpumem_exporter.errors import ExporterUnreachableError
+from tests.support.paths import REPOSITORY
+
+T = TypeVar("T")
+
+UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
+"""Whoever tests asks for more than anybody else."""
+QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", *UNLIMITED)
+"""Flags of an exporter that shows what is so at once."""
+
+
+def wait_for(condition: Callable[[], T], what: str, timeout_seconds: float = 30.0) -> T:
+    """Ask again and again until the answer is true, and return it."""
+    end = time.monotonic() + timeout_seconds
+    while True:
+        answer = condition()
+        if answer:
+            return answer
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {timeout_seconds} s for {what}; the last answer was {answer!r}")
+        time.sleep(0.01)
+
+
+def wait_until_equal(read: Callable[[], T], wanted: T, what: str, timeout_seconds: float = 30.0) -> None:
+    """Read again and again until it is what is wanted; fails with what it was last."""
+    end = time.monotonic() + timeout_seconds
+    while (found := read()) != wanted:
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {timeout_seconds} s for {what}:\n{wanted!r}\nit is still\n{found!r}")
+        time.sleep(0.01)
+
+
+class ExporterProcess:
+    """`gpumem-exporter serve` on a unix socket in `folder`; its flags follow.
+
+    Args:
+        folder: where its socket and its log lie.
+        *flags: further flags of `serve`.
+        environment: of the process, whole; the test's own where it is not given. PYTHONPATH is kept, behind this
+            repository.
+        launcher: what stands before the interpreter, such as `("unshare", "--pid", "--fork")`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        environment: Mapping[str, str] | None = None,
+        launcher: Sequence[str] = (),
+    ) -> None:
+        self.socket = folder / "exporter.sock"
+        self.url = f"unix://{self.socket}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._flags = flags
+        self._launcher = launcher
+        self._environment = dict(os.environ if environment is None else environment)
+        path = filter(None, (str(REPOSITORY), self._environment.get("PYTHONPATH")))
+        self._environment["PYTHONPATH"] = os.pathsep.join(path)
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._connection = Connection(self.url, timeout_seconds=30.0)
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        assert self._popen is not None
+        return self._popen.pid
+
+    def start(self) -> None:
+        """Start it, and wait until its first poll is done."""
+        self._popen = subprocess.Popen(
+            [
+                *(*self._launcher, sys.executable, "-m", "gpumem_exporter", "serve"),
+                *("--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(self.socket), *self._flags),
+            ],
+            env=self._environment,
+            stdout=self._log,
+            stderr=self._log,
+        )
+        wait_for(self._ready, "the exporter's first poll", 60.0)
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """End it and return its exit status."""
+        self._connection.close()
+        assert self._popen is not None
+        self._popen.send_signal(number)
+        return self._popen.wait(30)
+
+    def signal(self, number: int) -> None:
+        """Send it a signal and go on."""
+        assert self._popen is not None
+        self._popen.send_signal(number)
+
+    def close(self) -> None:
+        """Kill it if it still runs."""
+        self._connection.close()
+        if self._popen is not None and self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait(30)
+        self._log.close()
+
+    def log(self) -> str:
+        """All that it has written."""
+        return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
+
+    def request(self, method: str, path: str, document: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
+        """One request on the kept connection; `document` is sent as JSON."""
+        body = None if document is None else json.dumps(document).encode()
+        sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
+        return self._connection.request(method, path, body, sent)
+
+    def get(self, path: str) -> Any:
+        """The JSON document at a path."""
+        answer = self.request("GET", path)
+        assert answer.status == 200, answer
+        return json.loads(answer.body)
+
+    def act(self, action: str, *, expect: int = 200, **request: Any) -> Any:
+        """Ask for an action and return the answer's document."""
+        answer = self.request("POST", "/api/v1/actions", {"action": action, **request})
+        assert answer.status == expect, answer
+        return json.loads(answer.body)
+
+    def metrics(self) -> Metrics:
+        """One scrape."""
+        answer = self.request("GET", "/metrics")
+        assert answer.status == 200, answer
+        return Metrics(answer.body.decode())
+
+    def processes(self) -> dict[int, Any]:
+        """The reporting processes by pid."""
+        return {entry["pid"]: entry for entry in self.get("/api/v1/processes")["processes"] if entry["reporting"]}
+
+    def wait_for_processes(self, *pids: int) -> None:
+        """Return once each of these reports."""
+        wait_for(lambda: set(pids) <= set(self.processes()), f"reports of {pids}")
+
+    def _ready(self) -> bool:
+        assert self._popen is not None
+        if self._popen.poll() is not None:
+            raise AssertionError(f"the exporter ended with {self._popen.returncode}:\n{self.log()}")
+        try:
+            return self.request("GET", "/-/ready").status == 200
+        except ExporterUnreachableError:
+            return False
+
+
+class Metrics:
+    """A scrape, parsed: samples by name and labels."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                self.samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+
+    def values(self, name: str, **labels: str) -> list[float]:
+        """The values of all series of that name that carry these labels."""
+        wanted = set(labels.items())
+        return [value for found, value in self.samples.get(name, {}).items() if wanted <= found]
+
+    def value(self, name: str, **labels: str) -> float:
+        """The one value there is."""
+        (value,) = self.values(name, **labels)
+        return value
+
+    def states_of(self, pid: int) -> list[str]:
+        """The lines about a process, but for what once happened to it: that outlives it."""
+        return [
+            line
+            for line in self.text.splitlines()
+            if f'pid="{pid}"' in line and not line.startswith("gpumem_last_oom_")
+        ]
+
+    def ledgers(self) -> dict[str, dict[str, int]]:
+        """By uuid, the ledger's categories; exact, since the text holds integers."""
+        ledgers: dict[str, dict[str, int]] = {}
+        for line in self.text.splitlines():
+            if line.startswith("gpumem_ledger_bytes{"):
+                labels, _, value = line.rpartition(" ")
+                fields = dict(part.split("=", 1) for part in labels[labels.index("{") + 1 : -1].split(","))
+                ledgers.setdefault(fields["uuid"].strip('"'), {})[fields["category"].strip('"')] = int(value)
+        return ledgers
+
+    def assert_ledgers_add_up(self) -> None:
+        """The invariant: each device's categories add up to its total, to the byte."""
+        ledgers = self.ledgers()
+        totals = {
+            dict(labels)["uuid"]: int(value)
+            for labels, value in self.samples.get("gpumem_device_memory_total_bytes", {}).items()
+        }
+        assert {uuid: sum(ledger.values()) for uuid, ledger in ledgers.items()} == totals

@@ -1,0 +1,92 @@
+"""A kubelet's pod-resources server: real gRPC, with messages that protoc makes of tests/data/podresources.proto."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from grpc_tools import protoc
+
+from tests.support.paths import DATA
+
+PROTO = DATA / "podresources.proto"
+LIBRARY = Path(protoc.__file__).parent / "_proto"
+
+
+class Kubelet:
+    """Listens at `socket` and answers what `containers` says: `{(namespace, pod, container): (device id, …)}`.
+
+    Attributes:
+        containers: what has been given to whom; may be changed at any time.
+        error: where it is not empty, every question is answered with UNAVAILABLE and this text.
+        hanging: while it is set, no question is answered.
+        questions: how many came.
+    """
+
+    def __init__(self, socket: Path) -> None:
+        self.containers: Mapping[tuple[str, str, str], tuple[str, ...]] = {}
+        self.error = ""
+        self.hanging = threading.Event()
+        self.questions = 0
+        self._closing = threading.Event()
+        self._messages = messages = _messages()
+        self._server = grpc.server(ThreadPoolExecutor(4))
+        handler = grpc.unary_unary_rpc_method_handler(
+            self._list,
+            request_deserializer=messages.ListPodResourcesRequest.FromString,
+            response_serializer=messages.ListPodResourcesResponse.SerializeToString,
+        )
+        (service,) = messages.DESCRIPTOR.services_by_name.values()
+        (method,) = service.methods
+        self._server.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(service.full_name, {method.name: handler}),)
+        )
+        self._server.add_insecure_port(f"unix:{socket}")
+
+    def __enter__(self) -> Kubelet:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._server.stop(0).wait(30)
+
+    def _list(self, _: Any, context: grpc.ServicerContext) -> Any:
+        self.questions += 1
+        while self.hanging.is_set() and not self._closing.wait(0.05):
+            pass
+        if self.error:
+            context.abort(grpc.StatusCode.UNAVAILABLE, self.error)
+        answer = self._messages.ListPodResourcesResponse()
+        for (namespace, pod, name), device_ids in self.containers.items():
+            container = answer.pod_resources.add(name=pod, namespace=namespace).containers.add(
+                name=name, cpu_ids=[0, 1, 40]
+            )
+            container.memory.add(memory_type="memory", size=1 << 34).topology.nodes.add(ID=1)
+            for device_id in device_ids:  # the kubelet lists the devices of each NUMA node apart
+                devices = container.devices.add(resource_name="nvidia.com/gpu", device_ids=[device_id])
+                devices.topology.nodes.add(ID=0)
+        return answer
+
+
+def _messages() -> Any:
+    """The module that protoc generates."""
+    name = "podresources_pb2"
+    if name not in sys.modules:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = ("protoc", f"-I{PROTO.parent}", f"-I{LIBRARY}", f"--python_out={folder}", str(PROTO))
+            assert protoc.main(arguments) == 0
+            spec = importlib.util.spec_from_file_location(name, Path(folder) / f"{name}.py")
+            assert spec is not None
+            assert spec.loader is not None
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            sys.modules[name] = module
+    return sys.modules[name]

@@ -1,0 +1,149 @@
+"""The demo's node under a clock set by hand, with the real store, dispatcher and policy; its reporters are played here.
+
+Nothing runs but what `pass_time` makes run: no threads, no sockets, no sleeps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action
+from gpumem_exporter.actions.policy import Rule
+from gpumem_exporter.actions.policy_engine import Decision, Engine, Stop
+from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ReportingProcess
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.demo import DemoNode
+from gpumem_exporter.demo.process import SimulatedProcess
+from gpumem_exporter.protocol import MODES, Command, CommandResult
+from tests.support.builders import UNLIMITED, NobodyHost
+
+START = 1000.0
+
+
+@dataclass
+class Reporter:
+    """One process' reporter: sends, is given commands, and runs each at its moment."""
+
+    process: SimulatedProcess
+    sequence: int = 0
+    results: list[CommandResult] = field(default_factory=list)
+    waiting: list[tuple[Command, float]] = field(default_factory=list)
+    last_step: int | None = None
+
+    def look(self, now: float) -> None:
+        """Run what has come to its moment."""
+        stepped = self.process.step is not None and self.process.step != self.last_step
+        self.last_step = self.process.step
+        moments = {"now": True, "step": stepped, "idle": self.process.busy_ratio == 0}
+        for held in list(self.waiting):
+            command, expires = held
+            if now >= expires:
+                self.results.append(CommandResult(command.id, "expired", "its moment did not come"))
+                self.waiting.remove(held)
+            elif moments[command.mode]:
+                self.results.append(self.process.run(command))
+                self.waiting.remove(held)
+
+
+class DemoBench:
+    """The node, and everything between it and a policy."""
+
+    def __init__(self, rules: Sequence[Rule], seed: int = 1) -> None:
+        self.now = START
+        self.node = DemoNode(seed=seed, clock=lambda: self.now)
+        self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=100)
+        self.finished: list[Action] = []
+        self.stops: list[Stop] = []
+        self.dispatcher = Dispatcher(
+            self.store,
+            allowed=frozenset(DEFAULT_ACTIONS),
+            clock=lambda: self.now,
+            wall_clock=lambda: 1e9 + self.now,
+            on_finished=self.finished.append,
+            terminator=Terminator(NobodyHost()),
+            limits=UNLIMITED,
+        )
+        self.engine = Engine(rules, stale_seconds=5.0)
+        self.asked: dict[str, Decision] = {}
+        self.decided: list[tuple[float, Decision]] = []
+        self.reporters: dict[int, Reporter] = {}
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the node, its reporters and the policy live for so long, second by second."""
+        asyncio.run(self._pass_time(seconds))
+
+    async def _pass_time(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
+            for _ in range(2):
+                self.now += 0.5
+                self.node.simulation.advance(self.now)
+                for reporter in self.reporters.values():
+                    reporter.look(self.now)
+            self.store.put_reading(self._reading())
+            await self._report()
+            self.dispatcher.expire()
+            self._follow_the_policy()
+
+    def _reading(self) -> NodeReading:
+        provider = self.node.provider
+        devices = tuple(
+            DeviceReading(
+                identity.gpu,
+                identity.uuid,
+                memory=provider.read_memory(identity.uuid),
+                processes=provider.read_processes(identity.uuid),
+                utilization_ratio=provider.read_utilization_ratio(identity.uuid),
+            )
+            for identity in provider.devices()
+        )
+        return NodeReading(self.now, self.now, 0.0, up=True, devices=devices)
+
+    async def _report(self) -> None:
+        alive = {process.pid: process for process in self.node.simulation.processes() if process.reports}
+        for pid in self.reporters.keys() - alive.keys():
+            gone = self.reporters.pop(pid).process.identity
+            for known in self.store.snapshot(self.now).processes:
+                if known.report.process.session == gone.session:
+                    self.store.forget(known.key)
+                    self.dispatcher.process_gone(known.key, "it has ended")
+        for pid, process in alive.items():
+            reporter = self.reporters.setdefault(pid, Reporter(process, last_step=process.step))
+            reporter.sequence += 1
+            sent = process.report(reporter.sequence, reporter.results, hold_seconds=0.0, final=False)
+            waiting = tuple(command.id for command, _ in reporter.waiting)
+            sent = replace(sent, modes=MODES, waiting=waiting)
+            reporter.results = []
+            known = self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
+            self.dispatcher.take_results(known)
+            await self._take_commands(reporter, known)
+
+    async def _take_commands(self, reporter: Reporter, known: ReportingProcess) -> None:
+        for command in await self.dispatcher.commands(known, 0):
+            reporter.waiting.append((command, self.now + command.deadline_seconds))
+        if any(command.mode == "now" for command, _ in reporter.waiting):
+            reporter.look(self.now)
+
+    def _follow_the_policy(self) -> None:
+        for action_id in list(self.asked):
+            action = self.dispatcher.get(action_id)
+            if action is not None and action.finished:
+                self._take(self.asked.pop(action_id), action)
+        found = self.engine.evaluate(self.store.snapshot(self.now), self.dispatcher.under_way)
+        self.stops += found.stops
+        for decision in found.decisions:
+            self.decided.append((self.now, decision))
+            action = self.dispatcher.submit(decision.request, requested_by=f"policy:{decision.rule.name}")
+            if action.finished:
+                self._take(decision, action)
+            else:
+                self.asked[action.id] = decision
+
+    def _take(self, decision: Decision, action: Action) -> None:
+        stop = self.engine.finished(decision, action, self.now)
+        if stop is not None:
+            self.stops.append(stop)

@@ -1,0 +1,35 @@
+"""The command line as a test runs it: beside no setting of the machine's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.support.paths import REPOSITORY
+
+__all__ = ["CONSOLE_SCRIPT", "clean_environment", "run_command"]
+
+CONSOLE_SCRIPT = (
+    f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())"
+)
+"""Python source that does what the installed `gpumem-exporter` script does, without the package being installed."""
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    """The test's own environment without this project's variables and those of terminals, and with these."""
+    own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
+    return {**kept, "PYTHONPATH": str(REPOSITORY), **changes}
+
+
+def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """`gpumem-exporter …`, to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "gpumem_exporter", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env=clean_environment(**environ),
+    )

@@ -1,0 +1,232 @@
+"""The real server on real sockets, in a thread, with a driver and a host that do what a test says."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumem_exporter.client._transport import Answer, Connection
+from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
+from gpumem_exporter.errors import NvmlUnavailableError
+from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
+from gpumem_exporter.server.app import create_app
+from gpumem_exporter.server.http_protocol import Limits
+from gpumem_exporter.server.runtime import Runtime
+from gpumem_exporter.server.serving import ExporterServer
+from gpumem_exporter.server.settings import load_settings
+from gpumem_exporter.server.sockets import bind
+from tests.support.builders import MIB, UUIDS
+
+T = TypeVar("T")
+
+ACTIONS = "/api/v1/actions"
+
+
+def eventually(read: Callable[[], T], wanted: Callable[[T], bool] = bool, seconds: float = 30.0) -> T:
+    """Read until it is as wanted; fails with the last value that was not."""
+    deadline = time.monotonic() + seconds
+    while not wanted(value := read()):
+        assert time.monotonic() < deadline, f"still {value!r}"
+        time.sleep(0.005)
+    return value
+
+
+class ScriptedProvider:
+    """A driver with two devices. `hanging` makes every call block; `error` makes it unavailable.
+
+    `let_go` counts how often it was released.
+    """
+
+    source = "nvml"
+
+    def __init__(self) -> None:
+        self.error = ""
+        self.let_go = 0
+        self.hanging = threading.Event()
+        self.released = threading.Event()
+        self.stuck = threading.Event()
+        self.processes: dict[str, tuple[ProcessMemory, ...]] = {}
+
+    def _call(self) -> None:
+        if self.hanging.is_set():
+            self.stuck.set()
+            self.released.wait()
+        if self.error:
+            raise NvmlUnavailableError(self.error)
+
+    def open(self) -> None:
+        self._call()
+
+    def close(self) -> None:
+        pass
+
+    def release(self) -> None:
+        self.let_go += 1
+
+    def driver_version(self) -> str:
+        return "999.1"
+
+    def devices(self) -> tuple[DeviceIdentity, ...]:
+        self._call()
+        return tuple(DeviceIdentity(gpu=str(i), uuid=UUIDS[i], name="Scripted") for i in range(2))
+
+    def read_memory(self, uuid: str) -> DeviceMemory:
+        self._call()
+        return DeviceMemory(1000 * MIB, 400 * MIB, 600 * MIB, 0)
+
+    def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
+        return self.processes.get(uuid, ())
+
+    def read_utilization_ratio(self, uuid: str) -> float:
+        return 0.5
+
+
+@dataclass
+class ScriptedHost:
+    """A host where a reporter's pid is its own, unless `host_pids` says otherwise."""
+
+    dead: set[int] = field(default_factory=set)
+    asked: list[tuple[int, int | None]] = field(default_factory=list)
+
+    def facts(self, pid: int) -> ProcessFacts | None:
+        return ProcessFacts(pid, 1000, command="python train.py", user="ada")
+
+    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        self.asked.append((identity.pid, peer_pid))
+        return identity.pid
+
+    def program(self, host_pid: int) -> int | None:
+        return None
+
+    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
+        return host_pid not in self.dead
+
+
+def read_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """One answer from a connection that stays open."""
+    received = b""
+    while b"\r\n\r\n" not in received:
+        piece = sock.recv(65536)
+        assert piece, received
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    while len(body) < int(headers["content-length"]):
+        body += sock.recv(65536)
+    return int(first.split()[1]), headers, body
+
+
+@dataclass
+class RunningExporter:
+    """An exporter that answers, and ways to ask it."""
+
+    url: str
+    port: int
+    runtime: Runtime
+    server: ExporterServer
+    provider: ScriptedProvider
+    host: ScriptedHost
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        document: Any = None,
+        *,
+        url: str = "",
+        body: bytes | None = None,
+        seconds: float = 10.0,
+        **headers: str,
+    ) -> Answer:
+        """One request on a connection of its own; underscores in header names stand for hyphens."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if document is not None:
+            body = json.dumps(document).encode()
+        if method == "POST":
+            sent = {"Content-Type": "application/json", **sent}
+        connection = Connection(url or self.url, timeout_seconds=seconds)
+        try:
+            return connection.request(method, path, body, sent)
+        finally:
+            connection.close()
+
+    def get(self, path: str, **headers: str) -> Answer:
+        return self.request("GET", path, **headers)
+
+    def document(self, path: str) -> Any:
+        return json.loads(self.get(path).body)
+
+    def report(self, sent: Report, **options: Any) -> Answer:
+        return self.request("POST", REPORTS_PATH, to_wire(sent), **options)
+
+    def act(self, **document: Any) -> Answer:
+        return self.request("POST", ACTIONS, document)
+
+    def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """Every sample of /metrics, by name and labels."""
+        families = text_string_to_metric_families(self.get("/metrics").body.decode())
+        return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+
+    def sample(self, name: str, **labels: str) -> float | None:
+        """The one sample with this name and at least these labels; None when there is none."""
+        found = [v for (n, have), v in self.samples().items() if n == name and set(labels.items()) <= have]
+        assert len(found) <= 1, found
+        return found[0] if found else None
+
+
+def problem(answer: Answer, status: int) -> Any:
+    """The problem document of an answer, which must be one of this status."""
+    assert answer.status == status, answer.body
+    assert answer.headers["content-type"] == "application/problem+json"
+    document = json.loads(answer.body)
+    assert document["status"] == status
+    assert document["title"]
+    assert document["type"]
+    assert document["detail"]
+    return document
+
+
+@contextlib.contextmanager
+def running_exporter(
+    *,
+    provider: ScriptedProvider | None = None,
+    unix: Path | None = None,
+    limits: Limits | None = None,
+    ready: bool = True,
+    **flags: Any,
+) -> Iterator[RunningExporter]:
+    """Run an exporter; flags are settings by field name. `ready` waits for the first poll."""
+    provider = provider or ScriptedProvider()
+    host = ScriptedHost()
+    flags = {"web_listen_address": "127.0.0.1:0", "collect_interval": 0.05, **flags}
+    settings = load_settings({**flags, "web_listen_socket": str(unix) if unix else None}, {})
+    listeners = bind(settings.web_listen_address, settings.web_listen_socket)
+    port = listeners.sockets[0].getsockname()[1]
+    started = threading.Event()
+    app = create_app(settings, provider=provider, host=host)
+    server = ExporterServer(app, settings, listeners, started.set, limits)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
+    thread.start()
+    try:
+        assert started.wait(10)
+        running = RunningExporter(f"http://127.0.0.1:{port}", port, app.state.runtime, server, provider, host)
+        if ready:
+            eventually(lambda: running.get("/-/ready").status, lambda status: status == 200)
+        yield running
+    finally:
+        server.should_exit = True
+        provider.released.set()
+        thread.join(10)
+        listeners.close()
+        assert not thread.is_alive()

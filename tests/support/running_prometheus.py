@@ -1,0 +1,114 @@
+"""A real Prometheus in its own process, as a test uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import ssl
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import trustme
+import yaml
+
+from tests.support.exporter_process import wait_for
+
+__all__ = ["RunningPrometheus", "free_port"]
+
+
+def free_port() -> int:
+    """A TCP port on 127.0.0.1 that nobody listens on now."""
+    with contextlib.closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RunningPrometheus:
+    """Scrapes every second, and answers once it is made.
+
+    Args:
+        folder: its configuration and data; made when missing.
+        targets: `host:port` by the node's name, the label `instance`; two names may be of one exporter.
+        authority: signs its certificate; its API then is https.
+        scrape: what else its scrape configuration says, such as `scheme`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        targets: Mapping[str, str],
+        authority: trustme.CA | None = None,
+        scrape: Mapping[str, Any] | None = None,
+    ) -> None:
+        binary = shutil.which("prometheus")
+        assert binary, "prometheus is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = [{"targets": [address], "labels": {"instance": name}} for name, address in targets.items()]
+        configuration = {
+            "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+            "scrape_configs": [{"job_name": "gpumem", "static_configs": jobs, **(scrape or {})}],
+        }
+        (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration))
+        address = f"127.0.0.1:{free_port()}"
+        self.url = f"http://{address}" if authority is None else f"https://{address}"
+        self._trusted = None if authority is None else _serve_https(folder, authority)
+        web = () if authority is None else (f"--web.config.file={folder / 'web.yml'}",)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        self._popen = subprocess.Popen(
+            [
+                binary,
+                f"--config.file={folder / 'prometheus.yml'}",
+                f"--storage.tsdb.path={folder / 'data'}",
+                f"--web.listen-address={address}",
+                "--log.level=warn",
+                *web,
+            ],
+            stdout=self._log,
+            stderr=self._log,
+        )
+        wait_for(self._ready, "Prometheus")
+
+    def log(self) -> str:
+        """All that it has written."""
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")
+
+    def close(self) -> None:
+        """Ends it."""
+        self._popen.terminate()
+        try:
+            self._popen.wait(30)
+        finally:
+            self._popen.kill()
+            self._log.close()
+
+    def __enter__(self) -> RunningPrometheus:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _ready(self) -> bool:
+        assert self._popen.poll() is None, self.log()
+        try:
+            with urllib.request.urlopen(f"{self.url}/-/ready", timeout=5, context=self._trusted) as answer:
+                return bool(answer.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+
+def _serve_https(folder: Path, authority: trustme.CA) -> ssl.SSLContext:
+    """Write what Prometheus needs to serve https; what a client needs to believe it."""
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "own.pem"))
+    server = {"cert_file": "own.pem", "key_file": "own.pem"}
+    (folder / "web.yml").write_text(yaml.safe_dump({"tls_server_config": server}))
+    trusted = ssl.create_default_context()
+    authority.configure_trust(trusted)
+    return trusted

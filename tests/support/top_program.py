@@ -1,0 +1,65 @@
+"""`top` as tests start it: its command, its environment, and a demo for it to show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.paths import REPOSITORY
+
+__all__ = ["FOREIGN", "demo", "top_command", "top_environment", "top_once", "top_without_default_exporter"]
+
+FOREIGN = 4_000_001
+"""A pid that no process has."""
+
+
+def top_environment(base: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
+    """The environment of a user who has set nothing for `top`, and the changes."""
+    own = ("GPUMEM_", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH", "TERM")
+    kept = {name: value for name, value in (base or os.environ).items() if not name.startswith(own)}
+    return {**kept, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY), **changes}
+
+
+def top_command(*arguments: str) -> list[str]:
+    """`top` with these arguments."""
+    return [sys.executable, "-m", "gpumem_exporter", "top", *arguments]
+
+
+def top_once(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """What `top --once` prints, and how it ends."""
+    return subprocess.run(
+        top_command("--once", *arguments),
+        env=environment or top_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
+    """`top` on a machine whose default socket is `socket`."""
+    code = (
+        "import sys; from gpumem_exporter.cli.main import main; from gpumem_exporter.client import _settings\n"
+        f"_settings.DEFAULT_URLS = ('unix://{socket}',)\n"
+        "sys.exit(main())"
+    )
+    return [sys.executable, "-c", code, "top", *arguments]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
+    """An exporter that serves the demo, most of whose processes report."""
+    exporter = ExporterProcess(tmp_path_factory.mktemp("demo"), "--demo")
+    try:
+        wait_for(lambda: len(exporter.processes()) >= 12, "a dozen reporting processes")
+        yield exporter
+    finally:
+        exporter.close()

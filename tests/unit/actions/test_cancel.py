@@ -1,0 +1,120 @@
+"""Taking an action back, and a group's step that somebody else has chosen."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.model import Action, Target
+from gpumem_exporter.core.samples import ReportingProcess
+from gpumem_exporter.errors import GroupIncompleteError
+from gpumem_exporter.protocol import CommandResult
+from tests.support.builders import MIB, UUIDS, sample
+from tests.support.dispatching import Bench, Ranks, run
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def answer_why(ranks: Ranks, process: ReportingProcess, action: Action, outcome: str, reason: str) -> None:
+    result = CommandResult(action.id, outcome, reason)
+    ranks.dispatcher.take_results(replace(process, report=replace(process.report, results=(result,))))
+
+
+def test_what_nobody_has_fetched_is_taken_back_at_once_and_says_by_whom(ranks: Ranks) -> None:
+    action = ranks.ask(mode="step")
+    cancelled = ranks.dispatcher.cancel(action.id, requested_by="alice")
+    assert cancelled is not None
+    assert cancelled.state == "failed"
+    assert {(row.outcome, row.reason) for row in cancelled.results} == {("refused", "cancelled by alice")}
+    assert ranks.finished == [cancelled]
+    assert run(ranks.dispatcher.commands(ranks.first, 0)) == ()
+
+
+def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_whom(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask_group()
+        for process in (ranks.first, ranks.second):
+            await ranks.dispatcher.commands(process, 0)
+        held = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
+        answer = asyncio.create_task(ranks.dispatcher.commands(held[0], 5))
+        await asyncio.sleep(0)
+        under_way = ranks.dispatcher.cancel(action.id, requested_by="alice")
+        assert under_way is not None
+        assert not under_way.finished
+        assert await answer == ()
+        for process in held:
+            assert ranks.dispatcher.cancelled(process) == (action.id,)
+            answer_why(ranks, process, action, "refused", "cancelled: not every rank could take part")
+        (finished,) = ranks.finished
+        assert {(row.rank, row.outcome, row.reason) for row in finished.results} == {
+            ("0", "refused", "cancelled by alice"),
+            ("1", "refused", "cancelled by alice"),
+        }
+
+    run(scenario())
+
+
+def test_what_was_refused_or_done_before_the_cancellation_came_keeps_its_own_result(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask(mode="step")
+        for process in (ranks.first, ranks.second):
+            await ranks.dispatcher.commands(process, 0)
+        ranks.dispatcher.cancel(action.id, requested_by="alice")
+        answer_why(ranks, ranks.first, action, "refused", "a CUDA graph is being captured")
+        ranks.answer(ranks.second, action, "done", freed=7)
+        (finished,) = ranks.finished
+        assert {(row.outcome, row.reason) for row in finished.results} == {
+            ("refused", "a CUDA graph is being captured"),
+            ("done", ""),
+        }
+        assert finished.freed_bytes == 7
+
+    run(scenario())
+
+
+def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None:
+    action = ranks.ask(dry_run=True)
+    assert ranks.dispatcher.cancel(action.id, requested_by="alice") == action
+    again = ranks.ask(mode="step")
+    first = ranks.dispatcher.cancel(again.id, requested_by="alice")
+    assert ranks.dispatcher.cancel(again.id, requested_by="bob") == first
+    assert ranks.dispatcher.cancel("nobody", requested_by="alice") is None
+
+
+def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> None:
+    action = ranks.ask_group(at_step=123)
+    assert action.at_step == 123
+    (command,) = run(ranks.dispatcher.commands(ranks.first, 0))
+    assert command.at_step == 123
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "said"),
+    [
+        ({}, {"at_step": 50}, r"pid 1 \(rank 0\) has ended 50 steps: 50 has passed"),
+        ({}, {"at_step": 10_000}, r"step 10000 ends in about 995\.2 s, the deadline is in 30 s"),
+        ({"modes": ("now",)}, {"at_step": 123}, r"pid 2 \(rank 1\): its reporter knows the mode now alone"),
+        ({"step": None}, {"at_step": 123}, r"pid 2 \(rank 1\) makes no steps"),
+    ],
+)
+def test_a_step_that_was_chosen_elsewhere_is_refused_where_a_rank_cannot_act_after_it(
+    ranks: Ranks, changes: dict[str, Any], asked: dict[str, Any], said: str
+) -> None:
+    ranks.rank(2, "1", **{"step": 48, **changes})
+    with pytest.raises(GroupIncompleteError, match=said):
+        ranks.ask_group(**asked)
+    assert ranks.dispatcher.recent() == ()
+
+
+def test_a_cap_is_for_the_devices_that_are_meant_alone() -> None:
+    bench = Bench()
+    bench.put(1, rank="0", devices=(sample(UUIDS[0], 8 * MIB), sample(UUIDS[1], 2 * MIB)))
+    bench.ask("set_memory_fraction", Target(uuid=UUIDS[1], pid=1), fraction=0.5)
+    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    assert command.uuids == (UUIDS[1],)

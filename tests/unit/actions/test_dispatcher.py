@@ -1,0 +1,470 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from typing import Any, ClassVar
+
+import pytest
+
+from gpumem_exporter.actions.dispatcher import (
+    ANSWER_GRACE_SECONDS,
+    GROUP_ANSWER_SECONDS,
+    GROUP_LEAD_SECONDS,
+)
+from gpumem_exporter.actions.limits import RateLimits
+from gpumem_exporter.actions.model import ActionRequest, Asked, Target
+from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.errors import (
+    ActionNotAllowedError,
+    GroupIncompleteError,
+    IdempotencyConflictError,
+    TargetNotFoundError,
+    TooManyActionsError,
+)
+from gpumem_exporter.protocol import CommandResult
+from tests.support.builders import MIB, UUIDS, NobodyHost, device, node, sample
+from tests.support.dispatching import EVERYBODY, Bench, Ranks, run
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask()
+        assert action.state == "queued"
+        for process in (bench.first, bench.second):
+            (command,) = await bench.dispatcher.commands(process, 0)
+            assert (command.id, command.action) == (action.id, "empty_cache")
+        running = bench.dispatcher.get(action.id)
+        assert running is not None
+        assert running.state == "running"
+        bench.answer(bench.first, action, freed=3)
+        bench.answer(bench.second, action, freed=4)
+        done = await bench.dispatcher.wait(action.id, 5)
+        assert (done.state, done.freed_bytes) == ("done", 3 + 3 + 4)
+        assert {(row.pid, row.gpu) for row in done.results} == {(1, "0"), (1, "1"), (2, "1")}
+        assert bench.finished == [done]
+
+    run(scenario())
+
+
+def test_a_held_request_gets_a_command_as_soon_as_there_is_one(bench: Bench) -> None:
+    async def scenario() -> None:
+        held = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        action = bench.ask()
+        assert [command.id for command in await held] == [action.id]
+        assert bench.dispatcher.held() == 0
+
+    run(scenario())
+
+
+def test_a_held_request_ends_with_nothing_when_its_time_is_over(bench: Bench) -> None:
+    assert run(bench.dispatcher.commands(bench.first, 0.001)) == ()
+    assert bench.dispatcher.held() == 0
+
+
+def test_a_command_is_given_again_until_its_result_has_come(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask(target=Target(pid=1))
+        first = await bench.dispatcher.commands(bench.first, 0)  # say that this reply was lost
+        again = await bench.dispatcher.commands(bench.first, 0)
+        assert [c.id for c in first] == [c.id for c in again] == [action.id]
+        bench.answer(bench.first, action)
+        assert await bench.dispatcher.commands(bench.first, 0) == ()
+
+    run(scenario())
+
+
+def test_a_cancelled_held_request_loses_no_command(bench: Bench) -> None:
+    async def scenario() -> None:
+        held = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        held.cancel()
+        await asyncio.wait([held])
+        assert bench.dispatcher.held() == 0
+        action = bench.ask(target=Target(pid=1))
+        assert [c.id for c in await bench.dispatcher.commands(bench.first, 0)] == [action.id]
+
+    run(scenario())
+
+
+def test_a_second_held_request_of_a_process_ends_the_first(bench: Bench) -> None:
+    async def scenario() -> None:
+        first = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        while not bench.dispatcher.held():
+            await asyncio.sleep(0)
+        second = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
+        assert await first == ()
+        action = bench.ask(target=Target(pid=1))
+        assert [c.id for c in await second] == [action.id]
+
+    run(scenario())
+
+
+def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench) -> None:
+    async def scenario() -> None:
+        bench.ask(target=Target(pid=1))
+        later = bench.put(1, start_time_ticks=2000, session="later", session_started_seconds=9.0)
+        assert await bench.dispatcher.commands(later, 0) == ()
+
+    run(scenario())
+
+
+def test_results_of_another_process_or_of_nobody_s_command_are_ignored(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1))
+    bench.answer(bench.second, action, freed=99)
+    bench.answer(bench.first, dataclasses.replace(action, id="unknown"), freed=99)
+    current = bench.dispatcher.get(action.id)
+    assert current is not None
+    assert (current.state, current.results) == ("queued", ())
+
+
+def test_what_nobody_asked_for_before_the_deadline_expires(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+    bench.now += 29.9
+    bench.dispatcher.expire()
+    assert not bench.finished
+    bench.now += 0.1
+    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+    bench.dispatcher.expire()
+    (expired,) = bench.finished
+    assert (expired.id, expired.state) == (action.id, "expired")
+    assert {row.outcome for row in expired.results} == {"expired"}
+
+
+def test_a_delivered_command_may_answer_a_little_after_its_deadline(bench: Bench) -> None:
+    async def scenario() -> None:
+        action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+        (command,) = await bench.dispatcher.commands(bench.first, 0)
+        assert command.deadline_seconds == 30.0
+        bench.now += 30.0 + ANSWER_GRACE_SECONDS - 0.1
+        bench.dispatcher.expire()
+        assert not bench.finished
+        bench.answer(bench.first, action, freed=7)
+        assert bench.finished[0].state == "done"
+
+    run(scenario())
+
+
+def test_a_delivered_command_that_never_answers_expires_and_says_so(bench: Bench) -> None:
+    async def scenario() -> None:
+        bench.ask(target=Target(pid=1), deadline_seconds=30.0)
+        await bench.dispatcher.commands(bench.first, 0)
+        bench.now += 30.0 + ANSWER_GRACE_SECONDS
+        bench.dispatcher.expire()
+        assert "may still be under way" in bench.finished[0].results[0].reason
+
+    run(scenario())
+
+
+def test_a_process_that_has_gone_is_named_and_the_others_still_count(bench: Bench) -> None:
+    action = bench.ask()
+    bench.dispatcher.process_gone(bench.first.key, "it ended")
+    bench.answer(bench.second, action, freed=5)
+    (finished,) = bench.finished
+    assert (finished.state, finished.freed_bytes) == ("failed", 5)
+    assert {(row.pid, row.outcome) for row in finished.results} == {(1, "gone"), (2, "done")}
+
+
+def test_a_dry_run_says_what_would_come_back_and_gives_no_command(bench: Bench) -> None:
+    action = bench.ask(dry_run=True)
+    assert (action.state, action.freed_bytes) == ("done", 4 * MIB + MIB + 16 * MIB)
+    row = action.results[0]
+    assert (row.reserved_before_bytes, row.reserved_after_bytes, row.freed_bytes) == (12 * MIB, 8 * MIB, 4 * MIB)
+    assert run(bench.dispatcher.commands(bench.first, 0)) == ()
+
+
+def test_a_dry_run_of_a_garbage_collection_does_not_pretend_to_know(bench: Bench) -> None:
+    action = bench.ask("collect_garbage", dry_run=True)
+    assert {row.freed_bytes for row in action.results} == {action.freed_bytes} == {None}
+
+
+def test_targets_narrow_each_other(bench: Bench) -> None:
+    def pids(**target: Any) -> set[int]:
+        return {row.pid for row in bench.ask("reset_peak", Target(**target), dry_run=True).results}
+
+    assert pids(gpu="1") == {1, 2}
+    assert pids(gpu="0") == {1}
+    assert pids(gpu="1", rank="1") == {2}
+    assert pids(uuid=UUIDS[1], pid=1) == {1}
+    assert pids(workload="train") == {1, 2}
+
+
+def test_a_clear_of_one_device_tells_of_every_device_it_will_touch(bench: Bench) -> None:
+    action = bench.ask(target=Target(gpu="0"), dry_run=True)
+    assert {row.gpu for row in action.results} == {"0", "1"}
+    reset = bench.ask("reset_peak", Target(gpu="0"), dry_run=True)
+    assert {row.gpu for row in reset.results} == {"0"}
+
+
+def test_a_target_that_matches_nothing_is_told_what_there_is(bench: Bench) -> None:
+    with pytest.raises(TargetNotFoundError, match=r"pid=9.*pid=1 workload=train rank=0; pid=2 workload=train rank=1"):
+        bench.ask(target=Target(pid=9))
+
+
+def test_an_action_that_is_not_allowed_is_refused_and_the_allowed_are_named(bench: Bench) -> None:
+    with pytest.raises(ActionNotAllowedError, match=r"terminate is not allowed here; --action\.allow has collect_garb"):
+        bench.ask("terminate")
+
+
+def test_a_reporter_that_cannot_run_an_action_says_so_at_once(bench: Bench) -> None:
+    old = bench.put(3, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
+    action = bench.ask("reset_peak", Target(pid=old.key.pid))
+    assert [(row.outcome, row.reason) for row in action.results] == [("unsupported", "it runs empty_cache")]
+    assert bench.finished == [action]
+
+
+def test_one_process_that_cannot_does_not_end_the_action_for_the_others(bench: Bench) -> None:
+    bench.put(1, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
+    action = bench.ask("reset_peak")
+    assert action.state == "queued"
+    bench.answer(bench.second, action)
+    assert bench.finished[0].state == "failed"
+
+
+def test_a_repeated_request_with_the_same_key_is_the_first_one_s_action(bench: Bench) -> None:
+    first = bench.ask(idempotency_key="k")
+    assert bench.ask(idempotency_key="k").id == first.id
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", idempotency_key="k")
+    assert bench.ask(idempotency_key="other").id != first.id
+
+
+def test_actions_are_remembered_newest_first_and_boundedly() -> None:
+    bench = Bench()
+    bench.dispatcher = bench.build(kept_actions=3)
+    ids = []
+    for _ in range(5):
+        bench.now += 0.1
+        ids.append(bench.ask(dry_run=True).id)
+    assert [action.id for action in bench.dispatcher.recent()] == ids[:-4:-1]
+    assert bench.dispatcher.get(ids[0]) is None
+
+
+def test_waiting_for_an_action_that_never_was_is_an_error(bench: Bench) -> None:
+    with pytest.raises(KeyError):
+        run(bench.dispatcher.wait("nobody", 0))
+
+
+@pytest.fixture
+def ranks() -> Ranks:
+    return Ranks()
+
+
+def test_a_group_is_every_rank_of_the_workload_at_one_step_that_none_has_reached(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        ranks.now += 1.0  # the last samples are a second old: rank 0 may be at step 60 by now
+        action = ranks.ask_group()
+        assert action.at_step == 50 + 10 + round(GROUP_LEAD_SECONDS / 0.1)
+        for process in (ranks.first, ranks.second):
+            (command,) = await ranks.dispatcher.commands(process, 0)
+            assert (command.mode, command.at_step) == ("step", action.at_step)
+
+    run(scenario())
+
+
+def test_slow_steps_are_two_steps_ahead_and_none_is_behind_its_deadline(ranks: Ranks) -> None:
+    ranks.rank(1, "0", 50, step_seconds=10.0)
+    with pytest.raises(GroupIncompleteError, match=r"step 98 ends in about 480\.0 s, the deadline is in 30 s"):
+        ranks.ask_group()  # rank 1 makes fifty steps within the lead, for which rank 0 takes minutes
+    ranks.rank(2, "1", 48, step_seconds=10.0)
+    with pytest.raises(GroupIncompleteError, match=r"step 52 ends in about 40\.0 s"):
+        ranks.ask_group()
+    assert ranks.ask_group(deadline_seconds=60).at_step == 52
+    with pytest.raises(GroupIncompleteError, match=r"step 52 ends in about 40\.0 s, the deadline is in 5 s"):
+        ranks.ask_group(deadline_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"modes": ("now",)}, r"pid 2 \(rank 1\): its reporter knows the mode now alone"),
+        ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\): it runs reset_peak"),
+        ({"step": None}, r"pid 2 \(rank 1\) makes no steps"),
+        ({"step_seconds": None}, r"pid 2 \(rank 1\) makes no steps"),
+        ({"workload": "another"}, "one workload; the target has another, train"),
+    ],
+)
+def test_a_group_with_a_rank_that_cannot_does_not_begin(ranks: Ranks, changes: dict[str, Any], said: str) -> None:
+    ranks.rank(2, "1", **{"step": 48, **changes})
+    with pytest.raises(GroupIncompleteError, match=said):
+        ranks.ask_group(target=EVERYBODY)
+    assert ranks.dispatcher.recent() == ()
+
+
+def test_what_a_process_holds_is_not_given_to_it_again(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask(mode="step")
+        assert len(await ranks.dispatcher.commands(ranks.first, 0)) == 1
+        told = ranks.says(ranks.first, action.id)
+        assert await ranks.dispatcher.commands(told, 0) == ()
+        assert ranks.dispatcher.cancelled(told) == ()
+
+    run(scenario())
+
+
+def test_a_group_that_one_rank_does_not_answer_is_called_off_and_says_which(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        action = ranks.ask_group()
+        await ranks.dispatcher.commands(ranks.first, 0)
+        held = ranks.says(ranks.first, action.id)
+        answer = asyncio.create_task(ranks.dispatcher.commands(held, 5))
+        await asyncio.sleep(0)
+        ranks.now += GROUP_ANSWER_SECONDS
+        ranks.dispatcher.expire()
+        assert await answer == ()
+        assert ranks.dispatcher.cancelled(held) == (action.id,)
+        ranks.answer(held, action, "refused")
+        (finished,) = ranks.finished
+        assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
+        assert "did not ask for work in time" in finished.results[0].reason
+
+    run(scenario())
+
+
+def test_a_group_is_called_off_when_a_rank_goes_or_refuses(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        for end in ("gone", "refused"):
+            action = ranks.ask_group()
+            for process in (ranks.first, ranks.second):
+                await ranks.dispatcher.commands(process, 0)
+                ranks.says(process, action.id)
+            if end == "gone":
+                ranks.dispatcher.process_gone(ranks.second.key, "it has ended")
+            else:
+                ranks.answer(ranks.second, action, "refused")
+            assert ranks.dispatcher.cancelled(ranks.says(ranks.first, action.id)) == (action.id,)
+            ranks.answer(ranks.first, action, "refused")
+            assert ranks.finished[-1].id == action.id
+
+    run(scenario())
+
+
+def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ranks) -> None:
+    assert ranks.dispatcher.cancelled(ranks.says(ranks.first, "before")) == ("before",)
+
+
+def test_no_process_hears_of_an_action_before_it_is_written_down(bench: Bench) -> None:
+    async def scenario() -> None:
+        written = asyncio.Event()
+        asked: list[Asked] = []
+
+        async def write_down(one: Asked) -> None:
+            asked.append(one)
+            await written.wait()
+
+        bench.dispatcher = bench.build(before_release=write_down)
+        action = bench.ask(idempotency_key="k", reason="room")
+        answer = asyncio.create_task(bench.dispatcher.commands(bench.first, 5))
+        await asyncio.sleep(0)
+        assert await bench.dispatcher.commands(bench.second, 0) == ()
+        written.set()
+        assert [command.id for command in await answer] == [action.id]
+        assert [command.id for command in await bench.dispatcher.commands(bench.second, 0)] == [action.id]
+        (one,) = asked
+        assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
+        assert one.processes == ((1, "train", "0"), (2, "train", "1"))
+
+    run(scenario())
+
+
+def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
+    action = dataclasses.replace(bench.ask(dry_run=True), id="before")
+    request = ActionRequest("empty_cache", EVERYBODY)
+    bench.dispatcher.recall(action, Asked(action, request, "k", ()))
+    assert bench.dispatcher.get("before") == action
+    assert bench.ask(idempotency_key="k") == action
+    with pytest.raises(IdempotencyConflictError):
+        bench.ask("reset_peak", idempotency_key="k")
+
+
+def test_whoever_asks_too_often_is_told_when_to_come_again(bench: Bench) -> None:
+    bench.dispatcher = bench.build(limits=RateLimits(per_caller=2, per_process=100, clock=lambda: bench.now))
+    for _ in range(2):
+        bench.ask()
+    with pytest.raises(TooManyActionsError) as caught:
+        bench.ask()
+    assert caught.value.retry_seconds == pytest.approx(30.0)
+    bench.ask(dry_run=True)  # touches nothing, and is not counted
+
+
+@pytest.mark.parametrize(
+    ("action", "target", "uuids"),
+    [
+        ("empty_cache", Target(gpu="1"), ()),
+        ("collect_garbage", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1), ()),
+        ("reset_peak", Target(pid=1, gpu="1"), (UUIDS[1],)),
+        ("set_memory_fraction", Target(pid=1, gpu="1"), (UUIDS[1],)),
+    ],
+)
+def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_another(
+    bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
+) -> None:
+    bench.ask(action, target)
+    (command,) = run(bench.dispatcher.commands(bench.first, 0))
+    assert command.uuids == uuids
+
+
+def test_a_target_of_an_empty_device_is_nobody_also_among_those_who_do_not_report(bench: Bench) -> None:
+    bench.store.put_reading(node(device(UUIDS[0], gpu="0", processes={900: MIB}), taken=bench.now))
+    snapshot = bench.store.snapshot(bench.now)
+    assert [listed.pid for listed in Target(gpu="0").select_listed(snapshot)] == [900]
+    assert list(Target(gpu="").select_listed(snapshot)) == []
+    assert list(Target(uuid="").select_listed(snapshot)) == []
+
+
+def test_of_a_group_whose_ranks_do_not_answer_each_has_one_result(ranks: Ranks) -> None:
+    async def scenario() -> None:
+        third = ranks.rank(3, "2", 48)
+        action = ranks.ask_group()
+        await ranks.dispatcher.commands(third, 0)
+        held = ranks.says(third, action.id)
+        ranks.now += GROUP_ANSWER_SECONDS
+        ranks.dispatcher.expire()
+        ranks.answer(held, action, "refused")
+        (finished,) = ranks.finished
+        assert sorted(row.rank for row in finished.results) == ["0", "1", "2"]
+
+    run(scenario())
+
+
+def test_who_is_to_be_ended_lives_on_if_that_is_cancelled_before_it_is_written_down(bench: Bench) -> None:
+    class Deadly(Terminator):
+        ended: ClassVar[list[int]] = []
+
+        def objection(self, host_pid: int | None, start_time_ticks: int) -> str:
+            return ""
+
+        async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
+            self.ended.append(host_pid)
+            return CommandResult(action_id, "done")
+
+    async def scenario() -> None:
+        written = asyncio.Event()
+        bench.dispatcher = bench.build(
+            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: written.wait()
+        )
+        action = bench.ask("terminate", Target(pid=1))
+        bench.dispatcher.cancel(action.id, requested_by="me")
+        written.set()
+        finished = await bench.dispatcher.wait(action.id, 5)
+        assert {row.outcome for row in finished.results} == {"refused"}
+        assert Deadly.ended == []
+
+    run(scenario())
+
+
+def test_what_is_recalled_pushes_out_nothing_of_this_run(bench: Bench) -> None:
+    bench.dispatcher = bench.build(kept_actions=2)
+    old = dataclasses.replace(bench.ask(dry_run=True), id="before")
+    new = bench.ask(dry_run=True, idempotency_key="k")
+    bench.dispatcher.recall(old, None)
+    assert bench.dispatcher.get("before") is None
+    assert bench.dispatcher.get(new.id) == new

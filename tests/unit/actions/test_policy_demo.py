@@ -1,0 +1,129 @@
+"""The policy on the demo's workloads for ten simulated minutes: the real store, dispatcher and engine, no real time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from gpumem_exporter.actions.model import DEFAULT_ACTIONS
+from gpumem_exporter.actions.policy_file import read_policy
+from gpumem_exporter.demo.roster import ROSTER
+from tests.support.policy_demo import START, DemoBench
+
+TEN_MINUTES = 600.0
+
+
+def running(program: str) -> str:
+    """The workload that runs a program of the demo."""
+    (name,) = {workload.name for workload in ROSTER if workload.program.__name__ == program}
+    return name
+
+
+HOARDER = running("notebook")
+FRAGMENTED = running("varying_length_training")
+UNHELPED = running("pipeline_training")
+"""Its slack is what its next step needs: whatever is given back is taken again at once."""
+
+POLICY = f"""
+rules:
+  - name: hoarded
+    workloads: ["*"]
+    when: {{slack_bytes: {{over: 4GiB}}, idle_seconds: {{over: 60s}}}}
+    do: {{action: empty_cache, mode: idle}}
+    cooldown: 2m
+    dry_run: false
+  - name: fragmented
+    workloads: ["*"]
+    when: {{fragmentation_ratio: {{over: 30%}}, fragmented_bytes: {{over: 2GiB}}}}
+    do: {{action: empty_cache, mode: step}}
+    cooldown: 2m
+    dry_run: false
+  - name: slack
+    workloads: [{UNHELPED}]
+    when: {{slack_bytes: {{over: 2GiB}}}}
+    for: 5s
+    do: {{action: empty_cache, mode: step}}
+    cooldown: 30s
+    stop_after: {{clears: 3, freed_under: 1GiB, still_free_after: 10s}}
+    dry_run: false
+"""
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The same node, three times: with the policy, with the policy as a dry run, and without."""
+
+    real: DemoBench
+    dry: DemoBench
+    without: DemoBench
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Ten minutes of a node; the parameter is its seed."""
+    path = tmp_path_factory.mktemp("policy") / "policy.yml"
+    path.write_text(POLICY)
+    rules = read_policy(path, allowed=DEFAULT_ACTIONS)
+    path.write_text(POLICY.replace("dry_run: false", "dry_run: true"))
+    dry = read_policy(path, allowed=DEFAULT_ACTIONS)
+    benches = [DemoBench(each, seed=request.param) for each in (rules, dry, ())]
+    for bench in benches:
+        bench.pass_time(TEN_MINUTES)
+    return Runs(*benches)
+
+
+def acted(bench: DemoBench) -> Iterator[tuple[str, str]]:
+    """Which rule acted on which workload, each time."""
+    for _, decision in bench.decided:
+        yield decision.rule.name, decision.sighting.process.report.process.workload
+
+
+def test_it_clears_the_hoarder_and_the_fragmented_one_and_leaves_the_steady_ones_alone(runs: Runs) -> None:
+    assert len({workload.name for workload in ROSTER}) == 12
+    assert set(acted(runs.real)) == {("hoarded", HOARDER), ("fragmented", FRAGMENTED), ("slack", UNHELPED)}
+    freed: dict[str, int] = {}
+    for action in runs.real.finished:
+        assert action.state == "done"
+        assert action.requested_by.startswith("policy:")
+        freed[action.requested_by] = freed.get(action.requested_by, 0) + action.freed_bytes
+    assert freed["policy:hoarded"] > 10 << 30
+    assert freed["policy:fragmented"] > 1 << 30
+
+
+def test_it_stops_clearing_the_one_where_clearing_does_not_help(runs: Runs) -> None:
+    (stop,) = runs.real.stops
+    assert stop.rule.name == "slack"
+    assert {result.workload for result in stop.action.results} == {UNHELPED}
+    assert "0 bytes of it were still free after 10 s" in stop.reason
+    assert list(acted(runs.real)).count(("slack", UNHELPED)) == 3
+    assert runs.real.engine.stopped("slack") == 1
+
+
+def test_each_rule_keeps_its_rests(runs: Runs) -> None:
+    times: dict[str, list[float]] = {}
+    for seconds, decision in runs.real.decided:
+        times.setdefault(decision.rule.name, []).append(seconds)
+    for rule in runs.real.engine.rules:
+        gaps = [later - sooner for sooner, later in itertools.pairwise(times[rule.name])]
+        assert all(gap >= rule.cooldown_seconds for gap in gaps), (rule.name, times[rule.name])
+
+
+def test_a_dry_run_does_nothing_and_predicts_the_same_list(runs: Runs) -> None:
+    assert set(acted(runs.dry)) == set(acted(runs.real))
+    assert first_at(runs.dry, "hoarded") == first_at(runs.real, "hoarded") > START
+    assert all(action.dry_run for action in runs.dry.finished)
+    assert books(runs.dry) == books(runs.without) != books(runs.real)
+
+
+def first_at(bench: DemoBench, rule: str) -> float:
+    """When a rule acted first."""
+    return next(seconds for seconds, decision in bench.decided if decision.rule.name == rule)
+
+
+def books(bench: DemoBench) -> dict[str, int]:
+    """What the driver says of each device."""
+    devices = bench.node.provider.devices()
+    return {device.uuid: bench.node.provider.read_memory(device.uuid).used_bytes for device in devices}

@@ -1,0 +1,420 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target
+from gpumem_exporter.actions.policy import RESULTS, Condition, Rule, StopAfter
+from gpumem_exporter.actions.policy_engine import MAX_DECISIONS, Decision, Engine, Round, Stop
+from gpumem_exporter.actions.policy_figures import FIELDS
+from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
+from gpumem_exporter.protocol import DeviceSample
+from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+
+SLACK = Condition("slack_bytes", over=100 * MIB)
+EVERYBODY = ("*",)
+
+
+def rule(name: str = "r", *when: Condition, action: str = "empty_cache", group: bool = False, **changes: Any) -> Rule:
+    asks = ActionRequest(action, Target(), mode="step" if group else "now", group=group)
+    given: dict[str, Any] = {"cooldown_seconds": 10.0, "dry_run": False, "stop_after": StopAfter(), **changes}
+    return Rule(name, when or (SLACK,), asks, given.pop("workloads", EVERYBODY), **given)
+
+
+def process(pid: int = 1, *samples: DeviceSample, at: float, **changes: Any) -> ReportingProcess:
+    """A process that reported at that time; by default it hoards 200 MiB on device 0."""
+    known = reporting(pid, devices=samples or (sample(reclaimable=200 * MIB),), **changes)
+    return replace(known, received_seconds=at)
+
+
+class Bench:
+    """An engine, a clock, and what is under way."""
+
+    def __init__(self, *rules: Rule) -> None:
+        self.now = 1000.0
+        self.engine = Engine(rules, stale_seconds=5.0)
+        self.under_way: set[ProcessKey] = set()
+        self.reading: NodeReading | None = node(device(UUIDS[0], total=1000 * MIB, used=990 * MIB))
+
+    def evaluate(self, *processes: ReportingProcess) -> Round:
+        return self.engine.evaluate(Snapshot(self.now, self.reading, processes), lambda: self.under_way)
+
+    def hoarding(self, seconds: float = 1.0, **changes: Any) -> Round:
+        """A second later, process 1 hoards (still)."""
+        self.now += seconds
+        return self.evaluate(process(at=self.now, **changes))
+
+    def act(self, seconds: float = 10.0, **results: Any) -> Stop | None:
+        """The rule acts on process 1 after so long, with that result."""
+        (decision,) = self.hoarding(seconds).decisions
+        return self.finish(decision, **results)
+
+    def finish(
+        self, decision: Decision, freed: int | None = 200 * MIB, outcome: str = "done", before: int | None = 200 * MIB
+    ) -> Stop | None:
+        row = ActionResult(1, "train", "", "0", UUIDS[0], outcome, "why", before, freed_bytes=freed)
+        dry = decision.request.dry_run
+        action = Action(f"a{self.now}", "empty_cache", "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
+        return self.engine.finished(decision, replace(action, results=(row,)), self.now)
+
+
+def only(found: Round, result: str) -> bool:
+    return not found.decisions and [key[1] for key in found.counts] == [result]
+
+
+def test_a_rule_whose_conditions_hold_asks_for_its_action_on_that_process_and_says_why() -> None:
+    bench = Bench(rule("r", SLACK, Condition("device_free_ratio", under=0.05)))
+    (decision,) = bench.hoarding().decisions
+    assert decision.request == ActionRequest(
+        "empty_cache",
+        Target(pid=1),
+        reason="slack_bytes 200.0 MiB (over 100.0 MiB), device_free_ratio 1 % (under 5 %)",
+    )
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("slack_bytes", 300 * MIB),
+        ("slack_ratio", 0.75),
+        ("reclaimable_bytes", 200 * MIB),
+        ("fragmented_bytes", 100 * MIB),
+        ("fragmentation_ratio", 0.25),
+        ("allocated_bytes", 100 * MIB),
+        ("reserved_bytes", 400 * MIB),
+        ("idle_seconds", 1.0),
+        ("device_free_bytes", 10 * MIB),
+        ("device_free_ratio", 0.01),
+        ("device_utilization_ratio", 0.5),
+    ],
+)
+def test_each_field_is_what_it_says_and_both_bounds_are_strict(field: str, value: float) -> None:
+    def holds(over: float, under: float) -> bool:
+        bench = Bench(rule("r", Condition(field, over, under), cooldown_seconds=0.5))
+        bench.reading = node(replace(device(UUIDS[0], total=1000 * MIB, used=990 * MIB), utilization_ratio=0.5))
+        hoard = sample(allocated=100 * MIB, reclaimable=200 * MIB, fragmented=100 * MIB)
+        bench.evaluate(process(1, hoard, at=bench.now))
+        bench.now += 1
+        return bool(bench.evaluate(process(1, hoard, at=bench.now)).decisions)
+
+    assert holds(value * 0.99, value * 1.01)
+    assert not holds(value, value * 1.01)
+    assert not holds(value * 0.99, value)
+
+
+def test_every_field_is_tried() -> None:
+    (tried,) = (
+        mark.args[1]
+        for mark in test_each_field_is_what_it_says_and_both_bounds_are_strict.pytestmark  # type: ignore[attr-defined]
+    )
+    assert {field for field, _ in tried} == set(FIELDS)
+
+
+@pytest.mark.parametrize("field", sorted(FIELDS))
+def test_a_figure_that_is_not_known_is_neither_over_nor_under_anything(field: str) -> None:
+    bench = Bench(rule("over", Condition(field, over=-1.0)), rule("under", Condition(field, under=1e18)))
+    bench.reading = None
+    unknown = DeviceSample(UUIDS[0])
+    bench.evaluate(process(1, unknown, at=bench.now))
+    bench.now += 1
+    found = bench.evaluate(process(1, unknown, at=bench.now))
+    assert found.counts == {("over", "unmet"): 1, ("under", "unmet"): 1}
+    assert not found.decisions
+
+
+@pytest.mark.parametrize("reading", [node(up=False), node(device(UUIDS[1])), node(replace(device(), error="lost"))])
+def test_a_device_that_cannot_be_read_is_neither_full_nor_free(reading: NodeReading) -> None:
+    bench = Bench(rule("r", Condition("device_free_bytes", over=-1.0)))
+    bench.reading = reading
+    assert only(bench.hoarding(), "unmet")
+
+
+def test_it_acts_once_its_conditions_have_held_for_so_long_in_every_sample() -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    for _ in range(3):
+        assert only(bench.hoarding(), "pending")
+    assert bench.hoarding().decisions
+
+
+def test_a_sample_that_does_not_meet_them_begins_the_time_anew() -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    for _ in range(3):
+        bench.hoarding()
+    bench.now += 0.1
+    assert only(bench.evaluate(process(1, sample(), at=bench.now)), "unmet")
+    for _ in range(3):
+        assert only(bench.hoarding(), "pending")
+    assert bench.hoarding().decisions
+
+
+@pytest.mark.parametrize(
+    "changes", [{"start_time_ticks": 2000}, {"session": "second"}], ids=["another process", "another reporter"]
+)
+def test_another_process_in_the_same_pid_begins_the_time_anew(changes: dict[str, Any]) -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    for _ in range(3):
+        bench.hoarding()
+    for _ in range(3):
+        assert only(bench.hoarding(**changes), "pending")
+    assert bench.hoarding(**changes).decisions
+
+
+def test_a_process_whose_sample_is_stale_meets_nothing_and_begins_anew() -> None:
+    bench = Bench(rule(for_seconds=8.0))
+    bench.hoarding()
+    last = process(at=bench.now)
+    bench.now += 5.5
+    assert bench.evaluate(last).counts == {}
+    bench.now += 3.5
+    assert only(bench.evaluate(process(at=bench.now)), "pending")
+
+
+def test_time_passes_by_samples_and_not_by_looking() -> None:
+    bench = Bench(rule(for_seconds=3.0))
+    bench.hoarding()
+    last = process(at=bench.now)
+    bench.now += 4.0
+    assert only(bench.evaluate(last), "pending")
+
+
+def test_idleness_is_counted_from_the_last_stir_and_a_clear_is_none() -> None:
+    bench = Bench(rule("r", Condition("idle_seconds", over=2.5), cooldown_seconds=1.0, stop_after=None))
+    assert only(bench.hoarding(step=1), "unmet")
+    for _ in range(2):
+        assert only(bench.hoarding(step=2), "unmet")
+    bench.now += 1
+    cleared = process(1, sample(), at=bench.now, step=2)  # reserved fell, allocated did not move
+    assert only(bench.evaluate(cleared), "unmet")
+    assert bench.hoarding(step=2).decisions
+    assert only(bench.hoarding(step=3), "unmet")
+
+
+def test_after_a_gap_in_its_samples_a_process_is_not_known_to_have_been_idle() -> None:
+    bench = Bench(rule("r", Condition("idle_seconds", over=2.5)))
+    bench.hoarding(step=1)
+    bench.hoarding(6.0, step=1)
+    assert only(bench.hoarding(2.0, step=1), "unmet")
+    assert bench.hoarding(1.0, step=1).decisions
+
+
+def test_a_process_rests_after_it_was_asked_whatever_came_of_that() -> None:
+    bench = Bench(rule(cooldown_seconds=10.0))
+    bench.act(outcome="expired", freed=None)
+    assert only(bench.hoarding(9.9), "cooling")
+    assert bench.hoarding(0.1).decisions
+
+
+def test_one_process_rest_is_no_other_ones() -> None:
+    bench = Bench(rule())
+    bench.act()
+    bench.now += 1
+    found = bench.evaluate(process(1, at=bench.now), process(2, at=bench.now))
+    assert [decision.request.target.pid for decision in found.decisions] == [2]
+
+
+def test_a_rule_acts_so_often_in_an_hour_and_no_more() -> None:
+    bench = Bench(rule(max_per_hour=2))
+    bench.act()
+    bench.act()
+    assert only(bench.hoarding(10.0), "limited")
+    assert bench.hoarding(3600.0 - 10.0).decisions
+
+
+def test_an_action_that_is_under_way_in_a_process_is_not_asked_for_again() -> None:
+    bench = Bench(rule())
+    bench.under_way = {ProcessKey(1, 1)}
+    assert only(bench.hoarding(), "busy")
+    bench.under_way = set()
+    assert bench.hoarding().decisions
+
+
+def test_two_rules_do_not_both_act_on_a_process_in_one_round_unless_one_is_a_dry_run() -> None:
+    bench = Bench(rule("first"), rule("second"))
+    found = bench.hoarding()
+    assert [decision.rule.name for decision in found.decisions] == ["first"]
+    assert found.counts == {("second", "busy"): 1}
+    bench = Bench(rule("first", dry_run=True), rule("second"))
+    assert [decision.rule.name for decision in bench.hoarding().decisions] == ["first", "second"]
+
+
+def test_a_process_on_two_devices_is_asked_once() -> None:
+    bench = Bench(rule())
+    bench.now += 1
+    found = bench.evaluate(
+        process(1, sample(UUIDS[0], reclaimable=200 * MIB), sample(UUIDS[1], reclaimable=200 * MIB), at=bench.now)
+    )
+    assert len(found.decisions) == 1
+    assert found.counts == {("r", "cooling"): 1}
+
+
+def test_only_the_workloads_that_a_rule_names_are_evaluated() -> None:
+    bench = Bench(rule(workloads=("eval-*",)))
+    bench.now += 1
+    found = bench.evaluate(process(1, at=bench.now, workload="train"), process(2, at=bench.now, workload="eval-7"))
+    assert [decision.request.target.pid for decision in found.decisions] == [2]
+    assert found.counts == {}
+
+
+def test_a_group_is_asked_as_a_whole_once_and_not_while_a_rank_is_busy() -> None:
+    bench = Bench(rule(group=True))
+    bench.now += 1
+    ranks = [process(pid, at=bench.now, workload="train", rank=str(pid)) for pid in (1, 2)]
+    bench.under_way = {ranks[1].key}
+    assert only(bench.evaluate(*ranks), "busy")
+    bench.under_way = set()
+    (decision,) = bench.evaluate(*ranks).decisions
+    assert (decision.request.target, decision.request.group) == (Target(workload="train"), True)
+    assert only(bench.evaluate(*ranks), "cooling")
+
+
+def test_what_has_no_name_is_in_no_group() -> None:
+    bench = Bench(rule(group=True))
+    assert not bench.hoarding(workload="").decisions
+
+
+def test_many_decisions_are_spread_over_rounds() -> None:
+    bench = Bench(rule(max_per_hour=600))
+    bench.now += 1
+    everybody = [process(pid, at=bench.now) for pid in range(1, MAX_DECISIONS + 4)]
+    found = bench.evaluate(*everybody)
+    assert len(found.decisions) == MAX_DECISIONS
+    assert found.counts == {("r", "pending"): 3}
+    assert len(bench.evaluate(*everybody).decisions) == 3
+
+
+def test_it_stops_where_so_many_clears_in_a_row_gave_back_little_and_says_so_once() -> None:
+    bench = Bench(rule(stop_after=StopAfter(3, 64 * MIB)))
+    assert bench.act(freed=MIB) is None
+    assert bench.act(freed=0) is None
+    stop = bench.act(freed=2 * MIB)
+    assert stop is not None
+    assert stop.reason == "empty_cache did not help 3 times in a row: 2.0 MiB came back"
+    assert [tried.freed_bytes for tried in stop.tries] == [MIB, 0, 2 * MIB]
+    assert bench.engine.stopped("r") == 1
+    assert only(bench.hoarding(1000.0), "stopped")
+
+
+def test_a_stop_is_for_that_process_alone() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    assert bench.act(freed=0) is not None
+    bench.now += 100
+    found = bench.evaluate(process(1, at=bench.now), process(2, at=bench.now))
+    assert [decision.sighting.process.key for decision in found.decisions] == [ProcessKey(1, 2)]
+
+
+def test_a_clear_that_helps_makes_those_before_it_count_no_more() -> None:
+    bench = Bench(rule(stop_after=StopAfter(2, 64 * MIB)))
+    assert bench.act(freed=0) is None
+    assert bench.act(freed=64 * MIB) is None
+    assert bench.act(freed=0) is None
+    assert bench.act(freed=0) is not None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "stops"), [("expired", True), ("refused", True), ("unsupported", True), ("gone", False)]
+)
+def test_what_is_not_done_has_not_helped_but_a_process_that_has_gone_is_no_failure(outcome: str, stops: bool) -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    stop = bench.act(outcome=outcome, freed=None)
+    assert (stop is not None) is stops
+    assert stop is None or f"{outcome}: why" in stop.reason
+
+
+def test_what_was_not_measured_has_neither_helped_nor_not() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    assert bench.act(freed=None) is None
+    assert bench.engine.stopped("r") == 0
+
+
+def test_what_is_taken_again_at_once_has_not_helped() -> None:
+    bench = Bench(rule(cooldown_seconds=100.0, stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
+    assert bench.act(100.0, freed=200 * MIB) is None
+    assert not bench.hoarding(4.9).stops
+    (stop,) = bench.hoarding(0.2).stops
+    assert stop.reason == (
+        "empty_cache did not help once: 200.0 MiB came back, and 0 bytes of it were still free after 5 s"
+    )
+
+
+def test_what_is_still_free_after_a_while_has_helped() -> None:
+    bench = Bench(rule(cooldown_seconds=100.0, stop_after=StopAfter(1, 64 * MIB, still_free_seconds=5.0)))
+    assert bench.act(100.0, freed=200 * MIB) is None
+    bench.now += 6
+    assert not bench.evaluate(process(1, sample(reclaimable=136 * MIB), at=bench.now)).stops
+    assert not bench.hoarding(1.0).stops
+    assert bench.engine.stopped("r") == 0
+
+
+def test_a_dry_run_predicts_once_what_an_action_would_have_ended() -> None:
+    bench = Bench(rule(dry_run=True))
+    (decision,) = bench.hoarding().decisions
+    assert decision.request.dry_run
+    bench.finish(decision)
+    assert only(bench.hoarding(100.0), "cooling")
+    bench.now += 1
+    bench.evaluate(process(1, sample(), at=bench.now))  # somebody else's clear, or the program's own
+    assert bench.hoarding().decisions
+
+
+def test_a_dry_run_that_would_give_back_little_predicts_its_own_end() -> None:
+    bench = Bench(rule(dry_run=True, stop_after=StopAfter(2, 64 * MIB)))
+    assert bench.act(freed=0) is None
+    assert bench.act(freed=0) is not None
+    assert only(bench.hoarding(100.0), "stopped")
+
+
+def test_after_a_reload_a_rule_that_is_the_same_goes_on_where_it_was() -> None:
+    bench = Bench(rule(for_seconds=3.0), rule("tired", stop_after=StopAfter(1, 64 * MIB)))
+    for _ in range(3):
+        found = bench.hoarding()
+        if found.decisions:
+            bench.finish(found.decisions[0], freed=0)
+    earlier, bench.engine = bench.engine, Engine((*bench.engine.rules, rule("new")), stale_seconds=5.0)
+    bench.engine.take_over(earlier)
+    found = bench.hoarding(10.0)
+    assert [decision.rule.name for decision in found.decisions] == ["r"]
+    assert found.counts == {("tired", "stopped"): 1, ("new", "busy"): 1}
+
+
+def test_after_a_reload_a_changed_rule_keeps_its_rests_alone() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB), max_per_hour=2))
+    bench.act(freed=0)
+    earlier, bench.engine = bench.engine, Engine((rule(max_per_hour=2),), stale_seconds=5.0)
+    bench.engine.take_over(earlier)
+    assert only(bench.hoarding(9.0), "cooling")
+    bench.act(1.0)
+    assert only(bench.hoarding(10.0), "limited")
+
+
+def test_what_a_rule_asked_before_it_was_changed_says_nothing_of_it() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    (decision,) = bench.hoarding().decisions
+    bench.engine = Engine((rule(stop_after=StopAfter(1, 32 * MIB)),), stale_seconds=5.0)
+    assert bench.finish(decision, freed=0) is None
+    bench.engine = Engine((), stale_seconds=5.0)
+    assert bench.finish(decision, freed=0) is None
+
+
+def test_whoever_hung_and_returns_is_still_held_back_and_is_forgotten_after_an_hour() -> None:
+    bench = Bench(rule(stop_after=StopAfter(1, 64 * MIB)))
+    bench.act(freed=0)
+    bench.now += 1800
+    bench.evaluate()
+    assert only(bench.hoarding(), "stopped")
+    bench.now += 1800
+    bench.evaluate()
+    assert bench.engine.stopped("r") == 0
+
+
+def test_every_result_that_is_counted_is_one_of_those_that_are_documented() -> None:
+    bench = Bench(rule(for_seconds=1.0, max_per_hour=1, stop_after=StopAfter(1, 64 * MIB)), rule("other", group=True))
+    seen = set()
+    for second in range(40):
+        found = bench.hoarding(workload="train" if second % 2 else "eval")
+        seen.update(result for _, result in found.counts)
+        for decision in found.decisions:
+            bench.finish(decision, freed=0)
+    assert seen <= set(RESULTS)
+    assert len(seen) >= 3

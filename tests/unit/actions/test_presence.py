@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.model import Action, ActionRequest, Target
+from gpumem_exporter.actions.terminate import Terminator
+from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.protocol import ProcessIdentity
+from gpumem_exporter.server.presence import Presence
+from tests.support.builders import UNLIMITED, NobodyHost, identity, report
+
+
+@dataclass
+class ScriptedHost:
+    """A host whose processes are what a test says."""
+
+    living: set[int] = field(default_factory=set)
+    found: int | None = 4711
+    asked: list[tuple[int, int | None]] = field(default_factory=list)
+    runs: int | None = None
+
+    def facts(self, pid: int) -> ProcessFacts | None:
+        return None
+
+    def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+        self.asked.append((identity.pid, peer_pid))
+        return self.found
+
+    def program(self, host_pid: int) -> int | None:
+        return self.runs
+
+    def alive(self, host_pid: int, start_time_ticks: int) -> bool:
+        return host_pid in self.living
+
+
+class Bench:
+    """A presence with everything round it, on a clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.host = ScriptedHost()
+        self.finished: list[Action] = []
+        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=4)
+        self.dispatcher = Dispatcher(
+            self.store,
+            allowed=frozenset(["empty_cache"]),
+            clock=self.clock,
+            wall_clock=self.clock,
+            on_finished=self.finished.append,
+            terminator=Terminator(NobodyHost()),
+            limits=UNLIMITED,
+        )
+        self.presence = Presence(self.store, self.dispatcher, self.host, clock=self.clock, report_interval_seconds=1.0)
+
+    def clock(self) -> float:
+        return self.now
+
+    def take_report(self, pid: int, host_pid: int | None) -> None:
+        self.store.put_report(report(pid), host_pid=host_pid, now_seconds=self.now, now_unix_seconds=self.now)
+
+    def pids(self) -> list[int]:
+        return [process.key.pid for process in self.store.snapshot(self.now).processes]
+
+
+def test_a_quiet_process_that_died_is_forgotten_and_its_actions_end() -> None:
+    bench = Bench()
+    bench.take_report(1, host_pid=1)
+    bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by="t")
+    bench.now += 2.1
+    bench.presence.sweep()
+    assert bench.pids() == []
+    (action,) = bench.finished
+    assert [result.outcome for result in action.results] == ["gone"]
+
+
+def test_a_process_that_lives_or_cannot_be_told_is_kept() -> None:
+    bench = Bench()
+    bench.host.living = {1}
+    bench.take_report(1, host_pid=1)
+    bench.take_report(2, host_pid=None)
+    bench.now += 10
+    bench.presence.sweep()
+    assert bench.pids() == [1, 2]
+
+
+def test_a_process_that_reports_is_not_asked_after() -> None:
+    bench = Bench()
+    bench.take_report(1, host_pid=1)
+    bench.now += 1.9
+    bench.presence.sweep()
+    assert bench.pids() == [1]
+
+
+def test_a_silent_reporter_goes_with_its_process() -> None:
+    bench = Bench()
+    bench.host.living = {1}
+    bench.take_report(1, host_pid=1)
+    bench.now += 16
+    bench.presence.sweep()
+    assert len(bench.store.snapshot(bench.now).silent) == 1
+    bench.host.living = set()
+    bench.presence.sweep()
+    assert bench.store.snapshot(bench.now).silent == ()
+
+
+def test_a_quiet_process_that_runs_another_program_is_forgotten_and_its_actions_end() -> None:
+    bench = Bench()
+    bench.host.living, bench.host.found, bench.host.runs = {1}, 1, 77
+
+    async def scenario() -> None:
+        for session in ("first", "second"):
+            bench.host.runs = 77 if session == "first" else 78
+            await bench.presence.host_pid(identity(1, session=session), None)
+            bench.take_report(1, host_pid=1)
+            bench.now += 2.1
+            bench.presence.sweep()
+            assert bench.pids() == [1], "it runs what it ran when it began to report"
+        bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by="t")
+        bench.host.runs = None
+        bench.presence.sweep()
+        assert bench.pids() == [1], "the kernel does not say"
+        bench.host.runs = 79
+        bench.presence.sweep()
+        assert bench.pids() == []
+
+    asyncio.run(scenario())
+    (action,) = bench.finished
+    assert [(result.outcome, "exec" in result.reason) for result in action.results] == [("gone", True)]
+
+
+def test_a_host_pid_is_looked_up_once_a_process() -> None:
+    bench = Bench()
+
+    async def scenario() -> None:
+        for _ in range(3):
+            assert await bench.presence.host_pid(identity(7), 70) == 4711
+        await bench.presence.host_pid(identity(7, session="another"), 70)
+        assert bench.host.asked == [(7, 70)]
+        await bench.presence.host_pid(identity(7, start_time_ticks=2000), 71)
+        assert bench.host.asked == [(7, 70), (7, 71)]
+
+    asyncio.run(scenario())
+
+
+def test_a_host_pid_that_was_not_found_is_looked_up_again_after_a_while() -> None:
+    bench = Bench()
+    bench.host.found = None
+
+    async def scenario() -> None:
+        assert await bench.presence.host_pid(identity(7), None) is None
+        bench.host.found = 4711
+        bench.now += 9
+        assert await bench.presence.host_pid(identity(7), None) is None
+        bench.now += 1
+        assert await bench.presence.host_pid(identity(7), None) == 4711
+
+    asyncio.run(scenario())
+
+
+def test_what_is_remembered_of_processes_is_bounded() -> None:
+    bench = Bench()
+
+    async def scenario() -> None:
+        for pid in range(1, 101):
+            await bench.presence.host_pid(identity(pid), None)
+        await bench.presence.host_pid(identity(100), None)
+        await bench.presence.host_pid(identity(1), None)
+
+    asyncio.run(scenario())
+    assert len(bench.host.asked) == 101  # the latest was still known, the first no longer

@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.live.event_lines import chosen_events, event_lines
+from gpumem_exporter.cli.live.events import Events
+from gpumem_exporter.cli.live.rows import Choice
+from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
+from tests.support.top_documents import GIB, event
+
+_NOON = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
+_OOM = {
+    "requested_bytes": 2 * GIB,
+    "device_free_bytes": 3 * GIB,
+    "limit_bytes": 40 * GIB,
+    "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
+}
+_ACTION = {"action": "empty_cache", "requested_by": "loopback", "reason": "asked for in top"}
+_RESULTS = [{"pid": 7}, {"pid": 7}, {"pid": 8}]
+
+
+def _page(*numbers: int, next_after: int = 0, more: bool = False) -> dict[str, Any]:
+    events = [event(number, "device_lost", _NOON) for number in numbers]
+    return {"events": events, "next_after": next_after or max(numbers, default=1), "more": more}
+
+
+def _ids(events: Events) -> list[int] | None:
+    return None if events.known is None else [known["id"] for known in events.known]
+
+
+def test_the_last_events_are_asked_for_and_then_what_happened_since_every_three_seconds() -> None:
+    events = Events()
+    assert (events.known, events.due(100.0)) == (None, True)
+    assert "after" not in events.path
+    events.take(_page(1, 2), 100.0)
+    assert not events.due(102.9)
+    assert events.due(103.0)
+    assert events.path.endswith("&after=2")
+    events.take(_page(3, more=True), 103.0)
+    assert _ids(events) == [1, 2, 3]
+    assert events.due(103.0), "there is more"
+    events.take(_page(*range(4, 203)), 103.0)
+    assert _ids(events) == list(range(103, 203))
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 422])
+def test_whoever_may_not_read_events_has_none_and_asks_again_after_a_minute(status: int) -> None:
+    events = Events()
+    events.take(_page(1), 100.0)
+    events.failed(ExporterAnswerError(status, "send a token"), 103.0)
+    assert events.known is None
+    assert ("send a token" in events.refusal) is (status in (401, 403))
+    assert events.refusal
+    assert "after" not in events.path
+    assert not events.due(162.9)
+    assert events.due(163.0)
+    events.take(_page(4), 163.0)
+    assert (_ids(events), events.refusal) == ([4], "")
+
+
+def test_an_exporter_whose_disk_fails_or_that_is_slow_takes_nothing_away() -> None:
+    events = Events()
+    events.take(_page(1), 100.0)
+    events.failed(ExporterAnswerError(503, "disk"), 103.0)
+    assert events.due(106.0)
+    events.failed(ExporterUnreachableError("timed out"), 106.0)
+    assert not events.due(165.9)
+    assert (_ids(events), events.refusal) == ([1], "")
+
+
+@pytest.mark.parametrize(
+    "page", [{}, {"events": 7, "next_after": 1}, {"events": ["x"], "next_after": 1}, _page(1) | {"next_after": None}]
+)
+def test_an_answer_of_another_form_is_no_event(page: dict[str, Any]) -> None:
+    events = Events()
+    events.take(page, 100.0)
+    assert events.known is None
+    assert not events.due(101.0)
+
+
+def test_another_exporter_is_asked_anew() -> None:
+    events = Events()
+    events.take(_page(9), 100.0)
+    events.forget()
+    assert (events.known, events.due(100.0)) == (None, True)
+    assert "after" not in events.path
+
+
+def _said(of: dict[str, Any], width: int = 200) -> str:
+    ((line,),) = event_lines([of], width, _NOON, unicode_output=True)
+    return " ".join(line.plain.split())
+
+
+@pytest.mark.parametrize(
+    ("type_", "detail", "said"),
+    [
+        (
+            "oom",
+            _OOM,
+            "out of memory GPU 0, llm rank 3 (pid 7) asked for 2.0 GiB; "
+            "3.0 GiB was free, it held 39.0 GiB of its limit of 40.0 GiB, 1.0 GiB fragmented",
+        ),
+        ("oom", {**_OOM, "device_free_bytes": GIB, "allocator": None}, "asked for 2.0 GiB; 1.0 GiB was free"),
+        ("oom", {"requested_bytes": None}, "llm rank 3 (pid 7) asked for more than there was"),
+        ("device_lost", {"error": "GPU is lost"}, "device lost GPU 0, does not answer: GPU is lost"),
+        ("device_returned", {}, "device back GPU 0, answers again"),
+        ("process_started", {}, "started GPU 0, llm rank 3 (pid 7)"),
+        ("process_ended", {"reason": "its reporter stopped"}, "ended GPU 0, llm rank 3 (pid 7): its reporter stopped"),
+        (
+            "action",
+            {**_ACTION, "state": "done", "freed_bytes": 3 * GIB, "results": _RESULTS},
+            "action GPU 0, empty_cache on 2 processes: done, freed 3.0 GiB, by loopback (asked for in top)",
+        ),
+        (
+            "action",
+            {**_ACTION, "action": "reset_peak", "reason": "", "state": "failed", "freed_bytes": 0, "results": []},
+            "action GPU 0, reset_peak on 0 processes: failed, by loopback",
+        ),
+        (
+            "action",
+            {**_ACTION, "state": "done", "freed_bytes": None, "results": _RESULTS},
+            "action GPU 0, empty_cache on 2 processes: done, by loopback (asked for in top)",
+        ),
+        ("action_asked", {**_ACTION, "processes": [[7, "llm", "3"]]}, "empty_cache on 1 process, by loopback (asked"),
+        ("policy_stopped", {"rule": "hoard", "reason": "in vain"}, "rule stopped GPU 0, hoard: in vain"),
+        ("of_tomorrow", {}, "12:00:00 of_tomorrow GPU 0"),
+        ("action", {"of": "another version"}, "12:00:00 action GPU 0"),
+        ("oom", None, "12:00:00 out of memory GPU 0"),
+    ],
+)
+def test_an_event_is_told_in_the_pages_words(type_: str, detail: Any, said: str) -> None:
+    assert said in _said(event(1, type_, _NOON, detail=detail))
+
+
+def test_what_is_about_no_device_or_process_says_none() -> None:
+    nobody = event(
+        1, "process_ended", _NOON, gpu=None, uuid=None, workload="", rank="", pid=None, detail={"reason": "x"}
+    )
+    assert _said(nobody) == "12:00:00 ended a process: x"
+    assert _said(event(1, "device_lost", _NOON, gpu=None)) == "12:00:00 device lost GPU-0, does not answer"
+    assert "pid 1@4026531836" in _said(event(1, "process_started", _NOON, workload="", pid="1@4026531836"))
+
+
+def test_the_day_is_said_where_it_is_another_and_what_is_no_moment_is_a_dash() -> None:
+    assert _said(event(1, "x", _NOON - 86400)).startswith("03-03 12:00:00 x")
+    assert _said(event(1, "x", 1e300)).startswith("- x")
+
+
+def test_the_newest_comes_first_and_those_of_other_devices_and_workloads_are_left_out() -> None:
+    listed = [
+        event(1, "x", _NOON + 9),
+        event(2, "x", _NOON, gpu="1:0"),
+        event(3, "x", _NOON, gpu=None, workload=None),
+        event(4, "x", _NOON, workload="eval"),
+    ]
+
+    def ids(**choice: Any) -> list[int]:
+        return [chosen["id"] for chosen in chosen_events(listed, Choice(**choice))]
+
+    assert ids() == [1, 4, 3, 2]
+    assert ids(gpus=("1",)) == [3, 2]
+    assert ids(workload="llm") == [1, 3, 2]
+
+
+def test_an_event_that_is_not_cut_has_as_many_lines_as_it_takes() -> None:
+    (lines,) = event_lines([event(1, "oom", _NOON, detail=_OOM)], 60, _NOON, unicode_output=True, cut=False)
+    assert len(lines) > 1
+    assert all(line.cell_len <= 60 for line in lines)
+    assert "1.0 GiB fragmented" in " ".join(" ".join(line.plain for line in lines).split())
+    ((cut,),) = event_lines([event(1, "oom", _NOON, detail=_OOM)], 60, _NOON, unicode_output=True)
+    assert cut.plain.endswith("…")
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_nothing_that_an_event_says_commands_the_terminal(cut: bool) -> None:
+    hostile = "\x1b[2J\x1b]0;x\x07\r\n\u202e[red]x[/red]\x9b"
+    listed = [
+        event(
+            number,
+            type_,
+            _NOON,
+            gpu=hostile,
+            uuid=hostile,
+            workload=hostile,
+            rank=hostile,
+            pid=hostile,
+            detail={
+                **_OOM,
+                **dict.fromkeys(("error", "reason", "action", "state", "requested_by", "rule"), hostile),
+                "freed_bytes": 0,
+                "results": [],
+                "processes": [],
+            },
+        )
+        for number, type_ in enumerate((*("oom", "device_lost", "process_ended", "action", "action_asked"), hostile))
+    ]
+    for lines in event_lines(listed, 100, _NOON, unicode_output=True, cut=cut):
+        assert all(line.plain.isprintable() for line in lines)

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+
+from gpumem_exporter.cli.live.cells import whole
+from gpumem_exporter.cli.live.clearing import Note
+from gpumem_exporter.cli.live.frame import Frame, Moment, draw, print_lines
+from gpumem_exporter.cli.live.rows import SORTS, Choice
+from gpumem_exporter.cli.live.source import Reading
+from gpumem_exporter.cli.live.view import View
+from tests.support.top_documents import GIB, device, event, process, reading, unreported
+
+_NAMES = st.text(max_size=40) | st.sampled_from(("漢字" * 20, "\x1b[2J\x1b]0;x\x07", "[bold]x[/bold]", "a\nb\rc\t"))
+
+
+def _full(devices: int = 8, processes: int = 20) -> Reading:
+    return reading(
+        [device(str(i)) for i in range(devices)],
+        [process(1000 + i, str(i % devices), used_bytes=(i + 1) * GIB) for i in range(processes)],
+    )
+
+
+def _kept(of: Reading, events: int = 40) -> Reading:
+    """The same with ten minutes of history and some events."""
+    devices = of.devices["devices"]
+    return replace(
+        of,
+        read_seconds=1e4,
+        past={d["uuid"]: tuple((1e4 - ago, 40 * GIB) for ago in range(598, -1, -2)) for d in devices},
+        events=tuple(event(i, "device_lost", 1e9 + i, detail={"error": f"e{i}"}) for i in range(events)),
+    )
+
+
+def _draw(of: Reading, width: int = 80, height: int = 24, **changes: Any) -> list[str]:
+    view = changes.pop("view", View())
+    unicode_output = changes.pop("unicode_output", True)
+    moment = Moment(of, changes.pop("age_seconds", 0.2), **changes)
+    return _lines(draw(moment, view, width, height, unicode_output=unicode_output))
+
+
+def _lines(frame: Frame) -> list[str]:
+    return [line.plain.rstrip() for line in frame.lines]
+
+
+def _row(lines: list[str], start: str) -> list[str]:
+    (row,) = [line for line in lines if line.split()[:1] == [start] and not line.startswith(start)] or [
+        line for line in lines if line.startswith(f"{start} ")
+    ]
+    return row.split()
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (119, 40), (120, 24), (200, 60), (300, 100)])
+def test_every_figure_stands_whole_from_80_by_24_on(width: int, height: int) -> None:
+    lines = _draw(_full(), width, height)
+    assert len(lines) == height
+    assert max(map(cell_len, lines)) <= width
+    for gpu in range(8):
+        row = _row([line for line in lines if "80G" in line], str(gpu))
+        assert row[-1] == "80.0G"
+        assert {"93", "%"} <= set(row)
+        assert "20.0G" in row, "what a clear would give back on the device"
+    process_row = _row(lines, "1019")
+    assert [cell for cell in process_row if cell.endswith("G")][:2] == ["20.0G", "6.0G"]
+    assert {"2.0G", "1.0G", "llm"} <= set(process_row)
+    assert any(line.startswith("A clear would give back 40.0 GiB from 20 of 20") for line in lines)
+
+
+@given(
+    st.integers(1, 260),
+    st.integers(1, 80),
+    _NAMES,
+    st.sampled_from(SORTS),
+    st.booleans(),
+    st.integers(0, 12),
+    st.integers(0, 12),
+    st.sampled_from(("processes", "events", "help")),
+    st.integers(0, 50),
+)
+def test_a_frame_fits_any_terminal_whatever_is_in_it(
+    width: int,
+    height: int,
+    name: str,
+    sort: str,
+    unicode_output: bool,
+    devices: int,
+    processes: int,
+    shows: str,
+    events: int,
+) -> None:
+    listed = [process(10 + i, "0", workload=name, command=name, user=name) for i in range(processes)]
+    of = reading([device(str(i), name=name) for i in range(devices)], [*listed, unreported(5, "0", 7)])
+    told = tuple(event(i, "process_ended", 1e9 + i, workload=name, detail={"reason": name * 5}) for i in range(events))
+    of = replace(_kept(of), events=told or None)
+    chosen = View(choice=Choice(text=""), sort=sort, helps=shows == "help", events=shows == "events", first_event=3)
+    frame = draw(Moment(of, 1.0), chosen, width, height, unicode_output=unicode_output)
+    assert len(frame.lines) == height
+    out = io.StringIO()
+    Console(file=out, width=width, height=height, color_system=None).print(whole(frame.lines))
+    drawn = out.getvalue().removesuffix("\n").split("\n")
+    assert len(drawn) == height, "no line goes on in the next"
+    assert all(cell_len(line) <= width for line in drawn)
+    assert not [c for line in drawn for c in line if not c.isprintable()]
+
+
+def test_text_of_a_process_is_shown_as_it_is_and_commands_nothing() -> None:
+    lines = _draw(reading([device("0")], [process(7, "0", workload="\x1b[2J[b]x[/b]")]))
+    assert "?[2J[b]x[/b]" in "\n".join(lines)
+
+
+def test_what_cannot_be_known_is_a_dash_and_never_a_zero() -> None:
+    row = _row(_draw(reading([device("0")], [unreported(7, "0", 3 * GIB)])), "7")
+    assert row[:5] == ["7", "0", "(tritonserver)", "-", "3.0G"]
+    assert len(row) >= 10
+    assert set(row[5:]) == {"-"}
+
+
+def test_a_silent_reporter_is_called_so() -> None:
+    silent = process(7, "0", state="silent", reporting=False, sample_age_seconds=None)
+    assert _row(_draw(reading([device("0")], [silent])), "7")[-1] == "silent"
+
+
+def test_a_lost_device_says_why_and_the_others_keep_their_figures() -> None:
+    lost = device("1", up=False, error="GPU is lost", memory=None, ledger=None, utilization_ratio=None)
+    for width in (80, 200):
+        lines = _draw(reading([device("0"), lost], []), width)
+        assert any(line.startswith("1 ") and line.endswith("GPU is lost") for line in lines)
+        assert any(line.startswith("0 ") and line.endswith("80.0G") for line in lines)
+
+
+def test_what_is_free_is_marked_where_it_is_little_and_a_mig_profile_is_said_once() -> None:
+    def styles(width: int, **changes: Any) -> set[str]:
+        frame = draw(Moment(reading([device("0", **changes)], []), 0.1), View(), width, 24, unicode_output=True)
+        (row,) = [line for line in frame.lines if line.plain.startswith("0 ")]
+        return {str(span.style) for span in row.spans if row.plain[span.start : span.end].strip().endswith(("G", "M"))}
+
+    of = device("0")
+    for width in (80, 200):
+        for free, style in ((3 * GIB, {"bold red"}), (7 * GIB, {"bold yellow"}), (9 * GIB, set[str]())):
+            memory, ledger = {**of["memory"], "free_bytes": free}, {**of["ledger"], "free": free}
+            assert styles(width, memory=memory, ledger=ledger) == style, (width, free)
+    mig = device("0:1", name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", mig_profile="1g.10gb")
+    assert "\n".join(_draw(reading([mig], []), 200)).count("1g.10gb") == 1
+
+
+def test_the_bar_adds_up_to_its_width() -> None:
+    (line,) = [line for line in _draw(_full(1), 200) if line.startswith("0 ")]
+    bar = [character for character in line if character in "█▓▒░·"]
+    assert bar == sorted(bar, key="█▓▒░·".index)
+    of_80_gib = {"█": 40, "▓": 20, "▒": 2, "░": 2, "·": 16}
+    assert all(abs(bar.count(character) - len(bar) * gib / 80) < 1 for character, gib in of_80_gib.items())
+
+
+def test_an_ascii_terminal_gets_ascii() -> None:
+    for width in (80, 200):
+        for view in (View(), View(helps=True), View(events=True), View(sort="reclaimable", reverse=True)):
+            lines = _draw(_kept(_full()), width, 40, view=view, unicode_output=False)
+            assert all(line.isascii() for line in lines)
+    assert any("####" in line and "++" in line for line in _draw(_full(), unicode_output=False))
+
+
+def test_too_many_devices_for_the_screen_are_counted_and_the_processes_keep_room() -> None:
+    lines = _draw(_full(devices=16))
+    shown = [line for line in lines if line.endswith("80.0G")]
+    (counted,) = [line for line in lines if line.startswith("and ")]
+    assert f"and {16 - len(shown)} more devices" in counted
+    assert sum(1 for line in lines if "0.4 s" in line) >= 5
+
+
+def test_only_the_chosen_devices_are_shown() -> None:
+    of = reading([device("0"), device("1:0"), device("1:1")], [process(7, "0"), process(8, "1:1")])
+    lines = _draw(of, view=View(choice=Choice(gpus=("1",))))
+    assert [line.split()[0] for line in lines if line.endswith("80.0G")] == ["1:0", "1:1"]
+    assert any(line.split()[:2] == ["8", "1:1"] for line in lines)
+    assert not any(line.split()[:2] == ["7", "0"] for line in lines)
+
+
+def test_lost_figures_are_not_shown_but_why_and_since_when() -> None:
+    for view in (View(), View(choice=Choice(text="x"))):
+        text = "\n".join(_draw(_full(), lost="no exporter answers at X: refused", age_seconds=12.0, view=view))
+        assert "LOST THE EXPORTER 12 s ago" in text
+        assert "no exporter answers at X: refused" in text
+        assert "GiB" not in text
+        assert "80.0G" not in text
+        assert "1019" not in text
+
+
+def test_the_driver_alone_is_said_and_nothing_of_the_inside_is_claimed() -> None:
+    bare = unreported(7, "0", 3 * GIB) | {"state": None, "reporting": None}
+    of = reading([device("0", ledger=None)], [bare], url="", without_exporter="nobody answers")
+    for width in (80, 200):
+        text = "\n".join(_draw(of, width))
+        assert "NVML ALONE" in text
+        assert "nobody answers" in text
+        assert "reclaimable  " not in text.split("pid gpu")[0]
+        assert "cannot be known" in text
+        assert "63.0G" in text
+        assert "16.0G" in text
+        assert " 0B" not in text
+
+
+def test_the_demo_calls_itself_one_and_a_driver_that_is_down_is_said() -> None:
+    assert any(line.startswith("DEMO: simulated") for line in _draw(reading([], [], document={"source": "demo"})))
+    down = {"nvml": {"up": False, "error": "no libnvidia-ml.so.1"}}
+    assert "driver: no libnvidia-ml.so.1" in _draw(reading([], [], document=down))
+
+
+def test_the_heading_of_the_order_has_an_arrow_that_points_its_way() -> None:
+    for sort, name in (
+        ("used", "used"),
+        ("reclaimable", "reclaim"),
+        ("non-torch", "non-torch"),
+        ("workload", "workload"),
+    ):
+        down, up = ("▼", "▲") if sort != "workload" else ("▲", "▼")
+        assert f"{name}{down}" in "\n".join(_draw(_full(), view=View(sort=sort)))
+        assert f"{name}{up}" in "\n".join(_draw(_full(), view=View(sort=sort, reverse=True)))
+
+
+def test_what_is_sorted_by_is_on_the_screen_at_any_width() -> None:
+    for sort in SORTS:
+        for width in (72, 80, 100, 120, 200):
+            arrow = "▲" if sort in ("workload", "gpu", "pid") else "▼"
+            assert arrow in "\n".join(_draw(_full(), width, view=View(sort=sort))), (sort, width)
+
+
+def test_the_columns_stand_still_while_the_list_is_filtered() -> None:
+    of = reading([device("0")], [process(1, "0", workload="w" * 30), process(2, "0", workload="short")])
+    (before,) = [line for line in _draw(of) if line.lstrip().startswith("pid")]
+    (after,) = [line for line in _draw(of, view=View(choice=Choice(text="short"))) if line.lstrip().startswith("pid")]
+    assert before == after
+
+
+def test_the_last_line_says_what_is_typed_asked_or_where_the_list_stands() -> None:
+    assert _draw(_full())[-1].endswith("1-10 of 20")
+    assert _draw(_full(), view=View(typing="", choice=Choice(text="ab")))[-1].startswith("/ab_")
+    assert _draw(_full(), view=View(choice=Choice(text="llm")))[-1].endswith("/llm  1-10 of 20")
+    assert _draw(_full(), note=Note("Clear it? y/n", 1.0, {"pid": 1}))[-1] == "Clear it? y/n"
+
+
+def test_nothing_that_matches_and_nothing_at_all_are_two_things() -> None:
+    assert "No process matches." in _draw(_full(), view=View(choice=Choice(text="nobody")))
+    assert "No process on any device, and none that reports." in _draw(reading([device("0")], []))
+    assert "No device." in _draw(reading([], []))
+    assert "No device matches." in _draw(_full(), view=View(choice=Choice(gpus=("99",))))
+    assert "No device is known." in _draw(reading([], [], document={"nvml": {"up": False, "error": "it hangs"}}))
+
+
+def test_the_chosen_row_is_on_the_screen_and_marked() -> None:
+    view = View()
+    rows = view.rows(_full().rows)
+    view = view.press("end", rows, 10)
+    frame = draw(Moment(_full(), 0.1), view, 80, 24, unicode_output=True)
+    (marked,) = [line for line in frame.lines if any("reverse" in str(span.style) for span in line.spans)]
+    assert marked.plain.split()[0] == str(rows[-1].pid)
+    assert frame.view.first == len(rows) - frame.page
+
+
+def test_output_that_is_no_screen_has_every_device_and_row_and_nothing_cut() -> None:
+    of = _full(16, 50)
+    long = reading(
+        [device("0", name="n" * 80)], [process(7, "0", workload="w" * 200, command="c" * 200, user="u" * 50)]
+    )
+    text = "\n".join(line.plain for line in print_lines(long, View(), 10_000, unicode_output=True))
+    assert all(name in text for name in ("n" * 80, "w" * 200, "c" * 200, "u" * 50))
+    lines = [line.plain for line in print_lines(of, View(), 80, unicode_output=True)]
+    assert len([line for line in lines if line.endswith("80.0G")]) == 16
+    assert {line.split()[0] for line in lines} >= {str(1000 + i) for i in range(50)}
+
+
+def test_the_same_moment_is_drawn_the_same() -> None:
+    moment = Moment(_full(), 0.2)
+    frames = [draw(replace(moment), View(), 80, 24, unicode_output=True) for _ in range(2)]
+    assert frames[0].lines == frames[1].lines
+
+
+def test_80_by_24_is_the_processes_where_there_are_enough_of_them() -> None:
+    """The last ten minutes and the events take no line and no column from what was there without them."""
+    assert _draw(_kept(_full())) == _draw(_full())
+
+
+def test_a_wider_screen_has_the_last_ten_minutes_beside_the_bar_which_stays_readable() -> None:
+    for width in (90, 100, 119, 120, 160, 200, 300):
+        lines = _draw(_kept(_full()), width)
+        row = next(line for line in lines if line.startswith("0 "))
+        assert "▄" * 15 in row, width
+        assert sum(row.count(part) for part in "█▓▒░·") >= (20 if width < 120 else 12)
+        assert row.endswith("80.0G")
+    assert "10 min" not in "\n".join(_draw(_kept(_full()), 200, unicode_output=False))
+    assert "10 min" not in "\n".join(_draw(_full(), 200)), "one moment is no past"
+
+
+def test_events_stand_below_the_processes_where_these_leave_room_or_the_screen_is_high() -> None:
+    def events_and_rows(of: Reading, height: int, **changes: Any) -> tuple[int, int]:
+        lines = _draw(of, 120, height, **changes)
+        return sum("device lost" in line for line in lines), sum(" llm " in line for line in lines)
+
+    assert events_and_rows(_kept(_full(8, 20)), 24) == (0, 10)
+    assert events_and_rows(_kept(_full(2, 3)), 24) == (11, 3)
+    assert events_and_rows(_kept(_full(8, 20)), 50) == (14, 20)
+    assert events_and_rows(_kept(_full(8, 200)), 50) == (8, 27)
+    assert events_and_rows(_kept(_full(2, 3), events=2), 24) == (2, 3)
+    assert events_and_rows(_kept(_full(2, 3), events=0), 24) == (0, 3)
+    lines = _draw(_kept(_full(2, 3)), 120, 24)
+    assert lines.index("last events") == 10
+    assert lines[11].endswith("e39"), "the newest first"
+    assert lines[-2].startswith("A clear would give back")
+
+
+def test_e_shows_all_events_in_place_of_the_processes_and_scrolls_to_the_last() -> None:
+    view = View().press("e", (), 10)
+    lines = _draw(_kept(_full()), view=view)
+    assert lines[-1].endswith("1-10 of 40")
+    assert not any(" llm " in line for line in lines if "device lost" not in line)
+    lines = _draw(_kept(_full()), view=view.press("G", (), 10))
+    assert lines[-1].endswith("31-40 of 40")
+    assert lines[-3].endswith("e0")
+    assert _draw(_kept(_full(), events=3), view=view.press("G", (), 10))[-1].endswith("1-3 of 3")
+
+
+def test_why_there_are_no_events_is_said_where_they_would_stand() -> None:
+    view = View(events=True)
+    for of, said in (
+        (
+            replace(_full(), no_events="events are for those who may act: send a token"),
+            "those who may act: send a token.",
+        ),
+        (replace(_full(), events=()), "Nothing has happened since"),
+        (replace(_full(), url=""), "none answers"),
+        (replace(_kept(_full(), 1), events=(event(1, "x", 1.0, gpu="7"),)), "about what was chosen"),
+        (_full(), "not known yet"),
+    ):
+        chosen = replace(view, choice=Choice(gpus=("1",)))
+        (line,) = [line for line in _draw(of, view=chosen) if said in line]
+        assert line[0].isupper()
+
+
+def test_output_that_is_no_screen_has_the_last_ten_minutes_and_ten_events() -> None:
+    lines = [line.plain for line in print_lines(_kept(_full(2, 3)), View(), 10_000, unicode_output=True)]
+    assert sum("▄" * 60 in line for line in lines) == 2
+    assert [line.split()[-1] for line in lines if "device lost" in line] == [f"e{i}" for i in range(39, 29, -1)]
+    assert lines[-1].startswith("A clear would give back")
+    assert "last events" not in [line.plain for line in print_lines(_full(), View(), 200, unicode_output=True)]

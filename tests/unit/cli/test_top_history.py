@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.live.history import History
+from tests.support.top_documents import GIB, device, live
+
+_NOW = 5000.0
+
+
+def _devices(taken: float, *listed: dict[str, Any]) -> dict[str, Any]:
+    return {"taken_unix_seconds": taken, "devices": [*(listed or (device("0"),))]}
+
+
+def test_the_exporters_points_are_told_by_the_clock_of_whoever_asks_and_a_hole_is_no_point() -> None:
+    history = History()
+    history.take(live({"GPU-0": [1024, None, 2048]}, [90.0, 92.0, 94.0], clock_seconds=95.0), _NOW)
+    assert history.past() == {"GPU-0": ((_NOW - 5, GIB), (_NOW - 1, 2 * GIB))}
+
+
+def test_what_is_seen_later_is_added_once_a_poll_and_at_most_every_two_seconds() -> None:
+    history = History()
+    for now, taken in ((_NOW, 1.0), (_NOW + 1, 2.0), (_NOW + 2, 3.0), (_NOW + 4, 3.0), (_NOW + 5, 4.0)):
+        history.add(_devices(taken), now)
+    in_use = 64 * GIB
+    assert history.past() == {"GPU-0": ((_NOW, in_use), (_NOW + 2, in_use), (_NOW + 5, in_use))}
+    history.add(_devices(5.0, device("0", memory={"total_bytes": 9, "free_bytes": 2})), _NOW + 5.5)
+    assert history.past()["GPU-0"][-1] == (_NOW + 5.5, 7), "the line ends with what is so now"
+    history.add(_devices(6.0), _NOW + 5.6)
+    assert history.past()["GPU-0"][2:] == ((_NOW + 5, in_use), (_NOW + 5.6, in_use))
+
+
+def test_a_device_that_cannot_be_read_has_no_point() -> None:
+    history = History()
+    unread = device("1", up=False, memory=None, ledger=None)
+    unknown = device("2", memory={"total_bytes": 80 * GIB, "used_bytes": None, "free_bytes": None})
+    history.add(_devices(1.0, device("0"), unread, unknown), _NOW)
+    history.add({"taken_unix_seconds": None, "devices": [device("0")]}, _NOW + 10)
+    assert {uuid: len(points) for uuid, points in history.past().items()} == {"GPU-0": 1}
+
+
+def test_the_exporter_is_asked_at_first_and_when_something_was_missed() -> None:
+    history = History()
+    assert history.due(_NOW)
+    history.take(live({"GPU-0": [1024]}, [95.0], clock_seconds=95.0), _NOW)
+    for second in range(1, 30):
+        assert not history.due(_NOW + second)
+        history.add(_devices(float(second)), _NOW + second)
+    assert history.due(_NOW + 40)
+
+
+def test_an_exporter_without_a_history_is_asked_once_a_minute() -> None:
+    for document in ({}, {"moment": 1}, {"moment": {"clock_seconds": 1}, "history": {"seconds": [1], "devices": 7}}):
+        history = History()
+        history.take(document, _NOW)
+        assert history.past() == {}
+        assert not history.due(_NOW + 59)
+        assert history.due(_NOW + 60)
+    refused = History()
+    refused.refused(_NOW)
+    assert not refused.due(_NOW + 59)
+
+
+def test_what_was_seen_before_the_exporter_began_anew_is_kept() -> None:
+    history = History()
+    history.add(_devices(1.0), _NOW)
+    history.add(_devices(2.0, device("1")), _NOW + 10)
+    history.take(live({"GPU-0": [1024, 2048]}, [8.0, 18.0], clock_seconds=20.0), _NOW + 20)
+    past = history.past()
+    assert past["GPU-0"] == ((_NOW, 64 * GIB), (_NOW + 8, GIB), (_NOW + 18, 2 * GIB))
+    assert [moment for moment, _ in past["GPU-1"]] == [_NOW + 10], "the last that was seen of it"
+
+
+def test_what_is_older_than_ten_minutes_is_forgotten_and_with_it_the_device() -> None:
+    history = History()
+    history.add(_devices(1.0, device("0"), device("1")), _NOW)
+    for second in range(2, 1200, 2):
+        history.add(_devices(float(second)), _NOW + second)
+    past = history.past()
+    assert set(past) == {"GPU-0"}
+    assert 300 <= len(past["GPU-0"]) <= 301
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), 1e300, -1e300])
+def test_moments_of_no_sense_are_no_points_of_the_past(seconds: float) -> None:
+    history = History()
+    history.take(live({"GPU-0": [1024, 2048]}, [seconds, 94.0], clock_seconds=95.0), _NOW)
+    assert all(_NOW - 600 <= moment <= _NOW for moment, _ in history.past().get("GPU-0", ()))

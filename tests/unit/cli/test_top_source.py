@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.cli.live.source import Source
+from gpumem_exporter.cli.live.watcher import Known
+from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError, NvmlUnavailableError
+from tests.support.top_documents import device, event, live, process, reading
+
+_DEVICES = {"source": "nvml", "taken_unix_seconds": 1e9, "nvml": {"up": True}, "devices": [device("0")]}
+_PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
+
+
+class _Api:
+    """An exporter that is there or not."""
+
+    def __init__(self) -> None:
+        self.url = "unix:///e.sock"
+        self.error: Exception | None = None
+        self.asked = 0
+        self.closed = 0
+        self.devices: Any = _DEVICES
+        self.processes: Any = _PROCESSES
+        self.past: Any = ExporterAnswerError(404, "no such route")
+        self.paths: list[str] = []
+
+    def get(self, path: str) -> Any:
+        self.asked += 1
+        self.paths.append(path)
+        if self.error is not None:
+            raise self.error
+        if path.startswith(("/api/v1/live", "/api/v1/events")):
+            if isinstance(self.past, Exception):
+                raise self.past
+            return self.past
+        return self.devices if path.endswith("devices") else self.processes
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class _Driver:
+    """A driver that is there or not."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.opened = 0
+        self.released = 0
+        self.devices: Any = _DEVICES
+
+    def open(self) -> _Driver:
+        self.opened += 1
+        return self
+
+    def read(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.devices, _PROCESSES
+
+    def release(self) -> None:
+        self.released += 1
+
+
+class _World:
+    """A source, with a clock that stands until it is moved."""
+
+    def __init__(self, *, named: bool = False) -> None:
+        self.api, self.driver, self.now = _Api(), _Driver(), 100.0
+        self.source = Source(
+            ("unix:///e.sock",),
+            driver=None if named else self.driver.open,
+            open_api=lambda: self.api,  # type: ignore[arg-type,return-value]
+            clock=lambda: self.now,
+        )
+
+
+def test_an_exporter_that_answers_is_all_that_is_asked() -> None:
+    world = _World()
+    read = world.source.read()
+    assert (read.url, read.without_exporter, [row.pid for row in read.rows]) == ("unix:///e.sock", "", [7])
+    assert world.driver.opened == 0
+
+
+@pytest.mark.parametrize("error", [ExporterUnreachableError("nobody"), ExporterAnswerError(404, "nobody")])
+def test_the_driver_stands_in_for_an_exporter_that_does_not_answer(error: ExporterError) -> None:
+    world = _World()
+    world.api.error = error
+    read = world.source.read()
+    assert read.url == ""
+    assert "nobody" in read.without_exporter
+
+
+def test_the_exporter_is_looked_for_now_and_then_and_takes_over_when_it_is_there() -> None:
+    world = _World()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.source.read()
+    world.api.error = None
+    world.now += 2.9
+    assert world.source.read().url == ""
+    assert world.api.asked == 1
+    world.now += 0.1
+    assert world.source.read().url == "unix:///e.sock"
+    assert (world.driver.opened, world.driver.released) == (1, 1)
+
+
+def test_an_exporter_that_was_named_has_no_stand_in() -> None:
+    world = _World(named=True)
+    world.api.error = ExporterUnreachableError("nobody")
+    with pytest.raises(ExporterUnreachableError, match="nobody"):
+        world.source.read()
+    world.api.error = None
+    assert world.source.read().url == "unix:///e.sock"
+
+
+def test_no_exporter_and_no_driver_says_both_and_lets_go_of_the_driver() -> None:
+    world = _World()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.driver.error = NvmlUnavailableError("no library")
+    with pytest.raises(ExporterUnreachableError, match=r"nobody.*no library"):
+        world.source.read()
+    assert world.driver.released == 1
+
+
+@pytest.mark.parametrize("processes", [{"processes": [{}]}, {"processes": ["x"]}, {"processes": 7}])
+def test_a_document_of_somebody_else_is_no_exporters(processes: Any) -> None:
+    world = _World(named=True)
+    world.api.processes = processes
+    with pytest.raises(ExporterUnreachableError, match="not a gpumem-exporter"):
+        world.source.read()
+
+
+def test_closing_lets_go_of_everything() -> None:
+    world = _World()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.source.read()
+    world.source.close()
+    assert (world.api.closed, world.driver.released) == (2, 1)
+
+
+def test_what_was_known_is_lost_with_the_next_failure_or_when_no_answer_comes() -> None:
+    known = Known(reading([], []), answered_seconds=100.0)
+    assert known.lost(100.9, 1.0) == ""
+    assert known.lost(104.9, 1.0) == ""
+    assert known.lost(105.1, 1.0) == "it has not answered for 5 s"
+    assert known.lost(130.0, 60.0) == ""
+    assert Known(reading([], []), 100.0, failure="refused").lost(100.1, 1.0) == "refused"
+
+
+_OF_ROUTES = {
+    **live({"GPU-0": [1, 2]}, [90.0, 95.0], clock_seconds=96.0),
+    "events": [event(3, "oom", 1e9)],
+    "next_after": 3,
+    "more": False,
+}
+
+
+def test_the_past_is_asked_for_at_first_and_then_one_more_request_in_three_seconds() -> None:
+    world = _World()
+    world.api.past = _OF_ROUTES
+    read = world.source.read()
+    assert [seconds for seconds, _ in read.past["GPU-0"]] == [94.0, 99.0, 100.0]
+    assert (len(read.events or ()), read.no_events) == (1, "")
+    world.api.paths.clear()
+    for _ in range(30):
+        world.now += 1.0
+        before = len(world.api.paths)
+        world.api.devices = {**_DEVICES, "taken_unix_seconds": world.now}
+        world.source.read()
+        assert len(world.api.paths) - before <= 3
+    more = [path for path in world.api.paths if path not in ("/api/v1/devices", "/api/v1/processes")]
+    assert more == ["/api/v1/events?limit=100&after=3"] * 10
+
+
+@pytest.mark.parametrize(
+    "error", [ExporterAnswerError(404, "no such route"), ExporterAnswerError(403, "no"), ExporterUnreachableError("x")]
+)
+def test_an_exporter_that_does_not_tell_the_past_is_as_good_as_any_otherwise(error: ExporterError) -> None:
+    world = _World()
+    world.api.past = error
+    for _ in range(5):
+        read = world.source.read()
+        assert ([row.pid for row in read.rows], read.events) == ([7], None)
+        world.now += 1.0
+    assert len(world.api.paths) == 5 * 2 + 2, "it is not asked again at once"
+
+
+def test_whoever_wants_no_past_asks_for_none() -> None:
+    world = _World()
+    world.source.read(with_past=False)
+    assert world.api.paths == ["/api/v1/devices", "/api/v1/processes"]
+
+
+def test_with_the_driver_alone_the_past_is_what_was_seen_since_and_no_event_is_known() -> None:
+    world = _World()
+    world.api.past = _OF_ROUTES
+    world.source.read()
+    world.api.error = ExporterUnreachableError("nobody")
+    world.now += 10.0
+    world.driver.devices = {**_DEVICES, "taken_unix_seconds": world.now}
+    read = world.source.read()
+    assert (read.events, read.past["GPU-0"][-1][0], len(read.past["GPU-0"])) == (None, 110.0, 4)

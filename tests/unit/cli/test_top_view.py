@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.cli.live.rows import SORTS, Choice, Row, rows_of
+from gpumem_exporter.cli.live.view import View
+from tests.support.top_documents import GIB, process
+
+_PAGE = 4
+
+
+def _rows(count: int = 10) -> tuple[Row, ...]:
+    return rows_of({"processes": [process(pid, "0", used_bytes=(100 - pid) * GIB) for pid in range(1, count + 1)]})
+
+
+def _press(view: View, keys: str | list[str], rows: tuple[Row, ...]) -> View:
+    for key in keys:
+        view = view.press(key, view.rows(rows), _PAGE)
+    return view.settle(view.rows(rows), _PAGE)
+
+
+def _chosen(view: View) -> object:
+    return view.chosen and view.chosen[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "pid", "first"),
+    [
+        ([], None, 0),
+        (["down"], 1, 0),
+        (["j", "j", "k"], 1, 0),
+        (["j"] * 6, 6, 2),
+        (["page down"], 5, 1),
+        (["end"], 10, 6),
+        (["G", "up", "up", "up", "up"], 6, 5),
+        (["G", "g"], 1, 0),
+        (["G", "page up", "page up"], 2, 1),
+        (["up"], 1, 0),
+        (["j"] * 50, 10, 6),
+        (["j", "escape"], None, 0),
+        (["F"], None, 0),
+    ],
+)
+def test_keys_choose_a_row_and_keep_it_on_the_screen(keys: list[str], pid: int | None, first: int) -> None:
+    view = _press(View(), keys, _rows())
+    assert (_chosen(view), view.first) == (pid, first)
+
+
+def test_the_chosen_row_keeps_to_its_process_when_the_order_changes() -> None:
+    view = _press(View(), ["j", "j", "r"], _rows())
+    assert _chosen(view) == 2
+    assert view.rows(_rows())[view.index].pid == 2
+    assert view.first <= view.index < view.first + _PAGE
+
+
+def test_when_the_chosen_process_goes_its_place_falls_to_the_next() -> None:
+    rows = _rows()
+    view = _press(View(), ["j", "j", "j"], rows)
+    assert _chosen(view) == 3
+    left = tuple(row for row in rows if row.pid != 3)
+    assert _chosen(view.settle(view.rows(left), _PAGE)) == 4
+    assert _chosen(view.settle(view.rows(left[:2]), _PAGE)) == 2
+
+
+def test_no_row_at_all_is_no_trouble() -> None:
+    view = _press(View(), ["j", "G", "page down", "k", "s", "r"], ())
+    assert (view.first, view.rows(())) == (0, ())
+
+
+def test_s_goes_through_every_order_and_back_to_the_first() -> None:
+    view = View()
+    seen = [view.sort]
+    for _ in SORTS[1:]:
+        view = _press(view, "s", _rows())
+        seen.append(view.sort)
+    assert seen == list(SORTS)
+    assert _press(view, "s", _rows()).sort == "used"
+    assert _press(View(), "S", _rows()).sort == SORTS[-1]
+    assert _press(View(reverse=True), "s", _rows()).reverse is False
+
+
+def test_what_is_typed_behind_a_slash_filters_at_once_and_is_kept_or_dropped() -> None:
+    rows = _rows()
+    view = _press(View(choice=Choice(text="old")), "/", rows)
+    assert view.choice.text == "old"
+    typed = _press(view, ["erase line", "l", "x", "backspace", "l", "q", "backspace"], rows)
+    assert (typed.choice.text, len(typed.rows(rows))) == ("ll", 10)
+    assert _press(typed, ["enter"], rows).choice.text == "ll"
+    assert _press(typed, ["escape"], rows).choice.text == "old"
+    kept = _press(typed, ["enter", "escape"], rows)
+    assert kept.choice.text == ""
+
+
+def test_keys_are_letters_while_a_filter_is_typed() -> None:
+    view = _press(View(), ["/", "s", "r", "?", "j", "down"], _rows())
+    assert (view.choice.text, view.sort, view.reverse, view.helps) == ("sr?j", "used", False, False)
+
+
+def test_help_goes_with_any_key() -> None:
+    view = _press(View(), "?", _rows())
+    assert view.helps
+    after = _press(view, "s", _rows())
+    assert (after.helps, after.sort) == (False, "used")
+
+
+def test_e_changes_to_the_events_and_back_and_keys_of_the_processes_do_nothing_there() -> None:
+    events = _press(View(), ["j", "e", "j", "j", "k"], _rows())
+    assert (events.events, events.first_event, events.lists_processes) == (True, 1, False)
+    assert _chosen(events) == 1
+    assert _press(events, ["s", "r", "/", "x"], _rows()) == events
+    assert _press(events, ["g"], _rows()).first_event == 0
+    for key in ("e", "escape"):
+        back = _press(events, [key], _rows())
+        assert (back.events, back.first_event, _chosen(back)) == (False, 0, 1)
+    assert _press(events, ["?"], _rows()).helps
+
+
+@pytest.mark.parametrize(
+    ("first", "heights", "settled"),
+    [(0, [], 0), (5, [], 0), (9, [1] * 10, 6), (2, [1] * 10, 2), (9, [1, 1, 1, 3], 2), (9, [4, 4], 1), (9, [1, 1], 0)],
+)
+def test_the_last_events_fill_the_screen_at_its_end(first: int, heights: list[int], settled: int) -> None:
+    assert View(first_event=first).settle_events(heights, _PAGE).first_event == settled

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.client._actions import Executor
+from gpumem_exporter.client._sampler import Sampler
+from gpumem_exporter.protocol import Command, CommandResult
+from tests.support.fake_allocator import FakeAllocator
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.allocator: Any = FakeAllocator()
+        sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
+        self.executor = Executor(self.allocator, sampler, clock=lambda: self.now)
+
+    def run(self, action: str = "empty_cache", id: str = "a", **changes: Any) -> CommandResult:
+        command = Command(id=id, action=action, **{"deadline_seconds": 30.0, **changes})
+        return self.executor.run(command, expires_seconds=100.0 + command.deadline_seconds)
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_clear_is_measured_before_and_after(bench: Bench) -> None:
+    result = bench.run()
+    (device,) = result.devices
+    assert (result.outcome, result.reason) == ("done", "")
+    assert (device.reserved_before_bytes, device.reserved_after_bytes, device.freed_bytes) == (100, 10, 90)
+    assert (device.device_free_before_bytes, device.device_free_after_bytes) == (900, 990)
+
+
+def test_freed_is_what_the_allocator_gave_back_even_if_another_thread_reserved_anew(bench: Bench) -> None:
+    clear = bench.allocator.empty_cache
+
+    def clear_while_another_thread_allocates() -> None:
+        clear()
+        bench.allocator.reserved += 500
+
+    bench.allocator.empty_cache = clear_while_another_thread_allocates
+    (device,) = bench.run().devices
+    assert (device.reserved_after_bytes, device.freed_bytes) == (510, 90)
+
+
+def test_without_a_count_of_freed_bytes_the_difference_of_reserved_is_what_was_freed(bench: Bench) -> None:
+    count = bench.allocator.state
+
+    def without_count(index: int) -> dict[str, Any]:
+        state: dict[str, Any] = count(index)
+        del state["reserved_bytes"]["all"]["freed"]
+        return state
+
+    bench.allocator.state = without_count
+    (device,) = bench.run().devices
+    assert device.freed_bytes == 90
+
+
+def test_where_the_program_sets_the_counts_back_meanwhile_the_difference_of_reserved_is_what_was_freed(
+    bench: Bench,
+) -> None:
+    count, clear, base = bench.allocator.state, bench.allocator.empty_cache, 1000
+
+    def counted_from_before(index: int) -> dict[str, Any]:
+        state: dict[str, Any] = count(index)
+        state["reserved_bytes"]["all"]["freed"] += base
+        return state
+
+    def clear_while_another_thread_resets() -> None:
+        nonlocal base
+        clear()
+        base = 0
+
+    bench.allocator.state, bench.allocator.empty_cache = counted_from_before, clear_while_another_thread_resets
+    (device,) = bench.run().devices
+    assert device.freed_bytes == 90
+
+
+def test_what_an_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.")
+    result = bench.run()
+    assert result.outcome == "unsupported"
+    assert "does not yet support emptyCache" in result.reason
+
+
+def test_a_command_that_comes_twice_runs_once_and_answers_the_same(bench: Bench) -> None:
+    assert bench.run() == bench.run()
+    assert bench.allocator.cleared == 1
+    bench.run(id="another")
+    assert bench.allocator.cleared == 2
+
+
+def test_a_command_that_came_too_late_is_not_run(bench: Bench) -> None:
+    bench.now += 30.0
+    assert bench.run().outcome == "expired"
+    assert bench.allocator.cleared == 0
+
+
+def test_nothing_is_done_while_a_graph_is_being_captured(bench: Bench) -> None:
+    bench.allocator.capturing = True
+    result = bench.run()
+    assert (result.outcome, result.reason) == ("refused", "a CUDA graph is being captured")
+    assert bench.allocator.cleared == 0
+
+
+def test_an_action_of_a_newer_exporter_is_unsupported_and_the_known_are_named(bench: Bench) -> None:
+    result = bench.run("defragment")
+    assert result.outcome == "unsupported"
+    assert "empty_cache, collect_garbage, reset_peak" in result.reason
+
+
+def test_what_torch_raises_is_the_result(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDA error: misaligned address")
+    result = bench.run()
+    assert (result.outcome, result.reason) == ("failed", "RuntimeError: CUDA error: misaligned address")
+
+
+def test_peaks_are_reset_on_the_devices_meant_alone(bench: Bench) -> None:
+    bench.run("reset_peak", uuids=("GPU-elsewhere",))
+    assert bench.allocator.resets == []
+    bench.run("reset_peak", id="b", uuids=("GPU-0",))
+    assert bench.allocator.resets == [0]
+
+
+def test_garbage_is_collected_only_when_asked_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    collected: list[str] = []
+    monkeypatch.setattr("gc.collect", lambda: collected.append("gc"))
+    bench.run()
+    assert collected == []
+    bench.run(id="b", collect_garbage=True)
+    assert collected == ["gc"]
+    bench.run("collect_garbage", id="c")
+    assert collected == ["gc", "gc"]
+    assert bench.allocator.cleared == 2
+
+
+def test_results_are_remembered_boundedly(bench: Bench) -> None:
+    for number in range(200):
+        bench.run("collect_garbage" if number == 0 else "reset_peak", id=str(number))
+    assert len(bench.executor._results) == 64
+
+
+def test_the_program_s_switch_interval_is_as_it_was_after_a_command(bench: Bench) -> None:
+    usual = sys.getswitchinterval()
+    during: list[float] = []
+    clear = bench.allocator.empty_cache
+
+    def watched() -> None:
+        during.append(sys.getswitchinterval())
+        clear()
+
+    bench.allocator.empty_cache = watched
+    bench.run()
+    assert during[0] < usual == sys.getswitchinterval()
+    bench.allocator.error = RuntimeError("CUDA error")
+    bench.run(id="b")
+    assert sys.getswitchinterval() == usual
+
+
+def test_a_switch_interval_that_the_program_sets_meanwhile_stays(bench: Bench) -> None:
+    usual = sys.getswitchinterval()
+    bench.allocator.empty_cache = lambda: sys.setswitchinterval(0.02)
+    try:
+        bench.run()
+        assert sys.getswitchinterval() == pytest.approx(0.02)
+    finally:
+        sys.setswitchinterval(usual)

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import pytest
+
+from gpumem_exporter.client._sampler import Sampler
+from tests.support.fake_allocator import FakeAllocator
+
+
+class Optimizer:
+    """Something that can be weakly referenced and is not another one."""
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.allocator = FakeAllocator()
+        self.errors: list[Exception] = []
+        self.sampler = Sampler(self.allocator, swallow=self.errors.append, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.optimizer = Optimizer()
+
+    def step(self, seconds: float = 0.1) -> None:
+        self.now += seconds
+        self.sampler.on_step(self.optimizer)
+
+    def report(self) -> float:
+        """What the reporter's thread does; the age of what it ships."""
+        return self.now - self.sampler.current(self.now + 1.0).taken_seconds
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_without_steps_each_report_looks_anew(bench: Bench) -> None:
+    for looks in (1, 2, 3):
+        assert bench.report() == 0.0
+        assert bench.allocator.looks == looks
+        bench.now += 1.0
+
+
+def test_while_steps_run_only_they_look_once_a_report_and_shortly_before_it(bench: Bench) -> None:
+    bench.report()
+    for _ in range(10):
+        bench.step()
+    bench.report()
+    looks = bench.allocator.looks
+    for _ in range(50):
+        for _ in range(10):
+            bench.step()
+        assert bench.report() < 0.1001  # a step is 0.1 s, in floating point
+    assert bench.allocator.looks - looks == 50
+
+
+@pytest.mark.parametrize("seconds", [0.09, 0.13, 0.3, 0.45, 0.7, 1.0, 1.9, 7.0])
+def test_no_report_is_older_than_the_last_step_but_one_however_long_steps_take(bench: Bench, seconds: float) -> None:
+    bench.report()
+    reported, stepped, paced = bench.now, bench.now, 0
+    for _ in range(600):  # reports and steps as they come
+        report_next, step_next = reported + 1.0, stepped + seconds * (1.0 + 0.2 * (bench.allocator.looks % 2))
+        bench.now = min(report_next, step_next)
+        if bench.now == step_next:
+            bench.step(0.0)
+            stepped = bench.now
+        else:
+            age = bench.report()
+            reported = bench.now
+            assert paced < 2 or age <= 2 * 1.2 * seconds  # a report before knew when to expect a step
+            paced += bench.sampler.step_seconds is not None
+    assert bench.allocator.looks <= 600
+
+
+def test_when_the_steps_have_ended_reports_look_again(bench: Bench) -> None:
+    for _ in range(30):
+        bench.step()
+    bench.now += 1.9
+    assert bench.report() >= 1.9
+    bench.now += 0.2
+    assert bench.report() == 0.0
+
+
+def test_long_steps_are_waited_for_but_not_for_ever(bench: Bench) -> None:
+    bench.step(30.0)
+    bench.report()
+    bench.step(30.0)
+    bench.now += 59.0
+    assert bench.report() == 59.0
+    bench.now += 2.0
+    assert bench.report() == 0.0
+
+
+def test_one_long_step_among_many_is_not_the_pace(bench: Bench) -> None:
+    assert bench.sampler.step_seconds is None
+    bench.step()
+    assert bench.sampler.step_seconds is None  # one end is no length
+    for seconds in (0.1, 0.1, 60.0):
+        bench.step(seconds)
+        assert bench.sampler.step_seconds == pytest.approx(0.1)
+    for _ in range(5):
+        bench.step(2.0)
+    assert bench.sampler.step_seconds == pytest.approx(2.0)
+
+
+def test_only_the_first_of_several_optimizers_counts_a_step(bench: Bench) -> None:
+    other = Optimizer()
+    for _ in range(3):
+        bench.step()
+        bench.sampler.on_step(other)
+    assert bench.sampler.take().step == 3
+
+
+def test_another_optimizer_counts_once_the_first_is_gone(bench: Bench) -> None:
+    bench.step()
+    bench.optimizer = Optimizer()
+    for _ in range(3):
+        bench.step()
+    # the first of these three only takes the place
+    assert bench.sampler.take().step == 4
+
+
+def test_another_optimizer_counts_once_the_first_is_given_up_though_it_is_still_there(bench: Bench) -> None:
+    bench.step()
+    given_up, bench.optimizer = bench.optimizer, Optimizer()
+    for _ in range(20):
+        bench.step()
+    assert bench.sampler.take().step == 14  # the first seven of these could be the critic's, between two of the model's
+    assert given_up is not bench.optimizer
+
+
+def test_an_optimizer_that_steps_seldom_counts_all_the_same(bench: Bench) -> None:
+    critic = Optimizer()
+    for _ in range(4):
+        bench.step()
+        for _ in range(5):
+            bench.sampler.on_step(critic)
+    assert bench.sampler.take().step == 4
+
+
+def test_steps_told_by_hand_silence_the_optimizer(bench: Bench) -> None:
+    bench.step()
+    bench.sampler.on_step(None)
+    for _ in range(5):
+        bench.step()
+    bench.sampler.on_step(None)
+    assert bench.sampler.take().step == 3
+
+
+def test_a_process_without_steps_has_no_step_number(bench: Bench) -> None:
+    assert bench.sampler.take().step is None
+
+
+def test_what_a_look_raises_does_not_reach_the_training_thread(bench: Bench) -> None:
+    bench.allocator.error = RuntimeError("CUDA error")
+    bench.step()
+    assert [str(error) for error in bench.errors] == ["CUDA error"]
+    bench.sampler.on_step(None)
+    assert len(bench.errors) == 2
+
+
+def test_a_step_does_not_wait_while_the_cache_is_being_cleared(bench: Bench) -> None:
+    with bench.sampler.exclusively():
+        bench.step()
+        assert bench.allocator.looks == 0
+    bench.step()
+    assert bench.allocator.looks == 1
+
+
+def test_while_the_program_empties_its_cache_the_last_sample_is_given_with_its_age(bench: Bench) -> None:
+    bench.report()
+    bench.allocator.flushing = True
+    bench.now += 3.0
+    assert bench.report() == 3.0
+    assert bench.allocator.looks == 1
+    bench.allocator.flushing = False
+    assert bench.report() == 0.0
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["an old sample", "no sample"])
+def test_what_cannot_be_known_during_a_long_flush_is_not_told(bench: Bench, begun: bool) -> None:
+    if begun:
+        bench.report()
+    bench.allocator.flushing = True
+    bench.now += 10.0
+    sample = bench.sampler.current(bench.now + 1.0)
+    assert (sample.devices, sample.taken_seconds) == ((), bench.now)
+    assert bench.allocator.looks == begun

@@ -1,0 +1,166 @@
+"""The metrics page: its two formats, and that no failure ever takes it away."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from prometheus_client.registry import Collector
+
+from gpumem_exporter.collectors.collector import GpumemCollector
+from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.samples import (
+    Snapshot,
+)
+from tests.support.exposition_builders import (
+    SAMPLE,
+    device,
+    exposition,
+    lines,
+    node,
+    process,
+    read,
+    snapshot,
+)
+
+
+def test_counters_are_named_as_each_format_has_it() -> None:
+    writer = exposition()
+    text = writer.render(snapshot(process(7, SAMPLE)), openmetrics=False).decode()
+    openmetrics = writer.render(snapshot(process(7, SAMPLE)), openmetrics=True).decode()
+
+    assert "# TYPE gpumem_torch_ooms_total counter\ngpumem_torch_ooms_total{" in text
+    assert "# TYPE gpumem_torch_ooms counter\ngpumem_torch_ooms_total{" in openmetrics
+
+
+@pytest.mark.parametrize("openmetrics", [True, False])
+def test_the_own_registry_follows_without_created_series_and_the_page_ends_once(openmetrics: bool) -> None:
+    own = CollectorRegistry()
+    Instruments(own).count_report("accepted")
+
+    text = exposition(own).render(snapshot(), openmetrics=openmetrics).decode()
+
+    assert 'gpumem_reports_total{outcome="accepted"} 1.0\n' in text
+    assert "_created" not in text
+    assert text.count("# EOF") == int(openmetrics)
+    assert text.endswith("# EOF\n") == openmetrics
+
+
+def test_a_counter_of_the_own_registry_that_is_called_created_stays() -> None:
+    own = CollectorRegistry()
+    Counter("files_created", "Files.", registry=own).inc()
+
+    assert "files_created_total 1.0\n" in exposition(own).render(snapshot(), openmetrics=False).decode()
+
+
+def test_label_values_are_escaped() -> None:
+    shown = lines(snapshot(process(7, SAMPLE, workload='a\\b"c\nd')), "gpumem_reporter_up")
+
+    assert shown == [r'gpumem_reporter_up{pid="70",workload="a\\b\"c\nd",rank="0"} 1']
+
+
+def test_bytes_that_are_no_utf8_cost_neither_page_anything_but_themselves() -> None:
+    known = snapshot(process(7, SAMPLE, workload=b"w\xff".decode("utf-8", "surrogateescape")))
+    embedded = CollectorRegistry()
+    embedded.register(GpumemCollector(lambda: known, version="1", source="nvml"))
+
+    assert len(lines(known, "gpumem_torch_ooms_total")) == 1
+    assert 'workload="w?"' in "".join(lines(known, "gpumem_torch_ooms_total"))
+    assert 'workload="w?"' in generate_latest(embedded).decode()
+
+
+# --- one failure never costs the page
+
+
+class _Broken:
+    """Facts of a process that cannot be told."""
+
+    start_time_ticks = 0
+
+    def __getattr__(self, name: str) -> str:
+        raise RuntimeError("broken")
+
+
+def test_a_subject_that_fails_is_left_out_and_told_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
+    writer = exposition()
+    sound = snapshot(process(7, SAMPLE), on=node(device(processes={70: 50})))
+    broken = replace(sound, node=replace(sound.node, facts={70: _Broken()}))  # type: ignore[type-var, dict-item]
+    whole = writer.render(sound, openmetrics=False).decode().splitlines()
+
+    with caplog.at_level(logging.ERROR):
+        partly = writer.render(broken, openmetrics=False).decode().splitlines()
+        writer.render(broken, openmetrics=False)
+
+    told = "gpumem_scrape_collector_success{collector="
+    kept = [line for line in whole if "gpumem_process_" not in line and not line.startswith(told)]
+    assert [line for line in partly if not line.startswith(told)] == kept
+    assert len(kept) < len(whole)
+    assert 'gpumem_scrape_collector_success{collector="process"} 0' in partly
+    assert 'gpumem_scrape_collector_success{collector="torch"} 1' in partly
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert writer.render(sound, openmetrics=False).decode().splitlines() == whole
+
+
+class _Raising(Collector):
+    def collect(self) -> Iterator[object]:
+        raise RuntimeError("broken")
+
+
+@pytest.mark.parametrize("openmetrics", [True, False])
+def test_an_own_registry_that_fails_costs_its_own_series_only(openmetrics: bool) -> None:
+    own = CollectorRegistry()
+    own.register(_Raising())
+
+    text = exposition(own).render(snapshot(process(7, SAMPLE)), openmetrics=openmetrics).decode()
+
+    assert 'gpumem_scrape_collector_success{collector="own"} 0\n' in text
+    assert 'gpumem_reporter_up{pid="70",workload="w",rank="0"} 1\n' in text
+    assert text.endswith("# EOF\n") == openmetrics
+
+
+def test_each_part_of_the_page_tells_how_long_it_took() -> None:
+    ticks = itertools.count()
+    writer = Exposition(CollectorRegistry(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25)
+
+    text = writer.render(snapshot(), openmetrics=False).decode()
+
+    assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.25\n' in text
+
+
+# --- embedded in another's registry
+
+
+def test_an_embedder_gets_every_series_once_beside_the_instruments() -> None:
+    known = snapshot(process(7, SAMPLE), on=node(device(processes={70: 150})))
+    registry = CollectorRegistry()
+    Instruments(registry)
+    registry.register(GpumemCollector(lambda: known, version="1", source="nvml"))
+
+    _, samples = read(parse_text(generate_latest(registry).decode()))
+
+    assert samples["gpumem_nvml_up", frozenset()] == 1
+
+
+def test_a_registry_refuses_a_second_collector_of_the_same_names() -> None:
+    registry = CollectorRegistry()
+    registry.register(GpumemCollector(snapshot, version="1", source="nvml"))
+
+    with pytest.raises(ValueError, match="Duplicated timeseries"):
+        registry.register(GpumemCollector(snapshot, version="1", source="nvml"))
+
+
+def test_collecting_does_not_raise_when_there_is_no_snapshot_to_be_had(caplog: pytest.LogCaptureFixture) -> None:
+    def unavailable() -> Snapshot:
+        raise RuntimeError("stopped")
+
+    families = list(GpumemCollector(unavailable, version="1", source="nvml").collect())
+
+    success = next(family for family in families if family.name == "gpumem_scrape_collector_success")
+    assert [(sample.labels, sample.value) for sample in success.samples] == [({"collector": "view"}, 0)]
+    assert len(caplog.records) == 1

@@ -1,0 +1,180 @@
+"""What stands on the metrics page, and what is left out because it is not known."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gpumem_exporter.core.samples import (
+    DeviceMemory,
+    DeviceReading,
+    NodeReading,
+    ProcessMemory,
+)
+from gpumem_exporter.protocol import DeviceSample
+from tests.support.exposition_builders import (
+    MIB,
+    SAMPLE,
+    UUID,
+    device,
+    exposition,
+    lines,
+    node,
+    page,
+    process,
+    silent,
+    snapshot,
+)
+
+
+def test_every_device_shows_its_memory_in_integers() -> None:
+    assert lines(snapshot(on=node(device())), "gpumem_device_memory_total_bytes", "gpumem_device_up") == [
+        'gpumem_device_up{gpu="0",uuid="GPU-0"} 1',
+        f'gpumem_device_memory_total_bytes{{gpu="0",uuid="GPU-0"}} {1000 * MIB}',
+    ]
+
+
+def test_a_lost_device_says_that_it_is_down_and_shows_no_figure() -> None:
+    lost = DeviceReading("1", "GPU-1", name="H100", error="fell off the bus")
+
+    shown = [line for line in page(snapshot(on=node(device(), lost))) if 'uuid="GPU-1"' in line]
+
+    assert [line.split(" ")[-1] for line in shown] == ["1", "0"]
+    assert [line.split("{")[0] for line in shown] == ["gpumem_device_info", "gpumem_device_up"]
+
+
+def test_devices_stand_by_number_and_a_mig_device_after_its_parent() -> None:
+    gpus = ["10", "2", "0:11", "0:2", "0", ""]
+
+    shown = lines(snapshot(on=node(*(device(gpu, f"GPU-{gpu}") for gpu in gpus))), "gpumem_device_up")
+
+    assert [line.split('"')[1] for line in shown] == ["", "0", "0:2", "0:11", "2", "10"]
+
+
+def test_processes_stand_by_number() -> None:
+    known = snapshot(*(process(pid, SAMPLE, host_pid=pid) for pid in (100, 9, 20)))
+
+    assert [line.split('"')[5] for line in lines(known, "gpumem_torch_ooms_total")] == ["9", "20", "100"]
+
+
+def test_the_ledger_adds_up_on_the_page_and_leaves_out_what_is_not_known() -> None:
+    reporter = process(7, replace(SAMPLE, reserved_bytes=100), host_pid=70)
+    shown = lines(snapshot(reporter, on=node(device(processes={70: 400, 71: 50}))), "gpumem_ledger_bytes")
+    assert sum(int(line.split(" ")[-1]) for line in shown) == 1000 * MIB
+    assert len(shown) == 8
+
+    old_driver = replace(device(), memory=DeviceMemory(1000, 600, 400, None), processes=None)
+    shown = lines(snapshot(on=node(old_driver)), "gpumem_ledger_bytes")
+    assert sum(int(line.split(" ")[-1]) for line in shown) == 1000
+    assert not any(name in line for line in shown for name in ("driver_reserved", "other_processes", "non_torch"))
+
+
+def test_ratios_are_of_the_reserved_bytes() -> None:
+    shown = lines(
+        snapshot(process(7, SAMPLE)),
+        "gpumem_torch_slack_ratio",
+        "gpumem_torch_fragmentation_ratio",
+        "gpumem_torch_fragmented_bytes",
+    )
+
+    assert [line.split("{")[0] + line.split("}")[1] for line in shown] == [
+        "gpumem_torch_fragmented_bytes 10",
+        "gpumem_torch_slack_ratio 0.4",
+        "gpumem_torch_fragmentation_ratio 0.1",
+    ]
+
+
+@pytest.mark.parametrize("reserved", [0, None])
+def test_ratios_are_absent_while_nothing_is_reserved(reserved: int | None) -> None:
+    sample = DeviceSample(UUID, allocated_bytes=0, reserved_bytes=reserved, reclaimable_bytes=0)
+
+    assert lines(snapshot(process(7, sample)), "gpumem_torch_slack_ratio", "gpumem_torch_fragmentation_ratio") == []
+
+
+def test_what_a_reporter_does_not_know_has_no_series() -> None:
+    shown = [line.split("{")[0] for line in page(snapshot(process(7, DeviceSample(UUID, reserved_bytes=5))))]
+
+    assert [name for name in shown if name.startswith("gpumem_torch_")] == ["gpumem_torch_reserved_bytes"]
+
+
+def test_pinned_memory_is_the_process_and_on_no_device() -> None:
+    known = snapshot(process(7, SAMPLE, replace(SAMPLE, uuid="GPU-1"), pinned=5))
+
+    assert lines(known, "gpumem_torch_pinned_host_bytes") == [
+        'gpumem_torch_pinned_host_bytes{pid="70",workload="w",rank="0"} 5'
+    ]
+
+
+def test_a_phase_and_a_component_of_one_name_are_kept_apart() -> None:
+    sample = DeviceSample(UUID, phase_peak_bytes={"other": 1}, component_bytes={"other": 2})
+    writer = exposition()
+    for reporter in (process(7, sample), process(7, replace(sample, phase_peak_bytes={"other": 3}))):
+        writer.prepare(reporter, None)
+
+        shown = writer.render(snapshot(reporter), openmetrics=False).decode()
+
+        assert 'rank="0",component="other"} 2\n' in shown
+        assert f'rank="0",phase="other"}} {reporter.report.devices[0].phase_peak_bytes["other"]}\n' in shown
+
+
+def test_non_torch_is_what_the_driver_says_less_what_torch_reserved_and_signed() -> None:
+    known = snapshot(
+        process(7, SAMPLE, host_pid=70), process(8, SAMPLE, host_pid=80), on=node(device(processes={70: 150, 80: 60}))
+    )
+
+    shown = lines(known, "gpumem_torch_non_torch_bytes")
+
+    assert [line.split(" ")[-1] for line in shown] == ["50", "-40"]
+
+
+def test_non_torch_is_absent_where_the_driver_or_the_report_lacks_the_figure() -> None:
+    unknown = snapshot(
+        process(7, SAMPLE, host_pid=70),
+        process(8, replace(SAMPLE, reserved_bytes=None), host_pid=80),
+        process(9, SAMPLE, host_pid=90),
+        process(10, SAMPLE, host_pid=None),
+        on=node(device(processes={70: None, 80: 60, 10: 999})),
+    )
+
+    assert lines(unknown, "gpumem_torch_non_torch_bytes") == []
+
+
+def test_a_process_that_the_driver_lists_twice_counts_once() -> None:
+    listed = replace(device(), processes=(ProcessMemory(70, None), ProcessMemory(70, 50), ProcessMemory(70, 50)))
+
+    assert lines(snapshot(on=node(listed)), "gpumem_process_memory_used_bytes") == [
+        'gpumem_process_memory_used_bytes{gpu="0",uuid="GPU-0",pid="70"} 50'
+    ]
+
+
+@pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
+def test_without_the_driver_torch_series_stay_with_no_index_and_the_rest_goes(reading: NodeReading | None) -> None:
+    known = snapshot(process(7, SAMPLE), on=reading)
+
+    assert lines(known, "gpumem_torch_ooms_total") == [
+        'gpumem_torch_ooms_total{gpu="",uuid="GPU-0",pid="70",workload="w",rank="0"} 2'
+    ]
+    assert "gpumem_nvml_up 0" in page(known)
+    (info,) = lines(known, "gpumem_process_info")
+    assert 'pid="70",workload="w",rank="0",command="python own.py"' in info, "what it says of itself is still true"
+    gone = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
+    assert [line for line in page(known) if line.startswith(gone)] == []
+
+
+def test_the_last_poll_is_dated_and_timed_until_it_is_too_old() -> None:
+    assert "gpumem_poll_duration_seconds 0.5" in page(snapshot(on=node()))
+    assert "gpumem_poll_timestamp_seconds 1000000000.0" in page(snapshot(on=node()))
+    assert not [line for line in page(snapshot()) if "gpumem_poll_" in line]
+
+
+def test_a_silent_reporter_is_down_and_has_no_torch_series() -> None:
+    known = snapshot(process(7, SAMPLE), quiet=(silent(8, host_pid=80),))
+
+    assert lines(known, "gpumem_reporter_up", "gpumem_reporter_last_report_timestamp_seconds") == [
+        'gpumem_reporter_up{pid="70",workload="w",rank="0"} 1',
+        'gpumem_reporter_up{pid="80",workload="w",rank="0"} 0',
+        'gpumem_reporter_last_report_timestamp_seconds{pid="70",workload="w",rank="0"} 1000000005.0',
+        'gpumem_reporter_last_report_timestamp_seconds{pid="80",workload="w",rank="0"} 1000000000.0',
+    ]
+    assert not [line for line in page(known) if line.startswith("gpumem_torch_") and 'pid="80"' in line]

@@ -1,0 +1,347 @@
+"""The last out-of-memory errors: which are shown, for how long, with which figures, and that each is shown once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpumem_exporter.collectors.collector import GpumemCollector
+from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.core.last_ooms import KEPT, SHOWN_SECONDS
+from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.events import Event, Query, Recorder, Storage, last_ooms
+from gpumem_exporter.protocol import OutOfMemory
+from tests.support.builders import MIB, UUIDS, device, node, report, sample
+
+NAMES = ("timestamp_seconds", *(f"{name}_bytes" for name in ("requested", "device_free", "limit", "allocated")))
+NAMES += tuple(f"{name}_bytes" for name in ("reserved", "reclaimable", "fragmented"))
+
+
+class Log:
+    """Stands for the log: keeps the events in a list."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def put(self, events: list[Event]) -> Future[bool]:
+        self.events += events
+        return Future()
+
+    @property
+    def ooms(self) -> list[Event]:
+        return [event for event in self.events if event.type == "oom"]
+
+
+class Bench:
+    """Reports come in, and a page is written, on clocks that stand until they are moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.unix = 1.7e9
+        self.log = Log()
+        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=1000)
+        self.recorder = Recorder(
+            self.log,  # type: ignore[arg-type]
+            self.snapshot,
+            report_expiry_seconds=15,
+            reading_expiry_seconds=5,
+            wall_clock=lambda: self.unix,
+            on_ooms=lambda events: self.store.put_ooms(last_ooms(events, self.now, self.unix)),
+        )
+        self.page = Exposition(CollectorRegistry(), version="1", source="nvml", clock=lambda: 0.0)
+
+    def snapshot(self) -> Snapshot:
+        return self.store.snapshot(self.now)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.unix += seconds
+
+    def reading(self, *devices: DeviceReading) -> None:
+        reading = node(*devices, taken=self.now)
+        self.store.put_reading(reading)
+        self.recorder.take_reading(reading)
+
+    def report(self, pid: int = 7, *ooms: OutOfMemory, **changes: Any) -> None:
+        process = self.store.put_report(
+            report(pid, ooms=ooms, **changes), host_pid=pid, now_seconds=self.now, now_unix_seconds=self.unix
+        )
+        self.recorder.take_report(process)
+
+    def recall(self, *events: Event) -> None:
+        self.store.recall_ooms(last_ooms(events, self.now, self.unix))
+
+    def shown(self, name: str = "requested_bytes") -> dict[str, str]:
+        """The value of each series of that name by pid, as it is written; no pid has two of them."""
+        text = self.page.render(self.snapshot(), openmetrics=False).decode()
+        lines = [line for line in text.splitlines() if line.startswith(f"gpumem_last_oom_{name}{{")]
+        found = {line.split('pid="')[1].split('"')[0]: line.rsplit(" ", 1)[1] for line in lines}
+        assert len(found) == len(lines)
+        return found
+
+    def lines(self) -> list[str]:
+        text = self.page.render(self.snapshot(), openmetrics=False).decode()
+        return [line for line in text.splitlines() if line.startswith("gpumem_last_oom_")]
+
+
+def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> OutOfMemory:
+    return OutOfMemory(**{"uuid": uuid, "number": number, "requested_bytes": 1000 + number, **changes})
+
+
+def test_the_series_have_the_figures_of_the_event() -> None:
+    bench = Bench()
+    bench.reading(device(gpu="3"))
+    bench.unix = 1_700_000_000.123
+    then = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
+    told = oom(requested_bytes=9, device_free_bytes=5, limit_bytes=2**53 + 1, age_seconds=0.7, sample=then)
+    bench.report(7, told, workload="llm", rank="2")
+    (event,) = bench.log.ooms
+    figures = {**event.detail["allocator"], **event.detail, "timestamp": event.time_unix_seconds}
+    figures = {name.removesuffix("_bytes"): value for name, value in figures.items()}
+    labels = f'{{gpu="3",uuid="{UUIDS[0]}",pid="7",workload="llm",rank="2"}}'
+    assert bench.lines() == [f"gpumem_last_oom_{name}{labels} {figures[name.rpartition('_')[0]]!r}" for name in NAMES]
+    assert figures["requested"] == 9
+    assert figures["limit"] == 2**53 + 1
+    assert figures["fragmented"] == 2 * MIB
+    assert figures["timestamp"] == 1_700_000_000.123 - 0.7
+
+
+def test_a_figure_that_is_not_known_is_absent() -> None:
+    bench = Bench()
+    bench.report(7, oom(requested_bytes=None), oom(2, UUIDS[1], sample=sample(UUIDS[1], MIB)))
+    (first,) = [line for line in bench.lines() if UUIDS[0] in line]
+    assert first.startswith('gpumem_last_oom_timestamp_seconds{gpu="",')
+    second = [line.split("{")[0].removeprefix("gpumem_last_oom_") for line in bench.lines() if UUIDS[1] in line]
+    assert second == [name for name in NAMES if name not in ("device_free_bytes", "limit_bytes")]
+
+
+def test_an_embedder_s_registry_shows_the_same() -> None:
+    bench = Bench()
+    bench.report(7, oom(sample=sample()))
+    embedded = CollectorRegistry()
+    embedded.register(GpumemCollector(bench.snapshot, version="1", source="nvml"))
+    families = text_string_to_metric_families(generate_latest(embedded).decode())
+    found = {found.name: found.value for family in families for found in family.samples if "_last_oom_" in found.name}
+    assert found == {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in bench.lines()}
+    assert len(found) == len(NAMES) - 2
+
+
+# --- how long
+
+
+def test_an_error_is_shown_for_an_hour_from_when_it_happened_whatever_becomes_of_its_process() -> None:
+    bench = Bench()
+    bench.report(7, oom(age_seconds=100.0))
+    bench.report(8, oom(age_seconds=4000.0))
+    assert bench.shown().keys() == {"7"}
+    for process in bench.snapshot().processes:
+        bench.store.forget(process.key)
+    bench.wait(SHOWN_SECONDS - 100)
+    assert bench.shown() == {"7": "1001"}
+    bench.wait(0.001)
+    assert bench.lines() == []
+
+
+def test_a_wall_clock_that_is_set_neither_hides_nor_prolongs_it() -> None:
+    bench = Bench()
+    bench.report(7, oom())
+    for step in (1e6, -2e6):
+        bench.unix += step
+        assert bench.shown() == {"7": "1001"}
+    bench.wait(SHOWN_SECONDS + 0.001)
+    assert bench.lines() == []
+
+
+def test_a_lost_device_keeps_the_index_that_it_had() -> None:
+    bench = Bench()
+    bench.reading(device(gpu="3"))
+    bench.report(7, oom())
+    for later in ((DeviceReading("5", UUIDS[0], error="lost"),), ()):
+        bench.wait(1)
+        bench.reading(*later)
+        assert all('{gpu="3",' in line for line in bench.lines())
+    assert bench.lines()
+
+
+# --- which
+
+
+def test_of_one_process_and_device_the_last_is_shown_and_a_repeated_one_changes_nothing() -> None:
+    bench = Bench()
+    bench.report(7, oom(1), oom(2, UUIDS[1]), sequence=1)
+    before = bench.lines()
+    bench.wait(1)
+    bench.report(7, oom(1, requested_bytes=0), oom(2, UUIDS[1], requested_bytes=0), sequence=2)
+    assert bench.lines() == before
+    assert [line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line] == ["1001", "1002"]
+    bench.report(7, oom(1), oom(2, UUIDS[1]), oom(3), sequence=3)
+    assert sorted(line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line) == ["1002", "1003"]
+
+
+def test_of_errors_in_one_report_the_highest_number_is_the_last_and_a_doubled_number_one_error() -> None:
+    bench = Bench()
+    bench.report(7, oom(3), oom(1), oom(2), oom(3, requested_bytes=0))
+    assert bench.shown() == {"7": "1003"}
+    assert [event.detail["number"] for event in bench.log.ooms] == [1, 2, 3]
+
+
+def test_a_later_process_with_the_same_pid_takes_the_series_over() -> None:
+    bench = Bench()
+    bench.report(7, oom(5), session="old", workload="first")
+    bench.wait(1)
+    bench.report(7, session="new", session_started_seconds=2.0, workload="second", sequence=1)
+    assert all('workload="first"' in line for line in bench.lines())
+    bench.report(7, oom(1), session="new", session_started_seconds=2.0, workload="second", sequence=2)
+    assert bench.shown() == {"7": "1001"}
+    assert all('workload="second"' in line for line in bench.lines())
+
+
+def test_so_many_are_shown_and_the_oldest_leave_first() -> None:
+    bench = Bench()
+    for pid in range(1, KEPT + 11):
+        bench.report(pid, oom(), session=str(pid))
+        bench.wait(1)
+    assert bench.shown().keys() == {str(pid) for pid in range(11, KEPT + 11)}
+    bench.report(999, oom(age_seconds=KEPT + 5.0), session="late to tell")
+    assert bench.shown().keys() == {str(pid) for pid in range(11, KEPT + 11)}
+    bench.report(11, oom(2), session="11", sequence=2)  # the oldest is the youngest now
+    bench.report(1000, oom(), session="1000")
+    assert bench.shown().keys() == {"11", *(str(pid) for pid in range(13, KEPT + 11)), "1000"}
+
+
+# --- after a restart
+
+
+def test_errors_that_were_kept_are_shown_again_as_they_were_told_first() -> None:
+    before = Bench()
+    before.report(7, oom(1), oom(2))
+    before.report(8, oom(1), session="other")
+    before.wait(0.3)
+    after = Bench()
+    after.now, after.unix = 5.0, before.unix + 10
+    after.report(7, oom(2, age_seconds=9.0))  # not answered before the restart, so it is told again
+    after.report(9, oom(1), session="since")
+    told_again = after.shown("timestamp_seconds")["7"]
+    after.recall(*before.log.ooms[1:])
+    assert after.shown() == {"7": "1002", "8": "1001", "9": "1001"}
+    assert after.shown("timestamp_seconds")["7"] == before.shown("timestamp_seconds")["7"] != told_again
+    after.wait(SHOWN_SECONDS - 10.3)
+    assert after.shown().keys() == {"7", "8", "9"}
+    after.wait(0.001)
+    assert after.shown().keys() == {"9"}
+
+
+def test_what_was_kept_does_not_replace_what_happened_since() -> None:
+    before = Bench()
+    before.report(7, oom(1))
+    before.report(8, oom(4), session="old")
+    after = Bench()
+    after.report(7, oom(2))
+    after.report(8, oom(1), session="new")
+    after.recall(*before.log.ooms)
+    assert after.shown() == {"7": "1002", "8": "1001"}
+
+
+def test_one_from_the_future_is_shown_for_an_hour() -> None:
+    before = Bench()
+    before.unix += 1e6
+    before.report(7, oom())
+    after = Bench()
+    after.recall(*before.log.ooms)
+    assert after.shown("timestamp_seconds") == {"7": "1701000000.0"}
+    after.wait(SHOWN_SECONDS + 0.001)
+    assert after.lines() == []
+
+
+@pytest.fixture
+def storage() -> Iterator[Storage]:
+    storage = Storage(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=lambda: 1e9)
+    yield storage
+    storage.close()
+
+
+def test_of_each_process_on_each_device_the_newest_event_is_read_page_by_page(storage: Storage) -> None:
+    storage.append([Event("oom", 50.0, uuid="a", pid=9, detail={"number": 1})])
+    told = [("a", 1), ("b", 1), ("a", "1@5"), ("a", 1), ("a", 2)]
+    storage.append([Event("oom", 100.0, uuid=uuid, pid=pid, detail={"at": at}) for at, (uuid, pid) in enumerate(told)])
+    storage.append([Event("process_ended", 100.0, uuid="a", pid=1)])
+    query = Query(since_unix_seconds=60.0, types=("oom",), newest_of_each=True, limit=3)
+    first = storage.read(query)
+    rest = storage.read(dataclasses.replace(query, after=first.next_after))
+    assert (first.more, rest.more) == (True, False)
+    assert [event.detail["at"] for event in (*first.events, *rest.events)] == [1, 2, 3, 4]
+
+
+def test_what_comes_back_from_the_storage_is_shown_as_before(storage: Storage) -> None:
+    before = Bench()
+    before.reading(device(gpu="3"))
+    then = sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB)
+    before.unix += 0.1
+    before.report(7, oom(age_seconds=1 / 3, device_free_bytes=2**62 + 1, sample=then), rank="1")
+    storage.append(before.log.events)
+    after = Bench()
+    after.recall(*storage.read(Query(types=("oom",), newest_of_each=True)).events)
+    assert after.lines() == before.lines()
+    after.report(7, oom(1, requested_bytes=0, age_seconds=50.0), rank="1")
+    assert after.lines() == before.lines()
+
+
+# --- whatever comes, in whatever order
+
+_ooms = st.builds(
+    LastOom,
+    gpu=st.sampled_from(["0", "1", ""]),
+    uuid=st.sampled_from(UUIDS[:2]),
+    pid=st.sampled_from(["1", "2", "1@5"]),
+    workload=st.sampled_from(["w", 'x"y']),
+    rank=st.just(""),
+    session=st.sampled_from(["a", "b"]),
+    number=st.integers(1, 3),
+    happened_seconds=st.floats(-2 * SHOWN_SECONDS, 0),
+    happened_unix_seconds=st.floats(1e9, 2e9),
+    requested_bytes=st.none() | st.integers(0, 2**63),
+)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["put", "recall"]), st.lists(_ooms, max_size=4)), max_size=8),
+    st.lists(st.floats(0, SHOWN_SECONDS), max_size=3).map(sorted),
+)
+def test_no_series_is_ever_doubled_and_each_is_of_the_last_hour(
+    taken: list[tuple[str, list[LastOom]]], moments: list[float]
+) -> None:
+    bench = Bench()
+    held: dict[tuple[str, str], LastOom] = {}
+    for how, ooms in taken:
+        (bench.store.put_ooms if how == "put" else bench.store.recall_ooms)(ooms)
+        for each in ooms:
+            last = held.get((each.uuid, each.pid))
+            same = last is not None and last.session == each.session
+            if how == "put":
+                wins = last is None or not same or each.number > last.number
+            else:
+                wins = last is None or (same and each.number >= last.number)
+            if wins:
+                held[each.uuid, each.pid] = each
+    for bench.now in moments:
+        text = bench.page.render(bench.snapshot(), openmetrics=False).decode()
+        series: dict[tuple[str, str], float] = {}
+        for family in text_string_to_metric_families(text):
+            if family.name == "gpumem_last_oom_timestamp_seconds":
+                for found in family.samples:
+                    assert (found.labels["uuid"], found.labels["pid"]) not in series
+                    series[found.labels["uuid"], found.labels["pid"]] = found.value
+        assert series == {
+            key: each.happened_unix_seconds
+            for key, each in held.items()
+            if bench.now - each.happened_seconds <= SHOWN_SECONDS
+        }

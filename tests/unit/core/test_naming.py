@@ -1,0 +1,101 @@
+"""A process has one name: on the page, in the documents, and in the target of an action."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from gpumem_exporter.actions.model import Target
+from gpumem_exporter.collectors.view import View
+from gpumem_exporter.core.ledger import node_ledgers
+from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.samples import ProcessFacts, ProcessKey, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.server.documents import processes_document
+from tests.support.builders import MIB, device, node, reporting, sample
+
+SAMPLE = (sample(allocated=MIB),)
+
+
+def known(*processes: ReportingProcess, listed: dict[int, int | None] | None = None, **facts: int) -> Snapshot:
+    """Reporters and what the driver lists; `p70=5`: the host says that pid 70 began at tick 5."""
+    reading = dataclasses.replace(
+        node(device(used=100 * MIB, processes=listed or {})),
+        facts={int(pid[1:]): ProcessFacts(int(pid[1:]), ticks) for pid, ticks in facts.items()},
+    )
+    return Snapshot(taken_seconds=0.0, node=reading, processes=processes)
+
+
+def names(snapshot: Snapshot) -> list[str]:
+    return [name for name, _ in Names.of(snapshot).reporting]
+
+
+def in_namespace(namespace: int, pid: int = 1, **changes: object) -> ReportingProcess:
+    return reporting(pid, host_pid=None, pid_namespace=namespace, devices=SAMPLE, **changes)
+
+
+AMBIGUOUS = known(
+    in_namespace(11), in_namespace(12), in_namespace(12, pid=70), in_namespace(12, pid=8), listed={70: 50 * MIB}
+)
+"""Pid 1 in two namespaces, 70 in one while the driver has a 70 of its own, and 8, which nobody else is."""
+
+
+def test_a_name_is_a_pid_where_that_is_one_process_and_says_the_namespace_where_it_is_not() -> None:
+    assert names(AMBIGUOUS) == ["1@11", "1@12", "8", "70@12"]
+
+
+def test_page_documents_and_targets_call_a_process_the_same() -> None:
+    page = [name for name, _ in View.of(AMBIGUOUS).reporting]
+    documents = {
+        process["pid"]: process
+        for process in processes_document(AMBIGUOUS, "nvml")["processes"]
+        if process["reporting"]
+    }
+    assert [json_pid(name) for name in page] == [*documents] == ["1@11", "1@12", 8, "70@12"]
+    for pid, document in documents.items():
+        ((name, process, _),) = Target(pid=pid).select(AMBIGUOUS)
+        assert name == pid
+        assert process.key == (document["pid_namespace"], document["own_pid"])
+
+
+@pytest.mark.parametrize("pid", [1, 70, "1@13", "8@12", 11])
+def test_a_pid_that_is_nobodys_name_finds_nobody(pid: int | str) -> None:
+    assert list(Target(pid=pid).select(AMBIGUOUS)) == []
+
+
+def test_a_process_that_the_host_has_replaced_is_called_nothing_and_is_nobodys_target() -> None:
+    old = reporting(70, devices=SAMPLE, start_time_ticks=1000)
+    assert names(known(old, p70=1000)) == ["70"]
+    assert names(known(old, p70=0)) == ["70"], "the host hides when it began"
+    replaced = known(old, listed={70: 9 * MIB}, p70=1001)
+    assert names(replaced) == []
+    assert list(Target(all=True).select(replaced)) == []
+    (document,) = processes_document(replaced, "nvml")["processes"]
+    assert (document["pid"], document["state"], document["workload"]) == (70, "unreported", None)
+
+
+@pytest.mark.parametrize(("ticks", "others"), [(1000, 0), (0, 0), (999, 9 * MIB), (1001, 9 * MIB)])
+def test_the_drivers_bytes_are_a_reporters_only_where_the_host_shows_that_very_process(ticks: int, others: int) -> None:
+    (ledger,) = node_ledgers(
+        known(reporting(70, devices=SAMPLE, start_time_ticks=1000), listed={70: 9 * MIB}, p70=ticks)
+    ).values()
+    assert ledger.categories["other_processes"] == others
+    assert ledger.categories["torch_allocated"] == (0 if others else MIB)
+    assert sum(ledger.categories.values()) == ledger.total_bytes
+
+
+def test_of_two_reporters_with_one_host_pid_the_later_is_meant() -> None:
+    first = dataclasses.replace(in_namespace(11), host_pid=70, received_seconds=1.0)
+    second = dataclasses.replace(in_namespace(12), host_pid=70, received_seconds=2.0)
+    for order in ((first, second), (second, first)):
+        ((_, process, _),) = Target(pid=70).select(known(*order))
+        assert process is second
+
+
+def test_a_silent_reporter_keeps_its_name_apart_from_one_that_reports() -> None:
+    silent = SilentReporter(ProcessKey(11, 1), None, 1000, "quiet", "", 5.0)
+    snapshot = dataclasses.replace(known(in_namespace(12)), silent=(silent,))
+    assert names(snapshot) == ["1@12"]
+    assert [name for name, _ in Names.of(snapshot).silent] == ["1@11"]
+    assert all(re.fullmatch(r"\d+(@\d+)?", name) for name in names(snapshot))

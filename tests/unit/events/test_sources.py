@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.model import Action, ActionResult, Target
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts, ReportingProcess
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.events import Event, Recorder
+from gpumem_exporter.events.actions import MAX_RESULTS, action_event
+from gpumem_exporter.events.devices import device_changes
+from gpumem_exporter.protocol import OutOfMemory
+from tests.support.builders import MIB, UUIDS, device, node, report, sample
+
+
+class RecordedLog:
+    """Stands for the log: keeps what is put in a list, and leaves it to the test to say that it is kept."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.kept: list[Future[bool]] = []
+
+    def put(self, events: list[Event]) -> Future[bool]:
+        self.events += events
+        self.kept.append(Future())
+        return self.kept[-1]
+
+
+class Bench:
+    """A recorder beside a store, on a clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.log = RecordedLog()
+        self.shown: list[Event] = []
+        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
+        self.recorder = Recorder(
+            self.log,  # type: ignore[arg-type]
+            lambda: self.store.snapshot(self.now),
+            report_expiry_seconds=15,
+            reading_expiry_seconds=5,
+            wall_clock=lambda: 1e9 + self.now,
+            on_ooms=self.shown.extend,
+        )
+
+    def report(self, pid: int = 7, *, host_pid: int | None = None, **changes: Any) -> Future[bool] | None:
+        sent = report(pid, **changes)
+        process = self.store.put_report(sent, host_pid=host_pid, now_seconds=self.now, now_unix_seconds=1e9 + self.now)
+        if process.report is not sent:
+            process = dataclasses.replace(process, report=sent)
+        return self.recorder.take_report(process)
+
+    def reading(self, *devices: DeviceReading, **changes: Any) -> None:
+        reading = dataclasses.replace(node(*devices, taken=self.now), **changes)
+        self.store.put_reading(reading)
+        self.recorder.take_reading(reading)
+
+    def sweep(self) -> None:
+        self.recorder.sweep(self.store.snapshot(self.now))
+
+    def forget(self, process: ReportingProcess, reason: str) -> None:
+        self.recorder.process_gone(process.key, reason)
+        self.store.forget(process.key)
+
+    def process(self) -> ReportingProcess:
+        (process,) = self.store.snapshot(self.now).processes
+        return process
+
+    def types(self) -> list[str]:
+        return [event.type for event in self.log.events]
+
+
+def oom(number: int, **changes: Any) -> OutOfMemory:
+    return OutOfMemory(**{"uuid": UUIDS[0], "number": number, **changes})
+
+
+def test_an_error_is_an_event_with_the_allocator_at_that_moment_and_a_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    bench.reading(device(UUIDS[0], gpu="3"))
+    at_that_moment = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
+    figures = {"requested_bytes": 9, "device_free_bytes": 5, "limit_bytes": 50, "step": 4, "phase": "backward"}
+    told = oom(1, age_seconds=2.5, sample=at_that_moment, **figures)
+    with caplog.at_level(logging.WARNING):
+        bench.report(7, host_pid=4711, rank="2", ooms=(told,))
+    event = bench.log.events[-1]
+    assert (event.type, event.time_unix_seconds) == ("oom", 1e9 + 97.5)
+    assert (event.gpu, event.uuid, event.pid, event.workload, event.rank) == ("3", UUIDS[0], 4711, "train", "2")
+    detail = dict(event.detail)
+    allocator = {name: value for name, value in detail.pop("allocator").items() if value is not None}
+    assert detail == {"number": 1, **figures}
+    assert allocator == {
+        "allocated_bytes": 8 * MIB,
+        "reserved_bytes": 14 * MIB,
+        "active_bytes": 8 * MIB,
+        "inactive_split_bytes": 2 * MIB,
+        "requested_bytes": 7 * MIB,
+        "reclaimable_bytes": 4 * MIB,
+        "fragmented_bytes": 2 * MIB,
+    }
+    (line,) = caplog.records
+    fields = line.fields  # type: ignore[attr-defined]
+    assert (fields["workload"], fields["rank"], fields["gpu"], fields["requested_bytes"]) == ("train", "2", "3", 9)
+    assert (fields["step"], fields["phase"]) == (4, "backward")
+    assert (fields["device_free_bytes"], fields["reclaimable_bytes"], fields["fragmented_bytes"]) == (
+        5,
+        4 * MIB,
+        2 * MIB,
+    )
+
+
+def test_an_error_that_is_sent_again_is_told_once_and_answered_when_the_first_is_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    bench = Bench()
+    first = bench.report(ooms=(oom(1), oom(2)), sequence=1)
+    again = bench.report(ooms=(oom(1), oom(2)), sequence=2)
+    assert first is not None
+    assert again is first
+    more = bench.report(ooms=(oom(2), oom(3)), sequence=3)
+    assert more is not first
+    late = bench.report(ooms=(oom(1), oom(2)), sequence=2)
+    assert late is more
+    for kept in bench.log.kept:
+        kept.set_result(True)
+    assert bench.report(ooms=(oom(3),), sequence=4) is None
+    ooms = [event for event in bench.log.events if event.type == "oom"]
+    assert [event.detail["number"] for event in ooms] == [1, 2, 3]
+    assert len({event.subject for event in ooms}) == 3
+    assert len(caplog.records) == 3
+
+
+def test_another_session_s_numbers_are_its_own() -> None:
+    bench = Bench()
+    bench.report(ooms=(oom(1),))
+    bench.report(ooms=(oom(1),), session="second", session_started_seconds=2.0)
+    assert bench.types() == ["process_started", "oom", "process_ended", "process_started", "oom"]
+    assert len({event.subject for event in bench.log.events if event.type == "oom"}) == 2
+
+
+def test_an_error_without_figures_has_none() -> None:
+    bench = Bench()
+    bench.report(ooms=(oom(1),))
+    assert {value for name, value in bench.log.events[-1].detail.items() if name != "number"} == {None}
+
+
+def test_a_process_comes_with_its_first_report_and_goes_with_its_last_ledger_row() -> None:
+    bench = Bench()
+    facts = ProcessFacts(4711, 1000, command="python train.py", user="ada", k8s_pod="llm-0")
+    devices = (sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), sample(UUIDS[1], MIB))
+    bench.report(7, host_pid=4711, devices=devices, command="train.py")
+    bench.now += 0.5
+    bench.reading(
+        device(UUIDS[0], gpu="0", processes={4711: 30 * MIB, 1: 9}),
+        device(UUIDS[1], gpu="1", processes={4711: None}),
+        facts={4711: facts},
+    )
+    bench.now += 1
+    bench.reading(device(UUIDS[0], gpu="0", processes={}), device(UUIDS[1], gpu="1", processes={}))
+    bench.report(7, host_pid=4711, sequence=2, final=True)  # a farewell has no samples
+    bench.forget(bench.process(), "its reporter stopped")
+    started, ended = [event for event in bench.log.events if event.type.startswith("process_")]
+    assert (started.type, started.pid, started.workload, started.time_unix_seconds) == (
+        "process_started",
+        4711,
+        "train",
+        1e9 + 100,
+    )
+    assert (ended.type, ended.pid, ended.time_unix_seconds) == ("process_ended", 4711, 1e9 + 101.5)
+    assert started.subject == ended.subject != ""
+    assert (ended.detail["reason"], ended.detail["command"]) == ("its reporter stopped", "python train.py")
+    assert (ended.detail["user"], ended.detail["k8s_pod"]) == ("ada", "llm-0")
+    first, second = ended.detail["devices"]
+    assert (first["gpu"], first["uuid"], first["used_bytes"]) == ("0", UUIDS[0], 30 * MIB)
+    assert (first["allocated_bytes"], first["reclaimable_bytes"], first["fragmented_bytes"]) == (
+        8 * MIB,
+        4 * MIB,
+        2 * MIB,
+    )
+    assert first["non_torch_bytes"] == 30 * MIB - 14 * MIB
+    assert (second["gpu"], second["used_bytes"], second["non_torch_bytes"]) == ("1", None, None)
+    assert second["allocated_bytes"] == MIB
+
+
+def test_a_process_that_leaves_its_devices_one_by_one_keeps_the_last_row_of_each() -> None:
+    bench = Bench()
+    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB), sample(UUIDS[1], MIB)))
+    bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), device(UUIDS[1], processes={7: 20 * MIB}))
+    bench.now += 1
+    bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: 10 * MIB}))
+    bench.now += 1
+    bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: None}))
+    bench.forget(bench.process(), "gone")
+    assert [row["used_bytes"] for row in bench.log.events[-1].detail["devices"]] == [30 * MIB, 10 * MIB]
+
+
+def test_a_process_that_ends_before_the_next_poll_has_what_the_last_one_said() -> None:
+    bench = Bench()
+    bench.reading(device(UUIDS[0], gpu="0", processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 1000, user="ada")})
+    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
+    bench.forget(bench.process(), "gone")
+    ended = bench.log.events[-1]
+    assert [row["used_bytes"] for row in ended.detail["devices"]] == [30 * MIB]
+    assert ended.detail["user"] == "ada"
+
+
+def test_what_the_driver_said_long_before_the_last_report_is_not_its_last_row() -> None:
+    bench = Bench()
+    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
+    bench.reading(device(UUIDS[0], processes={7: 30 * MIB}))
+    bench.now += 60
+    bench.reading(device(UUIDS[0], processes={}))
+    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),), sequence=2)
+    bench.forget(bench.process(), "gone")
+    (row,) = bench.log.events[-1].detail["devices"]
+    assert (row["used_bytes"], row["non_torch_bytes"], row["allocated_bytes"]) == (None, None, MIB)
+
+
+def test_another_process_that_has_its_pid_lends_it_no_bytes() -> None:
+    bench = Bench()
+    bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
+    bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 5000)})
+    bench.forget(bench.process(), "gone")
+    (row,) = bench.log.events[-1].detail["devices"]
+    assert row["used_bytes"] is None
+
+
+def test_one_that_falls_silent_has_ended_and_one_that_speaks_again_has_started() -> None:
+    bench = Bench()
+    bench.report()
+    bench.now += 15
+    bench.sweep()
+    assert bench.types() == ["process_started"]
+    bench.now += 1
+    bench.sweep()
+    bench.sweep()
+    assert bench.types() == ["process_started", "process_ended"]
+    assert bench.log.events[-1].detail["reason"] == "no report for 15 s"
+    bench.report(sequence=2)
+    assert bench.types() == ["process_started", "process_ended", "process_started"]
+
+
+def test_one_that_was_silent_when_it_died_ends_once() -> None:
+    bench = Bench()
+    bench.report()
+    process = bench.process()
+    bench.now += 16
+    bench.sweep()
+    bench.forget(process, "the process has gone")
+    assert bench.types() == ["process_started", "process_ended"]
+
+
+@pytest.mark.parametrize(
+    ("ticks", "reason"), [(1000, "another reporter speaks for it"), (2000, "its pid is another process' now")]
+)
+def test_a_reporter_that_takes_anothers_place_ends_it(ticks: int, reason: str) -> None:
+    bench = Bench()
+    bench.report(workload="old")
+    bench.report(workload="new", session="second", session_started_seconds=2.0, start_time_ticks=ticks)
+    _, ended, started = bench.log.events
+    assert (ended.type, ended.workload, ended.detail["reason"]) == ("process_ended", "old", reason)
+    assert (started.type, started.workload) == ("process_started", "new")
+
+
+def test_processes_that_share_a_pid_are_called_as_their_series_are() -> None:
+    bench = Bench()
+    bench.report(1, pid_namespace=5, session="a")
+    bench.report(1, pid_namespace=6, session="b")
+    assert [event.pid for event in bench.log.events] == [1, "1@6"]
+
+
+def lost(gpu: int = 0, **changes: Any) -> DeviceReading:
+    return DeviceReading(gpu=str(gpu), uuid=UUIDS[gpu], error="GPU is lost", **changes)
+
+
+def changes(before: NodeReading | None, after: NodeReading) -> list[tuple[str, str | None, str]]:
+    return [(event.type, event.gpu, event.only_after) for event in device_changes(before, after)]
+
+
+def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers() -> None:
+    well, ill = node(device(), device(UUIDS[1], gpu="1")), node(device(), lost(1))
+    assert changes(well, well) == changes(ill, ill) == []
+    assert changes(well, ill) == [("device_lost", "1", "")]
+    assert changes(ill, well) == [("device_returned", "1", "")]
+    (event,) = device_changes(well, ill)
+    assert (event.uuid, event.detail["error"]) == (UUIDS[1], "GPU is lost")
+
+
+def test_of_the_first_reading_only_what_differs_from_what_is_kept_is_news() -> None:
+    assert changes(None, node(device(), lost(1))) == [("device_returned", "0", "device_lost"), ("device_lost", "1", "")]
+
+
+def test_a_driver_that_goes_away_loses_no_device() -> None:
+    assert changes(node(device()), node(up=False)) == []
+    bench = Bench()
+    bench.reading(device())
+    bench.reading(up=False)
+    bench.reading(device())
+    assert [event.type for event in bench.log.events if not event.only_after] == []
+
+
+def test_a_device_that_is_taken_away_is_not_lost() -> None:
+    assert changes(node(device(), device(UUIDS[1], gpu="1")), node(device())) == []
+
+
+def test_a_mig_device_is_lost_when_it_fails_twice_and_told_once() -> None:
+    bench = Bench()
+    bench.reading(device(UUIDS[1], gpu="0:0"))
+    bench.log.events.clear()
+    part = lost(1, parent_uuid=UUIDS[0])
+    bench.reading(part)
+    assert bench.types() == []
+    bench.reading(part)
+    bench.reading(part)
+    assert bench.types() == ["device_lost"]
+
+
+def test_a_device_without_a_name_is_left_out() -> None:
+    assert changes(None, node(DeviceReading(gpu="0", uuid="", error="no handle"))) == []
+
+
+def test_a_finished_action_is_an_event_with_what_became_of_it_and_a_dry_run_is_none() -> None:
+    results = (
+        ActionResult(4711, "llm", "0", "0", UUIDS[0], "done", freed_bytes=5),
+        ActionResult(4711, "llm", "0", "1", UUIDS[1], "done", freed_bytes=6),
+    )
+    action = Action("id", "empty_cache", "done", "alice", 1.0, Target(pid=4711), reason="room", results=results)
+    bench = Bench()
+    bench.recorder.action_finished(dataclasses.replace(action, dry_run=True))
+    assert bench.types() == []
+    bench.recorder.action_finished(action)
+    (event,) = bench.log.events
+    assert (event.gpu, event.uuid, event.pid, event.workload, event.rank) == (None, None, 4711, "llm", "0")
+    detail = event.detail
+    assert (detail["id"], detail["requested_by"], detail["target"]) == ("id", "alice", {"pid": 4711})
+    assert detail["freed_bytes"] == 11
+    assert [result["freed_bytes"] for result in detail["results"]] == [5, 6]
+
+
+def test_an_action_on_very_many_processes_holds_the_first_results_and_says_how_many_are_not_there() -> None:
+    results = tuple(ActionResult(pid, "w", "", "0", UUIDS[0], "done") for pid in range(1, MAX_RESULTS + 8))
+    event = action_event(Action("id", "reset_peak", "done", "a", 1.0, Target(all=True), results=results), 2.0)
+    assert (len(event.detail["results"]), event.detail["results_left_out"]) == (MAX_RESULTS, 7)
+    assert (event.pid, event.gpu) == (None, "0")

@@ -1,0 +1,318 @@
+"""The poller's thread: when it polls, what it survives, and how it is seen when the driver hangs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_exporter.core.samples import DeviceMemory, NodeReading, ProcessMemory
+from gpumem_exporter.errors import NvmlUnavailableError
+from gpumem_exporter.nvml.poller import Poller, Schedule
+from gpumem_exporter.nvml.provider import DeviceIdentity
+from tests.support.builders import NobodyHost
+
+SOON = 30.0
+"""Longer than anything waited for here takes; a test that is right never waits that long."""
+
+
+class OneGpu:
+    """A driver with one GPU, whose listing runs `hook` first."""
+
+    source = "nvml"
+
+    def __init__(self, hook: Callable[[], None] = lambda: None) -> None:
+        self.hook = hook
+        self.closed = threading.Event()
+        self.released = 0
+        self.threads: set[str] = set()
+
+    def open(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
+    def close(self) -> None:
+        self.threads.add(threading.current_thread().name)
+        self.closed.set()
+
+    def release(self) -> None:
+        self.close()
+        self.released += 1
+
+    def driver_version(self) -> str:
+        return "580.159.04"
+
+    def devices(self) -> Sequence[DeviceIdentity]:
+        self.threads.add(threading.current_thread().name)
+        self.hook()
+        return (DeviceIdentity("0", "GPU-0"),)
+
+    def read_memory(self, uuid: str) -> DeviceMemory:
+        return DeviceMemory(80, 19, 60, 1)
+
+    def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
+        return (ProcessMemory(30, 5),)
+
+    def read_utilization_ratio(self, uuid: str) -> float:
+        return 0.5
+
+
+class Published:
+    """Takes readings, and lets a test wait for the nth."""
+
+    def __init__(self) -> None:
+        self.readings: list[NodeReading] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, reading: NodeReading) -> None:
+        with self._changed:
+            self.readings.append(reading)
+            self._changed.notify_all()
+
+    def wait_for(self, count: int) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.readings) >= count, SOON)
+
+
+Start = Callable[..., Poller]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    pollers: list[Poller] = []
+
+    def started(provider: OneGpu, publish: Callable[[NodeReading], None], **options: object) -> Poller:
+        settings = {"interval_seconds": 0.001, **options}
+        poller = Poller(provider, NobodyHost(), publish, **settings)  # type: ignore[arg-type]
+        pollers.append(poller)
+        poller.start()
+        return poller
+
+    yield started
+    for poller in pollers:
+        assert poller.stop(SOON)
+
+
+def test_readings_are_published_again_and_again_until_it_is_stopped(start: Start) -> None:
+    provider, published = OneGpu(), Published()
+    poller = start(provider, published)
+    published.wait_for(5)
+    assert poller.stop(SOON)
+    count = len(published.readings)
+    assert poller.status(0.0).polls == count
+    assert not poller.status(0.0).alive
+    assert all(reading.up and reading.devices[0].memory for reading in published.readings)
+
+
+def test_one_thread_called_gpumem_poller_alone_talks_to_the_driver(start: Start) -> None:
+    provider, published = OneGpu(), Published()
+    poller = start(provider, published)
+    published.wait_for(2)
+    poller.stop(SOON)
+    assert provider.threads == {"gpumem-poller"}
+
+
+def test_stopping_closes_the_driver_without_waiting_for_the_interval(start: Start) -> None:
+    provider, published = OneGpu(), Published()
+    poller = start(provider, published, interval_seconds=10_000.0)
+    published.wait_for(1)
+    assert poller.stop(SOON)
+    assert provider.closed.is_set()
+
+
+def test_a_poller_that_never_started_is_stopped_at_once() -> None:
+    poller = Poller(OneGpu(), NobodyHost(), Published(), interval_seconds=1.0)
+    assert not poller.status(0.0).alive
+    assert poller.stop(SOON)
+
+
+def test_without_a_driver_every_poll_still_publishes_and_says_why(start: Start) -> None:
+    def no_driver() -> None:
+        raise NvmlUnavailableError("no driver")
+
+    published = Published()
+    poller = start(OneGpu(no_driver), published)
+    published.wait_for(3)
+    assert {(reading.up, reading.error, reading.devices) for reading in published.readings} == {
+        (False, "no driver", ())
+    }
+    assert poller.status(0.0).error == "no driver"
+
+
+def test_an_exception_that_nobody_foresaw_does_not_end_the_thread(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    published = Published()
+    failures = 3
+
+    def publish(reading: NodeReading) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ZeroDivisionError("unforeseen")
+        published(reading)
+
+    with caplog.at_level(logging.INFO):
+        poller = start(OneGpu(), publish)
+        published.wait_for(1)
+        poller.stop(SOON)
+    assert poller.status(0.0).error == ""
+    assert [record.message for record in caplog.records] == [
+        "poll: ZeroDivisionError: unforeseen",
+        "poll: in order again",
+    ]
+
+
+def test_a_hanging_driver_is_seen_as_stuck_and_neither_status_nor_stop_waits_for_it(start: Start) -> None:
+    hanging, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        assert release.wait(SOON)
+
+    published = Published()
+    poller = start(OneGpu(hang), published, interval_seconds=1.0, clock=lambda: 100.0)
+    assert hanging.wait(SOON)
+    just_busy, stuck = poller.status(105.0), poller.status(105.1)
+    assert (just_busy.busy_seconds, just_busy.stuck, just_busy.alive) == (5.0, False, True)
+    assert (stuck.stuck, stuck.alive, stuck.polls, stuck.last_finished_seconds) == (True, True, 0, None)
+    assert poller.stop(0.0) is False
+    release.set()
+    assert poller.stop(SOON)
+    assert published.readings == []
+
+
+def test_a_long_interval_makes_a_poll_stuck_after_three_of_it(start: Start) -> None:
+    hanging, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        assert release.wait(SOON)
+
+    poller = start(OneGpu(hang), Published(), interval_seconds=10.0, clock=lambda: 0.0)
+    assert hanging.wait(SOON)
+    assert not poller.status(30.0).stuck
+    assert poller.status(30.1).stuck
+    release.set()
+
+
+def test_between_polls_it_is_not_busy_and_says_when_it_last_was(start: Start) -> None:
+    published = Published()
+    poller = start(OneGpu(), published, interval_seconds=10_000.0, clock=lambda: 7.0)
+    published.wait_for(1)
+    poller.stop(SOON)
+    status = poller.status(9.0)
+    assert (status.busy_seconds, status.last_finished_seconds, status.polls, status.stuck) == (None, 7.0, 1, False)
+
+
+def test_a_release_is_done_by_its_thread_soon_and_told_in_every_reading_until_it_attaches(start: Start) -> None:
+    provider, published = OneGpu(), Published()
+    poller = start(provider, published, interval_seconds=0.2, wall_clock=lambda: 1e9)
+    published.wait_for(1)
+    poller.release("ada", "new driver")
+    poller.release("bob")  # changes nothing
+    wanted = "released on request by ada (new driver)"
+    while not (status := poller.status(0.0)).settled:
+        published.wait_for(len(published.readings) + 1)
+    assert status.release is not None
+    assert (status.release.requested_by, status.release.requested_unix_seconds) == ("ada", 1e9)
+    assert (status.error, provider.released >= 1) == (wanted, True)
+    since = len(published.readings)
+    published.wait_for(since + 2)
+    assert {(reading.up, reading.error) for reading in published.readings[since:]} == {(False, wanted)}
+    poller.attach()
+    while not (status := poller.status(0.0)).settled:
+        published.wait_for(len(published.readings) + 1)
+    assert (status.release, status.error) == (None, "")
+    assert published.readings[-1].up
+    assert provider.threads == {"gpumem-poller"}
+
+
+def test_a_release_waits_for_a_driver_that_hangs_and_says_that_it_does(start: Start) -> None:
+    hanging, go_on = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        assert go_on.wait(SOON)
+
+    provider, published = OneGpu(hang), Published()
+    poller = start(provider, published, interval_seconds=10.0)
+    assert hanging.wait(SOON)
+    poller.release("ada")
+    status = poller.status(0.0)
+    assert (status.settled, status.release is not None, provider.released) == (False, True, 0)
+    go_on.set()
+    published.wait_for(2)
+    assert published.readings[-1].error == "released on request by ada"
+
+
+def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: Start) -> None:
+    missing = True
+
+    def no_driver() -> None:
+        if missing:
+            raise NvmlUnavailableError("no driver")
+
+    published = Published()
+    poller = start(OneGpu(no_driver), published, interval_seconds=0.5, clock=lambda: 0.0)
+    published.wait_for(1)
+    missing = False
+    poller.attach()
+    while not poller.status(0.0).settled:
+        published.wait_for(len(published.readings) + 1)
+    assert published.readings[-1].up
+
+
+def test_a_thread_that_hangs_does_not_keep_the_interpreter() -> None:
+    assert Poller(OneGpu(), NobodyHost(), Published(), interval_seconds=1.0)._thread.daemon
+
+
+@given(
+    interval=st.sampled_from([0.1, 0.3, 1.0, 15.0]),
+    start_seconds=st.floats(0.0, 1e7),
+    durations=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50),
+)
+def test_ticks_are_whole_intervals_from_the_start_and_a_late_poll_is_not_made_up_for(
+    interval: float, start_seconds: float, durations: list[float]
+) -> None:
+    schedule = Schedule(interval, start_seconds)
+    now, last_tick = start_seconds, 0
+    for duration in durations:
+        now += duration
+        wait = schedule.seconds_to_next(now)
+        assert 0.0 <= wait <= interval + 1e-6
+        now += wait
+        tick = round((now - start_seconds) / interval)
+        assert now == pytest.approx(start_seconds + tick * interval, abs=1e-6)
+        assert tick > last_tick
+        last_tick = tick
+
+
+def test_a_wait_that_ends_a_moment_early_is_not_followed_by_a_second_poll() -> None:
+    schedule = Schedule(1.0, 0.0)
+    assert schedule.seconds_to_next(0.25) == 0.75
+    assert schedule.seconds_to_next(0.999999) == pytest.approx(1.000001)
+    assert schedule.seconds_to_next(5.5) == 0.5
+
+
+def test_a_poll_can_be_had_before_the_interval_is_over() -> None:
+    readings: list[NodeReading] = []
+    seen = threading.Semaphore(0)
+
+    def publish(reading: NodeReading) -> None:
+        readings.append(reading)
+        seen.release()
+
+    poller = Poller(OneGpu(), NobodyHost(), publish, interval_seconds=3600.0)
+    poller.start()
+    try:
+        assert seen.acquire(timeout=SOON)
+        for polls in (2, 3):
+            poller.poll_soon()
+            assert seen.acquire(timeout=SOON)
+            assert len(readings) == polls
+    finally:
+        assert poller.stop(SOON)

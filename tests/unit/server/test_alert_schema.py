@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.actions.model import ActionRequest, Target
+from gpumem_exporter.server.alert_schema import (
+    ALERT_KEYS,
+    MAX_ALERTS,
+    AlertBody,
+    AlertRequestError,
+    read_alerts,
+    wanted_action,
+)
+from gpumem_exporter.server.problems import ProblemError
+from tests.support.paths import REPOSITORY
+
+FIRING: dict[str, Any] = {
+    "status": "firing",
+    "labels": {"alertname": "Hoarded", "gpu": "0"},
+    "annotations": {"summary": "hi"},
+    "startsAt": "2026-01-02T03:04:05.678Z",
+    "endsAt": "0001-01-01T00:00:00Z",
+    "generatorURL": "http://prometheus/graph",
+    "fingerprint": "0123456789abcdef",
+}
+MESSAGE: dict[str, Any] = {
+    "receiver": "gpumem",
+    "status": "firing",
+    "alerts": [FIRING],
+    "groupLabels": {},
+    "commonLabels": {},
+    "commonAnnotations": {},
+    "externalURL": "http://alertmanager:9093",
+    "version": "4",
+    "groupKey": '{}:{alertname="Hoarded"}',
+    "truncatedAlerts": 0,
+}
+
+
+def alert(labels: dict[str, str] | None = None, **annotations: str) -> AlertBody:
+    changed = {**FIRING, "labels": {**FIRING["labels"], **(labels or {})}, "annotations": annotations}
+    (read,) = read_alerts(json.dumps({**MESSAGE, "alerts": [changed]}).encode()).alerts
+    return read
+
+
+def request(labels: dict[str, str] | None = None, **annotations: str) -> ActionRequest:
+    wanted = wanted_action(alert(labels, **annotations))
+    assert wanted is not None
+    return wanted.action.request()
+
+
+def test_a_message_of_alertmanager_is_read_as_it_is_sent() -> None:
+    (read,) = read_alerts(json.dumps(MESSAGE).encode()).alerts
+    assert (read.status, read.name, read.fingerprint) == ("firing", "Hoarded", "0123456789abcdef")
+    assert read.starts_at == FIRING["startsAt"]
+
+
+def test_what_a_later_alertmanager_adds_is_left_alone() -> None:
+    later = {**MESSAGE, "new": 1, "alerts": [{**FIRING, "newer": [], "annotations": None, "labels": {}}]}
+    later["alerts"][0].pop("annotations")
+    assert read_alerts(json.dumps(later).encode()).alerts[0].name == FIRING["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "field"),
+    [
+        (lambda m: m.pop("version"), "version"),
+        (lambda m: m.update(version="3"), "version"),
+        (lambda m: m.update(version=4), "version"),
+        (lambda m: m.pop("alerts"), "alerts"),
+        (lambda m: m.update(alerts={}), "alerts"),
+        (lambda m: m.update(alerts=[FIRING] * (MAX_ALERTS + 1)), "alerts"),
+        (lambda m: m.update(alerts=[1]), "alerts.0"),
+        (lambda m: m["alerts"][0].update(status="pending"), "alerts.0.status"),
+        (lambda m: m["alerts"][0].pop("labels"), "alerts.0.labels"),
+        (lambda m: m["alerts"][0].update(labels={"a": 1}), "alerts.0.labels.a"),
+        (lambda m: m["alerts"][0].update(annotations=None), "alerts.0.annotations"),
+        (lambda m: m["alerts"][0].pop("startsAt"), "alerts.0.startsAt"),
+        (lambda m: m["alerts"][0].update(startsAt="x" * 65), "alerts.0.startsAt"),
+        (lambda m: m["alerts"][0].pop("fingerprint"), "alerts.0.fingerprint"),
+        (lambda m: m["alerts"][0].update(fingerprint=""), "alerts.0.fingerprint"),
+        (lambda m: m["alerts"][0].update(fingerprint="a b"), "alerts.0.fingerprint"),
+    ],
+)
+def test_a_malformed_message_is_refused_by_the_field_that_is_wrong(spoil: Any, field: str) -> None:
+    message = json.loads(json.dumps(MESSAGE))
+    spoil(message)
+    with pytest.raises(ProblemError) as refused:
+        read_alerts(json.dumps(message).encode())
+    assert (refused.value.status, refused.value.errors[0].field) == (422, field)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b"3"])
+def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(ProblemError) as refused:
+        read_alerts(body)
+    assert refused.value.status == 422
+
+
+def test_an_alert_that_names_no_action_asks_for_none() -> None:
+    assert wanted_action(alert()) is None
+    assert wanted_action(alert({"gpumem_action": " "}, gpumem_target_pid="4")) is None
+
+
+def test_labels_and_annotations_say_what_is_asked_for() -> None:
+    asked = request(
+        {"gpumem_action": "empty_cache", "gpumem_target_workload": "train"},
+        gpumem_mode="step",
+        gpumem_target_pid="4711",
+        gpumem_target_gpu="0",
+        gpumem_target_uuid="GPU-1",
+        gpumem_target_rank="3",
+        gpumem_collect_garbage="true",
+        gpumem_deadline_seconds="60",
+        gpumem_dry_run="true",
+        gpumem_reason="slack is 5 GiB",
+    )
+    assert asked == ActionRequest(
+        "empty_cache",
+        Target(gpu="0", uuid="GPU-1", pid=4711, workload="train", rank="3"),
+        mode="step",
+        collect_garbage=True,
+        deadline_seconds=60.0,
+        dry_run=True,
+        reason="alert Hoarded (0123456789abcdef): slack is 5 GiB",
+    )
+
+
+def test_a_group_a_fraction_and_everybody_can_be_asked_for_as_well() -> None:
+    grouped = request(gpumem_action="empty_cache", gpumem_group="true", gpumem_target_workload="train")
+    assert (grouped.group, grouped.mode) == (True, "step")
+    capped = request(
+        gpumem_action="set_memory_fraction", gpumem_fraction="0.5", gpumem_force="true", gpumem_target_all="true"
+    )
+    assert (capped.fraction, capped.force, capped.target) == (0.5, True, Target(all=True))
+    assert request(gpumem_action="snapshot", gpumem_target_pid="1@4026532007").target.pid == "1@4026532007"
+
+
+def test_an_empty_text_is_what_a_template_without_a_value_gives_and_says_nothing() -> None:
+    asked = request(gpumem_action="empty_cache", gpumem_target_pid="7", gpumem_target_rank="", gpumem_mode=" ")
+    assert (asked.target, asked.mode) == (Target(pid=7), "now")
+
+
+def test_the_same_in_a_label_and_an_annotation_is_no_contradiction() -> None:
+    assert request({"gpumem_action": "snapshot"}, gpumem_action="snapshot", gpumem_target_pid="7").action == "snapshot"
+
+
+def test_a_long_reason_is_cut_for_the_audit_log() -> None:
+    asked = request(gpumem_action="snapshot", gpumem_target_pid="7", gpumem_reason="x" * 5000)
+    assert len(asked.reason) == 1000
+
+
+def test_another_firing_is_not_acted_on_for_five_minutes_unless_the_alert_says_otherwise() -> None:
+    asks = {"gpumem_action": "snapshot", "gpumem_target_pid": "7"}
+    usual, other = wanted_action(alert(asks)), wanted_action(alert(asks, gpumem_cooldown_seconds="60"))
+    assert usual is not None
+    assert other is not None
+    assert (usual.cooldown_seconds, other.cooldown_seconds) == (300.0, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("annotations", "named"),
+    [
+        ({}, ("gpumem_target: names nothing",)),
+        ({"gpumem_target_workloda": "a"}, ("gpumem_target_workloda is not known", "gpumem_target_workload")),
+        ({"gpumem_target_pid": "many"}, ("gpumem_target_pid: must be an integer",)),
+        ({"gpumem_target_pid": "0"}, ("gpumem_target_pid",)),
+        ({"gpumem_target_pid": "99999999999"}, ("gpumem_target_pid",)),
+        ({"gpumem_target_all": "yes"}, ("gpumem_target_all: 'yes'", "true or false")),
+        ({"gpumem_target_pid": "7", "gpumem_mode": "later"}, ("gpumem_mode: no mode 'later'",)),
+        ({"gpumem_target_pid": "7", "gpumem_mode": "now", "gpumem_group": "true"}, ("gpumem_mode: a group",)),
+        ({"gpumem_target_pid": "7", "gpumem_fraction": "0.5"}, ("gpumem_fraction: is for",)),
+        ({"gpumem_target_pid": "7", "gpumem_deadline_seconds": "soon"}, ("gpumem_deadline_seconds: 'soon'",)),
+        ({"gpumem_target_pid": "7", "gpumem_deadline_seconds": "nan"}, ("gpumem_deadline_seconds",)),
+        ({"gpumem_target_pid": "7", "gpumem_cooldown_seconds": "-1"}, ("gpumem_cooldown_seconds: '-1'",)),
+        ({"gpumem_target_pid": "7", "gpumem_cooldown_seconds": "inf"}, ("gpumem_cooldown_seconds: 'inf'",)),
+        ({"gpumem_target_pid": "7", "gpumem_action": "snapshot"}, ("the label and the annotation differ",)),
+        ({"gpumem_target_pid": "7", "gpumem_wait_seconds": "3"}, ("gpumem_wait_seconds is not known",)),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_named_as_the_alert_has_it(
+    annotations: dict[str, str], named: tuple[str, ...]
+) -> None:
+    with pytest.raises(AlertRequestError) as refused:
+        wanted_action(alert({"gpumem_action": "empty_cache"}, **annotations))
+    message = str(refused.value)
+    assert [part for part in named if part not in message] == [], message
+
+
+def test_an_action_that_there_is_not_is_named() -> None:
+    with pytest.raises(AlertRequestError, match="gpumem_action: no action 'clear'; there is empty_cache"):
+        wanted_action(alert(gpumem_action="clear", gpumem_target_all="true"))
+
+
+def test_the_example_names_every_key() -> None:
+    text = (REPOSITORY / "deploy" / "alertmanager" / "gpumem-receiver.example.yml").read_text()
+    shown = set(re.findall(r"gpumem_[a-z_]+", text)) | {
+        f"gpumem_target{part}" for part in re.findall(r" (_[a-z]+)\b", text)
+    }
+    assert shown >= ALERT_KEYS

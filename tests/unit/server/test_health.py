@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.events import EventLogStatus
+from gpumem_exporter.nvml.poller import PollerStatus
+from gpumem_exporter.server.health import health_document
+from tests.support.builders import UUIDS, device, node, reporting
+
+WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, last_finished_seconds=1.0, stuck=False, error="")
+
+KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, put_aside="")
+
+
+def health(snapshot: Snapshot, **poller: Any) -> dict[str, Any]:
+    return health_document(snapshot, dataclasses.replace(WELL, **poller), KEEPING, source="nvml", version="1.2.3")
+
+
+def test_a_node_where_all_is_well_is_ok() -> None:
+    snapshot = Snapshot(0.0, node(device(UUIDS[0]), device(UUIDS[1], gpu="1")), (reporting(),))
+    document = health(snapshot)
+    assert document["status"] == "ok"
+    assert document["nvml"] == {"up": True, "error": ""}
+    assert (document["devices"], document["processes"]) == (2, 1)
+    assert (document["version"], document["source"]) == ("1.2.3", "nvml")
+    assert {check["status"] for check in document["checks"].values()} == {"ok"}
+
+
+def test_no_driver_is_degraded_and_says_why() -> None:
+    down = dataclasses.replace(node(up=False), error="libnvidia-ml.so.1 is not there")
+    document = health(Snapshot(0.0, down))
+    assert document["status"] == "degraded"
+    assert document["nvml"] == {"up": False, "error": "libnvidia-ml.so.1 is not there"}
+
+
+def test_before_the_first_poll_it_is_degraded() -> None:
+    document = health(Snapshot(0.0, None), polls=0)
+    assert document["status"] == "degraded"
+    assert document["nvml"]["up"] is False
+
+
+def test_a_lost_device_is_degraded_and_named() -> None:
+    lost = DeviceReading(gpu="1", uuid=UUIDS[1], error="GPU is lost")
+    document = health(Snapshot(0.0, node(device(), lost)))
+    assert document["status"] == "degraded"
+    assert document["nvml"]["up"] is True
+    assert document["checks"]["devices"]["detail"] == "1 of 2 do not answer (1: GPU is lost)"
+
+
+@pytest.mark.parametrize(
+    ("poller", "said"),
+    [({"alive": False, "error": "boom"}, "boom"), ({"stuck": True, "busy_seconds": 61.0}, "61 s")],
+)
+def test_a_poller_that_cannot_go_on_is_failing(poller: dict[str, Any], said: str) -> None:
+    document = health(Snapshot(0.0, None), **poller)
+    assert document["status"] == "failing"
+    assert said in document["checks"]["poller"]["detail"]
+
+
+def test_a_reporter_that_fell_silent_is_told_and_is_nobodys_failure() -> None:
+    silent = SilentReporter(ProcessKey(1, 2), 2, 3, "w", "0", 0.0)
+    document = health(Snapshot(0.0, node(device()), silent=(silent,)))
+    assert document["status"] == "ok"
+    assert "1 fell silent" in document["checks"]["reports"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("events", "said"),
+    [
+        (
+            {"error": "/e/events.db: disk full", "waiting": 3, "dropped": 2},
+            "/e/events.db: disk full; 3 wait, 2 were lost",
+        ),
+        ({"alive": False}, "nothing keeps events"),
+        ({"busy_seconds": 7.2}, "memory has not answered for 7 s"),
+    ],
+)
+def test_events_that_cannot_be_kept_are_degraded_and_said_why(events: dict[str, Any], said: str) -> None:
+    document = health_document(
+        Snapshot(0.0, node(device())), WELL, dataclasses.replace(KEEPING, **events), source="nvml", version="1"
+    )
+    assert document["status"] == "degraded"
+    assert document["checks"]["events"] == {"status": "degraded", "detail": said}
+
+
+def test_a_damaged_file_that_was_put_aside_is_told_and_no_trouble() -> None:
+    events = dataclasses.replace(KEEPING, put_aside="/e/events.db.damaged")
+    document = health_document(Snapshot(0.0, node(device())), WELL, events, source="nvml", version="1")
+    assert document["status"] == "ok"
+    assert "/e/events.db.damaged" in document["checks"]["events"]["detail"]

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from gpumem_exporter.core.samples import ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.server.live_document import COLUMNS, live_document
+from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+
+A, B = UUIDS[:2]
+HEALTH = {
+    "status": "degraded",
+    "nvml": {"up": True, "error": ""},
+    "checks": {
+        "poller": {"status": "ok", "detail": "7 polls"},
+        "events": {"status": "degraded", "detail": "the disk is full"},
+    },
+}
+
+
+def document(snapshot: Snapshot) -> dict[str, Any]:
+    made = live_document(
+        snapshot,
+        source="demo",
+        version="1",
+        health=HEALTH,
+        page="digest",
+        allowed_actions=("empty_cache",),
+        newest=None,
+    )
+    return dict(json.loads(json.dumps(made, allow_nan=False)))
+
+
+def rows(snapshot: Snapshot) -> list[dict[str, Any]]:
+    return [dict(zip(COLUMNS, row, strict=True)) for row in document(snapshot)["processes"]]
+
+
+def test_a_process_has_a_row_for_each_of_its_devices() -> None:
+    process = reporting(7, devices=(sample(A, 50 * MIB, 9 * MIB, 1 * MIB), sample(B)), rank="3")
+    reading = node(device(A, used=80 * MIB, processes={7: 70 * MIB, 8: 10 * MIB}), device(B, gpu="1", processes={}))
+    first, second, other = rows(Snapshot(0.0, reading, (process,)))
+    assert (first["pid"], first["uuid"], first["gpu"], first["workload"], first["rank"]) == (7, A, "0", "train", "3")
+    assert [first[name] for name in ("used_bytes", "allocated_bytes", "reclaimable_bytes", "fragmented_bytes")] == [
+        70 * MIB,
+        50 * MIB,
+        9 * MIB,
+        1 * MIB,
+    ]
+    assert first["non_torch_bytes"] == 10 * MIB
+    assert (second["uuid"], second["used_bytes"]) == (B, None)
+    assert (other["pid"], other["state"], other["allocated_bytes"], other["clears"]) == (8, "unreported", None, False)
+
+
+def test_a_silent_reporter_keeps_one_row_without_figures() -> None:
+    silent = SilentReporter(ProcessKey(1, 9), None, 1000, "train", "0", 42.0)
+    (row,) = rows(Snapshot(0.0, None, (), (silent,)))
+    assert (row["pid"], row["state"], row["last_report_unix_seconds"]) == (9, "silent", 42.0)
+    assert {row[name] for name in ("gpu", "uuid", "used_bytes", "allocated_bytes")} == {None}
+
+
+def test_a_process_whose_reporter_cannot_clear_is_not_offered_one() -> None:
+    able = reporting(7, devices=(sample(A),), actions=("empty_cache",))
+    unable = reporting(8, devices=(sample(A),), actions=("reset_peak",))
+    older = reporting(9, devices=(sample(A),))
+    found = {row["pid"]: row["clears"] for row in rows(Snapshot(0.0, node(device(A)), (able, unable, older)))}
+    assert found == {7: True, 8: False, 9: True}
+
+
+def test_what_is_not_well_is_said_and_what_is_well_is_not() -> None:
+    made = document(Snapshot(0.0, node(device(A))))
+    assert made["troubles"] == [{"part": "events", "status": "degraded", "detail": "the disk is full"}]
+    assert (made["status"], made["source"], made["page"], made["allowed_actions"]) == (
+        "degraded",
+        "demo",
+        "digest",
+        ["empty_cache"],
+    )
+
+
+def test_a_category_that_is_not_known_is_not_there() -> None:
+    unlisted = dataclasses.replace(device(A, used=5 * MIB, reserved=None), processes=None)
+    (shown,) = document(Snapshot(0.0, node(unlisted)))["devices"]
+    assert {"non_torch", "other_processes", "driver_reserved"}.isdisjoint(shown["ledger"])
+    assert shown["ledger"]["unattributed"] == 5 * MIB

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from gpumem_exporter.core.samples import NodeReading, Snapshot
+from gpumem_exporter.server.history import MAX_DEVICES, History
+from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
+
+A, B = UUIDS[:2]
+
+
+def history(**options: Any) -> History:
+    return History(**{"reading_expiry_seconds": 5.0, "span_seconds": 10.0, "step_seconds": 2.0, **options})
+
+
+def seen(reading: NodeReading | None, *processes: Any, at: float = 0.0) -> Snapshot:
+    return Snapshot(taken_seconds=at, node=reading, processes=processes)
+
+
+def one_device(at: float, used: int = 10 * MIB) -> Snapshot:
+    return seen(node(device(A, used=used, processes={}), taken=at))
+
+
+def test_a_point_is_what_was_in_use_and_what_was_in_tensors() -> None:
+    kept = history()
+    process = reporting(7, devices=(sample(A, allocated=40 * MIB, reclaimable=8 * MIB),))
+    reading = node(device(A, used=100 * MIB, reserved=20 * MIB, processes={7: 60 * MIB}), taken=4.0)
+    kept.take(seen(reading, process))
+    assert kept.document()["seconds"] == [4.0]
+    assert kept.document()["devices"] == {A: {"in_use": [120], "allocated": [40]}}
+    assert kept.newest() == {"seconds": 4.0, "devices": {A: [120, 40]}}
+
+
+def test_before_the_first_poll_there_is_nothing() -> None:
+    kept = history()
+    kept.take(seen(None))
+    assert kept.newest() is None
+    assert kept.document()["seconds"] == []
+
+
+def test_each_step_has_one_point_however_often_it_is_asked_for() -> None:
+    kept = history()
+    for at in (0.0, 0.9, 1.9, 2.0, 2.0, 3.5, 4.1):
+        kept.take(one_device(at))
+    assert kept.document()["seconds"] == [0.0, 2.0, 4.1]
+
+
+def test_it_reaches_back_as_far_as_it_says_and_no_further() -> None:
+    kept = history()
+    for at in range(0, 100, 2):
+        kept.take(one_device(float(at), used=at * MIB))
+    document = kept.document()
+    assert document["seconds"] == [88.0, 90.0, 92.0, 94.0, 96.0, 98.0]
+    assert document["devices"][A]["in_use"] == [88, 90, 92, 94, 96, 98]
+
+
+def test_what_could_not_be_read_is_a_hole_and_not_the_last_value() -> None:
+    kept = history()
+    kept.take(one_device(0.0))
+    kept.take(seen(node(dataclasses.replace(device(A), memory=None, error="lost"), taken=2.0)))
+    kept.take(seen(node(taken=4.0, up=False)))
+    assert kept.newest() == {"seconds": 4.0, "devices": {}}
+    kept.take(one_device(6.0))
+    assert kept.document()["devices"][A]["in_use"] == [10, None, None, 10]
+
+
+def test_no_point_is_made_while_no_poll_is_known() -> None:
+    kept = history()
+    kept.take(one_device(0.0))
+    kept.take(seen(None, at=4.0))
+    kept.take(one_device(8.0))
+    assert kept.document()["seconds"] == [0.0, 8.0]
+    assert kept.document()["gap_seconds"] == 6.0
+
+
+def test_rare_polls_are_no_gap_while_they_are_believed() -> None:
+    assert history(reading_expiry_seconds=90.0).document()["gap_seconds"] == 90.0
+
+
+def test_a_device_that_comes_later_has_holes_before_and_one_that_has_gone_goes_with_its_last_point() -> None:
+    kept = history()
+    kept.take(one_device(0.0))
+    both = node(device(A, used=MIB, processes={}), device(B, gpu="1", used=2 * MIB, processes={}), taken=2.0)
+    kept.take(seen(both))
+    assert kept.document()["devices"][B]["in_use"] == [None, 2]
+    for at in (4.0, 6.0, 8.0, 10.0, 12.0, 14.0):
+        kept.take(one_device(at))
+    assert set(kept.document()["devices"]) == {A}
+
+
+def test_however_many_devices_come_and_go_it_stays_bounded() -> None:
+    kept = history(span_seconds=1e6)
+    for at in range(MAX_DEVICES + 50):
+        kept.take(seen(node(device(f"MIG-{at}", used=MIB, processes={}), taken=2.0 * at)))
+    devices = kept.document()["devices"]
+    assert len(devices) <= MAX_DEVICES
+    assert f"MIG-{MAX_DEVICES + 49}" in devices
+    assert {len(line["in_use"]) for line in devices.values()} == {MAX_DEVICES + 50}

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.planning.description import Description
+from gpumem_exporter.training.planning.devices import Gpu, parse_bytes, parse_gpu
+from gpumem_exporter.training.planning.inputs import TensorSpec, parse_tensor
+from gpumem_exporter.training.planning.job import Job
+from tests.support.paths import REPOSITORY
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "name", "shape"),
+    [
+        ("float32[B,3,224,224]", "float32", "", (16, 3, 224, 224)),
+        (" bf16 [ B , 7 ] ", "bfloat16", "", (16, 7)),
+        ("int64[B*512]", "int64", "", (16 * 512,)),
+        ("mask=bool[512,2*B*3]", "bool", "mask", (512, 96)),
+        ("float[]", "float32", "", ()),
+    ],
+)
+def test_a_tensor_is_a_dtype_and_dimensions_of_which_some_hold_the_batch(
+    text: str, dtype: str, name: str, shape: tuple[int, ...]
+) -> None:
+    spec = parse_tensor(text)
+    assert (spec.dtype, spec.name, spec.at(16)) == (dtype, name, shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("float32", "float32[B,3,224,224]"),
+        ("float31[B]", "bfloat16"),
+        ("float32[B,x]", "'x'"),
+        ("float32[B,0]", "'0'"),
+        ("float32[B*B]", "more than once"),
+        ("float32[B,,3]", "''"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_with_what_would_be_one(text: str, said: str) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        parse_tensor(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 * GIB), ("24GB", 24 * 10**9), ("1.5 MiB", 3 << 19), ("512", 512), ("2tib", 2 << 40)]
+)
+def test_a_size_has_binary_or_decimal_units(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 gigs", "3i"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="no size"):
+        parse_bytes(text)
+
+
+def test_a_gpu_is_a_size_or_a_name_and_has_less_for_tensors_than_in_all() -> None:
+    assert parse_gpu("H100 80GB") == parse_gpu("h100-80gb")
+    assert parse_gpu("80GiB", 2 * GIB) == Gpu("80GiB", 80 * GIB, 2 * GIB)
+    assert parse_gpu("80GiB", 2 * GIB).free_bytes == 78 * GIB
+    assert parse_gpu("1GiB", 2 * GIB).free_bytes == 0
+    with pytest.raises(ConfigurationError, match="h100-80gb"):
+        parse_gpu("h1000")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("precision", "fp8"), ("optimizer", "lion"), ("loss", "l3"), ("attention", "paged"), ("convolution", "winograd")],
+)
+def test_a_job_names_what_it_takes_where_it_does_not_know_a_word(field: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=value):
+        Job(object, (TensorSpec("float32", ()),), **{field: value})  # type: ignore[arg-type]
+
+
+def test_a_description_that_does_not_add_up_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match="too few"):
+        Description(32, 4096, 2048, parameters=10**9).job()
+    with pytest.raises(ConfigurationError, match="7 heads"):
+        Description(2, 64, 16, heads=7).job()
+    with pytest.raises(ConfigurationError, match="layers 0"):
+        Description(0, 64, 16).job()
+
+
+def test_importing_the_package_imports_no_torch_and_its_names_are_sorted() -> None:
+    code = (
+        "import sys\n"
+        "from gpumem_exporter import training\n"
+        "assert list(training.__all__) == sorted(training.__all__) and set(training.__all__) <= set(dir(training))\n"
+        "assert 'torch' not in sys.modules and 'gpumem_exporter.training.planning' not in sys.modules\n"
+        "assert training.Plan.__name__ == 'Plan'\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=REPOSITORY, timeout=60)
+    assert done.returncode == 0, done.stderr
