@@ -25,7 +25,7 @@ from playwright.sync_api import Page, sync_playwright
 from benchmarks.claims import Row, parser, percentile, show
 from benchmarks.place import Exporter, Place, cpu_seconds, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_for_ever
-from tests.support.exporter_process import wait_for
+from tests.support.waiting import wait_for
 
 PROCESSES = 64
 DEVICES = 8

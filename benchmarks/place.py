@@ -10,7 +10,8 @@ from pathlib import Path
 
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import wait_for
 
 __all__ = ["Exporter", "Place", "compiling_once", "cpu_seconds", "open_files", "resident_bytes", "thread_seconds"]
 

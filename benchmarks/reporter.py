@@ -22,7 +22,7 @@ from benchmarks.claims import Row, parser, percentile, show
 from benchmarks.place import Place, compiling_once, thread_seconds
 from gpumem_exporter.cli.run import injected_environment
 from tests.emulation.torch_process import REPOSITORY, TorchProcess
-from tests.support.exporter_process import wait_for
+from tests.support.waiting import wait_for
 
 SAMPLE_MICROSECONDS = 40.0
 REPORTER_PERCENT = {1: 0.06, 8: 0.1}

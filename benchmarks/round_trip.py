@@ -26,7 +26,7 @@ from benchmarks.relay import Relay
 from benchmarks.reporters import Stand, report_body
 from gpumem_exporter.client._transport import Connection
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import wait_for
+from tests.support.waiting import wait_for
 
 LIMITS_MS = {False: (3.0, 10.0), True: (10.0, 25.0)}
 """Median and p99, by whether the main thread is busy."""

@@ -26,7 +26,7 @@ from benchmarks.claims import Row, parser, percentile, show
 from benchmarks.constant import serve_constant
 from benchmarks.place import Exporter, Place, cpu_seconds, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, probe, report_for_ever
-from tests.support.exporter_process import wait_for
+from tests.support.waiting import wait_for
 
 REPORTERS = 64
 CLAIMS: dict[bool, tuple[float, float | None]] = {False: (3.0, None), True: (5.0, 3.0)}

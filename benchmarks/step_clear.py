@@ -15,7 +15,8 @@ from typing import Any
 
 from benchmarks.claims import Row, parser, show
 from benchmarks.place import Place
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import wait_for
 
 STEPS = 100
 OTHERS_RATIO = 1.05

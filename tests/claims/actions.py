@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.claims.figures import Figure, Figures, NotHereError, shown, true
 from tests.claims.place import Bench
-from tests.support.exporter_process import wait_for
+from tests.support.waiting import wait_for
 
 __all__ = [
     "cycles_go_with_a_collection",

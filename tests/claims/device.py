@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tests.claims.figures import Figure, Figures, alike, shown, true
 from tests.claims.place import Bench, Place
-from tests.support.exporter_process import wait_for, wait_until_equal
+from tests.support.waiting import wait_for, wait_until_equal
 
 __all__ = [
     "context_of_a_process",

@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.claims.figures import Figures, shown, true
 from tests.claims.place import Bench, Place
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import wait_for
 
 __all__ = ["figures_of_an_error", "limit_of_a_fraction", "told_by_the_dying"]
 

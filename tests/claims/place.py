@@ -13,8 +13,9 @@ from typing import Any
 from tests.emulation.node import DeviceBook, EmulatedNode
 from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
 from tests.gpu import driver
-from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics, wait_for, wait_until_equal
+from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_for, wait_until_equal
 
 __all__ = ["COMPARED", "EXPANDABLE", "SETTINGS", "Bench", "Books", "Place", "pools_of"]
 

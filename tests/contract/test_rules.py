@@ -23,10 +23,10 @@ import yaml
 from gpumem_exporter.cli.main import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
-from tests.support.exporter_process import wait_for
 from tests.support.paths import REPOSITORY
 from tests.support.rule_mutants import Mutant, mutants
 from tests.support.running_prometheus import free_port
+from tests.support.waiting import wait_for
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
 RUNBOOKS = REPOSITORY / "deploy" / "runbooks"

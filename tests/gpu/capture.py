@@ -24,8 +24,9 @@ import pynvml
 
 from tests.emulation.torch_process import TorchProcess
 from tests.gpu.driver import anonymous, books, nvml, why_no_device
-from tests.support.exporter_process import ExporterProcess, wait_for, wait_until_equal
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import DATA
+from tests.support.waiting import wait_for, wait_until_equal
 
 __all__ = ["capture", "main"]
 

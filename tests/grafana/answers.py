@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.waiting import wait_for
 
 sys.path.insert(0, str(REPOSITORY / "grafana"))
 

@@ -19,7 +19,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, ExporterProcess, wait_for
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.waiting import wait_for
 
 ACTIONS = 1000
 THREADS = 16

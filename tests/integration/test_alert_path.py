@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from tests.support.alert_path import DEPLOY, Receiver, alertmanager, hastened, prometheus, receiving
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import wait_for
 
 TIMES = 150.0
 """How much faster than in production: what takes 50 minutes there takes 20 seconds here."""

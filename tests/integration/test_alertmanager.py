@@ -23,9 +23,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import QUICK, wait_for
+from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.waiting import wait_for
 
 ALERTS = "/api/v1/alerts"
 EXAMPLE = REPOSITORY / "deploy" / "alertmanager" / "gpumem-receiver.example.yml"

@@ -13,7 +13,7 @@ from tests.claims import errors, heaps, pools
 from tests.claims.figures import OneNumber, require
 from tests.claims.place import EXPANDABLE, SETTINGS, Bench, Place
 from tests.emulation.node import MIB, EmulatedNode
-from tests.support.exporter_process import wait_for
+from tests.support.waiting import wait_for
 
 EMPTY_GRAPH = "import warnings; warnings.simplefilter('ignore')\n"
 

@@ -17,8 +17,8 @@ import pytest
 
 from gpumem_exporter import __version__
 from gpumem_exporter.core.ledger import CATEGORIES
-from tests.support.exporter_process import wait_for
 from tests.support.running_command import clean_environment, run_command
+from tests.support.waiting import wait_for
 
 _TOKEN = "a-token-for-tests"
 

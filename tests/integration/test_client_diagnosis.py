@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
-from tests.support.exporter_process import wait_for
 from tests.support.paths import REPOSITORY
 from tests.support.recording_exporter import RecordingExporter
+from tests.support.waiting import wait_for
 
 STAGES = {
     "forward": ("smaller_batch", "forward"),

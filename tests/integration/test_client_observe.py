@@ -8,9 +8,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import QUICK, wait_until_equal
+from tests.support.exporter_process import QUICK
 from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
 from tests.support.observed_training import TRAINING, host_process, process_of_the_module, shared_process
+from tests.support.waiting import wait_until_equal
 
 __all__ = ["host_process", "process_of_the_module", "shared_process"]
 

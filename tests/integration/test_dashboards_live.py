@@ -24,9 +24,10 @@ from gpumem_dashboards.queries import Prometheus, Query, Scope, all_panels, quer
 
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.waiting import wait_for
 
 FOLDER = REPOSITORY / "grafana"
 NAMES = ("exporter", "fleet", "node", "oom", "workload")

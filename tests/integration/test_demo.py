@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.reporter import SimulatedReporter
 from gpumem_exporter.demo.simulation import Simulation
-from tests.support.running_exporter import eventually
+from tests.support.waiting import eventually
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def demo(folder: Path, *flags: str) -> Iterator[Exporter]:
         )
     exporter = Exporter(f"http://127.0.0.1:{port}", process, log)
     try:
-        eventually(exporter.is_up, bool, seconds=20.0)
+        eventually(exporter.is_up, bool, 20.0)
         yield exporter
     finally:
         process.kill()

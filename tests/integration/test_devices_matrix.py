@@ -25,7 +25,8 @@ from tests.support.device_truth import (
     truth,
     wait_until_right,
 )
-from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
+from tests.support.exporter_process import ExporterProcess, Metrics
+from tests.support.waiting import wait_for
 
 
 def start_reporting(

@@ -8,7 +8,8 @@ from gpumem_exporter.cli import doctor
 from gpumem_exporter.cli.checks.finding import FAIL, Finding
 from gpumem_exporter.cli.doctor import DoctorOptions, diagnose
 from gpumem_exporter.nvml.provider import Provider
-from tests.support.running_exporter import ScriptedProvider, eventually, running_exporter
+from tests.support.running_exporter import ScriptedProvider, running_exporter
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

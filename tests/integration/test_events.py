@@ -23,9 +23,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.support.builders import UUIDS, identity, report, sample
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.waiting import wait_for
 
 EVENTS = "/api/v1/events"
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")

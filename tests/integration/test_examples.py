@@ -12,8 +12,9 @@ import torch
 
 from tests.conftest import StartExporter
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import UNLIMITED, wait_for
+from tests.support.exporter_process import UNLIMITED
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_for
 
 EXAMPLES = REPOSITORY / "examples"
 SMALL = ("--epochs", "1", "--samples", "72", "--effective-batch", "32", "--width", "32", "--layers", "2")

@@ -31,9 +31,10 @@ import pytest
 import trustme
 
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import clean_environment, run_command
 from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.waiting import wait_for
 
 TOKEN = "a-token-for-tests"
 NOTEBOOK = 'gpumem_torch_reclaimable_bytes{workload="demo-notebook"}'

@@ -17,10 +17,11 @@ import pytest
 
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import run_command
 from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.waiting import wait_for
 
 WORKLOAD = "fleet-ranks"
 ONE_RANK = f'last_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}", rank="0"}}[5m])'  # a scrape may fail

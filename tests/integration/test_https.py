@@ -32,10 +32,11 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.support.certificates import issue, trust
-from tests.support.exporter_process import QUICK, ExporterProcess, wait_for
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.running_exporter import running_exporter
 from tests.support.running_prometheus import RunningPrometheus
+from tests.support.waiting import wait_for
 
 TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
 USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}

@@ -17,10 +17,11 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.kubelet import Kubelet
 from tests.support.namespaces import CONTAINER, children, needs_namespaces
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_for
 
 pytestmark = needs_namespaces
 

@@ -17,9 +17,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.programs import Program
-from tests.support.exporter_process import ExporterProcess, wait_for, wait_until_equal
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import CONSOLE_SCRIPT
+from tests.support.waiting import wait_for, wait_until_equal
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 RUN = (sys.executable, "-m", "gpumem_exporter", "run", "--")

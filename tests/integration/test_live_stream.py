@@ -13,7 +13,8 @@ import pytest
 
 from gpumem_exporter.server.streams import MAX_STREAMS
 from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, eventually, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.waiting import eventually
 
 LIVE = "/api/v1/live"
 

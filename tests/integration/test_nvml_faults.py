@@ -25,7 +25,8 @@ from tests.emulation.node import (
     EmulatedNode,
 )
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess, Metrics, wait_for, wait_until_equal
+from tests.support.exporter_process import ExporterProcess, Metrics
+from tests.support.waiting import wait_for, wait_until_equal
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 ATTACH_SECONDS = 60.0

@@ -17,9 +17,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
 from tests.support.device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import ScriptedProvider, eventually, problem, running_exporter
+from tests.support.running_exporter import ScriptedProvider, problem, running_exporter
+from tests.support.waiting import eventually, wait_for
 
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
 

@@ -18,8 +18,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.support.builders import UUIDS, identity
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
 FIGURES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")

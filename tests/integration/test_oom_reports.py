@@ -11,9 +11,9 @@ import pytest
 
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import wait_for
 from tests.support.paths import REPOSITORY
 from tests.support.recording_exporter import RecordingExporter
+from tests.support.waiting import wait_for
 
 RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
 

@@ -14,8 +14,9 @@ import pytest
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess, wait_until_equal
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_until_equal
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 PLANNED, ERROR = "gpumem_torch_planned_reserved_peak_bytes", "gpumem_torch_plan_error_ratio"

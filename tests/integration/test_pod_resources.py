@@ -15,8 +15,8 @@ from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 from gpumem_exporter.host.pod_resources import PodResources, list_given
 from gpumem_exporter.host.pods import Container
 from tests.support.builders import UUIDS, device
-from tests.support.exporter_process import wait_for
 from tests.support.kubelet import Kubelet
+from tests.support.waiting import wait_for
 
 TRAINER = ("ml", "llm-0", "trainer")
 SERVER = ("web", "chat-0", "server")

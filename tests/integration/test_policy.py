@@ -15,8 +15,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
-from tests.support.exporter_process import QUICK, ExporterProcess, wait_for
-from tests.support.running_exporter import RunningExporter, eventually, problem, running_exporter
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.waiting import eventually, wait_for
 
 RELOAD = "/-/reload"
 EVALUATIONS = "gpumem_policy_evaluations_total"

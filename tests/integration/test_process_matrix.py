@@ -16,9 +16,10 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
-from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
+from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.namespaces import CONTAINER, needs_namespaces
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 

@@ -35,7 +35,8 @@ from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.emulation.programs import Program
 from tests.emulation.torch_process import RemoteError, TorchProcess
 from tests.support.device_truth import scrape, shown, truth
-from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics, wait_until_equal
+from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics
+from tests.support.waiting import wait_until_equal
 
 STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
 STEPS_EACH = 250

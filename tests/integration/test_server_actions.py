@@ -12,7 +12,8 @@ import pytest
 
 from gpumem_exporter.protocol import CommandResult, DeviceResult
 from tests.support.builders import UUIDS, report, sample
-from tests.support.running_exporter import ACTIONS, RunningExporter, eventually, problem, running_exporter
+from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
+from tests.support.waiting import eventually
 
 
 @pytest.fixture

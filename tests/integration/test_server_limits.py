@@ -10,7 +10,8 @@ import pytest
 
 from gpumem_exporter.server.http_protocol import Limits
 from tests.support.builders import UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, eventually, read_answer, running_exporter
+from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
+from tests.support.waiting import eventually
 
 LIMITS = Limits(max_connections=8, request_seconds=0.4, unread_seconds=0.4)
 GET = b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n"

@@ -9,7 +9,8 @@ import pytest
 
 from gpumem_exporter.protocol import to_wire
 from tests.support.builders import UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.waiting import eventually
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 
@@ -89,7 +90,7 @@ def test_a_hanging_driver_hangs_neither_the_page_nor_the_health() -> None:
         assert exporter.get("/health").status == 200
         assert exporter.document("/api/v1/devices")["devices"]
         assert time.monotonic() - begun < 5
-        failing = eventually(lambda: exporter.get("/health"), lambda answer: answer.status == 503, seconds=10)
+        failing = eventually(lambda: exporter.get("/health"), lambda answer: answer.status == 503, 10)
         assert json.loads(failing.body)["status"] == "failing"
         assert json.loads(failing.body)["checks"]["poller"]["status"] == "failing"
         assert exporter.sample("gpumem_nvml_up") == 0
@@ -123,7 +124,7 @@ def test_without_a_driver_the_exporter_is_degraded_and_says_why() -> None:
         assert exporter.sample("gpumem_nvml_up") == 0
         assert exporter.document("/api/v1/devices")["nvml"]["error"] == "no driver here"
         provider.error = ""
-        eventually(lambda: exporter.document("/health")["status"], lambda status: status == "ok", seconds=10)
+        eventually(lambda: exporter.document("/health")["status"], lambda status: status == "ok", 10)
         assert exporter.sample("gpumem_nvml_up") == 1
 
 

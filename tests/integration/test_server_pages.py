@@ -9,7 +9,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tests.support.running_exporter import RunningExporter, ScriptedProvider, eventually, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

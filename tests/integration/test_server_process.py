@@ -19,7 +19,7 @@ from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.server.sockets import BindError, bind
 from tests.support.builders import report
-from tests.support.running_exporter import eventually
+from tests.support.waiting import eventually
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
 HANGING_DRIVER = """

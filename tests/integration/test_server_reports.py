@@ -15,7 +15,8 @@ import pytest
 from gpumem_exporter.core.samples import ProcessMemory
 from gpumem_exporter.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, eventually, problem, read_answer, running_exporter
+from tests.support.running_exporter import RunningExporter, problem, read_answer, running_exporter
+from tests.support.waiting import eventually
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,9 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
 from tests.support.device_truth import QUICK, scrape, series_of, shown, truth, wait_until_right
-from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
+from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.running_exporter import RunningExporter, running_exporter
+from tests.support.waiting import wait_for
 
 EXPIRY_SECONDS = 3.0
 

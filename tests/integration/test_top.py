@@ -15,7 +15,7 @@ import pytest
 from gpumem_exporter.cli.sizes import short_bytes
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.terminal_program import TerminalProgram
 from tests.support.top_program import (
     FOREIGN,
@@ -25,6 +25,7 @@ from tests.support.top_program import (
     top_once,
     top_without_default_exporter,
 )
+from tests.support.waiting import wait_for
 
 __all__ = ["demo"]
 

@@ -14,7 +14,8 @@ from gpumem_exporter.procfs import pid_namespace, start_time_ticks
 from gpumem_exporter.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.programs import Program
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import wait_for
 
 PID = 4321
 HOLD = "say(malloc(%d << 20)[0]); wait()"

@@ -16,8 +16,8 @@ from typing import Any
 
 import yaml
 
-from tests.support.exporter_process import wait_for
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_for
 
 DEPLOY = REPOSITORY / "deploy"
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}

@@ -8,7 +8,8 @@ from typing import Any
 
 from tests.emulation.node import DeviceBook, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess, Metrics, wait_for
+from tests.support.exporter_process import ExporterProcess, Metrics
+from tests.support.waiting import wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 ATTACH_SECONDS = 60.0

@@ -8,44 +8,21 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.client._transport import Answer, Connection
 from gpumem_exporter.errors import ExporterUnreachableError
 from tests.support.paths import REPOSITORY
-
-T = TypeVar("T")
+from tests.support.waiting import wait_for
 
 UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
 """Whoever tests asks for more than anybody else."""
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", *UNLIMITED)
 """Flags of an exporter that shows what is so at once."""
-
-
-def wait_for(condition: Callable[[], T], what: str, timeout_seconds: float = 30.0) -> T:
-    """Ask again and again until the answer is true, and return it."""
-    end = time.monotonic() + timeout_seconds
-    while True:
-        answer = condition()
-        if answer:
-            return answer
-        if time.monotonic() > end:
-            raise AssertionError(f"waited {timeout_seconds} s for {what}; the last answer was {answer!r}")
-        time.sleep(0.01)
-
-
-def wait_until_equal(read: Callable[[], T], wanted: T, what: str, timeout_seconds: float = 30.0) -> None:
-    """Read again and again until it is what is wanted; fails with what it was last."""
-    end = time.monotonic() + timeout_seconds
-    while (found := read()) != wanted:
-        if time.monotonic() > end:
-            raise AssertionError(f"waited {timeout_seconds} s for {what}:\n{wanted!r}\nit is still\n{found!r}")
-        time.sleep(0.01)
 
 
 class ExporterProcess:

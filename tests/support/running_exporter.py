@@ -6,11 +6,10 @@ import contextlib
 import json
 import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -26,19 +25,9 @@ from gpumem_exporter.server.serving import ExporterServer
 from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.server.sockets import bind
 from tests.support.builders import MIB, UUIDS
-
-T = TypeVar("T")
+from tests.support.waiting import eventually
 
 ACTIONS = "/api/v1/actions"
-
-
-def eventually(read: Callable[[], T], wanted: Callable[[T], bool] = bool, seconds: float = 30.0) -> T:
-    """Read until it is as wanted; fails with the last value that was not."""
-    deadline = time.monotonic() + seconds
-    while not wanted(value := read()):
-        assert time.monotonic() < deadline, f"still {value!r}"
-        time.sleep(0.005)
-    return value
 
 
 class ScriptedProvider:

@@ -18,7 +18,7 @@ from typing import Any
 import trustme
 import yaml
 
-from tests.support.exporter_process import wait_for
+from tests.support.waiting import wait_for
 
 __all__ = ["RunningPrometheus", "free_port"]
 

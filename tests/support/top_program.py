@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.exporter_process import ExporterProcess, wait_for
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import wait_for
 
 __all__ = ["FOREIGN", "demo", "top_command", "top_environment", "top_once", "top_without_default_exporter"]
 

@@ -1,0 +1,51 @@
+"""Waiting for conditions, with one factor for slow machines.
+
+`GPUMEM_PATIENCE` multiplies every wait and timeout of the tests: 3 on a machine that is three times slower. Limits
+are generous; a test that passes never waits longer than its condition takes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["PATIENCE", "eventually", "patient", "wait_for", "wait_until_equal"]
+
+T = TypeVar("T")
+
+PATIENCE = float(os.environ.get("GPUMEM_PATIENCE") or "1")
+"""The factor; 1 unless the environment sets it."""
+
+
+def patient(seconds: float) -> float:
+    """Return a timeout multiplied by the patience factor."""
+    return seconds * PATIENCE
+
+
+def wait_for(condition: Callable[[], T], what: str, timeout_seconds: float = 60.0) -> T:
+    """Call `condition` until it returns something true, and return that.
+
+    Raises:
+        AssertionError: The timeout (times the patience factor) has passed; the text has `what` and the last value.
+    """
+    return eventually(condition, bool, timeout_seconds, what)
+
+
+def wait_until_equal(read: Callable[[], T], wanted: T, what: str, timeout_seconds: float = 60.0) -> None:
+    """Call `read` until it returns `wanted`; fails as `wait_for` does."""
+    eventually(read, lambda value: value == wanted, timeout_seconds, f"{what}:\n{wanted!r}\n")
+
+
+def eventually(
+    read: Callable[[], T], wanted: Callable[[T], bool] = bool, timeout_seconds: float = 60.0, what: str = ""
+) -> T:
+    """Call `read` until `wanted` accepts its value, and return that value; fails as `wait_for` does."""
+    limit = patient(timeout_seconds)
+    end = time.monotonic() + limit
+    while not wanted(value := read()):
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {limit:g} s for {what or 'a condition'}; the last value was\n{value!r}")
+        time.sleep(0.005)
+    return value
