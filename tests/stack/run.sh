@@ -13,6 +13,7 @@ while read -r file package; do
 done <<END
 podman podman
 runc runc
+catatonit catatonit
 /usr/lib/podman/netavark netavark
 /usr/lib/podman/aardvark-dns aardvark-dns
 iptables iptables
