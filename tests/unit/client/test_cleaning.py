@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -79,7 +79,8 @@ def test_what_is_reserved_again_at_once_is_the_brake(caplog: pytest.LogCaptureFi
             cleared_at.append(step)
         heap.reclaimable = GIB  # the program takes it all back
     assert cleared_at == [0, 20, 60]  # the cooldown doubles, and after three it ends
-    assert "reserved again" in cleaner.stopped
+    assert cleaner.stopped
+    assert cleaner.clears == 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
@@ -95,13 +96,13 @@ def test_clears_that_free_little_are_the_brake() -> None:
 
 @pytest.mark.parametrize("bounds", [{"fragmentation": 1.5}, {"min_bytes": 0}, {"cooldown_steps": 0}])
 def test_bounds_that_are_none_are_refused(bounds: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match="fragmentation lies between 0 and 1"):
+    with pytest.raises(ValueError, match=next(iter(bounds))):
         _cleaner(_Heap(0, 0), **bounds)
 
 
 def test_every_function_does_nothing_without_cuda(tmp_path: Path) -> None:
     assert client.clear_cache(collect_garbage=True) == 0
-    assert str(client.deep_clean()) == "no CUDA"
+    assert client.deep_clean().rungs == ()
     client.reset_peak()
     client.set_memory_fraction(0.5)
     assert client.release_model() == 0
@@ -119,7 +120,7 @@ def test_every_function_does_nothing_without_cuda(tmp_path: Path) -> None:
 
 
 def test_a_fraction_lies_between_nothing_and_all() -> None:
-    with pytest.raises(ValueError, match="between 0 and 1"):
+    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*1\.5"):
         client.set_memory_fraction(1.5)
 
 
@@ -134,22 +135,23 @@ GOOD = (
     "expandable_segments_reserve:40G",
 )
 BAD = {
-    "expandable_segment:True": "'expandable_segment' is no setting",
-    "expandable_segments=True": "is no setting",
-    "expandable_segments": "needs a value",
-    "expandable_segments:true": "True or False, in this spelling",
-    "max_split_size_mb:5": "20 at least",
-    "max_split_size_mb:1e3": "whole number",
-    "garbage_collection_threshold:1": "between 0 and 1",
-    "per_process_memory_fraction:1.2": "from 0 to 1",
-    "roundup_power2_divisions:3": "power of two",
-    "roundup_power2_divisions:[256:1,500:2]": "power of two",
-    "backend:foo": "native or cudaMallocAsync",
-    "pinned_num_register_threads:256": "power of two up to 128",
-    "expandable_segments:True,nokey:1": "'nokey' is no setting",
-    "": "no setting is given",
-    " , ": "no setting is given",
+    "expandable_segment:True": ["'expandable_segment'", *KEYS],
+    "expandable_segments=True": ["'expandable_segments=True'", *KEYS],
+    "expandable_segments": ["expandable_segments", "True", "False"],
+    "expandable_segments:true": ["expandable_segments", "'true'", "True", "False"],
+    "max_split_size_mb:5": ["max_split_size_mb", "'5'", "20", "MiB"],
+    "max_split_size_mb:1e3": ["max_split_size_mb", "'1e3'", "20", "MiB"],
+    "garbage_collection_threshold:1": ["garbage_collection_threshold", "'1'", "0"],
+    "per_process_memory_fraction:1.2": ["per_process_memory_fraction", "'1.2'", "0", " 1"],
+    "roundup_power2_divisions:3": ["roundup_power2_divisions", "'3'", "[256:1,512:2,1024:4,>:8]"],
+    "roundup_power2_divisions:[256:1,500:2]": ["'[256:1,500:2]'", "[256:1,512:2,1024:4,>:8]"],
+    "backend:foo": ["backend", "'foo'", "native", "cudaMallocAsync"],
+    "pinned_num_register_threads:256": ["pinned_num_register_threads", "'256'", "128"],
+    "expandable_segments:True,nokey:1": ["'nokey'", *KEYS],
+    "": ["expandable_segments:True"],
+    " , ": ["expandable_segments:True"],
 }
+"""Wrong lines, and what the error names: the key, the value, and what is accepted."""
 
 
 @pytest.mark.parametrize("line", GOOD)
@@ -159,15 +161,10 @@ def test_a_right_line_of_settings_is_read_and_written_again(line: str) -> None:
 
 @pytest.mark.parametrize("line", BAD)
 def test_a_wrong_line_of_settings_is_refused_with_what_would_be_right(line: str) -> None:
-    with pytest.raises(ConfigurationError, match=re.escape(BAD[line])) as caught:
-        parse_settings(line)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_wrong_key_is_refused_with_the_list_of_right_ones() -> None:
     with pytest.raises(ConfigurationError) as caught:
-        parse_settings("nokey:1")
-    assert all(key in str(caught.value) for key in KEYS)
+        parse_settings(line)
+    assert [named for named in BAD[line] if named not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
 
 
 @given(st.text(alphabet="abc:,[]>1 ", max_size=30))
@@ -221,7 +218,7 @@ def test_run_puts_the_settings_in_force_before_the_command_starts(executed: list
 
 
 def test_run_refuses_a_wrong_setting_and_starts_nothing(executed: list[dict[str, str]]) -> None:
-    with pytest.raises(ConfigurationError, match="'nokey' is no setting"):
+    with pytest.raises(ConfigurationError, match="'nokey'"):
         run(["--allocator", "nokey:1", "--", "train"])
     assert executed == []
 
@@ -229,6 +226,12 @@ def test_run_refuses_a_wrong_setting_and_starts_nothing(executed: list[dict[str,
 def test_run_leaves_the_settings_alone_without_the_option(executed: list[dict[str, str]]) -> None:
     run(["--", "train"])
     assert "PYTORCH_CUDA_ALLOC_CONF" not in executed[0]
+
+
+def words(text: str) -> set[str]:
+    """The words of a text without punctuation round them, and each figure with its unit."""
+    plain = [word.strip("(),.;:") for word in text.split()]
+    return {*plain, *(f"{figure} {unit}" for figure, unit in pairwise(plain))}
 
 
 def _figures(**more: int) -> AllocatorFigures:
@@ -239,22 +242,22 @@ def _figures(**more: int) -> AllocatorFigures:
 def test_a_cache_that_can_be_given_back_is_no_reason_for_other_settings() -> None:
     said = recommend([_figures()], "")
     assert (said.settings, said.line) == ((), "")
-    assert "nothing measured" in str(said)
+    assert len(said.reasons) == 1
+    assert said.reasons[0] in str(said)
 
 
 def test_fragmentation_is_a_reason_for_expandable_segments() -> None:
     said = recommend([_figures(reclaimable_bytes=GIB)], "garbage_collection_threshold:0.8", "PYTORCH_ALLOC_CONF")
     assert said.line == "garbage_collection_threshold:0.8,expandable_segments:True"
-    assert "2.0 GiB of 7.0 GiB" in said.reasons[0]
-    assert "PYTORCH_CUDA_ALLOC_CONF=garbage_collection_threshold:0.8,expandable_segments:True" in str(said)
-    assert "(from PYTORCH_ALLOC_CONF)" in str(said)
+    assert {"expandable_segments:True", "2.0 GiB", "7.0 GiB"} <= words(said.reasons[0])
+    assert {f"PYTORCH_CUDA_ALLOC_CONF={said.line}", "PYTORCH_ALLOC_CONF"} <= words(str(said))
     assert parse_settings(said.line)
 
 
 def test_fragmentation_under_expandable_segments_is_said_and_no_setting_promised() -> None:
     said = recommend([_figures(reclaimable_bytes=GIB)], "expandable_segments:True")
     assert said.settings == ()
-    assert "although segments are expandable" in said.reasons[0]
+    assert "2.0 GiB" in said.reasons[0]
 
 
 def test_retries_below_a_memory_fraction_are_a_reason_to_collect_early() -> None:
@@ -265,7 +268,7 @@ def test_retries_below_a_memory_fraction_are_a_reason_to_collect_early() -> None
 def test_retries_are_a_reason_for_expandable_segments_else() -> None:
     said = recommend([_figures(alloc_retries=7, ooms=2)], "")
     assert said.settings == (("expandable_segments", "True"),)
-    assert "7 times" in said.reasons[0]
+    assert {"7", "2"} <= words(said.reasons[0])
 
 
 def test_rounding_that_settings_ask_for_is_a_reason_to_round_finer() -> None:

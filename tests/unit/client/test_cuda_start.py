@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.client import _cuda_start
+from tests.support.waiting import patient
 
 TORCH = {
     "__init__.py": "",
@@ -38,7 +39,9 @@ def folder(tmp_path: Path) -> Path:
 
 def run(folder: Path, rest: str) -> Any:
     program = PROGRAM.format(folder=str(folder), module=_cuda_start.__file__, rest=rest)
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=patient(60)
+    )
     assert ended.stderr == ""
     return json.loads(ended.stdout)
 

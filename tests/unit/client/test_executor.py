@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._actions import Executor
+from gpumem_exporter.client._actions import CAPTURING, Executor
 from gpumem_exporter.client._sampler import Sampler
 from gpumem_exporter.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
@@ -85,7 +85,7 @@ def test_what_an_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None
     bench.allocator.error = RuntimeError("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.")
     result = bench.run()
     assert result.outcome == "unsupported"
-    assert "does not yet support emptyCache" in result.reason
+    assert str(bench.allocator.error) in result.reason
 
 
 def test_a_command_that_comes_twice_runs_once_and_answers_the_same(bench: Bench) -> None:
@@ -104,20 +104,21 @@ def test_a_command_that_came_too_late_is_not_run(bench: Bench) -> None:
 def test_nothing_is_done_while_a_graph_is_being_captured(bench: Bench) -> None:
     bench.allocator.capturing = True
     result = bench.run()
-    assert (result.outcome, result.reason) == ("refused", "a CUDA graph is being captured")
+    assert (result.outcome, result.reason) == ("refused", CAPTURING)
     assert bench.allocator.cleared == 0
 
 
 def test_an_action_of_a_newer_exporter_is_unsupported_and_the_known_are_named(bench: Bench) -> None:
     result = bench.run("defragment")
     assert result.outcome == "unsupported"
-    assert "empty_cache, collect_garbage, reset_peak" in result.reason
+    assert {"empty_cache", "collect_garbage", "reset_peak"} <= set(bench.executor.actions)
+    assert [action for action in bench.executor.actions if action not in result.reason] == []
 
 
 def test_what_torch_raises_is_the_result(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDA error: misaligned address")
     result = bench.run()
-    assert (result.outcome, result.reason) == ("failed", "RuntimeError: CUDA error: misaligned address")
+    assert (result.outcome, result.reason) == ("failed", f"RuntimeError: {bench.allocator.error}")
 
 
 def test_peaks_are_reset_on_the_devices_meant_alone(bench: Bench) -> None:
@@ -142,7 +143,7 @@ def test_garbage_is_collected_only_when_asked_for(bench: Bench, monkeypatch: pyt
 def test_results_are_remembered_boundedly(bench: Bench) -> None:
     for number in range(200):
         bench.run("collect_garbage" if number == 0 else "reset_peak", id=str(number))
-    assert len(bench.executor._results) == 64
+    assert [number for number in range(200) if bench.executor.known(str(number))] == [*range(136, 200)]
 
 
 def test_the_program_s_switch_interval_is_as_it_was_after_a_command(bench: Bench) -> None:

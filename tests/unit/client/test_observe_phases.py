@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gpumem_exporter.client import memory_context, milestones, phase, watch
 from gpumem_exporter.client._measured import Measured, MemoryUse
 from gpumem_exporter.client._observed import MAX_PHASES, Observed, Stretch
+from tests.support.waiting import patient
 
 
 class Device:
@@ -346,7 +347,7 @@ def test_one_phase_used_by_many_threads_at_once_loses_none_and_tells_the_largest
     barrier = threading.Barrier(8)
 
     def work() -> None:
-        barrier.wait(timeout=30)
+        barrier.wait(timeout=patient(30))
         for number in range(50):
             with phase:
                 device.to(number)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -63,19 +64,19 @@ def _attribute() -> object:
 
 
 HOLDERS: dict[str, tuple[Callable[[], object], Callable[[object], object], str]] = {
-    "a module's list": (lambda: kept.append(Thing()), lambda _: kept[-1], "list of 1 in kept, a global of"),
+    "a module's list": (lambda: kept.append(Thing()), lambda _: kept[-1], "list of 1 .*kept"),
     "an instance's list": (
         _attribute,
         lambda holder: holder.__dict__["things"][0],
-        "list of 1 in attribute things of a Holder",
+        "list of 1 .*things.*Holder",
     ),  # type: ignore[attr-defined]
-    "a slot": (lambda: Slotted(Thing()), lambda holder: holder.thing, "attribute thing of a Slotted"),  # type: ignore[attr-defined]
-    "a closure": (lambda: _of_a_function(Thing()), lambda f: f(), "thing, a closure of"),  # type: ignore[operator]
-    "a default": (lambda: _with_a_default(Thing()), lambda f: f(), "tuple of 1 in a default of"),  # type: ignore[operator]
+    "a slot": (lambda: Slotted(Thing()), lambda holder: holder.thing, ".*thing .*Slotted"),  # type: ignore[attr-defined]
+    "a closure": (lambda: _of_a_function(Thing()), lambda f: f(), ".*thing.*closure"),  # type: ignore[operator]
+    "a default": (lambda: _with_a_default(Thing()), lambda f: f(), "tuple of 1 .*default"),  # type: ignore[operator]
     "nested containers": (
         lambda: {"deep": [(Thing(),)]},
         lambda d: d["deep"][0][0],
-        "tuple of 1 in list of 1 in dict of 1 under 'deep'",
+        "tuple of 1 .*list of 1 .*dict of 1 .*'deep'",
     ),  # type: ignore[index]
 }
 
@@ -89,7 +90,7 @@ def test_whoever_holds_an_object_is_named(name: str) -> None:
         # found from a frame of its own, which is gone: else its variable would be the holder
         target = id(find(holder))
         told = _described_by_id(holder, find)
-        assert told[target].startswith(expected), told
+        assert re.match(expected, told[target]), told
     finally:
         kept.clear()
 
@@ -106,8 +107,7 @@ def _local_list() -> str:
 
 def test_a_local_variable_is_named_with_its_place() -> None:
     told = _local_list()
-    assert told.startswith("list of 1 in local variable others at")
-    assert told.endswith("in _local_list")
+    assert re.match(r"list of 1 .*local variable.*others.*_local_list$", told), told
 
 
 def test_a_dictionary_of_locals_that_the_program_keeps_stays_as_it_was() -> None:

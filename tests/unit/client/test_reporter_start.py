@@ -12,6 +12,7 @@ from gpumem_exporter.client._settings import ReporterSettings
 from gpumem_exporter.client._steps import Steps
 from gpumem_exporter.client._worker import Worker
 from gpumem_exporter.client.reporter import Reporter
+from tests.support.waiting import patient
 
 SETTINGS = ReporterSettings.resolve(environ={"GPUMEM_EXPORTER_URL": "unix:///nowhere/exporter.sock"})
 
@@ -41,10 +42,10 @@ def test_a_signal_s_handler_that_stops_reporting_while_it_starts_ends_it_and_wai
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     training = threading.Thread(target=reporter.start, args=(SETTINGS,), daemon=True)
     training.start()
-    training.join(60)
+    training.join(patient(60))
     assert not training.is_alive()
     for thread in reporter_threads():
-        thread.join(60)
+        thread.join(patient(60))
     assert not reporter_threads()
 
 
@@ -69,8 +70,8 @@ def test_where_threads_are_greenlets_the_program_s_thread_goes_on_taking_signals
 def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_start_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    troubles: list[str] = []
-    reporter = Reporter(Steps(), on_trouble=lambda kind, error: troubles.append(f"{kind}: {error}"))
+    troubles: list[Exception] = []
+    reporter = Reporter(Steps(), on_trouble=lambda _, error: troubles.append(error))
     begun: list[Worker] = []
 
     def none_left(worker: Worker) -> None:
@@ -78,7 +79,7 @@ def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_star
 
     monkeypatch.setattr(Worker, "start", none_left)
     reporter.start(SETTINGS)
-    assert troubles == ["this process is not reported: can't start new thread"]
+    assert [str(error) for error in troubles] == ["can't start new thread"]
     monkeypatch.setattr(Worker, "start", lambda worker: begun.append(worker))
     reporter.start(SETTINGS)
     assert len(begun) == 1

@@ -6,9 +6,7 @@ import pytest
 
 from gpumem_exporter.client._settings import DEFAULT_URLS, ReporterSettings
 from gpumem_exporter.client._steps import Steps
-from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.client.reporter import Reporter
-from gpumem_exporter.errors import ConfigurationError
 
 
 def test_an_argument_beats_the_environment_and_the_environment_the_default() -> None:
@@ -59,25 +57,6 @@ def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
     secret.write_text("second")
     assert settings.authorization() == {"Authorization": "Bearer second"}
     assert ReporterSettings.resolve(environ={}).authorization() == {}
-
-
-@pytest.mark.parametrize(
-    "url",
-    [
-        "",
-        "127.0.0.1:9844",
-        "https://",
-        "ftp://host",
-        "http://",
-        "unix://relative",
-        "unix:relative",
-        "http://h:port",
-        "http://h/x",
-    ],
-)
-def test_an_address_of_no_such_form_is_refused_before_anything_is_tried(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="expected http://host:port, https://host:port or unix:///path"):
-        Connection(url, timeout_seconds=1.0)
 
 
 def test_a_disabled_reporter_hooks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

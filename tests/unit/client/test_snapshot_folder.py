@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gpumem_exporter.client import _snapshot
 from gpumem_exporter.errors import CommandRefusedError
+from gpumem_exporter.protocol import SnapshotFile
 
 
 @pytest.fixture
@@ -18,32 +20,48 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return _snapshot.snapshot_folder()
 
 
+class Empty:
+    """An allocator that holds nothing."""
+
+    def snapshot(self) -> dict[str, Any]:
+        return {"segments": [], "device_traces": []}
+
+    def uuid(self, index: int) -> str:
+        return f"GPU-{index}"
+
+
+def write() -> SnapshotFile:
+    return _snapshot.write_snapshot(Empty())
+
+
 def test_it_is_made_for_this_user_alone(folder: Path) -> None:
-    assert _snapshot._next_file(folder).parent == folder
+    assert Path(write().path).parent == folder
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_one_that_is_open_to_others_is_refused(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(CommandRefusedError, match="not this user's alone"):
-        _snapshot._next_file(folder)
+    with pytest.raises(CommandRefusedError, match=rf"{folder}.*GPUMEM_SNAPSHOT_DIR"):
+        write()
 
 
 def test_a_link_is_refused_wherever_it_leads(folder: Path, tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     folder.symlink_to(private)
-    with pytest.raises(CommandRefusedError, match="not this user's alone"):
-        _snapshot._next_file(folder)
+    with pytest.raises(CommandRefusedError, match=rf"{folder}.*GPUMEM_SNAPSHOT_DIR"):
+        write()
+    assert list(private.iterdir()) == []
 
 
 def test_only_the_last_are_kept(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     for number in range(70):
         (folder / f"gpumem-{number:03}.pickle").touch()
-    _snapshot._next_file(folder)
-    assert len(list(folder.iterdir())) == 63
+    newest = Path(write().path)
+    assert len(list(folder.iterdir())) == 64
+    assert newest.exists()
 
 
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:

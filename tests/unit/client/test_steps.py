@@ -26,7 +26,7 @@ def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
     assert len(heard) == 3
 
 
-def test_a_listener_that_raises_is_called_no_more_and_the_others_are() -> None:
+def test_a_listener_that_raises_is_called_no_more_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps()
     heard: list[object] = []
     failed: list[object] = []
@@ -40,6 +40,7 @@ def test_a_listener_that_raises_is_called_no_more_and_the_others_are() -> None:
     steps.mark()
     steps.mark()
     assert failed == [None]
+    assert len(caplog.records) == 1
     assert heard == [None, None]
     stop()
     steps.mark()
@@ -64,7 +65,8 @@ def test_a_handler_of_the_program_s_that_raises_raises_nothing_where_an_optimize
         steps.mark()
     finally:
         logging.getLogger().removeHandler(strict)
-    assert emitted == ["nothing is done at steps any more: ValueError('its own fault')"]
+    (logged,) = emitted
+    assert "ValueError('its own fault')" in logged
 
 
 def test_the_look_at_where_every_thread_is_keeps_nothing_of_who_asks_for_it() -> None:
@@ -99,5 +101,6 @@ def test_a_handler_that_keeps_what_is_logged_keeps_nothing_of_the_program_s(capl
     steps = Steps()
     steps.listen(listener)
     steps.mark()
-    assert caplog.messages == ["nothing is done at steps any more: ValueError('of the program')"]
+    (logged,) = caplog.messages
+    assert "ValueError('of the program')" in logged
     assert held[0]() is None

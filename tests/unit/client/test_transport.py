@@ -1,18 +1,49 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from gpumem_exporter.client._transport import Connection, shown_url
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.errors import ConfigurationError, ExporterUnreachableError
+from tests.support.waiting import patient
 
 
-def head(url: str, **headers: str) -> list[str]:
-    """The lines of a request's head."""
-    return Connection(url, timeout_seconds=1)._request("GET", "/", None, headers).decode().split("\r\n")
+@contextlib.contextmanager
+def recording_peer() -> Iterator[tuple[int, list[list[str]]]]:
+    """A server for one connection: its port, and the lines of each request's head, in the order of arrival."""
+    heads: list[list[str]] = []
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection, connection.makefile("rb") as received:
+            heads.append([line.decode().strip() for line in iter(received.readline, b"\r\n")])
+            connection.sendall(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(patient(30))
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listener.getsockname()[1], heads
+        finally:
+            thread.join(patient(60))
+
+
+def head(login: str, **headers: str) -> tuple[int, list[str]]:
+    """The port of a peer, and the lines of a request's head that reached it with this login in the URL."""
+    with recording_peer() as (port, heads):
+        connection = Connection(f"http://{login}127.0.0.1:{port}", timeout_seconds=patient(30))
+        with contextlib.closing(connection):
+            assert connection.request("GET", "/", headers=headers).status == 204
+    return port, heads[0]
 
 
 @pytest.mark.parametrize(
@@ -23,24 +54,59 @@ def head(url: str, **headers: str) -> list[str]:
         ("https://node:9844/", ("node", 9844)),
         ("https://[::1]:9844", ("::1", 9844)),
         ("https://ada:secret@node:9844", ("node", 9844)),
-        ("unix:///run/a@b.sock", "/run/a@b.sock"),
     ],
 )
-def test_a_url_says_where_the_exporter_is(url: str, address: object) -> None:
-    assert Connection(url, timeout_seconds=1)._exporter.address == address
+def test_a_url_says_where_the_exporter_is(url: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def resolve(host: bytes, port: int, **_: object) -> None:
+        asked.append((host.decode(), port))
+        raise socket.gaierror("no such host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    with pytest.raises(ExporterUnreachableError):
+        Connection(url, timeout_seconds=1).request("GET", "/")
+    assert asked == [address]
+
+
+def test_the_path_of_a_unix_socket_may_hold_an_at_sign(tmp_path: Path) -> None:
+    path = tmp_path / "a@b.sock"
+    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(patient(30))
+        connection = Connection(f"unix://{path}", timeout_seconds=0.01)
+        with contextlib.closing(connection), pytest.raises(ExporterUnreachableError):
+            connection.request("GET", "/")
+        accepted, _ = listener.accept()
+        accepted.close()
 
 
 @pytest.mark.parametrize(
-    "url", ["https://", "https://node/path", "https://node?x", "https://node:x", "unix://a@/s", "x"]
+    "url",
+    [
+        "",
+        "x",
+        "127.0.0.1:9844",
+        "ftp://host",
+        "http://",
+        "http://node:port",
+        "https://",
+        "https://node/path",
+        "https://node?x",
+        "unix://a@/s",
+        "unix://relative",
+        "unix:relative",
+    ],
 )
 def test_what_is_no_exporters_url_is_refused_with_the_forms_that_there_are(url: str) -> None:
-    with pytest.raises(ConfigurationError, match="expected http://host:port, https://host:port or unix:///path"):
+    with pytest.raises(ConfigurationError, match=r"http://host:port.*https://host:port.*unix:///"):
         Connection(url, timeout_seconds=1)
 
 
 def test_a_password_in_a_url_is_sent_and_neither_shown_nor_part_of_the_host() -> None:
-    sent = head("https://ada:s%3Aecr%40t@node:1")
-    assert "Host: node:1" in sent
+    port, sent = head("ada:s%3Aecr%40t@")
+    assert f"Host: 127.0.0.1:{port}" in sent
     assert f"Authorization: Basic {base64.b64encode(b'ada:s:ecr@t').decode()}" in sent
     with pytest.raises(ConfigurationError) as refused:
         Connection("https://ada:secret@node:1/path", timeout_seconds=1)
@@ -48,7 +114,7 @@ def test_a_password_in_a_url_is_sent_and_neither_shown_nor_part_of_the_host() ->
 
 
 def test_a_token_goes_before_a_password() -> None:
-    sent = head("https://ada:secret@node:1", Authorization="Bearer token")
+    _, sent = head("ada:secret@", Authorization="Bearer token")
     assert [line for line in sent if line.startswith("Authorization")] == ["Authorization: Bearer token"]
 
 
@@ -72,5 +138,5 @@ def test_only_who_speaks_tls_pays_for_it() -> None:
         "[t.Connection(url, timeout_seconds=1) for url in ('http://127.0.0.1:1', 'unix:///run/none.sock')]\n"
         "print(*{'ssl', 'base64'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=True)
     assert done.stdout == "\n"

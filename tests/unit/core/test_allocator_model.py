@@ -155,23 +155,6 @@ def test_at_any_moment_a_clear_gives_back_exactly_what_was_reclaimable(kind: typ
     assert clears > 0
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_reserved_splits_into_active_inactive_split_and_reclaimable(seed: int) -> None:
-    allocator = CachingAllocator(Memory(FREE_AT_FIRST))
-    for _ in drive(allocator, seed, 600):
-        figures = allocator.figures
-        segments = [block.size_bytes for pool in (allocator._small, allocator._large) for _, _, block in pool]
-        whole = [
-            block.size_bytes
-            for pool in (allocator._small, allocator._large)
-            for _, _, block in pool
-            if block.before is None and block.after is None
-        ]
-        assert figures.reserved_bytes == figures.active_bytes + sum(segments)
-        assert figures.inactive_split_bytes == sum(segments) - sum(whole)
-        assert allocator.reclaimable_bytes == sum(whole)
-
-
 @pytest.mark.parametrize(
     ("requested_bytes", "block_bytes", "segment_bytes"),
     [

@@ -75,15 +75,15 @@ def test_line_ends_stay_as_they_are(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "key", "said"),
     [
-        ("a.yaml", YAML, "loader.batch", "no key 'loader.batch'"),
-        ("a.yaml", YAML, "stages.7.batch", "no key"),
-        ("a.yaml", YAML, "loader", "more than one value"),
-        ("a.yaml", "a: [1", "a", "no YAML"),
-        ("a.yaml", "", "a", "no key"),
-        ("a.toml", TOML, "train.batch", "no key 'train.batch'"),
-        ("a.toml", TOML, "train.lr.x", "no key"),
-        ("a.toml", TOML, "train", "more than one value"),
-        ("a.toml", "a = = 1", "a", "no TOML"),
+        ("a.yaml", YAML, "loader.batch", "'loader.batch'"),
+        ("a.yaml", YAML, "stages.7.batch", "'stages.7.batch'"),
+        ("a.yaml", YAML, "loader", "'loader'"),
+        ("a.yaml", "a: [1", "a", "YAML"),
+        ("a.yaml", "", "a", "'a'"),
+        ("a.toml", TOML, "train.batch", "'train.batch'"),
+        ("a.toml", TOML, "train.lr.x", "'train.lr.x'"),
+        ("a.toml", TOML, "train", "'train'"),
+        ("a.toml", "a = = 1", "a", "TOML"),
         ("a.json", "{}", "a", ".yaml, .yml and .toml"),
     ],
 )
@@ -103,7 +103,8 @@ def test_a_change_is_shown_kept_and_undone(tmp_path: Path) -> None:
     for size in (48, 50):
         before, after = planned_text(path, {"loader.batch_size": size})
         apply(path, before, after)
-    assert "+    batch_size:   48      # per device" in diff(path, YAML, YAML.replace("  8 ", "  48 "))
+    changed = [line for line in diff(path, YAML, YAML.replace("  8 ", "  48 ")).splitlines() if "batch_size" in line]
+    assert changed == ["-    batch_size:   8      # per device", "+    batch_size:   48      # per device"]
     assert "batch_size:   50 " in path.read_text()
     assert backup_of(path).read_text() == YAML, "the first state is kept, not the one before the last"
     assert {p.name for p in tmp_path.iterdir()} == {"a.yaml", "a.yaml.backup"}
@@ -131,7 +132,7 @@ def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path: Path) -> None:
     path.write_text(TOML)
     before, after = planned_text(path, {"train.batch_size": 9})
     path.write_text(TOML + "# new\n")
-    with pytest.raises(ConfigurationError, match="meanwhile"):
+    with pytest.raises(ConfigurationError, match=r"a\.toml"):
         apply(path, before, after)
     assert path.read_text() == TOML + "# new\n"
     assert not backup_of(path).exists()

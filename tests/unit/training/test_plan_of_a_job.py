@@ -58,29 +58,32 @@ def test_a_folder_that_is_gone_breaks_nothing(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(folder)
     folder.rmdir()
     assert told_plan("plan.json", {}) == "plan.json"
-    with pytest.raises(ConfigurationError, match=r"plan\.json: No such file"):
+    with pytest.raises(ConfigurationError, match=r"plan\.json"):
         planned_peak_bytes("plan.json")
 
 
+FILE = r"/.*/plan\.json"
+NO_JSON = rf"{FILE}.*gpumem-exporter plan.*--json"
 NO_PLANS: dict[str, tuple[Any, str]] = {
-    "an empty mapping": ({}, "has no reserved_peak_bytes; gpumem-exporter plan … --json"),
-    "a number": (7, "has no reserved_peak_bytes"),
-    "nothing planned": ({"reserved_peak_bytes": 0}, "must be a whole number from 1 to .* not 0"),
-    "less than nothing": ({"reserved_peak_bytes": -5}, "not -5"),
-    "more than the exporter takes": ({"reserved_peak_bytes": 2**63}, "not 9223372036854775808"),
-    "a fraction": ({"reserved_peak_bytes": 1.5}, "not 1.5"),
-    "a truth": ({"reserved_peak_bytes": True}, "not True"),
-    "a text": ({"reserved_peak_bytes": "80GiB"}, "not '80GiB'"),
-    "an empty file": (b"", "is not what gpumem-exporter plan … --json prints: Expecting value"),
-    "a table": (b"from    the model\n", "is not what gpumem-exporter plan"),
-    "no UTF-8": (b"\xff\xfe\xfd", "is not what gpumem-exporter plan"),
-    "a list": (b"[1]", r"plan /.*/plan\.json has no reserved_peak_bytes"),
-    "a null": (b'{"reserved_peak_bytes": null}', "has no reserved_peak_bytes"),
-    "an infinity": (b'{"reserved_peak_bytes": Infinity}', "not inf"),
-    "deeper than Python goes": (b"[" * 500_000, "is not what gpumem-exporter plan"),
-    "a number of many digits": (b'{"reserved_peak_bytes": 1' + b"0" * 9000 + b"}", "plan /"),
-    "more than any plan": (b" " * (2 << 20), "is larger than any plan"),
+    "an empty mapping": ({}, r"reserved_peak_bytes.*gpumem-exporter plan.*--json"),
+    "a number": (7, r"reserved_peak_bytes.*gpumem-exporter plan.*--json"),
+    "nothing planned": ({"reserved_peak_bytes": 0}, r"reserved_peak_bytes.*\b1\b.*2\^63 - 1.*\b0$"),
+    "less than nothing": ({"reserved_peak_bytes": -5}, r"reserved_peak_bytes.*2\^63 - 1.*-5$"),
+    "more than the exporter takes": ({"reserved_peak_bytes": 2**63}, r"2\^63 - 1.*9223372036854775808"),
+    "a fraction": ({"reserved_peak_bytes": 1.5}, r"reserved_peak_bytes.*1\.5"),
+    "a truth": ({"reserved_peak_bytes": True}, "reserved_peak_bytes.*True"),
+    "a text": ({"reserved_peak_bytes": "80GiB"}, "reserved_peak_bytes.*'80GiB'"),
+    "an empty file": (b"", NO_JSON),
+    "a table": (b"from    the model\n", NO_JSON),
+    "no UTF-8": (b"\xff\xfe\xfd", NO_JSON),
+    "a list": (b"[1]", rf"{FILE}.*reserved_peak_bytes.*gpumem-exporter plan.*--json"),
+    "a null": (b'{"reserved_peak_bytes": null}', rf"{FILE}.*reserved_peak_bytes.*gpumem-exporter plan.*--json"),
+    "an infinity": (b'{"reserved_peak_bytes": Infinity}', rf"{FILE}.*reserved_peak_bytes.*\binf\b"),
+    "deeper than Python goes": (b"[" * 500_000, NO_JSON),
+    "a number of many digits": (b'{"reserved_peak_bytes": 1' + b"0" * 9000 + b"}", FILE),
+    "more than any plan": (b" " * (2 << 20), rf"{FILE}.*\b1048576\b"),
 }
+"""What is told as a plan, and what the error names: the file, the field, the value, or the command that writes one."""
 
 
 @pytest.mark.parametrize("case", NO_PLANS)
@@ -98,7 +101,7 @@ def test_what_is_no_plan_is_told_in_a_line_that_says_where_and_why(case: str, tm
 def test_neither_a_folder_nor_a_pipe_is_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):
-        with pytest.raises(ConfigurationError, match="is no regular file"):
+        with pytest.raises(ConfigurationError, match=str(path)):
             planned_peak_bytes(path)
 
 
