@@ -23,7 +23,7 @@ def process() -> Iterator[TorchProcess]:
 
 
 def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
-    code = f"from tests import accumulated_steps\nresult = accumulated_steps.{function}(**given)"
+    code = f"from tests.programs import accumulated_steps\nresult = accumulated_steps.{function}(**given)"
     return process.exec(code, given=arguments)
 
 

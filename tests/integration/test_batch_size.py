@@ -22,7 +22,7 @@ def process(make_node: MakeNode) -> Iterator[TorchProcess]:
 
 
 def call(process: TorchProcess, function: str) -> Any:
-    return process.exec(f"from tests import searched_batches\nresult = searched_batches.{function}()")
+    return process.exec(f"from tests.programs import searched_batches\nresult = searched_batches.{function}()")
 
 
 def test_the_size_that_is_found_trains_and_the_next_one_does_not_and_no_statistic_is_reset(

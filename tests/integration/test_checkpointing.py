@@ -24,7 +24,7 @@ def process(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
 
 
 def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
-    code = f"from tests import checkpointed_steps\nresult = checkpointed_steps.{function}(**given)"
+    code = f"from tests.programs import checkpointed_steps\nresult = checkpointed_steps.{function}(**given)"
     return process.exec(code, given=arguments, timeout_seconds=110)
 
 

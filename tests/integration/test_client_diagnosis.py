@@ -30,7 +30,7 @@ def test_of_eight_staged_errors_the_first_advice_is_the_right_one_and_followed_i
     node: EmulatedNode, start_torch: StartTorch
 ) -> None:
     process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None, PYTORCH_ALLOC_CONF=None)
-    process.exec("from tests import staged_ooms")
+    process.exec("from tests.programs import staged_ooms")
     for name, (kind, phase) in STAGES.items():
         if name == "other_process":
             node.set_process(4242, 0, 6 * GIB)

@@ -22,7 +22,7 @@ def process() -> Iterator[TorchProcess]:
 
 
 def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
-    code = f"from tests import saved_checkpoints\nresult = saved_checkpoints.{function}(**given)"
+    code = f"from tests.programs import saved_checkpoints\nresult = saved_checkpoints.{function}(**given)"
     return process.exec(code, given=arguments, timeout_seconds=110)
 
 
