@@ -62,7 +62,7 @@ install_project() {
         set -- "$@" --group "$group"
     done
     # uv takes a torch of several GB in half a minute where pip takes many; pip is there where uv is not.
-    if [ $# -gt 0 ] && find_uv && "$uv" pip install --quiet --python "$python" "$@" --editable .; then
+    if [ $# -gt 0 ] && find_uv && "$uv" pip install --quiet --compile-bytecode --python "$python" "$@" --editable .; then
         :
     elif "$python" -m pip --version >/dev/null 2>&1; then
         [ $# -eq 0 ] || "$python" -m pip install --quiet --upgrade 'pip>=25.1' || fail "pip cannot be brought up to date"

@@ -1,4 +1,4 @@
-"""Fixtures that any test may ask for."""
+"""Fixtures that any test may ask for; how tests are spread over workers, and their limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.emulation.fixtures import emulation, make_node, node, start_torch
 from tests.emulation.node import EmulatedNode
+from tests.support.cpu_seconds import tree_cpu_seconds
 from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import patient
 
 __all__ = ["emulation", "make_node", "node", "start_exporter", "start_torch"]
 
@@ -20,6 +22,40 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 StartExporter = Callable[..., ExporterProcess]
+
+MAX_CPU_SECONDS = 20.0
+"""What a test may use without the mark `slow`."""
+TIMEOUT_SECONDS = 300.0
+"""After which a test without a mark of its own is taken to hang."""
+SHARED_FIXTURES = frozenset({"browser", "demo"})
+"""Fixtures that live for a whole session: tests that use them run in one worker, which makes them once."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep each module in one worker, start with the long ones, and give every test a timeout.
+
+    Runs after pytest-randomly, whose order is kept among modules of a kind.
+    """
+    for item in items:
+        shared = SHARED_FIXTURES.intersection(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group("browser" if shared else item.location[0]))
+        marked = item.get_closest_marker("timeout")
+        seconds = marked.args[0] if marked else TIMEOUT_SECONDS
+        item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)
+    items.sort(key=lambda item: "/unit/" in item.location[0])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that uses more CPU time than it may; its fixtures are not counted."""
+    before = tree_cpu_seconds()
+    yield
+    used = tree_cpu_seconds() - before
+    if used > patient(MAX_CPU_SECONDS) and item.get_closest_marker("slow") is None:
+        pytest.fail(
+            f"used {used:.1f} s of CPU time; more than {MAX_CPU_SECONDS:g} s needs the mark `slow`", pytrace=False
+        )
 
 
 @pytest.fixture

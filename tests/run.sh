@@ -1,11 +1,33 @@
 #!/bin/sh
-# Installs all that the tests need and runs them. Arguments are passed on to pytest: sh tests/run.sh tests/unit -k ledger
-# Run as root, it also installs the system packages that are missing; otherwise it says which to install.
+# Installs what the tests need and runs them.
+#
+#   sh tests/run.sh                          everything, in parallel; prints the 30 slowest tests
+#   sh tests/run.sh --quick                  unit and cheap contract tests: no torch, no browser, no Prometheus
+#   sh tests/run.sh tests/unit -k ledger     arguments go to pytest, which then runs in one process
+#
+# Run as root, it also installs the system packages that are missing; otherwise it prints which to install.
+# Environment: GPUMEM_TEST_WORKERS, the number of parallel workers (default: one for each CPU, at most 8).
 set -eu
 cd "$(dirname "$0")/.."
 . deploy/environment.sh
 
+# Bytecode is kept: compiling torch in each of its processes takes as long as all tests together. One thread for each
+# process: OpenMP's threads spin, and the models here are too small to gain from them.
+unset PYTHONDONTWRITEBYTECODE
+export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+
+workers=${GPUMEM_TEST_WORKERS:-$(nproc)}
+[ "$workers" -le 8 ] || workers=8
+parallel="-n $workers --dist loadgroup --no-loadscope-reorder"
+
 make_venv "$venv"
+
+if [ "${1:-}" = --quick ]; then
+    shift
+    install_project quick
+    exec "$python" -m pytest $parallel tests/unit tests/contract -m "not tools and not slow" "$@"
+fi
+
 install_project test
 
 # The emulated node runs the caching allocator of torch's CUDA build. It is read, not imported: that takes seconds.
@@ -31,4 +53,5 @@ done
 # The live page is looked at in a real browser, whose package needs the libraries that come with it.
 have chromium || apt_install chromium || fail "chromium is needed: run 'apt-get install chromium' as root"
 
+[ $# -gt 0 ] || exec "$python" -m pytest $parallel --durations=30
 exec "$python" -m pytest "$@"

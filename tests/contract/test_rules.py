@@ -24,8 +24,8 @@ from gpumem_exporter.cli.main import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
 from tests.support.paths import REPOSITORY
+from tests.support.ports import free_port
 from tests.support.rule_mutants import Mutant, mutants
-from tests.support.running_prometheus import free_port
 from tests.support.waiting import wait_for
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"

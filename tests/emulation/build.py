@@ -5,6 +5,7 @@ Run as a program it builds (if need be) and prints the folder: `python -m tests.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -205,6 +206,7 @@ def _build_into(tools: _Toolchain, folder: Path) -> None:
     )
 
 
+@functools.cache
 def build() -> Path:
     """The folder that holds the four libraries and the hammer; builds them if that has not been done.
 

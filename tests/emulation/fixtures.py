@@ -51,9 +51,9 @@ def start_torch(node: EmulatedNode) -> Iterator[StartTorch]:
     processes: list[TorchProcess] = []
 
     def start(
-        on: EmulatedNode | None = None, launcher: tuple[str, ...] = (), **environment: str | None
+        on: EmulatedNode | None = None, launcher: tuple[str, ...] = (), fresh: bool = False, **environment: str | None
     ) -> TorchProcess:
-        processes.append(TorchProcess(on or node, environment, launcher))
+        processes.append(TorchProcess(on or node, environment, launcher, fresh))
         return processes[-1]
 
     yield start

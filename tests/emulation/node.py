@@ -7,11 +7,12 @@ import errno
 import itertools
 import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+
+from tests.support.waiting import wait_for
 
 from . import build
 
@@ -148,11 +149,7 @@ class Rule:
 
 
 def _wait(condition: Callable[[], bool], timeout_seconds: float, what: str) -> None:
-    end = time.monotonic() + timeout_seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise TimeoutError(f"waited {timeout_seconds} s for {what}")
-        time.sleep(0.001)
+    wait_for(condition, what, timeout_seconds)
 
 
 class EmulatedNode:

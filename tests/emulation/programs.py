@@ -18,6 +18,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tests.support.waiting import patient
+
 from . import build
 from .node import EmulatedNode
 
@@ -113,7 +115,7 @@ class Program:
 
     def heard(self, timeout_seconds: float = 30) -> Any:
         """The next value that the program says."""
-        end = time.monotonic() + timeout_seconds
+        end = time.monotonic() + patient(timeout_seconds)
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
             part = os.read(self._answers, 1 << 16) if ready else b""
@@ -142,13 +144,13 @@ class Program:
 
     def finish(self, timeout_seconds: float = 30) -> int:
         """Waits for its own end; returns its exit status."""
-        return self._popen.wait(timeout=timeout_seconds)
+        return self._popen.wait(timeout=patient(timeout_seconds))
 
     def kill(self) -> None:
         """SIGKILL to all of it, and waits."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(timeout=30)
+        self._popen.wait(timeout=patient(30))
 
     def __enter__(self) -> Program:
         return self

@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
+from tests.support.zygote import TORCH, fork_program
 
 from .node import EmulatedNode
 
 WORKER = "tests.emulation.torch_worker"
-START_TIMEOUT_SECONDS = 90.0  # importing torch, on a busy machine
+START_TIMEOUT_SECONDS = patient(90.0)  # importing torch, on a busy machine
 
 
 class TorchProcessError(AssertionError):
@@ -47,6 +49,7 @@ class TorchProcess:
         node: where it runs; None: a machine without an emulated driver.
         environment: added to the node's environment; a None value takes a variable away.
         launcher: what stands before the interpreter, such as `("gpumem-exporter", "run", "--")`.
+        fresh: whether it needs an interpreter of its own, instead of a fork of one that has imported torch.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class TorchProcess:
         node: EmulatedNode | None,
         environment: Mapping[str, str | None] | None = None,
         launcher: Sequence[str] = (),
+        fresh: bool = False,
     ) -> None:
         variables = dict(os.environ) if node is None else node.environment()
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, (str(REPOSITORY), variables.get("PYTHONPATH"))))
@@ -66,7 +70,10 @@ class TorchProcess:
         self._next_id = 1
         self._buffer = b""
         self._hello: dict[str, Any] = {}
-        self._popen = subprocess.Popen(
+        forked = None
+        if not launcher and not fresh:
+            forked = fork_program(TORCH, WORKER, (), variables, stderr=self._stderr.fileno(), new_session=True)
+        self._popen = forked or subprocess.Popen(
             [*launcher, sys.executable, "-m", WORKER],
             env=variables,
             cwd=REPOSITORY,
@@ -130,6 +137,7 @@ class TorchProcess:
     def receive(self, number: int, timeout_seconds: float = 60) -> Any:
         """Waits for the answer to a request."""
         self.wait_until_started()
+        timeout_seconds = patient(timeout_seconds)
         end = time.monotonic() + timeout_seconds
         while True:
             answer = json.loads(self._line(end, timeout_seconds))
@@ -154,7 +162,7 @@ class TorchProcess:
         if self._popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(timeout=30)
+        self._popen.wait(timeout=patient(30))
 
     def finish(self, timeout_seconds: float = 30) -> int:
         """Ends it as a program ends by itself (its stdin closes) and returns its exit status."""
@@ -162,7 +170,7 @@ class TorchProcess:
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.close()
         try:
-            return self._popen.wait(timeout=timeout_seconds)
+            return self._popen.wait(timeout=patient(timeout_seconds))
         except subprocess.TimeoutExpired:
             raise self._trouble(f"did not end within {timeout_seconds} s of being asked") from None
 
@@ -188,7 +196,7 @@ class TorchProcess:
                 raise self._trouble(f"did not answer within {timeout_seconds} s")
             part = os.read(self._answers, 1 << 20)
             if not part:
-                self._popen.wait(timeout=30)
+                self._popen.wait(timeout=patient(30))
                 raise self._trouble(f"ended with {self._popen.returncode}")
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")

@@ -19,7 +19,8 @@ from typing import Any
 
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.ports import free_port
+from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 sys.path.insert(0, str(REPOSITORY / "grafana"))

@@ -26,7 +26,8 @@ from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.ports import free_port
+from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 FOLDER = REPOSITORY / "grafana"

@@ -24,6 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.reporter import SimulatedReporter
 from gpumem_exporter.demo.simulation import Simulation
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 
@@ -69,8 +70,7 @@ class Exporter:
 @contextmanager
 def demo(folder: Path, *flags: str) -> Iterator[Exporter]:
     """A real exporter process that serves the demo."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / "exporter.log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
     with log.open("wb") as out:
@@ -126,7 +126,7 @@ def total(series: Mapping[tuple[tuple[str, str], ...], float], **labels: str) ->
 def test_five_seconds_after_the_start_every_process_reports_and_has_a_past(tmp_path: Path) -> None:
     with demo(tmp_path) as fresh:
         series = eventually(
-            fresh.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= 15, seconds=5.0
+            fresh.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= 15, 5.0
         )
     assert len(series["gpumem_device_memory_used_bytes"]) == 8
     assert total(series["gpumem_torch_alloc_retries_total"]) > 0
@@ -226,7 +226,7 @@ def test_its_processes_bear_the_report_token_that_the_exporter_wants(tmp_path: P
     token.chmod(0o600)
     with demo(tmp_path, "--report.token-file", str(token)) as guarded:
         series = eventually(
-            guarded.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= 15, seconds=5.0
+            guarded.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= 15, 5.0
         )
         assert total(series["gpumem_reports_total"]) == total(series["gpumem_reports_total"], outcome="accepted")
 

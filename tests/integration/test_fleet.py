@@ -32,8 +32,9 @@ import trustme
 
 from gpumem_exporter.cli.fleets.prometheus import Prometheus
 from tests.support.exporter_process import ExporterProcess
+from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command
-from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 TOKEN = "a-token-for-tests"

@@ -19,8 +19,9 @@ from gpumem_exporter.cli.fleets.prometheus import Prometheus
 from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
+from tests.support.ports import free_port
 from tests.support.running_command import run_command
-from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 WORKLOAD = "fleet-ranks"

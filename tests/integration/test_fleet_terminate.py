@@ -14,8 +14,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
+from tests.support.ports import free_port
 from tests.support.running_command import run_command
-from tests.support.running_prometheus import RunningPrometheus, free_port
+from tests.support.running_prometheus import RunningPrometheus
 from tests.support.waiting import wait_for
 
 TOKEN = "a-token-for-tests"

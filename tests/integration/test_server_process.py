@@ -19,6 +19,7 @@ from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.server.sockets import BindError, bind
 from tests.support.builders import report
+from tests.support.ports import free_port
 from tests.support.waiting import eventually
 
 SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
@@ -73,12 +74,6 @@ def _environment() -> dict[str, str]:
 
 def run_to_the_end(*flags: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*SERVE, *flags], capture_output=True, text=True, timeout=20, env=_environment(), check=False)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

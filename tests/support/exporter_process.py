@@ -17,7 +17,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpumem_exporter.client._transport import Answer, Connection
 from gpumem_exporter.errors import ExporterUnreachableError
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
+from tests.support.zygote import EXPORTER, ForkedProcess, fork_program
 
 UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
 """Whoever tests asks for more than anybody else."""
@@ -34,6 +35,7 @@ class ExporterProcess:
         environment: of the process, whole; the test's own where it is not given. PYTHONPATH is kept, behind this
             repository.
         launcher: what stands before the interpreter, such as `("unshare", "--pid", "--fork")`.
+        fresh: whether it needs an interpreter of its own, instead of a fork of one that has imported the server.
     """
 
     def __init__(
@@ -42,7 +44,9 @@ class ExporterProcess:
         *flags: str,
         environment: Mapping[str, str] | None = None,
         launcher: Sequence[str] = (),
+        fresh: bool = False,
     ) -> None:
+        self._fresh = fresh
         self.socket = folder / "exporter.sock"
         self.url = f"unix://{self.socket}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
@@ -51,8 +55,8 @@ class ExporterProcess:
         self._environment = dict(os.environ if environment is None else environment)
         path = filter(None, (str(REPOSITORY), self._environment.get("PYTHONPATH")))
         self._environment["PYTHONPATH"] = os.pathsep.join(path)
-        self._popen: subprocess.Popen[bytes] | None = None
-        self._connection = Connection(self.url, timeout_seconds=30.0)
+        self._popen: subprocess.Popen[bytes] | ForkedProcess | None = None
+        self._connection = Connection(self.url, timeout_seconds=patient(30.0))
         self.start()
 
     @property
@@ -63,14 +67,26 @@ class ExporterProcess:
 
     def start(self) -> None:
         """Start it, and wait until its first poll is done."""
-        self._popen = subprocess.Popen(
-            [
-                *(*self._launcher, sys.executable, "-m", "gpumem_exporter", "serve"),
-                *("--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(self.socket), *self._flags),
-            ],
+        sockets = ("--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(self.socket))
+        arguments = ("serve", *sockets, *self._flags)
+        log = self._log.fileno()
+        forked = None
+        if not self._launcher and not self._fresh:
+            with Path(os.devnull).open("rb") as nothing:
+                forked = fork_program(
+                    EXPORTER,
+                    "gpumem_exporter",
+                    arguments,
+                    self._environment,
+                    stdin=nothing.fileno(),
+                    stdout=log,
+                    stderr=log,
+                )
+        self._popen = forked or subprocess.Popen(
+            [*self._launcher, sys.executable, "-m", "gpumem_exporter", *arguments],
             env=self._environment,
-            stdout=self._log,
-            stderr=self._log,
+            stdout=log,
+            stderr=log,
         )
         wait_for(self._ready, "the exporter's first poll", 60.0)
 
@@ -79,7 +95,7 @@ class ExporterProcess:
         self._connection.close()
         assert self._popen is not None
         self._popen.send_signal(number)
-        return self._popen.wait(30)
+        return self._popen.wait(patient(30))
 
     def signal(self, number: int) -> None:
         """Send it a signal and go on."""
@@ -91,7 +107,7 @@ class ExporterProcess:
         self._connection.close()
         if self._popen is not None and self._popen.poll() is None:
             self._popen.kill()
-            self._popen.wait(30)
+            self._popen.wait(patient(30))
         self._log.close()
 
     def log(self) -> str:

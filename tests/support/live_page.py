@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -20,8 +19,9 @@ from playwright.sync_api import Browser, Page, Route, sync_playwright
 from gpumem_exporter.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
+from tests.support.ports import free_port
 
-__all__ = ["Demo", "LivePage", "OpenPage", "browser", "free_port", "open_page", "send", "serving", "state_of"]
+__all__ = ["Demo", "LivePage", "OpenPage", "browser", "open_page", "send", "serving", "state_of"]
 
 NBSP = "\u00a0"
 
@@ -144,12 +144,6 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
     finally:
         for live in opened:
             live.page.context.close()
-
-
-def free_port() -> int:
-    """A port of the loopback address that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

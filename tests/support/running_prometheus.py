@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import socket
 import ssl
 import subprocess
 import tempfile
@@ -18,16 +16,10 @@ from typing import Any
 import trustme
 import yaml
 
+from tests.support.ports import free_port
 from tests.support.waiting import wait_for
 
-__all__ = ["RunningPrometheus", "free_port"]
-
-
-def free_port() -> int:
-    """A TCP port on 127.0.0.1 that nobody listens on now."""
-    with contextlib.closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+__all__ = ["RunningPrometheus"]
 
 
 class RunningPrometheus:
