@@ -14,6 +14,7 @@ from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.protocol import MODES, CommandResult, DeviceResult
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
+from tests.support.waiting import patient
 
 __all__ = ["EVERYBODY", "Bench", "Ranks", "run"]
 
@@ -91,4 +92,4 @@ class Ranks(Bench):
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coroutine, 10))
+    return asyncio.run(asyncio.wait_for(coroutine, patient(30)))

@@ -23,7 +23,7 @@ def bench() -> Bench:
 def test_a_minutes_worth_may_come_at_once_and_then_it_comes_as_the_minute_passes(bench: Bench) -> None:
     for _ in range(6):
         bench.take()
-    with pytest.raises(TooManyActionsError, match="me has asked for 6 actions within a minute") as caught:
+    with pytest.raises(TooManyActionsError, match=r"^me\b.*\b6\b") as caught:
         bench.take()
     assert caught.value.retry_seconds == pytest.approx(10.0)
     bench.now += caught.value.retry_seconds
@@ -37,7 +37,7 @@ def test_a_process_is_asked_so_often_whoever_asks_and_a_refused_action_counts_fo
     for caller in ("a", "b", "c"):
         bench.take(caller, 1)
     for _ in range(10):
-        with pytest.raises(TooManyActionsError, match="pid 1 was asked 3 times within a minute"):
+        with pytest.raises(TooManyActionsError, match=r"^pid 1\b.*\b3\b"):
             bench.take("d", 2, 1)
     for _ in range(3):
         bench.take("d", 2)  # neither the caller's nor the other process' share has been touched
@@ -53,9 +53,18 @@ def test_an_hour_of_silence_gives_no_more_than_a_minutes_worth(bench: Bench) -> 
 
 
 def test_only_so_many_are_remembered(bench: Bench) -> None:
-    for number in range(10_000):
-        bench.take(str(number), number)
-    assert len(bench.limits._callers._left) == len(bench.limits._processes._left) == 4096
+    def spend() -> None:
+        for number in range(6):
+            bench.take("first", 1 if number < 3 else 2)
+
+    spend()
+    for number in range(4096):
+        bench.take(f"caller {number}", 1000 + number)
+    spend()  # the first caller and its processes are the oldest and were forgotten; the others are remembered
+    for _ in range(5):
+        bench.take("caller 4095")
+    with pytest.raises(TooManyActionsError):
+        bench.take("caller 4095")
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.01, "1"), (1.0, "1"), (9.2, "10")])

@@ -97,10 +97,10 @@ def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> Non
 @pytest.mark.parametrize(
     ("changes", "asked", "said"),
     [
-        ({}, {"at_step": 50}, r"pid 1 \(rank 0\) has ended 50 steps: 50 has passed"),
-        ({}, {"at_step": 10_000}, r"step 10000 ends in about 995\.2 s, the deadline is in 30 s"),
-        ({"modes": ("now",)}, {"at_step": 123}, r"pid 2 \(rank 1\): its reporter knows the mode now alone"),
-        ({"step": None}, {"at_step": 123}, r"pid 2 \(rank 1\) makes no steps"),
+        ({}, {"at_step": 50}, r"pid 1 \(rank 0\).*\b50\b.*\b50\b"),
+        ({}, {"at_step": 10_000}, r"\b10000\b.*\b995\.2 s.*\b30 s"),
+        ({"modes": ("now",)}, {"at_step": 123}, r"pid 2 \(rank 1\).*\bnow\b"),
+        ({"step": None}, {"at_step": 123}, r"pid 2 \(rank 1\).*\bsteps"),
     ],
 )
 def test_a_step_that_was_chosen_elsewhere_is_refused_where_a_rank_cannot_act_after_it(

@@ -158,7 +158,9 @@ def test_a_delivered_command_that_never_answers_expires_and_says_so(bench: Bench
         await bench.dispatcher.commands(bench.first, 0)
         bench.now += 30.0 + ANSWER_GRACE_SECONDS
         bench.dispatcher.expire()
-        assert "may still be under way" in bench.finished[0].results[0].reason
+        (finished,) = bench.finished
+        assert {row.outcome for row in finished.results} == {"expired"}
+        assert finished.results[0].reason
 
     run(scenario())
 
@@ -209,14 +211,16 @@ def test_a_target_that_matches_nothing_is_told_what_there_is(bench: Bench) -> No
 
 
 def test_an_action_that_is_not_allowed_is_refused_and_the_allowed_are_named(bench: Bench) -> None:
-    with pytest.raises(ActionNotAllowedError, match=r"terminate is not allowed here; --action\.allow has collect_garb"):
+    with pytest.raises(ActionNotAllowedError, match=r"\bterminate\b.*--action\.allow\b.*\bcollect_garbage\b"):
         bench.ask("terminate")
 
 
 def test_a_reporter_that_cannot_run_an_action_says_so_at_once(bench: Bench) -> None:
     old = bench.put(3, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
     action = bench.ask("reset_peak", Target(pid=old.key.pid))
-    assert [(row.outcome, row.reason) for row in action.results] == [("unsupported", "it runs empty_cache")]
+    (row,) = action.results
+    assert row.outcome == "unsupported"
+    assert "empty_cache" in row.reason
     assert bench.finished == [action]
 
 
@@ -271,24 +275,24 @@ def test_a_group_is_every_rank_of_the_workload_at_one_step_that_none_has_reached
 
 def test_slow_steps_are_two_steps_ahead_and_none_is_behind_its_deadline(ranks: Ranks) -> None:
     ranks.rank(1, "0", 50, step_seconds=10.0)
-    with pytest.raises(GroupIncompleteError, match=r"step 98 ends in about 480\.0 s, the deadline is in 30 s"):
+    with pytest.raises(GroupIncompleteError, match=r"\b98\b.*\b480\.0 s.*\b30 s"):
         ranks.ask_group()  # rank 1 makes fifty steps within the lead, for which rank 0 takes minutes
     ranks.rank(2, "1", 48, step_seconds=10.0)
-    with pytest.raises(GroupIncompleteError, match=r"step 52 ends in about 40\.0 s"):
+    with pytest.raises(GroupIncompleteError, match=r"\b52\b.*\b40\.0 s"):
         ranks.ask_group()
     assert ranks.ask_group(deadline_seconds=60).at_step == 52
-    with pytest.raises(GroupIncompleteError, match=r"step 52 ends in about 40\.0 s, the deadline is in 5 s"):
+    with pytest.raises(GroupIncompleteError, match=r"\b52\b.*\b40\.0 s.*\b5 s"):
         ranks.ask_group(deadline_seconds=5)
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"modes": ("now",)}, r"pid 2 \(rank 1\): its reporter knows the mode now alone"),
-        ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\): it runs reset_peak"),
-        ({"step": None}, r"pid 2 \(rank 1\) makes no steps"),
-        ({"step_seconds": None}, r"pid 2 \(rank 1\) makes no steps"),
-        ({"workload": "another"}, "one workload; the target has another, train"),
+        ({"modes": ("now",)}, r"pid 2 \(rank 1\).*\bnow\b"),
+        ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\).*\breset_peak\b"),
+        ({"step": None}, r"pid 2 \(rank 1\).*\bsteps"),
+        ({"step_seconds": None}, r"pid 2 \(rank 1\).*\bsteps"),
+        ({"workload": "another"}, r"\banother, train\b"),
     ],
 )
 def test_a_group_with_a_rank_that_cannot_does_not_begin(ranks: Ranks, changes: dict[str, Any], said: str) -> None:
@@ -323,7 +327,8 @@ def test_a_group_that_one_rank_does_not_answer_is_called_off_and_says_which(rank
         ranks.answer(held, action, "refused")
         (finished,) = ranks.finished
         assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
-        assert "did not ask for work in time" in finished.results[0].reason
+        (silent,) = (row for row in finished.results if row.rank == "1")
+        assert silent.reason
 
     run(scenario())
 

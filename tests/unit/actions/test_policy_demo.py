@@ -1,8 +1,9 @@
-"""The policy on the demo's workloads for ten simulated minutes: the real store, dispatcher and engine, no real time."""
+"""The policy on the demo's workloads for four simulated minutes: real store, dispatcher and engine, no real time."""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,7 +14,8 @@ from gpumem_exporter.actions.policy_file import read_policy
 from gpumem_exporter.demo.roster import ROSTER
 from tests.support.policy_demo import START, DemoBench
 
-TEN_MINUTES = 600.0
+SECONDS = 250.0
+"""Long enough for three clears of the fragmented workload, and for the stop of the one where nothing helps."""
 
 
 def running(program: str) -> str:
@@ -61,9 +63,9 @@ class Runs:
     without: DemoBench
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, 3])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Ten minutes of a node; the parameter is its seed."""
+    """Four minutes of a node; the parameter is its seed."""
     path = tmp_path_factory.mktemp("policy") / "policy.yml"
     path.write_text(POLICY)
     rules = read_policy(path, allowed=DEFAULT_ACTIONS)
@@ -71,7 +73,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     dry = read_policy(path, allowed=DEFAULT_ACTIONS)
     benches = [DemoBench(each, seed=request.param) for each in (rules, dry, ())]
     for bench in benches:
-        bench.pass_time(TEN_MINUTES)
+        bench.pass_time(SECONDS)
     return Runs(*benches)
 
 
@@ -97,7 +99,7 @@ def test_it_stops_clearing_the_one_where_clearing_does_not_help(runs: Runs) -> N
     (stop,) = runs.real.stops
     assert stop.rule.name == "slack"
     assert {result.workload for result in stop.action.results} == {UNHELPED}
-    assert "0 bytes of it were still free after 10 s" in stop.reason
+    assert re.search(r"\b0 bytes\b.*\b10 s", stop.reason)
     assert list(acted(runs.real)).count(("slack", UNHELPED)) == 3
     assert runs.real.engine.stopped("slack") == 1
 

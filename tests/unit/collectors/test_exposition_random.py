@@ -18,7 +18,7 @@ from tests.support.random_snapshots import SNAPSHOTS
 
 
 @given(SNAPSHOTS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=60)
 def test_both_formats_are_read_back_as_exactly_the_samples_of_the_collector(known: Snapshot) -> None:
     expected = read(iter(GpumemCollector(lambda: known, version="1", source="nvml", clock=lambda: 0.0).collect()))
     writer = exposition()
@@ -34,7 +34,7 @@ def test_both_formats_are_read_back_as_exactly_the_samples_of_the_collector(know
 
 
 @given(st.lists(st.tuples(SNAPSHOTS, st.sets(st.integers(0, 3)), st.booleans()), min_size=2, max_size=4))
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_page_is_the_same_whatever_was_prepared_and_shown_before(
     history: list[tuple[Snapshot, set[int], bool]],
 ) -> None:
@@ -52,7 +52,7 @@ def test_a_page_is_the_same_whatever_was_prepared_and_shown_before(
 
 
 @given(SNAPSHOTS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_pid_has_one_info_series_whoever_carries_it(known: Snapshot) -> None:
     text = exposition().render(known, openmetrics=False).decode()
 
@@ -67,7 +67,7 @@ def test_a_pid_has_one_info_series_whoever_carries_it(known: Snapshot) -> None:
 
 
 @given(SNAPSHOTS)
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_lines_of_a_family_stand_together_below_one_header(known: Snapshot) -> None:
     text = exposition().render(known, openmetrics=False).decode()
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import errno
+import os
+import re
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -213,7 +216,7 @@ def test_a_second_exporter_in_the_same_folder_is_told_so_until_the_first_has_end
     bench = Bench(tmp_path)
     bench.put(1)
     other = Storage(tmp_path, retention_seconds=DAY, max_bytes=64 << 20, wall_clock=lambda: bench.now)
-    with pytest.raises(StorageError, match="another exporter uses it"):
+    with pytest.raises(StorageError, match=re.escape(str(tmp_path))):
         other.tend()
     bench.storage.close()
     other.tend()
@@ -256,7 +259,7 @@ def test_a_file_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
     bench = Bench(tmp_path)
-    with pytest.raises(StorageError, match="another version"):
+    with pytest.raises(StorageError, match=r"\bversion\b"):
         bench.put(1)
     assert bench.storage.put_aside == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
@@ -265,7 +268,7 @@ def test_a_file_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
 def test_where_no_folder_can_be_made_it_says_why_and_begins_when_one_can(tmp_path: Path) -> None:
     (tmp_path / "in the way").write_text("a file")
     bench = Bench(tmp_path / "in the way" / "events")
-    with pytest.raises(StorageError, match=r"in the way.*Not a directory"):
+    with pytest.raises(StorageError, match=rf"in the way.*{os.strerror(errno.ENOTDIR)}"):
         bench.put(1)
     (tmp_path / "in the way").unlink()
     bench.put(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.host.pods import Container, Given, device_uuid, name_containers
 from tests.support.builders import UUIDS, device, node
+from tests.support.waiting import wait_for
 
 ID = "3f2a9c0d" * 8
 UID = "0a1b2c3d-1111-2222-3333-444455556666"
@@ -204,10 +204,9 @@ def test_a_device_of_the_plugin_is_known_by_its_uuid(device_id: str, uuid: str |
 def test_what_the_kubelet_said_long_ago_is_not_believed(tmp_path: Path) -> None:
     socket = tmp_path / "kubelet.sock"
     socket.touch()
-    now, asked = [100.0], threading.Event()
+    now = [100.0]
 
     def ask(path: Path, deadline_seconds: float) -> Given:
-        asked.set()
         return given(d0=(TRAINER,))
 
     pods = PodResources(socket, ask=ask, clock=lambda: now[0])
@@ -215,11 +214,9 @@ def test_what_the_kubelet_said_long_ago_is_not_believed(tmp_path: Path) -> None:
     assert pods.name(known).facts[1].k8s_pod == ""
     pods.start()
     try:
-        assert asked.wait(30)
+        wait_for(lambda: pods.name(known).facts[1].k8s_pod == "llm-0", "the pod's name")
     finally:
         pods.stop()
-    pods._thread.join(30)
-    assert pods.name(known).facts[1].k8s_pod == "llm-0"
     now[0] += 90
     assert pods.name(known).facts[1].k8s_pod == ""
 

@@ -126,8 +126,10 @@ def test_labels_and_annotations_say_what_is_asked_for() -> None:
         collect_garbage=True,
         deadline_seconds=60.0,
         dry_run=True,
-        reason="alert Hoarded (0123456789abcdef): slack is 5 GiB",
+        reason=asked.reason,
     )
+    assert asked.reason.endswith(": slack is 5 GiB")
+    assert "Hoarded (0123456789abcdef)" in asked.reason
 
 
 def test_a_group_a_fraction_and_everybody_can_be_asked_for_as_well() -> None:
@@ -165,21 +167,21 @@ def test_another_firing_is_not_acted_on_for_five_minutes_unless_the_alert_says_o
 @pytest.mark.parametrize(
     ("annotations", "named"),
     [
-        ({}, ("gpumem_target: names nothing",)),
-        ({"gpumem_target_workloda": "a"}, ("gpumem_target_workloda is not known", "gpumem_target_workload")),
-        ({"gpumem_target_pid": "many"}, ("gpumem_target_pid: must be an integer",)),
+        ({}, ("gpumem_target:",)),
+        ({"gpumem_target_workloda": "a"}, ("gpumem_target_workloda", "gpumem_target_workload,")),
+        ({"gpumem_target_pid": "many"}, ("gpumem_target_pid:", "integer")),
         ({"gpumem_target_pid": "0"}, ("gpumem_target_pid",)),
         ({"gpumem_target_pid": "99999999999"}, ("gpumem_target_pid",)),
-        ({"gpumem_target_all": "yes"}, ("gpumem_target_all: 'yes'", "true or false")),
-        ({"gpumem_target_pid": "7", "gpumem_mode": "later"}, ("gpumem_mode: no mode 'later'",)),
-        ({"gpumem_target_pid": "7", "gpumem_mode": "now", "gpumem_group": "true"}, ("gpumem_mode: a group",)),
-        ({"gpumem_target_pid": "7", "gpumem_fraction": "0.5"}, ("gpumem_fraction: is for",)),
+        ({"gpumem_target_all": "yes"}, ("gpumem_target_all: 'yes'", "true", "false")),
+        ({"gpumem_target_pid": "7", "gpumem_mode": "later"}, ("gpumem_mode:", "'later'", "now, step, idle")),
+        ({"gpumem_target_pid": "7", "gpumem_mode": "now", "gpumem_group": "true"}, ("gpumem_mode:", "group", "step")),
+        ({"gpumem_target_pid": "7", "gpumem_fraction": "0.5"}, ("gpumem_fraction:", "set_memory_fraction")),
         ({"gpumem_target_pid": "7", "gpumem_deadline_seconds": "soon"}, ("gpumem_deadline_seconds: 'soon'",)),
         ({"gpumem_target_pid": "7", "gpumem_deadline_seconds": "nan"}, ("gpumem_deadline_seconds",)),
         ({"gpumem_target_pid": "7", "gpumem_cooldown_seconds": "-1"}, ("gpumem_cooldown_seconds: '-1'",)),
         ({"gpumem_target_pid": "7", "gpumem_cooldown_seconds": "inf"}, ("gpumem_cooldown_seconds: 'inf'",)),
-        ({"gpumem_target_pid": "7", "gpumem_action": "snapshot"}, ("the label and the annotation differ",)),
-        ({"gpumem_target_pid": "7", "gpumem_wait_seconds": "3"}, ("gpumem_wait_seconds is not known",)),
+        ({"gpumem_target_pid": "7", "gpumem_action": "snapshot"}, ("gpumem_action:", "label", "annotation")),
+        ({"gpumem_target_pid": "7", "gpumem_wait_seconds": "3"}, ("gpumem_wait_seconds", "gpumem_target_pid,")),
     ],
 )
 def test_what_is_asked_for_wrongly_is_named_as_the_alert_has_it(
@@ -192,7 +194,7 @@ def test_what_is_asked_for_wrongly_is_named_as_the_alert_has_it(
 
 
 def test_an_action_that_there_is_not_is_named() -> None:
-    with pytest.raises(AlertRequestError, match="gpumem_action: no action 'clear'; there is empty_cache"):
+    with pytest.raises(AlertRequestError, match=r"gpumem_action: .*'clear'.*\bempty_cache\b"):
         wanted_action(alert(gpumem_action="clear", gpumem_target_all="true"))
 
 

@@ -79,8 +79,8 @@ def test_what_it_is_told_is_text() -> None:
 
 def test_only_a_demo_says_so() -> None:
     demo = Page("1.2.3", demo=True, telemetry_path="/metrics")
-    assert "This is a demo" in demo.body.decode()
-    assert "This is a demo" not in PAGE.body.decode()
+    assert '<aside class="demo"' in demo.body.decode()
+    assert '<aside class="demo"' not in PAGE.body.decode()
 
 
 def test_it_says_which_page_it_is_and_another_version_is_another_page() -> None:

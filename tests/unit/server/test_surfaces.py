@@ -58,7 +58,7 @@ def _possible_process(process: ReportingProcess) -> ReportingProcess:
 
 
 @given(SNAPSHOTS.map(possible))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 def test_every_figure_is_the_same_wherever_it_is_told(known: Snapshot) -> None:
     page: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(exposition().render(known, openmetrics=False).decode()):

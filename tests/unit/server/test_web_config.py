@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
+import re
 import shutil
 import ssl
 import subprocess
 from pathlib import Path
 
-import bcrypt
 import pytest
 import trustme
 import yaml
@@ -19,7 +21,8 @@ from tests.support.certificates import issue, trust
 from tests.support.paths import REPOSITORY
 
 EXAMPLE = REPOSITORY / "deploy" / "web-config.example.yml"
-HASH = bcrypt.hashpw(b"secret", bcrypt.gensalt(4)).decode()
+HASH = "$2b$04$abcdefghijklmnopqrstuu2r9OfJnfCsdneAXAGHnS4UpFFP8WIrW"
+"""Of `secret`; a constant, since it is part of test ids."""
 TLS = "tls_server_config: {cert_file: tls.crt, key_file: tls.key"
 
 
@@ -74,59 +77,65 @@ def test_without_certificates_there_is_no_tls(tmp_path: Path, text: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "named"),
     [
-        ("", ": it is empty; expected tls_server_config or basic_auth_users, or {} for neither"),
-        ("- x\n", ":1: the file: expected keys with values; the keys are tls_server_config, basic_auth_users"),
-        ("{}\n---\n{}\n", ":2: not YAML"),
-        ("\ntls_config: {}\n", ":2: the file: unknown key 'tls_config'; the keys are tls_server_config, basic_auth_u"),
-        ("http_server_config: {}\n", ":1: the file: http_server_config is not supported by this exporter; it takes"),
-        ("rate_limit: {}\n", ":1: the file: rate_limit is not supported"),
-        ("tls_server_config:\n", ":1: the file: tls_server_config has no value"),
-        ("tls_server_config: x\n", ":1: tls_server_config: expected keys with values; the keys are cert_file, key_"),
-        ("tls_server_config: {key_file: k}\n", ":1: tls_server_config: the key 'cert_file' is missing"),
-        (TLS + ",\n cipher_suites: [x]}\n", ":2: tls_server_config: cipher_suites is not supported by this exporter"),
-        (TLS + ",\n min_verson: TLS12}\n", ":2: tls_server_config: unknown key 'min_verson'; the keys are cert_file"),
-        (TLS + ", min_version: TLS11}", "min_version: 'TLS11' is not right: expected TLS12, TLS13"),
-        (TLS + ", min_version: TLS13, max_version: TLS12}", "tls_server_config: no version is from TLS13 to TLS12"),
+        ("", r": .*tls_server_config\b.*basic_auth_users"),
+        ("- x\n", r":1: .*tls_server_config, basic_auth_users"),
+        ("{}\n---\n{}\n", r":2: .*YAML"),
+        ("\ntls_config: {}\n", r":2: .*'tls_config'.*tls_server_config, basic_auth_users"),
+        ("http_server_config: {}\n", r":1: .*\bhttp_server_config\b.*tls_server_config, basic_auth_users"),
+        ("rate_limit: {}\n", r":1: .*\brate_limit\b.*tls_server_config, basic_auth_users"),
+        ("tls_server_config:\n", r":1: .*\btls_server_config\b(?!.*cert_file)"),
+        ("tls_server_config: x\n", r":1: tls_server_config: .*cert_file, key_file"),
+        ("tls_server_config: {key_file: k}\n", r":1: tls_server_config: .*'cert_file'"),
+        (TLS + ",\n cipher_suites: [x]}\n", r":2: tls_server_config: cipher_suites\b.*cert_file, key_file"),
+        (TLS + ",\n min_verson: TLS12}\n", r":2: tls_server_config: .*'min_verson'.*cert_file, key_file"),
+        (TLS + ", min_version: TLS11}", r"min_version: 'TLS11'.*TLS12, TLS13"),
+        (TLS + ", min_version: TLS13, max_version: TLS12}", r"tls_server_config: .*TLS13\b.*TLS12"),
         (
             TLS + ", client_auth_type: RequestClientCert}",
-            "'RequestClientCert' is not right: expected NoClientCert, Ver",
+            r"client_auth_type: 'RequestClientCert'.*NoClientCert, VerifyClientCertIfGiven, RequireAndVerifyClientCert",
         ),
-        (TLS + ", client_auth_type: RequireAndVerifyClientCert}", "needs client_ca_file, whom to believe"),
-        (TLS + ", client_ca_file: authority.crt}", "client_ca_file is for client_auth_type VerifyClientCertIfGiven or"),
-        ("basic_auth_users: {}", ":1: basic_auth_users: expected names with the bcrypt hash of each password"),
-        (f"basic_auth_users: {{ada: {HASH},\n ada: {HASH}}}", ":2: basic_auth_users: the name 'ada' is there twice"),
-        (f"basic_auth_users: {{'a:b': {HASH}}}", ":1: basic_auth_users: expected a name without a colon"),
-        ("basic_auth_users: {ada: [x]}", "'ada': expected the password's bcrypt hash"),
-        (f"basic_auth_users: {{ada: {HASH.replace('$04$', '$31$')}}}", "of a cost from 4 to 15, as `htpasswd -nBC 10"),
+        (
+            TLS + ", client_auth_type: RequireAndVerifyClientCert}",
+            r"client_auth_type RequireAndVerifyClientCert\b.*client_ca_file",
+        ),
+        (
+            TLS + ", client_ca_file: authority.crt}",
+            r"client_ca_file\b.*client_auth_type\b.*VerifyClientCertIfGiven\b.*RequireAndVerifyClientCert",
+        ),
+        ("basic_auth_users: {}", r":1: basic_auth_users: .*bcrypt"),
+        (f"basic_auth_users: {{ada: {HASH},\n ada: {HASH}}}", r":2: basic_auth_users: .*'ada'(?!.*bcrypt)"),
+        (f"basic_auth_users: {{'a:b': {HASH}}}", r":1: basic_auth_users: .*colon"),
+        ("basic_auth_users: {ada: [x]}", r":1: basic_auth_users: 'ada': .*bcrypt"),
+        (f"basic_auth_users: {{ada: {HASH.replace('$04$', '$31$')}}}", r"'ada': .*\b4 to 15\b.*htpasswd -nBC 10"),
     ],
 )
-def test_what_is_not_right_is_told_with_its_line(folder: Path, text: str, said: str) -> None:
-    assert said in refusal(folder, text)
+def test_what_is_not_right_is_told_with_its_line(folder: Path, text: str, named: str) -> None:
+    assert re.search(named, refusal(folder, text))
 
 
 def test_a_password_in_the_place_of_its_hash_is_not_shown(tmp_path: Path) -> None:
     message = refusal(tmp_path, "basic_auth_users:\n  ada: hunter2\n")
-    assert message.startswith(":2: basic_auth_users: 'ada': expected the password's bcrypt hash")
+    assert re.match(":2: basic_auth_users: 'ada': .*bcrypt", message)
     assert "hunter2" not in message
 
 
 @pytest.mark.parametrize(
-    ("broken", "said"),
+    ("broken", "named"),
     [
-        ({"tls.crt": None}, "cert_file '{}/tls.crt': No such file or directory"),
-        ({"tls.crt": b"x"}, "cert_file '{}/tls.crt': expected a certificate in PEM"),
-        ({"tls.key": None}, "key_file '{}/tls.key': No such file or directory"),
-        ({"tls.key": b"x"}, "key_file '{}/tls.key': expected a private key in PEM"),
-        ({"tls.key": b"-----BEGIN ENCRYPTED PRIVATE KEY-----"}, "it is encrypted; expected a key without a passphrase"),
-        ({"tls.key": b"-----BEGIN PRIVATE KEY-----"}, "do not go together"),
-        ({"authority.crt": None}, "client_ca_file '{}/authority.crt': No such file or directory"),
-        ({"authority.crt": b"-----BEGIN CERTIFICATE-----\n"}, "client_ca_file '{}/authority.crt': "),
+        ({"tls.crt": None}, ("cert_file '{}/tls.crt'", os.strerror(errno.ENOENT))),
+        ({"tls.crt": b"x"}, ("cert_file '{}/tls.crt'", "certificate", "PEM")),
+        ({"tls.key": None}, ("key_file '{}/tls.key'", os.strerror(errno.ENOENT))),
+        ({"tls.key": b"x"}, ("key_file '{}/tls.key'", "private key", "PEM")),
+        ({"tls.key": b"-----BEGIN ENCRYPTED PRIVATE KEY-----"}, ("key_file '{}/tls.key'", "encrypted", "passphrase")),
+        ({"tls.key": b"-----BEGIN PRIVATE KEY-----"}, ("'{}/tls.crt'", "'{}/tls.key'")),
+        ({"authority.crt": None}, ("client_ca_file '{}/authority.crt'", os.strerror(errno.ENOENT))),
+        ({"authority.crt": b"-----BEGIN CERTIFICATE-----\n"}, ("client_ca_file '{}/authority.crt': ",)),
     ],
 )
 def test_a_file_of_the_certificate_that_is_not_right_is_named(
-    folder: Path, broken: dict[str, bytes | None], said: str
+    folder: Path, broken: dict[str, bytes | None], named: tuple[str, ...]
 ) -> None:
     for name, content in broken.items():
         if content is None:
@@ -136,13 +145,15 @@ def test_a_file_of_the_certificate_that_is_not_right_is_named(
     text = TLS + ", client_auth_type: RequireAndVerifyClientCert, client_ca_file: authority.crt}"
     message = refusal(folder, text)
     assert message.startswith(":1: tls_server_config: ")
-    assert said.format(folder) in message
+    assert [part for part in named if part.format(folder) not in message] == [], message
 
 
 def test_the_key_of_another_certificate_is_not_taken(folder: Path, authority: trustme.CA) -> None:
     issue(authority, folder, "other")
     message = refusal(folder, "tls_server_config: {cert_file: tls.crt, key_file: other.key}")
-    assert message.endswith("do not go together: key values mismatch")
+    assert f"'{folder}/tls.crt'" in message
+    assert f"'{folder}/other.key'" in message
+    assert message.endswith("key values mismatch")  # in OpenSSL's words
 
 
 def test_users_without_the_package_that_they_need_are_refused_with_the_mend(
@@ -150,11 +161,11 @@ def test_users_without_the_package_that_they_need_are_refused_with_the_mend(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     message = refusal(tmp_path, f"basic_auth_users: {{ada: {HASH}}}")
-    assert message.endswith("needs the package bcrypt: pip install 'gpumem-exporter[web]'")
+    assert "pip install 'gpumem-exporter[web]'" in message
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"web configuration file '.*none' cannot be read: No such file"):
+    with pytest.raises(ConfigurationError, match=f"'{tmp_path}/none'.*{os.strerror(errno.ENOENT)}"):
         load_settings({"web.config.file": str(tmp_path / "none")}, {})
 
 
