@@ -81,7 +81,7 @@ def test_the_first_address_that_answers_is_kept() -> None:
 
 def test_nobody_at_any_address_names_them_all_and_what_to_do() -> None:
     api = _api({"a": _Scripted(_refused("a")), "b": _Scripted(_refused("b"))})
-    with pytest.raises(ExporterUnreachableError, match=r"at a: .*at b: .*gpumem-exporter serve.*--url"):
+    with pytest.raises(ExporterUnreachableError, match=r"\ba: .*\bb: .*gpumem-exporter serve\b.*--url\b"):
         api.get("/x")
 
 
@@ -93,14 +93,14 @@ def test_a_problem_becomes_an_error_with_its_status_and_detail() -> None:
 
 @pytest.mark.parametrize("body", [b"", b"<html>no</html>", b"[]", b'{"detail": 3}'])
 def test_an_error_without_a_problem_is_told_by_its_status(body: bytes) -> None:
-    with pytest.raises(ExporterAnswerError, match="HTTP 502: Bad Gateway"):
+    with pytest.raises(ExporterAnswerError, match=r"\b502\b"):
         _api({"a": _Scripted(Answer(502, {}, body))}).get("/x")
 
 
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b"[1]", b"\xff"])
 def test_something_else_that_answers_is_not_taken_for_an_exporter(body: bytes) -> None:
-    with pytest.raises(ExporterUnreachableError, match="at a is not a gpumem-exporter"):
-        _api({"a": _Scripted(Answer(200, {}, body))}).get("/x")
+    with pytest.raises(ExporterUnreachableError, match=r"http://a:1 .*gpumem-exporter"):
+        _api({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
 
 
 def test_a_status_that_carries_a_document_too_may_be_asked_for() -> None:
@@ -162,5 +162,5 @@ def test_every_transport_is_closed_at_the_end() -> None:
 
 
 def test_an_address_that_is_none_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match="expected http://host:port, https://host:port or unix:///path"):
+    with pytest.raises(ConfigurationError, match=r"node:9844.*http://.*https://.*unix:///"):
         ExporterApi(["node:9844"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -43,30 +44,30 @@ def test_what_went_by_since_a_rank_said_its_step_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "named"),
     [
-        ({"step": None}, r"pid 1 on node2:9844 \(rank 1\) makes no steps"),
-        ({"step_seconds": None}, r"pid 1 on node2:9844 \(rank 1\) makes no steps"),
-        ({"reporting": False, "state": "silent"}, r"pid 1 on node2:9844 \(rank 1\) has fallen silent"),
-        ({"rank": "0"}, r"rank 0 is there 2 times, pid 1 on node1:9844 \(rank 0\), pid 1 on node2:9844 \(rank 0\)"),
-        ({"world_size": 2, "rank": "2"}, r"of 2 ranks, Prometheus knows no exporter of rank 1; nothing was asked"),
-        ({"world_size": 10**12}, r"of 1000000000000 ranks, Prometheus knows no exporter of rank 2, 3, [4-8, ]+, 9, …;"),
-        ({"step_seconds": 40.0}, r"step 130 ends in about 3200\.0 s, the deadline is in 60 s"),
+        ({"step": None}, r"pid 1 on node2:9844 \(rank 1\)"),
+        ({"step_seconds": None}, r"pid 1 on node2:9844 \(rank 1\)"),
+        ({"reporting": False, "state": "silent"}, r"pid 1 on node2:9844 \(rank 1\)"),
+        ({"rank": "0"}, r"rank 0\b.*\b2\b.*pid 1 on node1:9844 \(rank 0\), pid 1 on node2:9844 \(rank 0\)"),
+        ({"world_size": 2, "rank": "2"}, r"\b2 ranks\b.*\brank 1\b"),
+        ({"world_size": 10**12}, r"\b1000000000000 ranks\b.*\brank 2, 3, [4-8, ]+, 9, …;"),
+        ({"step_seconds": 40.0}, r"step 130\b.*\b3200\.0 s\b.*\b60 s\b"),
     ],
 )
-def test_with_a_rank_that_cannot_nothing_is_asked(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(GroupIncompleteError, match=said):
+def test_with_a_rank_that_cannot_nothing_is_asked(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(GroupIncompleteError, match=named):
         group(two_nodes(**changes))
 
 
 def test_with_an_exporter_that_cannot_be_read_nothing_is_asked() -> None:
-    with pytest.raises(GroupIncompleteError, match=r"node3:9844, which lately had ranks, cannot be asked: nobody"):
+    with pytest.raises(GroupIncompleteError, match=r"node3:9844\b.*: nobody\b"):
         group({**two_nodes(), C: Failure("failed", "nobody")})
 
 
 def test_an_exporter_whose_ranks_have_gone_is_none_of_the_group() -> None:
     assert len(group({**two_nodes(), C: Reading([process(5, workload="other")], 0.0)}).members) == 2
-    with pytest.raises(GroupIncompleteError, match="no exporter has a process of the workload train any more"):
+    with pytest.raises(GroupIncompleteError, match=r"\btrain\b"):
         group({C: Reading([], 0.0)})
 
 
@@ -107,7 +108,7 @@ def test_every_exporter_is_asked_for_its_ranks_after_the_same_step() -> None:
             [action(row(1, "expired", rank="1", reason="no word"), state="running"), RUNNING],
             "node2:9844: expired: pid 1: no word",
         ),
-        ([RUNNING], [ExporterUnreachableError("nobody")], "node2:9844: failed: it does not answer any more"),
+        ([RUNNING], [ExporterUnreachableError("nobody")], "node2:9844: failed: "),
     ],
 )
 def test_as_soon_as_one_exporter_is_in_trouble_the_others_are_called_off(
@@ -130,7 +131,7 @@ def test_asking_that_takes_too_long_for_the_step_calls_all_of_them_off() -> None
         begins=[RUNNING], cancels=[action(state="failed")], on_begin=lambda: clock.sleep(ASKING_SECONDS + 0.1)
     )
     found, _ = run({A: slow}, clock)
-    assert found.called_off == "asking every exporter took 3.1 s, which is too long for step 130"
+    assert re.search(r"\b3\.1 s\b.*\bstep 130\b", found.called_off)
     assert slow.asked_for("cancel") == ["a1"]
 
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from gpumem_exporter.cli.fleets.choosing import Member, choose
@@ -31,12 +33,12 @@ def test_a_series_that_two_prometheis_have_is_named_once() -> None:
 
 
 def test_a_series_that_names_no_process_is_told_what_it_needs() -> None:
-    with pytest.raises(ConfigurationError, match=r'\{instance="n1:1"\} names no process; .* pid, workload, rank, gpu'):
+    with pytest.raises(ConfigurationError, match=r'--query: .*\{instance="n1:1"\}.*\bpid, workload, rank, gpu'):
         named_processes([{"instance": "n1:1"}], DEFAULT)
 
 
 def test_a_series_without_instance_is_told_what_it_needs() -> None:
-    with pytest.raises(ConfigurationError, match=r"no label 'instance', by which its exporter is found; .*--instance"):
+    with pytest.raises(ConfigurationError, match=r"--query: .*'instance'.*--instance-url"):
         named_processes([{"pid": "1"}], DEFAULT)
 
 
@@ -60,7 +62,7 @@ def test_an_exporter_without_a_name_of_its_own_is_not_called_by_its_password() -
 
 @pytest.mark.parametrize("value", ["evil.example/x?", "user@evil.example", "a b", "n1#", "..%2f"])
 def test_a_label_that_would_lead_elsewhere_is_no_address(value: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no address"):
+    with pytest.raises(ConfigurationError, match=re.escape(repr(value))):
         places([{"instance": value}], DEFAULT)
 
 
@@ -106,9 +108,8 @@ def test_a_pid_that_is_of_another_workload_by_now_is_gone() -> None:
 def test_what_does_not_report_can_be_ended_and_nothing_else() -> None:
     choice = choose(A, [Named(pid="9")], PROCESSES, unreported=False)
     assert choice.members == ()
-    assert [(one.outcome, one.reason) for one in choice.missing] == [
-        ("unsupported", "it does not report: nobody there could do it")
-    ]
+    assert [one.outcome for one in choice.missing] == ["unsupported"]
+    assert choice.missing[0].reason
     assert chosen(Named(pid="9"), unreported=True) == [(9, None)]
     assert chosen(Named(gpu="1"), unreported=True) == [(1, ("GPU-1",)), (2, ("GPU-1",)), (9, ("GPU-1",))]
     assert Member(A, 9, None, None).target == {"pid": 9}

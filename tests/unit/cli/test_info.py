@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from rich.console import Console
 
 from gpumem_exporter.cli.node_tables import node_tables, returnable_sentence
 from gpumem_exporter.cli.terminal import open_console, show
+from tests.support.golden import assert_golden
 
 _GIB = 1 << 30
 
@@ -146,7 +148,7 @@ def test_no_driver_says_so_and_still_lists_the_processes() -> None:
 
 
 def test_the_demo_calls_itself_one() -> None:
-    assert _lines([_device(0)], [], source="demo")[0] == "DEMO: simulated devices and processes"
+    assert _lines([_device(0)], [], source="demo")[0].startswith("DEMO")
     assert not any("DEMO" in line for line in _lines([_device(0)], []))
 
 
@@ -167,7 +169,6 @@ def test_text_of_a_process_cannot_colour_or_move_the_terminal() -> None:
     assert "\x1b" not in text
 
 
-_NOTHING = "nothing: no process takes that action."
 _SILENT = _process(1, _memory(), state="silent", reporting=False)
 _UNABLE = _process(1, _memory(), actions=["reset_peak"])
 _EMPTY = _process(2, _memory(reclaimable_bytes=0))
@@ -175,30 +176,48 @@ _UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
 
 
 @pytest.mark.parametrize(
-    ("processes", "what"),
+    ("processes", "figures"),
     [
-        ([], _NOTHING),
-        ([_SILENT], _NOTHING),
-        ([_UNABLE], _NOTHING),
-        ([_process(1, _memory()), _EMPTY], "20.0 GiB from 1 of 2 reporting processes."),
-        ([_process(1, _memory(), _memory(gpu="1"))], "40.0 GiB from 1 of 1 reporting processes."),
-        ([_process(1, _memory()), _UNKNOWN], "20.0 GiB from 1 of 2 reporting processes; of 1 it cannot be known."),
-        (
-            [_process(1, _memory(), _memory(gpu="1", reclaimable_bytes=None))],
-            "20.0 GiB from 1 of 1 reporting processes; of 1 it cannot be known.",
-        ),
+        ([], []),
+        ([_SILENT], []),
+        ([_UNABLE], []),
+        ([_UNKNOWN], []),
+        ([_process(1, _memory()), _EMPTY], ["20.0 GiB", "1", "2"]),
+        ([_process(1, _memory(), _memory(gpu="1"))], ["40.0 GiB", "1", "1"]),
+        ([_process(1, _memory()), _UNKNOWN], ["20.0 GiB", "1", "2", "1"]),
+        ([_process(1, _memory(), _memory(gpu="1", reclaimable_bytes=None))], ["20.0 GiB", "1", "1", "1"]),
         (
             [_process(1, _memory(), _memory(gpu="1", reclaimable_bytes=None, reserved_bytes=None))],
-            "20.0 GiB from 1 of 1 reporting processes.",
+            ["20.0 GiB", "1", "1"],
         ),
     ],
 )
-def test_the_last_line_says_what_a_clear_would_give_back(processes: list[dict[str, Any]], what: str) -> None:
-    assert returnable_sentence(processes) == f"A clear would give back {what}"
+def test_the_last_line_says_what_a_clear_would_give_back(processes: list[dict[str, Any]], figures: list[str]) -> None:
+    """The sum, from how many processes of how many, and of how many more it is not known."""
+    assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", returnable_sentence(processes)) == figures
 
 
-def test_the_last_line_names_no_figure_where_none_is_known() -> None:
-    assert returnable_sentence([_UNKNOWN]) == "What a clear would give back cannot be known."
+def test_a_cache_that_is_not_known_is_not_called_empty() -> None:
+    assert returnable_sentence([_UNKNOWN]) != returnable_sentence([_UNABLE])
+
+
+def test_what_info_prints() -> None:
+    mig = {**_device(2), "gpu": "2:0", "mig_profile": "1g.10gb"}
+    full = [_process(7, _memory(), _memory(gpu="1")), _process(8, _memory(), rank="1"), _process(9)]
+    silent = _process(1, _memory(), state="silent", reporting=False, sample_age_seconds=75.0)
+    nvml = {"up": False, "error": "no libnvidia-ml.so.1"}
+    devices = [_device(0), _lost(1), mig]
+    cases = {
+        "80 columns": _lines(devices, [*full, silent]),
+        "150 columns": _lines(devices, [*full, silent], width=150),
+        "ASCII": _lines([_device(0)], [], unicode_output=False),
+        "demo": _lines([], full[:1], source="demo"),
+        "no driver": _lines([], [_process(7, _memory(used_bytes=None))], nvml=nvml),
+        "nothing": _lines([], [], nvml={"up": False}),
+        "not known": _lines([], [_UNKNOWN]),
+        "partly known": _lines([], [full[0], _UNKNOWN]),
+    }
+    assert_golden("info.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in cases.items()))
 
 
 def test_what_is_not_a_terminal_gets_plain_lines_that_nothing_is_cut_from() -> None:

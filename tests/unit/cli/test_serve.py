@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.cli import serve
 from gpumem_exporter.cli.main import main
-from gpumem_exporter.cli.options import command_from
 from gpumem_exporter.cli.serve import read_flags
 from gpumem_exporter.server.settings import Settings, setting_key
 
@@ -100,7 +99,9 @@ def test_flags_read_without_typer_are_what_typer_reads(words: list[str]) -> None
         return
     typed: list[dict[str, Any]] = []
     application = typer.Typer(rich_markup_mode=None, add_completion=False)
-    application.command()(command_from(serve._parameters(), lambda values: typed.append(values) or 0, None))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serve, "start", lambda values: typed.append(values) or 0)
+        serve.register(application)
     assert typer.main.get_command(application).main(args=words, standalone_mode=False) == 0
     (values,) = typed
     assert quick == {name: value for name, value in values.items() if value not in (None, False, [], ())}

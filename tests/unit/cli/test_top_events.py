@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -50,9 +51,9 @@ def test_the_last_events_are_asked_for_and_then_what_happened_since_every_three_
 def test_whoever_may_not_read_events_has_none_and_asks_again_after_a_minute(status: int) -> None:
     events = Events()
     events.take(_page(1), 100.0)
-    events.failed(ExporterAnswerError(status, "send a token"), 103.0)
+    events.failed(ExporterAnswerError(status, "token-needed"), 103.0)
     assert events.known is None
-    assert ("send a token" in events.refusal) is (status in (401, 403))
+    assert ("token-needed" in events.refusal) is (status in (401, 403))
     assert events.refusal
     assert "after" not in events.path
     assert not events.due(162.9)
@@ -95,52 +96,50 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
 
 
 @pytest.mark.parametrize(
-    ("type_", "detail", "said"),
+    ("type_", "detail", "parts"),
     [
-        (
-            "oom",
-            _OOM,
-            "out of memory GPU 0, llm rank 3 (pid 7) asked for 2.0 GiB; "
-            "3.0 GiB was free, it held 39.0 GiB of its limit of 40.0 GiB, 1.0 GiB fragmented",
-        ),
-        ("oom", {**_OOM, "device_free_bytes": GIB, "allocator": None}, "asked for 2.0 GiB; 1.0 GiB was free"),
-        ("oom", {"requested_bytes": None}, "llm rank 3 (pid 7) asked for more than there was"),
-        ("device_lost", {"error": "GPU is lost"}, "device lost GPU 0, does not answer: GPU is lost"),
-        ("device_returned", {}, "device back GPU 0, answers again"),
-        ("process_started", {}, "started GPU 0, llm rank 3 (pid 7)"),
-        ("process_ended", {"reason": "its reporter stopped"}, "ended GPU 0, llm rank 3 (pid 7): its reporter stopped"),
+        ("oom", _OOM, ("GPU 0", "llm rank 3 (pid 7)", "2.0 GiB", "3.0 GiB", "39.0 GiB", "40.0 GiB", "1.0 GiB")),
+        ("oom", {**_OOM, "device_free_bytes": GIB, "allocator": None}, ("2.0 GiB", "1.0 GiB")),
+        ("oom", {"requested_bytes": None}, ("llm rank 3 (pid 7)",)),
+        ("device_lost", {"error": "GPU-is-lost"}, ("GPU 0", "GPU-is-lost")),
+        ("device_returned", {}, ("GPU 0",)),
+        ("process_started", {}, ("GPU 0", "llm rank 3 (pid 7)")),
+        ("process_ended", {"reason": "reporter-stopped"}, ("GPU 0", "llm rank 3 (pid 7)", "reporter-stopped")),
         (
             "action",
             {**_ACTION, "state": "done", "freed_bytes": 3 * GIB, "results": _RESULTS},
-            "action GPU 0, empty_cache on 2 processes: done, freed 3.0 GiB, by loopback (asked for in top)",
+            ("GPU 0", "empty_cache", "2 processes", "done", "3.0 GiB", "loopback", "(asked for in top)"),
         ),
         (
             "action",
             {**_ACTION, "action": "reset_peak", "reason": "", "state": "failed", "freed_bytes": 0, "results": []},
-            "action GPU 0, reset_peak on 0 processes: failed, by loopback",
+            ("GPU 0", "reset_peak", "0 processes", "failed", "loopback"),
         ),
         (
             "action",
             {**_ACTION, "state": "done", "freed_bytes": None, "results": _RESULTS},
-            "action GPU 0, empty_cache on 2 processes: done, by loopback (asked for in top)",
+            ("GPU 0", "empty_cache", "2 processes", "done", "loopback", "(asked for in top)"),
         ),
-        ("action_asked", {**_ACTION, "processes": [[7, "llm", "3"]]}, "empty_cache on 1 process, by loopback (asked"),
-        ("policy_stopped", {"rule": "hoard", "reason": "in vain"}, "rule stopped GPU 0, hoard: in vain"),
-        ("of_tomorrow", {}, "12:00:00 of_tomorrow GPU 0"),
-        ("action", {"of": "another version"}, "12:00:00 action GPU 0"),
-        ("oom", None, "12:00:00 out of memory GPU 0"),
+        ("action_asked", {**_ACTION, "processes": [[7, "llm", "3"]]}, ("empty_cache", "1 process,", "loopback")),
+        ("policy_stopped", {"rule": "hoard", "reason": "in-vain"}, ("GPU 0", "hoard", "in-vain")),
+        ("of_tomorrow", {}, ("12:00:00", "of_tomorrow", "GPU 0")),
+        ("action", {"of": "another version"}, ("12:00:00", "action", "GPU 0")),
+        ("oom", None, ("12:00:00", "GPU 0")),
     ],
 )
-def test_an_event_is_told_in_the_pages_words(type_: str, detail: Any, said: str) -> None:
-    assert said in _said(event(1, type_, _NOON, detail=detail))
+def test_an_event_shows_its_device_process_and_figures(type_: str, detail: Any, parts: tuple[str, ...]) -> None:
+    said = _said(event(1, type_, _NOON, detail=detail))
+    assert [part for part in parts if part not in said] == []
+    sizes = [part for part in parts if part.endswith("GiB")]
+    assert re.findall(r"[\d.]+ [KMG]iB", said) == sizes
 
 
-def test_what_is_about_no_device_or_process_says_none() -> None:
+def test_what_is_about_no_device_or_process_names_none() -> None:
     nobody = event(
         1, "process_ended", _NOON, gpu=None, uuid=None, workload="", rank="", pid=None, detail={"reason": "x"}
     )
-    assert _said(nobody) == "12:00:00 ended a process: x"
-    assert _said(event(1, "device_lost", _NOON, gpu=None)) == "12:00:00 device lost GPU-0, does not answer"
+    assert re.fullmatch(r"12:00:00 \D*: x", _said(nobody))
+    assert re.search(r"GPU-0\b", _said(event(1, "device_lost", _NOON, gpu=None)))
     assert "pid 1@4026531836" in _said(event(1, "process_started", _NOON, workload="", pid="1@4026531836"))
 
 
