@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -15,8 +16,9 @@ from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.poller import Poller, Schedule
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from tests.support.builders import NobodyHost
+from tests.support.waiting import patient
 
-SOON = 30.0
+SOON = patient(30.0)
 """Longer than anything waited for here takes; a test that is right never waits that long."""
 
 
@@ -160,10 +162,9 @@ def test_an_exception_that_nobody_foresaw_does_not_end_the_thread(
         published.wait_for(1)
         poller.stop(SOON)
     assert poller.status(0.0).error == ""
-    assert [record.message for record in caplog.records] == [
-        "poll: ZeroDivisionError: unforeseen",
-        "poll: in order again",
-    ]
+    failed, recovered = caplog.records
+    assert (failed.levelname, recovered.levelname) == ("WARNING", "INFO")
+    assert "ZeroDivisionError: unforeseen" in failed.message
 
 
 def test_a_hanging_driver_is_seen_as_stuck_and_neither_status_nor_stop_waits_for_it(start: Start) -> None:
@@ -214,15 +215,15 @@ def test_a_release_is_done_by_its_thread_soon_and_told_in_every_reading_until_it
     published.wait_for(1)
     poller.release("ada", "new driver")
     poller.release("bob")  # changes nothing
-    wanted = "released on request by ada (new driver)"
     while not (status := poller.status(0.0)).settled:
         published.wait_for(len(published.readings) + 1)
     assert status.release is not None
     assert (status.release.requested_by, status.release.requested_unix_seconds) == ("ada", 1e9)
-    assert (status.error, provider.released >= 1) == (wanted, True)
+    assert re.search(r"\bada\b.*\bnew driver\b", status.error)
+    assert provider.released >= 1
     since = len(published.readings)
     published.wait_for(since + 2)
-    assert {(reading.up, reading.error) for reading in published.readings[since:]} == {(False, wanted)}
+    assert {(reading.up, reading.error) for reading in published.readings[since:]} == {(False, status.error)}
     poller.attach()
     while not (status := poller.status(0.0)).settled:
         published.wait_for(len(published.readings) + 1)
@@ -246,7 +247,8 @@ def test_a_release_waits_for_a_driver_that_hangs_and_says_that_it_does(start: St
     assert (status.settled, status.release is not None, provider.released) == (False, True, 0)
     go_on.set()
     published.wait_for(2)
-    assert published.readings[-1].error == "released on request by ada"
+    assert not published.readings[-1].up
+    assert "ada" in published.readings[-1].error
 
 
 def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: Start) -> None:
@@ -266,8 +268,18 @@ def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: 
     assert published.readings[-1].up
 
 
-def test_a_thread_that_hangs_does_not_keep_the_interpreter() -> None:
-    assert Poller(OneGpu(), NobodyHost(), Published(), interval_seconds=1.0)._thread.daemon
+def test_a_thread_that_hangs_does_not_keep_the_interpreter(start: Start) -> None:
+    hanging, release = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hanging.set()
+        assert release.wait(SOON)
+
+    start(OneGpu(hang), Published())
+    assert hanging.wait(SOON)
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "gpumem-poller")
+    assert thread.daemon
+    release.set()
 
 
 @given(

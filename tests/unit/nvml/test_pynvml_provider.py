@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
+import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -172,7 +173,7 @@ def test_every_exception_class_that_pynvml_has_has_been_decided_on() -> None:
 
 def test_a_return_code_that_nobody_knows_is_an_nvml_error_that_says_it() -> None:
     assert type(error_of(4242, "nvmlSomething")) is errors.NvmlError
-    assert str(error_of(4242, "nvmlSomething")) == "nvmlSomething: NVML return code 4242"
+    assert re.search(r"^nvmlSomething: .*\b4242\b", str(error_of(4242, "nvmlSomething")))
 
 
 def test_devices_are_listed_in_the_drivers_order_with_their_identity(provider: PynvmlProvider) -> None:
@@ -292,7 +293,7 @@ def test_a_lost_device_is_listed_alone_with_why(provider: PynvmlProvider, librar
     library.gpus[0].codes = {"*": 15}
     broken, healthy = provider.devices()
     assert (broken.gpu, broken.uuid) == ("0", "")
-    assert broken.error == "nvmlDeviceGetUUID: GPU is lost (NVML_ERROR_GPU_IS_LOST)"
+    assert re.search(r"^nvmlDeviceGetUUID: .*\bNVML_ERROR_GPU_IS_LOST\b", broken.error)
     assert (healthy.uuid, healthy.error) == ("GPU-1", "")
     with pytest.raises(errors.NvmlDeviceLostError):
         provider.read_memory("GPU-0")
@@ -370,7 +371,7 @@ def test_without_the_library_nvml_is_unavailable(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pynvml, "nvmlLib", None)
     monkeypatch.setattr(pynvml, "CDLL", no_library)
-    with pytest.raises(errors.NvmlUnavailableError, match=r"libnvidia-ml\.so\.1 is not found"):
+    with pytest.raises(errors.NvmlUnavailableError, match=r"\blibnvidia-ml\.so\.1\b"):
         PynvmlProvider().open()
 
 
@@ -381,7 +382,7 @@ def test_a_library_of_another_version_than_the_driver_is_loaded_afresh_at_the_ne
     monkeypatch.setattr(_ctypes, "dlclose", unloaded.append)
     library.codes["nvmlInitWithFlags"] = 18
     provider = PynvmlProvider()
-    with pytest.raises(errors.NvmlUnavailableError, match="differ in version"):
+    with pytest.raises(errors.NvmlUnavailableError, match=r"NVML_ERROR_LIB_RM_VERSION_MISMATCH|version"):
         provider.open()
     assert unloaded == [4711]
     replaced = Library(Gpu("GPU-9"))
