@@ -107,7 +107,7 @@ def segments(bench: Bench) -> Figures:
     return figures
 
 
-def ledgers_add_up(place: Place, processes: int = 8, scrapes: int = 200, devices: Sequence[int] = (0,)) -> Figures:
+def ledgers_add_up(place: Place, processes: int = 4, scrapes: int = 60, devices: Sequence[int] = (0,)) -> Figures:
     """The categories of every device add up to its total, in every scrape, while processes allocate and free."""
     churning = [place.torch() for _ in range(processes)]
     for number, process in enumerate(churning):

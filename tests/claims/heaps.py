@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,8 @@ from tests.claims.place import COMPARED, Bench, Place
 
 __all__ = [
     "every_series_is_what_torch_says",
-    "expandable_by_pages",
     "max_split_size",
     "memory_fraction",
-    "random_heaps",
     "random_heaps_of_streams",
 ]
 
@@ -55,18 +54,15 @@ def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,))
     return figures
 
 
-def random_heaps(bench: Bench, heaps: int) -> Figures:
-    """Heaps of one stream on classic segments."""
-    number = OneNumber()
-    for seed in range(heaps):
-        bench.process.call("free")
-        bench.process.call("random_heap", device=0, seed=seed, blocks=40, keep=(seed % 10) / 10)
-        number.add(bench.clear())
-    return number.figures(at_least=max(1, int(0.8 * heaps)))
+def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = False) -> Figures:
+    """Heaps of small and large blocks, on three streams.
 
-
-def random_heaps_of_streams(bench: Bench, heaps: int = 8) -> Figures:
-    """Heaps of small and large blocks, on three streams."""
+    Args:
+        bench: The process.
+        heaps: The number of heaps.
+        by_pages: Whether all segments are expandable and have pages of PAGE_BYTES. Then what a clear frees is also
+            counted from the other side: the pages that no block in the snapshot touches.
+    """
     number = OneNumber()
     for seed in range(heaps):
         bench.process.call("free")
@@ -76,22 +72,14 @@ def random_heaps_of_streams(bench: Bench, heaps: int = 8) -> Figures:
             "    with torch.cuda.stream(stream):\n"
             "        worker.random_heap(seed=10 * seed + number, blocks=40, keep=keep, largest_bytes=128 << 20)",
             seed=seed,
-            keep=(seed % 4) / 8,
+            keep=(seed % 6) / 8,
         )
-        number.add(bench.clear())
-    return number.figures(at_least=heaps // 2 + 1)
-
-
-def expandable_by_pages(bench: Bench, heaps: int = 10) -> Figures:
-    """On expandable segments: counted from the other side, by the pages that no block in the snapshot touches."""
-    number = OneNumber()
-    for seed in range(heaps):
-        bench.process.call("free")
-        bench.process.call("random_heap", device=0, seed=seed, blocks=60, keep=0.3, largest_bytes=128 << 20)
-        untouched = _untouched_pages(bench.process.call("snapshot"))
-        number.add({"pages that no block touches": untouched, **bench.clear()})
-    figures = number.figures(at_least=heaps)
-    return {**figures, "inactive split": true(bench.series("inactive_split_bytes")[0], 0)}
+        counted: dict[str, float | None] = {}
+        if by_pages:
+            counted["pages that no block touches"] = _untouched_pages(bench.process.call("snapshot"))
+        number.add({**counted, **bench.clear()})
+    figures = number.figures(at_least=math.ceil(0.8 * heaps))
+    return {**figures, "inactive split": true(bench.series("inactive_split_bytes")[0], 0)} if by_pages else figures
 
 
 def _untouched_pages(segments: Sequence[Mapping[str, Any]]) -> int:

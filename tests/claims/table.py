@@ -30,20 +30,20 @@ CLAIMS: tuple[Claim, ...] = (
     Claim(
         "every series is what torch says", _on(lambda bench: heaps.every_series_is_what_torch_says(bench, _two(bench)))
     ),
-    Claim("reclaimable is what a clear gives back: classic", _on(lambda bench: heaps.random_heaps(bench, 20))),
-    Claim("reclaimable is what a clear gives back: classic, three streams", _on(heaps.random_heaps_of_streams)),
+    Claim(
+        "reclaimable is what a clear gives back: classic, three streams",
+        _on(lambda bench: heaps.random_heaps_of_streams(bench, 12)),
+    ),
     Claim(
         "reclaimable is what a clear gives back: expandable, three streams",
-        _on(heaps.random_heaps_of_streams, EXPANDABLE),
+        _on(lambda bench: heaps.random_heaps_of_streams(bench, 12, by_pages=True), EXPANDABLE),
     ),
-    Claim("reclaimable is right to the page: expandable", _on(heaps.expandable_by_pages, EXPANDABLE)),
     Claim("reclaimable is what a clear gives back: max_split_size_mb", heaps.max_split_size),
     Claim("reclaimable is what a clear gives back: a memory fraction", heaps.memory_fraction),
     Claim("a living MemPool is kept, a dead one gone: classic", _on(pools.living_mem_pool)),
     Claim("a living MemPool is kept, a dead one gone: expandable", _on(pools.living_mem_pool, EXPANDABLE)),
     Claim("a dead CUDA graph's memory is reclaimable: classic", _on(pools.graphs_living_and_dead)),
     Claim("a dead CUDA graph's memory is reclaimable: expandable", _on(pools.graphs_living_and_dead, EXPANDABLE)),
-    Claim("a CUDA graph's pool stays, the cache beside it goes", _on(pools.pool_of_a_graph_beside_a_cache)),
     Claim("what is pending on another stream is reclaimable: classic", _on(pools.pending_on_another_stream)),
     Claim(
         "what is pending on another stream is reclaimable: expandable",
@@ -52,7 +52,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("pinned host memory is torch's, and on no device", _on(pools.pinned_host_memory)),
     Claim("cudaMallocAsync: what it tells is right, the rest absent", pools.asynchronous_backend),
     Claim("memory past a disabled cache is not torch's", _on(pools.past_the_cache)),
-    Claim("ledgers add up in every scrape", lambda place: device.ledgers_add_up(place, processes=3, scrapes=100)),
+    Claim("ledgers add up in every scrape", device.ledgers_add_up),
     Claim("an out-of-memory error has its figures", _on(errors.figures_of_an_error)),
     Claim("a memory fraction is the limit of an error", _on(errors.limit_of_a_fraction)),
     Claim("an error reaches the exporter though its process dies", errors.told_by_the_dying),

@@ -55,15 +55,13 @@ def cleared(bench: Bench) -> int:
 
 def test_classic_segments(classic: Bench) -> None:
     """Each statistic is torch's, and reclaimable what a clear gives back, on random heaps of several streams."""
-    require(heaps.random_heaps_of_streams(classic))
+    require(heaps.random_heaps_of_streams(classic, 12))
 
 
 def test_expandable_segments(place: Place) -> None:
     """The same to the page, with a page of 2 MiB in the small pool and of 20 in the large one."""
     bench = place.process(EXPANDABLE)
-    require(heaps.random_heaps_of_streams(bench))
-    assert bench.series("inactive_split_bytes") == [0]
-    assert any(segment["is_expandable"] for segment in bench.process.call("snapshot"))
+    require(heaps.random_heaps_of_streams(bench, 12, by_pages=True))
 
 
 def test_expandable_segments_with_another_page_size(begin: Any) -> None:
@@ -245,7 +243,7 @@ def test_a_pluggable_allocator(begin: Any, tmp_path: Path) -> None:
     assert collected["outcome"] == "done"
     (reset,) = bench.exporter.act("reset_peak", target=target)["results"]
     assert reset["outcome"] == "unsupported"
-    assert "does not yet support resetPeakStats" in reset["reason"]
+    assert "resetPeakStats" in reset["reason"]
     assert bench.exec("del held; result = len(torch.empty(5, device='cuda'))") == 5
     metrics, _ = bench.settle()
     assert metrics.value("gpumem_reporter_up", pid=pid) == 1
@@ -279,7 +277,7 @@ def test_the_interpreter_goes_on_while_the_program_empties_its_cache(classic: Be
     classic.settle()
     shown = classic.series("reserved_bytes")
     assert place.node is not None
-    with place.node.slow("cudaFree", 1200):
+    with place.node.slow("cudaFree", 800):
         heartbeat = classic.exec(
             "import threading, time\n"
             "flush = threading.Thread(target=torch.cuda.empty_cache)\n"
@@ -291,8 +289,9 @@ def test_the_interpreter_goes_on_while_the_program_empties_its_cache(classic: Be
             "result = [beats[-1] - beats[0], max(after - before for before, after in zip(beats, beats[1:]))]"
         )
     assert shown == [400 * MIB]
-    assert heartbeat[0] > 4.8, "there was no flush to wait for"
-    assert heartbeat[1] < 1.2, "the interpreter stood still for a whole cudaFree"
+    flush, longest_pause = heartbeat
+    assert flush > 4 * 0.8, "there was no flush to wait for"
+    assert longest_pause < flush / 4, "the interpreter stood still for a whole cudaFree"
     _, shown_after = classic.settle()
     assert shown_after["reserved_bytes"] == classic.stats()["reserved_bytes.all.current"] == 0
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.claims import actions, device, heaps, pools
+from gpumem_exporter.procfs import describe_command, split_cmdline
+from tests.claims import actions, device, heaps
 from tests.claims.figures import require
 from tests.claims.place import EXPANDABLE, Place
 from tests.emulation.node import EmulatedNode
@@ -30,20 +31,14 @@ def test_every_torch_series_is_what_the_process_itself_says_byte_for_byte(place:
     assert all(bench.pid in book.processes for book in place.books())
     info = bench.info()
     assert info["reporting"] == "true"
-    assert info["command"].endswith("torch_worker")
+    assert info["command"] == describe_command(split_cmdline(Path(f"/proc/{bench.pid}/cmdline").read_bytes())) != ""
     assert info["torch_version"].startswith("2.")
 
 
-@pytest.mark.timeout(300)
 def test_ledgers_add_up_in_every_scrape_while_processes_allocate_and_free(tmp_path: Path, emulation: Path) -> None:
     with EmulatedNode(tmp_path / "node", devices=4) as node, Place(tmp_path, node) as place:
         node.set_process(pid=1, device=2, nbytes=123_456_789)
         require(device.ledgers_add_up(place, devices=range(4)))
-
-
-@pytest.mark.timeout(300)
-def test_reclaimable_is_what_a_clear_gives_back_to_the_byte_on_50_random_heaps(place: Place) -> None:
-    require(heaps.random_heaps(place.process(), heaps=50))
 
 
 def test_a_garbage_collection_frees_tensors_in_cycles_and_a_clear_gives_them_back(place: Place) -> None:
@@ -52,14 +47,6 @@ def test_a_garbage_collection_frees_tensors_in_cycles_and_a_clear_gives_them_bac
 
 def test_reset_peak_resets_the_peaks_of_the_device_meant_alone(place: Place) -> None:
     require(actions.peaks_are_reset(place.process(), devices=(0, 1)))
-
-
-def test_on_expandable_segments_reclaimable_is_right_to_the_page(place: Place) -> None:
-    require(heaps.expandable_by_pages(place.process(EXPANDABLE)))
-
-
-def test_the_pool_of_a_cuda_graph_is_not_reclaimable_and_what_is_comes_back(place: Place) -> None:
-    require(pools.pool_of_a_graph_beside_a_cache(place.process()))
 
 
 def test_the_page_gives_a_devices_memory_as_the_driver_and_cuda_do(place: Place) -> None:
