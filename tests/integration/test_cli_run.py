@@ -12,6 +12,7 @@ import pytest
 
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import CONSOLE_SCRIPT
+from tests.support.waiting import patient
 
 _BOOTSTRAP = str(REPOSITORY / "gpumem_exporter" / "client" / "bootstrap")
 _TELL = "import json, os, sys; print(json.dumps([sys.argv[1:], sys.path, dict(os.environ), os.getpid()]))"
@@ -26,7 +27,7 @@ def _run(
         [sys.executable, *python, "-c", CONSOLE_SCRIPT, "run", *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
         cwd=cwd,
         env={**clean, **(environ or {})},
@@ -50,7 +51,7 @@ def test_the_command_s_locale_is_the_one_that_was_given(locale: dict[str, str]) 
         [sys.executable, "-c", CONSOLE_SCRIPT, "run", "--", "/usr/bin/env"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=True,
         env=locale,
     )
@@ -90,7 +91,6 @@ def test_a_command_that_is_not_found_is_127_and_one_line() -> None:
         assert ended.returncode == 127
         assert ended.stderr.count("\n") == 1
         assert program in ended.stderr
-        assert "not found" in ended.stderr
 
 
 def test_a_command_that_cannot_be_executed_is_126_and_one_line(tmp_path: Path) -> None:
@@ -99,10 +99,13 @@ def test_a_command_that_cannot_be_executed_is_126_and_one_line(tmp_path: Path) -
     headless = tmp_path / "headless"
     headless.write_text("#!/nonexistent/interpreter\n")
     headless.chmod(0o755)
-    for program, reason in ((plain, "permission denied"), (headless, "interpreter"), (tmp_path, "permission denied")):
+    said = {}
+    for program in (plain, headless, tmp_path):
         ended = _run("--", str(program))
         assert (ended.returncode, ended.stderr.count("\n")) == (126, 1), ended.stderr
-        assert reason in ended.stderr
+        assert str(program) in ended.stderr
+        said[program] = ended.stderr.replace(str(program), "")
+    assert said[plain] == said[tmp_path] != said[headless], "a program's permission and its missing interpreter"
 
 
 def test_it_works_with_the_standard_library_alone() -> None:
@@ -116,5 +119,7 @@ def test_it_imports_nothing_but_the_standard_library_and_itself() -> None:
         f"sys.path.insert(0, {str(REPOSITORY)!r}); from gpumem_exporter.cli.main import main; main();"
         "print(sorted({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=True
+    )
     assert ended.stdout.splitlines()[-1] == "['gpumem_exporter']"

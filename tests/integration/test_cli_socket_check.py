@@ -37,7 +37,8 @@ def test_a_socket_that_a_killed_exporter_left_behind_fails_where_it_is_the_only_
     _listening(tmp_path / "s").close()
     (finding,) = check_socket(tmp_path / "s", required=required)
     assert finding.verdict == verdict
-    assert "nobody listens" in finding.detail
+    assert os.strerror(errno.ECONNREFUSED).lower() in finding.detail
+    assert str(tmp_path / "s") in finding.detail
 
 
 def test_a_missing_socket_fails_only_where_it_is_the_only_way(tmp_path: Path) -> None:
@@ -59,14 +60,14 @@ def test_a_socket_in_a_folder_that_is_closed_to_the_user_fails_only_where_it_is_
     (required,) = check_socket(path, required=True)
     (optional,) = check_socket(path, required=False)
     assert (required.verdict, optional.verdict) == (FAIL, PASS)
-    assert "closed to this user" in required.detail
-    assert "TCP" in required.mend
+    assert str(path) in required.detail
+    assert "--url http://" in required.mend
 
 
 def test_a_directory_in_the_sockets_place_fails_with_the_mend(tmp_path: Path) -> None:
     (finding,) = check_socket(tmp_path, required=True)
     assert finding.verdict == FAIL
-    assert "is not a socket" in finding.detail
+    assert str(tmp_path) in finding.detail
     assert "directory" in finding.mend
 
 

@@ -15,7 +15,7 @@ import pytest
 from gpumem_exporter.cli.sizes import short_bytes
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.terminal_program import TerminalProgram
 from tests.support.top_program import (
     FOREIGN,
@@ -73,14 +73,21 @@ def _process_rows(terminal: TerminalProgram) -> dict[tuple[str, str], dict[str, 
         # The arrow of the order stands behind its heading, inside of the column or in the gap behind it.
         ends[name] = end + (lines[top][end : end + 1] in ("▼", "▲"))
     rows = {}
-    for line in lines[top + 1 :]:
-        if not line.strip() or line.startswith(("A clear", "What a clear")):
-            return rows
-        if not re.match(r" *\d+ \d", line) or len(line) < max(ends.values()):
+    if not (lines[-2] and lines[-1]):
+        return {}
+    for line in lines[top + 1 : -2]:
+        if not line:
             break
+        if not re.match(r" *\d+ \d", line) or len(line) < max(ends.values()):
+            return {}
         pid, gpu = line.split()[:2]
         rows[pid, gpu] = {name: line[:end].split()[-1] for name, end in ends.items()}
-    return {}
+    return rows
+
+
+def _until_rows(terminal: TerminalProgram) -> None:
+    """Return once the screen lists processes."""
+    terminal.until(lambda: _process_rows(terminal), "rows of processes")
 
 
 def _told_rows(document: Any) -> dict[tuple[str, str], dict[str, str]]:
@@ -108,7 +115,7 @@ def test_the_figures_on_the_screen_are_the_exporters_of_the_same_moment(
     for device in demo.get("/api/v1/devices")["devices"]:
         (line,) = [line for line in terminal.lines if re.match(rf"{device['gpu']} +[HA]100", line)]
         assert line.endswith(short_bytes(device["memory"]["total_bytes"]))
-    assert terminal.lines[1] == "DEMO: simulated devices and processes"
+    assert terminal.lines[1].startswith("DEMO")
     assert terminal.lines[-1].startswith("q quit")
     assert max(map(len, terminal.lines)) <= columns
 
@@ -125,7 +132,7 @@ def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, sit:
     terminal.type("s")
     terminal.until_shows("used▼")
     terminal.type("/LLM train")
-    terminal.until_shows("/LLM train", "enter keeps it")
+    terminal.until_shows("/LLM train_")
     terminal.type("\r")
     terminal.until_shows("1-4 of 4")
 
@@ -140,12 +147,13 @@ def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, sit:
 
 def test_arrows_choose_and_scroll_and_the_help_tells_the_keys(demo: ExporterProcess, sit: Sit) -> None:
     terminal = sit("--url", demo.url, "--sort", "pid")
-    terminal.until_shows("A clear would give back", "1-9 of")
+    terminal.until_shows("1-9 of")
+    _until_rows(terminal)
     first = next(iter(_process_rows(terminal)))
     terminal.type("\x1b[B" * 3 + "\x1b[6~" + "\x1b[F")
     terminal.until(lambda: not re.search(r" 1-9 of", terminal.text) and first not in _process_rows(terminal), "the end")
     terminal.type("?")
-    terminal.until_shows("a clear cannot give it back", "any key goes back")
+    terminal.until_shows("Ctrl-Z", "fragmented", "non-torch")
     terminal.type("xg")
     terminal.until_shows("1-9 of")
 
@@ -172,20 +180,20 @@ def test_the_last_ten_minutes_and_the_last_events_are_the_exporters(demo: Export
     def agrees(footer: str) -> bool:
         listed = told()
         terminal.pump(0.25)
-        shown = terminal.text.partition("last events\n")[2].partition("\nA clear would")[0].split("\n")
+        shown = terminal.text.partition("last events\n")[2].split("\n")[:-2]
         shown = [line for line in shown if re.match(r"\d", line)]
         return footer in terminal.text and len(shown) == len(listed) and all(map(str.__contains__, shown, listed))
 
-    terminal.until(lambda: agrees("e events"), "the events to be what the exporter says", 60)
+    terminal.until(lambda: agrees("e events"), "the events to be what the exporter says")
     assert "in use, 10 min" in terminal.text
     assert _process_rows(terminal)
     terminal.type("e")
-    terminal.until(lambda: agrees(f"1-{len(told())} of {len(told())}"), "the events alone", 60)
+    terminal.until(lambda: agrees(f"1-{len(told())} of {len(told())}"), "the events alone")
     assert not _process_rows(terminal)
     terminal.type("c")
     terminal.type("e")
     terminal.until(lambda: _process_rows(terminal), "the processes again")
-    assert "choose a process first" not in terminal.text, "c is a key of the processes"
+    assert terminal.lines[-1].startswith("q quit"), "c is a key of the processes"
 
 
 def test_whoever_may_not_read_events_is_told_why_where_they_would_stand_and_misses_nothing_else(
@@ -193,13 +201,13 @@ def test_whoever_may_not_read_events_is_told_why_where_they_would_stand_and_miss
 ) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret-and-long-enough")
-    exporter = start_exporter(node, "--action.token-file", str(token))
+    exporter = start_exporter(node, "--action.token-file", str(token), *QUICK)
     node.set_process(FOREIGN, 0, 3 * GIB)
     terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
     terminal.until_shows(str(FOREIGN), "3.0G", "in use, 10 min")
     assert "last events" not in terminal.text
     terminal.type("e")
-    terminal.until_shows("Events are for those who may act", "--action.token-file", "4.8G")
+    terminal.until_shows("--action.token-file", "4.8G")
     ended = top_once("--url", exporter.url)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert str(FOREIGN) in ended.stdout
@@ -213,18 +221,18 @@ def test_a_resized_window_is_filled_again_and_nothing_wraps(demo: ExporterProces
     # What a shell once exported says nothing about the window now.
     environment = top_environment(COLUMNS="40", LINES="10")
     terminal = sit("--url", demo.url, environment=environment)
-    terminal.until_shows("A clear would give back")
+    _until_rows(terminal)
     for columns, lines in ((200, 60), (100, 30), (80, 24)):
         terminal.resize(columns, lines)
 
         def filled(columns: int = columns, lines: int = lines) -> bool:
             ends = terminal.lines[0].startswith("gpumem-exporter top"), terminal.lines[lines - 1].startswith("q quit")
-            once = terminal.text.count("gpumem-exporter top") == terminal.text.count("A clear would") == 1
+            once = terminal.text.count("gpumem-exporter top") == terminal.text.count("q quit") == 1
             return all(ends) and once and ("command" in terminal.text) == (columns == 200)
 
         terminal.until(filled, f"{columns}x{lines} to be filled")
     terminal.resize(50, 10)
-    terminal.until_shows("too small: 50x10; needs 72x12")
+    terminal.until_shows("50x10", "72x12")
 
 
 @pytest.mark.parametrize(("changes", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
@@ -232,7 +240,7 @@ def test_colours_are_left_out_where_none_are_wanted(
     demo: ExporterProcess, sit: Sit, changes: dict[str, str], coloured: bool
 ) -> None:
     terminal = sit("--url", demo.url, environment=top_environment(**changes))
-    terminal.until_shows("A clear would give back")
+    _until_rows(terminal)
     assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is coloured
 
 
@@ -257,7 +265,7 @@ def test_the_terminal_is_given_back_however_it_ends(
     demo: ExporterProcess, sit: Sit, typed: str | None, sent: int | None, status: int
 ) -> None:
     terminal = sit("--url", demo.url)
-    terminal.until_shows("A clear would give back")
+    _until_rows(terminal)
     assert terminal.modes() != terminal.modes_before
     if typed is not None:
         terminal.type(typed)
@@ -269,7 +277,7 @@ def test_the_terminal_is_given_back_however_it_ends(
 
 def test_a_connection_that_breaks_ends_it(demo: ExporterProcess, sit: Sit) -> None:
     terminal = sit("--url", demo.url)
-    terminal.until_shows("A clear would give back")
+    _until_rows(terminal)
     assert terminal.hang_up() == -signal.SIGHUP
 
 
@@ -282,7 +290,7 @@ def test_the_terminal_is_given_back_after_a_defect_and_the_traceback_is_readable
         "sys.exit(main.main())"
     )
     terminal = sit(command=[sys.executable, "-c", code, "top", "--url", demo.url])
-    terminal.until_shows("A clear would give back")
+    _until_rows(terminal)
     terminal.type("j")
     assert terminal.wait() == 1
     _given_back(terminal)
@@ -295,7 +303,7 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_brings_it_back(demo: Expo
     terminal = sit(command=["sh", "-i"], environment=environment)
     terminal.until_shows("ready>")
     terminal.type(f"{' '.join(top_command('--url', demo.url))}\n")
-    terminal.until_shows("A clear would give back")
+    _until_rows(terminal)
     for turn in (1, 2):
         terminal.type("\x1a")
         terminal.until(lambda n=turn: terminal.output.count(b"\x1b[?1049l") == n, "the first screen")
@@ -313,7 +321,7 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_brings_it_back(demo: Expo
 
 def test_a_stop_from_outside_is_no_trouble(demo: ExporterProcess, sit: Sit) -> None:
     terminal = sit("--url", demo.url)
-    terminal.until_shows("A clear would give back")
+    _until_rows(terminal)
     terminal.signal(signal.SIGSTOP)
     terminal.signal(signal.SIGCONT)
     terminal.until(lambda: terminal.output.count(b"\x1b[?1049h") == 2, "the screen to be taken again")
@@ -326,7 +334,7 @@ def test_without_an_exporter_the_screen_says_so_and_shows_no_figures_until_there
     node: EmulatedNode, start_exporter: StartExporter, sit: Sit
 ) -> None:
     node.set_process(FOREIGN, 0, 3 * GIB)
-    exporter = start_exporter(node)
+    exporter = start_exporter(node, *QUICK)
     terminal = sit("--url", exporter.url, "--interval", "0.2", columns=200)
     terminal.until_shows(str(FOREIGN), "3.0G")
     for stop, start in (
@@ -334,7 +342,7 @@ def test_without_an_exporter_the_screen_says_so_and_shows_no_figures_until_there
         (lambda: exporter.signal(signal.SIGSTOP), lambda: exporter.signal(signal.SIGCONT)),
     ):
         stop()
-        terminal.until_shows("LOST THE EXPORTER", "trying again", "no answer", exporter.url)
+        terminal.until_shows("LOST", exporter.url)
         assert "3.0G" not in terminal.text
         assert str(FOREIGN) not in terminal.text
         start()
@@ -362,10 +370,10 @@ def test_the_driver_stands_in_until_an_exporter_answers_and_again_when_it_has_go
     assert row == {"used": "3.0G", "allocated": "-", "reclaimable": "-", "fragmented": "-", "non-torch": "-"}
     assert str(socket) in terminal.text
 
-    exporter = start_exporter(node)
+    exporter = start_exporter(node, *QUICK)
     assert exporter.socket == socket
     terminal.until(lambda: "NVML ALONE" not in terminal.text, "the exporter to take over")
-    terminal.until_shows(str(socket), str(FOREIGN), "A clear would give back nothing")
+    terminal.until_shows(str(socket), str(FOREIGN))
 
     exporter.stop(signal.SIGKILL)
     terminal.until_shows("NVML ALONE", str(FOREIGN), "3.0G")
@@ -374,7 +382,7 @@ def test_the_driver_stands_in_until_an_exporter_answers_and_again_when_it_has_go
 def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, sit: Sit
 ) -> None:
-    exporter = start_exporter(node, "--report.interval", "0.2")
+    exporter = start_exporter(node, *QUICK)
     name = "\x1b]0;owned\x07[red]x[/red]"
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False")
     process.exec("kept = torch.empty(100 << 20, device='cuda', dtype=torch.uint8)", given=1)
@@ -400,17 +408,24 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     assert b"\x1b]0;" not in terminal.output
     figures = {name: short_bytes(told()[field]) for name, field in _FIGURES.items()}
     terminal.until(lambda: _process_rows(terminal) == {(str(process.pid), "0"): figures}, f"its row: {figures}")
+
+    def asks() -> bool:
+        return terminal.lines[-1].endswith("y/n")
+
     terminal.type("c")
-    terminal.until_shows("choose a process first")
+    terminal.until(lambda: "q quit" not in terminal.lines[-1], "a note that no process is chosen")
+    assert not asks()
     terminal.type("jc")
-    terminal.until_shows(f"pid {process.pid}: Would free 300 MiB", "Clear it? y/n")
+    terminal.until(asks, "the question")
+    assert re.findall(r"\d+", terminal.lines[-1]) == [str(process.pid), "300", "1", "1"]
     terminal.type("n")
     terminal.until_shows("q quit")
     assert told()["reclaimable_bytes"] == 300 * MIB
     terminal.type("c")
-    terminal.until_shows("Clear it? y/n")
+    terminal.until(asks, "the question")
     terminal.type("y")
-    terminal.until_shows(f"pid {process.pid}: Freed 300 MiB in 1 of 1 process.")
+    said = terminal.until(lambda: not asks() and "300 MiB" in terminal.lines[-1] and terminal.lines[-1], "the result")
+    assert re.findall(r"\d+", said) == [str(process.pid), "300", "1", "1"]
     after = {**figures, "used": "612M", "reclaimable": "0B"}
     terminal.until(
         lambda: list(_process_rows(terminal).values()) == [after], f"the row without what was freed: {after}"

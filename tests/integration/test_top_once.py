@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support.top_program import (
     top_once,
     top_without_default_exporter,
 )
+from tests.support.waiting import patient
 
 __all__ = ["demo"]
 
@@ -31,7 +34,7 @@ def test_once_prints_a_frame_that_nothing_is_cut_from_and_ends(demo: ExporterPro
     assert "\x1b" not in ended.stdout
     assert "…" not in ended.stdout
     assert sum("python pretrain.py" in line for line in lines) == 4
-    assert lines[-1].startswith("A clear would give back")
+    assert re.search(r"\d GiB\b", lines[-1])
 
 
 def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProcess) -> None:
@@ -44,7 +47,7 @@ def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProc
     sizes = [row["fragmented_bytes"] for row in document["rows"]]
     assert sizes == sorted(sizes, reverse=True)
     help_text = subprocess.run(
-        top_command("--help"), env=top_environment(), capture_output=True, text=True, timeout=60, check=True
+        top_command("--help"), env=top_environment(), capture_output=True, text=True, timeout=patient(60), check=True
     ).stdout
     listed = re.search(r"in order: ([\w\s,]+);", help_text)
     assert listed
@@ -58,7 +61,12 @@ def test_once_with_the_driver_alone_is_done_and_says_what_is_not_known(node: Emu
 
     def run(*more: str, **changes: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*command, *more], env={**environment, **changes}, capture_output=True, text=True, timeout=60, check=False
+            [*command, *more],
+            env={**environment, **changes},
+            capture_output=True,
+            text=True,
+            timeout=patient(60),
+            check=False,
         )
 
     ended = run()
@@ -85,7 +93,7 @@ def test_nothing_that_answers_is_1_in_one_line_that_says_both(node: EmulatedNode
         env=top_environment(node.environment()),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
@@ -96,14 +104,14 @@ def test_nothing_that_answers_is_1_in_one_line_that_says_both(node: EmulatedNode
 def test_a_reader_that_goes_early_is_no_traceback(demo: ExporterProcess) -> None:
     shell = f"{' '.join(top_command('--once', '--url', demo.url, '--json'))} | head -1"
     ended = subprocess.run(
-        ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=60, check=True
+        ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=patient(60), check=True
     )
     assert (ended.stdout, ended.stderr) == ("{\n", "")
 
 
 @pytest.mark.parametrize(
     ("output", "status", "said"),
-    [(">&-", 0, ""), (">/dev/full", 1, "gpumem-exporter top: cannot write: No space left on device\n")],
+    [(">&-", 0, ""), (">/dev/full", 1, f"{os.strerror(errno.ENOSPC)}\n")],
 )
 def test_output_that_is_closed_or_full_is_no_traceback(
     demo: ExporterProcess, output: str, status: int, said: str
@@ -111,29 +119,31 @@ def test_output_that_is_closed_or_full_is_no_traceback(
     for more in ((), ("--json",)):
         shell = f"{' '.join(top_command('--once', '--url', demo.url, *more))} {output}"
         ended = subprocess.run(
-            ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=60, check=False
+            ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=patient(60), check=False
         )
-        assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
+        assert (ended.returncode, ended.stdout) == (status, "")
+        assert ended.stderr.count("\n") == (status != 0)
+        assert ended.stderr.endswith(said)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "named"),
     [
-        (("--once", "--sort", "size"), "--sort size: must be one of used, "),
-        (("--once", "--interval", "0"), "must be 0.2 to 3600"),
-        (("--json",), "add --once"),
-        ((), "`top --once`"),
+        (("--once", "--sort", "size"), r"--sort size\b.*\bused, .*\breclaimable\b"),
+        (("--once", "--interval", "0"), r"--interval 0\b.*\b0\.2\b.*\b3600\b"),
+        (("--json",), "--once"),
+        ((), "top --once"),
     ],
 )
-def test_wrong_usage_is_2_in_one_line(arguments: tuple[str, ...], said: str) -> None:
+def test_wrong_usage_is_2_in_one_line(arguments: tuple[str, ...], named: str) -> None:
     ended = subprocess.run(
         top_command(*arguments),
         env=top_environment(),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert said in ended.stderr
+    assert re.search(named, ended.stderr)

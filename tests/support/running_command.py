@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
 
 __all__ = ["CONSOLE_SCRIPT", "clean_environment", "run_command"]
 
@@ -29,7 +30,7 @@ def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[
         [sys.executable, "-m", "gpumem_exporter", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=patient(100),
         check=False,
         env=clean_environment(**environ),
     )

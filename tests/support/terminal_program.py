@@ -16,6 +16,8 @@ from typing import Any, TypeVar
 
 import pyte
 
+from tests.support.waiting import patient
+
 T = TypeVar("T")
 
 MODES = slice(0, 4)
@@ -94,9 +96,9 @@ class TerminalProgram:
             wait_seconds = 0.01
         return True
 
-    def until(self, condition: Callable[[], T], what: str, timeout_seconds: float = 30.0) -> T:
+    def until(self, condition: Callable[[], T], what: str, timeout_seconds: float = 60.0) -> T:
         """Take in output until the answer is true, and return it; fails with the screen."""
-        end = time.monotonic() + timeout_seconds
+        end = time.monotonic() + patient(timeout_seconds)
         while True:
             open_still = self.pump(0.02)
             answer = condition()
@@ -112,7 +114,7 @@ class TerminalProgram:
 
     def wait(self) -> int:
         """Take in output until it has ended, and return how."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + patient(60)
         while self.process.poll() is None:
             self.pump(0.02)
             assert time.monotonic() < end, f"it does not end; the screen is\n{self.text}"
@@ -127,13 +129,13 @@ class TerminalProgram:
         """The connection to the terminal breaks; returns how the program ended of it."""
         os.close(self._ours)
         self._ours = -1
-        return self.process.wait(30)
+        return self.process.wait(patient(60))
 
     def close(self) -> None:
         """Kill it and whatever it started in its terminal."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(30)
+        self.process.wait(patient(60))
         if self._ours >= 0:
             os.close(self._ours)
 

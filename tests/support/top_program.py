@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 __all__ = ["FOREIGN", "demo", "top_command", "top_environment", "top_once", "top_without_default_exporter"]
 
@@ -40,7 +40,7 @@ def top_once(*arguments: str, environment: Mapping[str, str] | None = None) -> s
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
 
@@ -48,8 +48,11 @@ def top_once(*arguments: str, environment: Mapping[str, str] | None = None) -> s
 def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
     """`top` on a machine whose default socket is `socket`."""
     code = (
-        "import sys; from gpumem_exporter.cli.main import main; from gpumem_exporter.client import _settings\n"
-        f"_settings.DEFAULT_URLS = ('unix://{socket}',)\n"
+        "import os, sys; from gpumem_exporter.cli.main import main\n"
+        "from gpumem_exporter.cli.options import ConnectionOptions; urls = ConnectionOptions.urls\n"
+        "is_named = lambda options: options.url is not None or 'GPUMEM_EXPORTER_URL' in os.environ\n"
+        "ConnectionOptions.urls = lambda options: urls(options) if is_named(options) else "
+        f"('unix://{socket}',)\n"
         "sys.exit(main())"
     )
     return [sys.executable, "-c", code, "top", *arguments]

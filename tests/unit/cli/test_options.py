@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.cli.options import ConnectionOptions
-from gpumem_exporter.client._settings import DEFAULT_URLS
 from gpumem_exporter.errors import ConfigurationError
 
 
@@ -18,7 +17,7 @@ def test_the_address_is_the_option_then_the_environment_then_the_defaults() -> N
     environ = {"GPUMEM_EXPORTER_URL": "http://env:1"}
     assert ConnectionOptions(url="http://option:1").urls(environ) == ("http://option:1",)
     assert ConnectionOptions().urls(environ) == ("http://env:1",)
-    assert ConnectionOptions().urls({}) == DEFAULT_URLS
+    assert ConnectionOptions().urls({}) == ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
 
 
 def test_the_token_is_the_options_then_the_variables_then_the_variables_files(tmp_path: Path) -> None:
