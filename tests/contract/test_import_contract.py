@@ -6,9 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import gpumem_exporter
+from tests.support.waiting import patient
 
 FORBIDDEN = (
     *("anyio", "fastapi", "httpx", "prometheus_client", "pydantic", "pynvml", "rich", "starlette", "typer", "uvicorn"),
@@ -35,15 +34,16 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
         cwd=PACKAGE_ROOT.parent,
     )
 
 
-@pytest.mark.parametrize("module", GUEST_MODULES)
-def test_a_module_of_the_guest_imports_where_everything_else_is_refused(module: str) -> None:
-    done = run_python(f"{REFUSING_FINDER}\nimport {module.removesuffix('.__init__')}")
+def test_every_module_of_the_guest_imports_where_everything_else_is_refused() -> None:
+    done = run_python(
+        f"{REFUSING_FINDER}\nimport importlib\nfor name in {GUEST_MODULES}:\n    importlib.import_module(name.removesuffix('.__init__'))"
+    )
     assert done.returncode == 0, done.stderr
 
 

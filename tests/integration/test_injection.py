@@ -20,7 +20,7 @@ from tests.emulation.programs import Program
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.running_command import CONSOLE_SCRIPT
-from tests.support.waiting import wait_for, wait_until_equal
+from tests.support.waiting import patient, wait_for, wait_until_equal
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 RUN = (sys.executable, "-m", "gpumem_exporter", "run", "--")
@@ -186,23 +186,19 @@ def test_a_process_without_torch_imports_no_module_more_than_without_us(start_sc
     assert set(plain) <= set(injected)
 
 
-def test_a_process_that_never_touches_cuda_pays_less_than_a_millisecond() -> None:
+def test_a_process_that_never_touches_cuda_pays_less_than_an_import_of_json() -> None:
     environ = {**clean_environment(), "PYTHONPATH": str(BOOTSTRAP)}
 
-    def cost() -> int:
-        ended = subprocess.run(
-            [sys.executable, "-X", "importtime", "-c", ""],
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        rows = re.findall(r"\| +(\d+) \| +sitecustomize$", ended.stderr, flags=re.MULTILINE)
-        return int(rows[-1])  # the outermost is printed last; any before it is the search for one that it hides
+    def microseconds() -> dict[str, int]:
+        """The cumulative times of the imports; the outermost of a name is printed last."""
+        command = [sys.executable, "-X", "importtime", "-c", "import json"]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=patient(60))
+        rows = re.findall(r"\| +(\d+) \| +(sitecustomize|json)$", ended.stderr, flags=re.MULTILINE)
+        return {name: int(time) for time, name in rows}
 
-    # Cumulative microseconds. The least of many is what it costs; the others are what the machine did meanwhile.
-    assert 0 < min(cost() for _ in range(15)) < 1000
+    # The least of many is what an import costs; the others have what the machine did meanwhile.
+    runs = [microseconds() for _ in range(15)]
+    assert min(run["sitecustomize"] for run in runs) < min(run["json"] for run in runs)
 
 
 # The program's own environment
@@ -291,7 +287,7 @@ def test_a_path_that_a_pth_file_has_put_as_an_object_hides_no_sitecustomize(
 ) -> None:
     own = folder_with(tmp_path / "own", sitecustomize="import sys\nsys.chained = True")
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=patient(60))
     (site_packages,) = venv.glob("lib/python*/site-packages")
     (site_packages / "own.pth").write_text("import sys, pathlib; sys.path.append(pathlib.Path('/nowhere'))\n")
     program = start_script(
@@ -393,7 +389,7 @@ def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
             "    say([[each.exitcode for each in children], threads()])\n"
         )
     )
-    children = program.heard(90)
+    children = program.heard(120)
     pids = [pid for pid, _ in children]
     assert [names for _, names in children] == [["gpumem-reporter"]] * 2
     wait_for_allocated(exporter, {(pids[0], "0"): MIB, (pids[1], "0"): 2 * MIB})
@@ -417,7 +413,7 @@ def test_a_child_of_a_parent_that_reports_reports_beside_it(
             "    wait()\n"
         )
     )
-    pid, _ = program.heard(90)
+    pid, _ = program.heard(120)
     wait_for_allocated(exporter, {(program.pid, "1"): 5 * MIB, (pid, "0"): MIB})
 
 
@@ -477,7 +473,7 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
     names = [task.read_text().strip() for task in Path(f"/proc/{program.pid}/task").glob("*/comm")]
     assert not [name for name in names if name.startswith("gpumem")]
     (tmp_path / "finished").touch()
-    assert program.finish(60) == 0
+    assert program.finish() == 0
     wait_for_allocated(exporter, {})
 
 
@@ -512,7 +508,7 @@ def test_a_python_without_the_package_reports_from_where_the_command_is(
     exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
 ) -> None:
     venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=patient(60))
     (site_packages,) = venv.glob("lib/python*/site-packages")
     import torch
 
