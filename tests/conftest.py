@@ -27,19 +27,15 @@ MAX_CPU_SECONDS = 20.0
 """What a test may use without the mark `slow`."""
 TIMEOUT_SECONDS = 300.0
 """After which a test without a mark of its own is taken to hang."""
-SHARED_FIXTURES = frozenset({"browser", "demo"})
-"""Fixtures that live for a whole session: tests that use them run in one worker, which makes them once."""
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep each module in one worker, start with the long ones, and give every test a timeout.
+    """Give every test a timeout, and start with the tests that take long, so that workers end together.
 
-    Runs after pytest-randomly, whose order is kept among modules of a kind.
+    Runs after pytest-randomly, whose order is kept among the units and among the others.
     """
     for item in items:
-        shared = SHARED_FIXTURES.intersection(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group("browser" if shared else item.location[0]))
         marked = item.get_closest_marker("timeout")
         seconds = marked.args[0] if marked else TIMEOUT_SECONDS
         item.add_marker(pytest.mark.timeout(patient(seconds)), append=False)

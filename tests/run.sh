@@ -18,7 +18,7 @@ export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 workers=${GPUMEM_TEST_WORKERS:-$(nproc)}
 [ "$workers" -le 8 ] || workers=8
-parallel="-n $workers --dist loadgroup --no-loadscope-reorder"
+parallel="-n $workers --dist loadfile --no-loadscope-reorder"
 
 make_venv "$venv"
 

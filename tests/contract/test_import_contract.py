@@ -41,9 +41,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_module_of_the_guest_imports_where_everything_else_is_refused() -> None:
-    done = run_python(
-        f"{REFUSING_FINDER}\nimport importlib\nfor name in {GUEST_MODULES}:\n    importlib.import_module(name.removesuffix('.__init__'))"
-    )
+    imports = "".join(f"import {name.removesuffix('.__init__')}\n" for name in GUEST_MODULES)
+    done = run_python(f"{REFUSING_FINDER}\n{imports}")
     assert done.returncode == 0, done.stderr
 
 

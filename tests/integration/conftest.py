@@ -10,10 +10,10 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterProcess, str]]:
-    """One demo for all who look at its page, and where that is. A test may clear it, and leaves it running."""
-    from tests.support.live_page import serving, state_of  # Playwright, for whoever needs it
+    """A demo for the tests of a module, and the address of its page. A test may clear it, and leaves it running."""
+    from tests.support.live_page import serving, state_of  # imports Playwright
 
     with serving(tmp_path_factory.mktemp("demo"), "--demo") as (exporter, url):
         wait_for(lambda: len(exporter.processes()) >= 14, "the demo's processes")
