@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -157,19 +158,22 @@ class ExporterProcess:
 
 
 class Metrics:
-    """A scrape, parsed: samples by name and labels."""
+    """A scrape: its text, and its samples by name and labels."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                self.samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+
+    @cached_property
+    def samples(self) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+        """All values, by name and labels."""
+        return _samples(self.text)
 
     def values(self, name: str, **labels: str) -> list[float]:
-        """The values of all series of that name that carry these labels."""
+        """The values of all series of that name that have these labels."""
+        lines = [line for line in self.text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         wanted = set(labels.items())
-        return [value for found, value in self.samples.get(name, {}).items() if wanted <= found]
+        found = _samples("\n".join(lines)).get(name, {})  # parsing all of the page takes a hundred times longer
+        return [value for have, value in found.items() if wanted <= have]
 
     def value(self, name: str, **labels: str) -> float:
         """The one value there is."""
@@ -202,3 +206,11 @@ class Metrics:
             for labels, value in self.samples.get("gpumem_device_memory_total_bytes", {}).items()
         }
         assert {uuid: sum(ledger.values()) for uuid, ledger in ledgers.items()} == totals
+
+
+def _samples(text: str) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+    samples: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+    for family in text_string_to_metric_families(text + "\n"):
+        for sample in family.samples:
+            samples.setdefault(sample.name, {})[frozenset(sample.labels.items())] = sample.value
+    return samples

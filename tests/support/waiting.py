@@ -44,8 +44,10 @@ def eventually(
     """Call `read` until `wanted` accepts its value, and return that value; fails as `wait_for` does."""
     limit = patient(timeout_seconds)
     end = time.monotonic() + limit
+    pause_seconds = 0.002
     while not wanted(value := read()):
         if time.monotonic() > end:
             raise AssertionError(f"waited {limit:g} s for {what or 'a condition'}; the last value was\n{value!r}")
-        time.sleep(0.005)
+        time.sleep(pause_seconds)
+        pause_seconds = min(1.5 * pause_seconds, 0.1)  # a read may cost the program that is waited for
     return value
