@@ -9,6 +9,7 @@ import sys
 from tests.claims.figures import Figures, shown
 from tests.claims.place import Place
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
 
 __all__ = ["of_a_round_trip", "of_the_reporter"]
 
@@ -30,7 +31,7 @@ def _benchmark(place: Place, module: str, *options: str) -> Figures:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patient(300),
         check=False,
     )
     try:

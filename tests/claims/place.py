@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -87,9 +86,15 @@ class Bench:
 
     def once(self, name: str, wanted: float, device: int = 0) -> float | None:
         """A series' value once it is the one wanted, or what it is when patience ends; None where there is none."""
-        end = time.monotonic() + PATIENCE_SECONDS
-        while (values := self.series(name, device)) != [wanted] and time.monotonic() < end:
-            time.sleep(0.02)
+        values: list[float] = []
+
+        def read() -> list[float]:
+            nonlocal values
+            values = self.series(name, device)
+            return values
+
+        with contextlib.suppress(AssertionError):
+            wait_until_equal(read, [wanted], name, PATIENCE_SECONDS)
         return values[0] if values else None
 
     def wait_until_listed(self, used_bytes: int, device: int = 0) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
 
 MIB = 1 << 20
 
@@ -159,7 +160,7 @@ def test_run_refuses_a_wrong_setting_with_exit_code_2_and_one_line() -> None:
         [sys.executable, "-m", "gpumem_exporter", "run", "--allocator", "expandable:True", "--", sys.executable, "-V"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
         cwd=REPOSITORY,
     )

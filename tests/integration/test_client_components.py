@@ -148,10 +148,8 @@ def count(name, model):
         model(torch.randn(8, 256, device="cuda")).sum().backward()
         optimizer.step()
         counted = watching.latest[0]
-        known = dict(watching._portions._known)
         again = watching.look()[0]
         assert (again.parameters, again.optimizer_state) == (counted.parameters, counted.optimizer_state)
-        assert watching._portions._known == known  # nothing was measured anew: local shards are told by their storages
     result[name] = [counted.parameters, counted.gradients, counted.optimizer_state, counted.other]
 
 torch.cuda.set_device(0)

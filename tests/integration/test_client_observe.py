@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.conftest import StartExporter
@@ -127,16 +128,16 @@ with phase:
     step(model, optimizer, gpumem.phase)
     step(model, optimizer, gpumem.memory_context)
 told = gpumem.summary()
-counting = watching._walk is not None
+counting = not watching.latest  # it has begun, and is not over
 del model, optimizer
 torch.cuda.synchronize()
 torch._C._cuda_clearCublasWorkspaces()
-result = counting, torch.cuda.memory_allocated(0) - before, watching._walk is None, process_observed().components(0)
+result = counting, torch.cuda.memory_allocated(0) - before, process_observed().components(0)
 _components._SLICE_SECONDS = 60.0
 gc.enable()
 """
     )
-    assert told == [True, 0, True, {}]
+    assert told == [True, 0, {}]
 
 
 SAME = """
@@ -240,14 +241,14 @@ result = {"lines": lines, "phase": [phase.peak_bytes, list(phase.devices), phase
           "summary": [str(told), list(told.devices)], "cuda": torch.cuda.is_initialized()}
 """
     )
-    no_cuda = "no CUDA: PyTorch has not initialised it in this process"
-    assert told["lines"] == [
-        *("optimizer made: no CUDA", "first optimizer step: no CUDA", "block: no CUDA", f"now: {no_cuda}")
-    ]
+    names = [line.partition(":")[0] for line in told["lines"]]
+    assert names == ["optimizer made", "first optimizer step", "block", "now"]
+    assert all("CUDA" in line for line in told["lines"])
     assert told["phase"] == [None, [], True]
     assert told["context"] is None
-    assert told["watch"] == [[], "no CUDA, or no step yet"]
-    assert told["summary"] == [no_cuda, []]
+    for text, found in (told["watch"][::-1], told["summary"]):
+        assert "CUDA" in text
+        assert found == []
     assert not told["cuda"]
 
 
@@ -304,10 +305,7 @@ result["freed"] = reserved - torch.cuda.memory_reserved(1)
     assert device["utilization_ratio"] is not None
     assert told["settings"] == "max_split_size_mb:64"
     assert told["source"] == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
-    assert (
-        "max_split_size_mb:64 (from PYTORCH_CUDA_ALLOC_CONF); PYTORCH_ALLOC_CONF is set, too, and ignored"
-        in told["table"]
-    )
+    assert re.search(r"max_split_size_mb:64\b.*\bPYTORCH_CUDA_ALLOC_CONF\b.*\bPYTORCH_ALLOC_CONF\b", told["table"])
     assert later["then"] == "the program"
 
 
@@ -355,20 +353,28 @@ result = {"names": [each.name for each in seen.records], "batches": batches,
 def test_a_forked_child_measures_nothing_and_waits_for_nobody(shared_process: TorchProcess) -> None:
     status = shared_process.exec(
         """
-import os, warnings
+import os, threading, warnings
 from gpumem_exporter.client._observed import process_observed
 model, optimizer = make()
 step(model, optimizer, gpumem.phase)
 warnings.simplefilter("ignore")
 observed = process_observed()
+reads, may_end = threading.Event(), threading.Event()
+def read(index):  # while the lock is held, by a thread that is not there in the child
+    reads.set()
+    may_end.wait()
+holder = threading.Thread(target=observed.look, args=(0, read))
 with gpumem.phase("parent"):
-    with observed._lock:  # held by a thread that is not there in the child
-        child = os.fork()
-        if child == 0:
-            ok = observed.current_phase() is None and not observed.phases(0)
-            with gpumem.phase("child") as use:
-                pass
-            os._exit(0 if ok and use.devices == () and not gpumem.summary().devices else 1)
+    holder.start()
+    reads.wait()
+    child = os.fork()
+    if child == 0:
+        ok = observed.current_phase() is None and not observed.phases(0)
+        with gpumem.phase("child") as use:
+            pass
+        os._exit(0 if ok and use.devices == () and not gpumem.summary().devices else 1)
+    may_end.set()
+    holder.join()
     inside = observed.current_phase()
 result = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inside, sorted(observed.phases(0))]
 """

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +16,9 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.support.builders import UUIDS, identity
+from tests.support.ending_programs import end_with
 from tests.support.exporter_process import ExporterProcess
-from tests.support.paths import REPOSITORY
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
 FIGURES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")
@@ -86,35 +84,17 @@ def test_an_error_that_is_caught_shows_the_figures_of_its_event_in_both_formats(
     assert counted(exporter) == {**dict.fromkeys(EVENT_TYPES, 0), "oom": 2, "process_started": 1}
 
 
-PROGRAM = f"""
-import sys, torch
-from gpumem_exporter import client
-client.start(workload="doomed")
-ballast = torch.empty(1 << 28, dtype=torch.uint8, device='cuda:1')
-sys.stdin.readline()
-{RUN_OUT}
-"""
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["with a folder", "in memory"])
 def test_an_error_that_kills_its_process_stays_and_is_there_again_after_a_restart_where_events_are_kept(
-    node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path, kept: bool
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path, kept: bool
 ) -> None:
     exporter = start_exporter(node, *QUICK, *(("--storage.path", str(tmp_path / "events")) if kept else ()))
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM],
-        env=node.environment(GPUMEM_EXPORTER_URL=exporter.url, PYTHONPATH=str(REPOSITORY)),
-        stdin=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        wait_for(lambda: exporter.metrics().values("gpumem_torch_allocated_bytes") == [1 << 28], "its reports", 90.0)
-        _, stderr = process.communicate("now\n", timeout=60)
-    finally:
-        process.kill()
-        process.communicate()
-    assert "OutOfMemoryError" in stderr
+    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
+    process.call("start_client", workload="doomed")
+    process.call("alloc", nbytes=1 << 28, device=1)
+    wait_for(lambda: exporter.metrics().values("gpumem_torch_allocated_bytes") == [1 << 28], "its reports")
+    assert end_with(process, RUN_OUT) == 1
+    assert "OutOfMemoryError" in process.stderr()
     wait_for(lambda: not exporter.metrics().values("gpumem_reporter_up"), "its end")
     metrics = exporter.metrics()
     assert not [name for name in metrics.samples if name.startswith("gpumem_torch_")]
@@ -138,7 +118,7 @@ def tell(exporter: ExporterProcess, reporter: int, *numbers: int) -> None:
     who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
     errors = tuple(OutOfMemory(UUIDS[0], number, requested_bytes=number) for number in numbers)
     body = json.dumps(to_wire(Report(who, sequence=max(numbers), ooms=errors))).encode()
-    connection = Connection(exporter.url, timeout_seconds=30.0)
+    connection = Connection(exporter.url, timeout_seconds=patient(30.0))
     answer = connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
     connection.close()
     assert answer.status == 200, answer
