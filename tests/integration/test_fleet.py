@@ -35,7 +35,7 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command
 from tests.support.running_prometheus import RunningPrometheus
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 TOKEN = "a-token-for-tests"
 NOTEBOOK = 'gpumem_torch_reclaimable_bytes{workload="demo-notebook"}'
@@ -141,7 +141,7 @@ def test_a_clear_asks_each_exporter_for_the_processes_that_the_query_names_and_f
     lines = ended.stdout.splitlines()
     rows = [line.split() for line in lines[1:-1]]
     assert {(row[0], row[1]) for row in rows} == wanted
-    assert re.fullmatch(r"Freed \d.* in 9 of 9 processes\.", lines[-1])
+    assert re.search(r"\d [KMGT]iB\b.*\b9\b.*\b9\b", lines[-1])
 
 
 def test_what_is_done_to_a_device_is_done_to_the_devices_that_are_named_alone(fleet: Fleet) -> None:
@@ -160,19 +160,20 @@ def test_an_exporter_that_refuses_and_one_that_is_down_are_named_and_the_others_
         fleet.instances[1]: "refused",
         third_is_down: "failed",
     }
-    assert "a token is needed" in found[fleet.instances[1]]["reason"]
-    assert f"no exporter answers at http://{third_is_down}" in found[third_is_down]["reason"]
+    assert "401" in found[fleet.instances[1]]["reason"]
+    assert f"http://{third_is_down}" in found[third_is_down]["reason"]
     assert found[third_is_down]["workload"] == "demo-notebook"
     ended = fleet.command("gc", "--query", LATELY, token=False)
     assert ended.returncode == 1
     assert f"{third_is_down}: pid " in ended.stdout
-    assert "Collected garbage in 1 of 3 processes" in ended.stdout
+    assert re.search(r"\b1\b.*\b3\b", ended.stdout.splitlines()[-1])
     assert TOKEN not in ended.stdout
 
     info = fleet.command("info")
     assert info.returncode == 1
-    assert f"{third_is_down}: no exporter answers" in info.stdout
-    assert "2 of 3 exporters, 16 devices: " in info.stdout.splitlines()[-1]
+    *_, failure, sums = info.stdout.splitlines()
+    assert failure.startswith(f"{third_is_down}: ")
+    assert re.search(r"\b2\b.*\b3\b.*\b16\b", sums)
 
 
 def test_a_process_that_has_gone_since_the_query_is_told_as_gone(fleet: Fleet) -> None:
@@ -190,35 +191,35 @@ def test_more_processes_than_are_allowed_are_counted_and_nothing_is_asked(fleet:
         "clear", "--query", 'gpumem_reporter_up{workload="demo-llm-pretrain"}', "--max-processes", "9"
     )
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "12 processes are meant, more than --max-processes 9; nothing was asked" in ended.stderr
+    assert re.search(r"\b12\b.*--max-processes 9\b", ended.stderr)
     assert [len(fleet.actions(number)) for number in range(3)] == before
 
 
 @pytest.mark.parametrize(
-    ("query", "code", "said"),
+    ("query", "named"),
     [
-        ("sum by (instance) (gpumem_torch_reclaimable_bytes)", 2, "it needs one of the labels pid, workload, rank"),
-        ("sum by (pid) (gpumem_torch_reclaimable_bytes)", 2, "no label 'instance'"),
-        ("sum(", 2, "parse error"),
-        ("1", 2, "gives a scalar"),
+        ("sum by (instance) (gpumem_torch_reclaimable_bytes)", "pid, workload, rank"),
+        ("sum by (pid) (gpumem_torch_reclaimable_bytes)", "'instance'"),
+        ("sum(", "parse error"),
+        ("1", "scalar"),
     ],
 )
-def test_a_query_that_cannot_be_meant_is_wrong_usage(fleet: Fleet, query: str, code: int, said: str) -> None:
+def test_a_query_that_cannot_be_meant_is_wrong_usage(fleet: Fleet, query: str, named: str) -> None:
     ended = fleet.command("clear", "--query", query)
-    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (code, "", 1)
-    assert said in ended.stderr
+    assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    assert named in ended.stderr
 
 
 def test_a_query_that_names_nothing_leaves_nothing_to_do(fleet: Fleet) -> None:
     ended = fleet.command("clear", "--query", "gpumem_torch_reclaimable_bytes > 1e15")
-    assert (ended.returncode, ended.stdout) == (0, "The query names no process: there is nothing to do.\n")
+    assert (ended.returncode, ended.stdout.count("\n"), ended.stderr) == (0, 1, "")
 
 
 def test_a_workload_whose_ranks_make_no_steps_cannot_act_as_a_group_and_nothing_is_asked(fleet: Fleet) -> None:
     before = [len(fleet.actions(number)) for number in range(3)]
     ended = fleet.command("clear", "--group", "--query", NOTEBOOK)
     assert (ended.returncode, ended.stdout) == (1, "")
-    assert "makes no steps" in ended.stderr
+    assert re.search(rf"\bpid \d+ on {re.escape(fleet.instances[0])}\b", ended.stderr)
     assert [len(fleet.actions(number)) for number in range(3)] == before
 
 
@@ -279,10 +280,10 @@ def test_a_path_a_tenant_and_a_user_reach_the_api_and_an_alien_redirect_does_not
 
         ended = fleet.command("info", "--prometheus", f"http://ada:s3cret@{address}/elsewhere")
         assert (ended.returncode, ended.stdout) == (1, "")
-        assert "sends on to http://other.example/" in ended.stderr
+        assert "http://other.example/" in ended.stderr
         assert "s3cret" not in ended.stderr
         ended = fleet.command("info", "--prometheus", f"{url}/denied")
-        assert "HTTP 401" in ended.stderr
+        assert "401" in ended.stderr
         assert "--prometheus-token-file" in ended.stderr
 
 
@@ -304,14 +305,14 @@ def test_a_prometheus_behind_https_is_believed_by_its_certificate_alone(fleet: F
         assert "certificate verify failed" in doubted.stderr
 
         trusting = {"GPUMEM_PROMETHEUS_URL": prometheus.url, "SSL_CERT_FILE": str(tmp_path / "authority.pem")}
-        wait_for(lambda: "8 devices" in fleet.command("info", **trusting).stdout, "the first scrape", 60.0)
+        wait_for(lambda: "8 devices" in fleet.command("info", **trusting).stdout, "the first scrape")
 
 
 def test_nobody_there_is_1_and_names_the_address() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     ended = run_command("fleet", "info", "--prometheus", url)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert f"no Prometheus answers at {url}" in ended.stderr
+    assert url in ended.stderr
 
 
 @contextmanager
@@ -330,7 +331,7 @@ def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str,
             if self.path.startswith("/denied"):
                 self.send_error(401)
                 return
-            with urlopen(upstream + self.path[self.path.index("/api/") :], timeout=30) as answer:
+            with urlopen(upstream + self.path[self.path.index("/api/") :], timeout=patient(30)) as answer:
                 body = answer.read()
             self.send_response(200)
             self.end_headers()
@@ -346,7 +347,7 @@ def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str,
             yield f"http://127.0.0.1:{server.server_address[1]}", asked
         finally:
             server.shutdown()
-            thread.join()
+            thread.join(patient(30))
 
 
 @dataclass
@@ -364,13 +365,13 @@ class Terminal:
 
     def read_until(self, wanted: bytes, seconds: float = 60.0) -> None:
         """Read until it has been written once more than before."""
-        begin, end = len(self.output), time.monotonic() + seconds
+        begin, end = len(self.output), time.monotonic() + patient(seconds)
         while wanted not in self.output[begin:]:
             assert time.monotonic() < end, self.output
             self._read(0.1)
 
     def wait(self) -> int:
-        end = time.monotonic() + 60.0
+        end = time.monotonic() + patient(60.0)
         while self.process.poll() is None:
             assert time.monotonic() < end
             self._read(0.05)
@@ -401,7 +402,7 @@ def on_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
     finally:
         if process.poll() is None:
             process.kill()
-            process.wait(30)
+            process.wait(patient(30))
         os.close(ours)
         os.close(theirs)
 

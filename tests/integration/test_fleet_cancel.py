@@ -33,7 +33,8 @@ def test_an_action_that_has_not_begun_is_taken_back_and_the_process_that_waits_i
     answer = exporter.request("DELETE", f"{ACTIONS}/{action_id}")
     assert answer.status == 202
     (row,) = json.loads(answer.body)["results"]
-    assert (row["pid"], row["outcome"], row["reason"]) == (2, "refused", "cancelled by tcp:127.0.0.1")
+    assert (row["pid"], row["outcome"]) == (2, "refused")
+    assert "tcp:127.0.0.1" in row["reason"]
 
     told = exporter.report(report(1, sequence=3, devices=(sample(UUIDS[0], 10, 7),), modes=MODES, waiting=(action_id,)))
     assert json.loads(told.body)["cancelled"] == [action_id]

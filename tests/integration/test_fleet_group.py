@@ -22,7 +22,7 @@ from tests.support.paths import REPOSITORY
 from tests.support.ports import free_port
 from tests.support.running_command import run_command
 from tests.support.running_prometheus import RunningPrometheus
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 WORKLOAD = "fleet-ranks"
 ONE_RANK = f'last_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}", rank="0"}}[5m])'  # a scrape may fail
@@ -57,10 +57,11 @@ class Ranks:
     pids: tuple[int, ...]
     prometheus: str
 
-    def clear(self, *options: str, code: int, stopped: int | None = None, **environ: str) -> Any:
-        """`fleet clear --group`, with a process stopped meanwhile; its document, or what it says on standard error.
+    def clear(self, *options: str, code: int, stopped: int | None = None, refusal: str = "", **environ: str) -> Any:
+        """Run `fleet clear --group`, with a process stopped meanwhile, and return its document.
 
-        Again where a busy machine has kept the ranks from their steps for so long that nothing was asked.
+        With `refusal`, a pattern of what it must print on standard error, it asks no exporter and has no document.
+        The command runs again where a busy machine has kept the ranks from their steps for so long that it asked none.
         """
         for _ in range(5):
             if stopped is not None:
@@ -70,20 +71,25 @@ class Ranks:
             finally:
                 if stopped is not None:
                     os.kill(stopped, signal.SIGCONT)
-            if "makes no steps" not in ended.stderr or "cannot be asked" in ended.stderr:
+            if re.search(refusal, ended.stderr) if refusal else ended.stdout:
                 break
             self._wait_for_steps()
         assert ended.returncode == code, ended
-        return json.loads(ended.stdout) if ended.stdout else ended.stderr
+        if refusal:
+            assert ended.stdout == ""
+            assert re.search(refusal, ended.stderr), ended.stderr
+            return None
+        assert ended.stdout, ended.stderr
+        return json.loads(ended.stdout)
 
     def _wait_for_steps(self) -> None:
         before = [self.step(rank) for rank in (0, 1)]
-        wait_for(lambda: all(self.step(rank) > before[rank] for rank in (0, 1)), "both ranks' steps", 60.0)
+        wait_for(lambda: all(self.step(rank) > before[rank] for rank in (0, 1)), "both ranks' steps")
 
     def _clear(self, *options: str, **environ: str) -> subprocess.CompletedProcess[str]:
         return run_command(
             *("fleet", "clear", "--group", "--query", ONE_RANK, "--prometheus", self.prometheus),
-            *("--deadline", "60", "--json", *options),
+            *("--deadline", str(patient(60)), "--json", *options),
             **{"GPUMEM_ACTION_TOKEN": "right", **environ},
         )
 
@@ -147,19 +153,19 @@ def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def wait_until_known(prometheus: RunningPrometheus, count: int) -> None:
     """Return once a Prometheus knows so many ranks."""
     known = f'max_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}"}}[5m])'
-    wait_for(lambda: len(Prometheus(prometheus.url).query(known).series) == count, f"{count} ranks", 60.0)
+    wait_for(lambda: len(Prometheus(prometheus.url).query(known).series) == count, f"{count} ranks")
 
 
 def _end(launcher: subprocess.Popen[bytes], folder: Path, exporters: list[ExporterProcess]) -> None:
     (folder / "finished").touch()
     try:
-        launcher.wait(30)
+        launcher.wait(patient(30))
     except subprocess.TimeoutExpired:
         for exporter in exporters:  # torchrun gives each rank a session of its own
             for pid in exporter.processes():
                 os.kill(pid, signal.SIGKILL)
         launcher.kill()
-        launcher.wait(30)
+        launcher.wait(patient(30))
 
 
 def test_ranks_on_two_exporters_clear_after_the_same_step_though_the_query_names_one_of_them(ranks: Ranks) -> None:
@@ -176,10 +182,10 @@ def test_ranks_on_two_exporters_clear_after_the_same_step_though_the_query_names
 
 def test_with_an_exporter_that_refuses_the_others_ranks_never_act(ranks: Ranks) -> None:
     document = ranks.clear(code=1, GPUMEM_ACTION_TOKEN="wrong")
-    assert document["called_off"].partition(": ")[2].startswith("refused: HTTP 401")
+    assert re.search(r"\brefused\b.*\b401\b", document["called_off"])
     assert {row["rank"]: row["outcome"] for row in document["results"]} == {"0": "refused", "1": "refused"}
     cancelled = next(row for row in document["results"] if row["rank"] == "0")
-    assert cancelled["reason"].startswith("cancelled by ")
+    assert "cancelled" in cancelled["reason"]
     step = document["at_step"]
     wait_for(lambda: ranks.step(0) > step, "the step's passing")
     (action,) = [one for one in ranks.exporters[0].get("/api/v1/actions")["actions"] if one["at_step"] == step]
@@ -191,7 +197,7 @@ def test_with_one_rank_stopped_the_ranks_on_other_exporters_are_called_off_and_i
     found = {row["rank"]: row for row in document["results"]}
     assert found["1"]["outcome"] == "expired"
     assert found["0"]["outcome"] in ("refused", "expired")  # a busy machine may keep it, too, from saying in time
-    assert "did not ask for work in time" in found["1"]["reason"]
+    assert found["1"]["reason"]
     assert re.search(f"expired: pid ({ranks.pids[0]}|{ranks.pids[1]})", document["called_off"])
     step = ranks.step(0)
     wait_for(lambda: ranks.step(0) > step + 5, "both ranks' going on")
@@ -201,10 +207,9 @@ def test_with_an_exporter_that_cannot_be_reached_nothing_is_asked(ranks: Ranks) 
     before = len(ranks.exporters[0].get("/api/v1/actions")["actions"])
     ranks.exporters[1].signal(signal.SIGSTOP)
     try:
-        said = ranks.clear(code=1)
+        ranks.clear(code=1, refusal=re.escape(ranks.instances[1]))
     finally:
         ranks.exporters[1].signal(signal.SIGCONT)
-    assert "which lately had ranks, cannot be asked" in said
     assert len(ranks.exporters[0].get("/api/v1/actions")["actions"]) == before
 
 
@@ -212,6 +217,5 @@ def test_with_a_rank_whose_exporter_prometheus_does_not_know_nothing_is_asked(ra
     before = len(ranks.exporters[0].get("/api/v1/actions")["actions"])
     with RunningPrometheus(tmp_path, {ranks.instances[0]: ranks.instances[0]}) as of_one:
         wait_until_known(of_one, 1)
-        said = replace(ranks, prometheus=of_one.url).clear(code=1)
-    assert "of 2 ranks, Prometheus knows no exporter of rank 1; nothing was asked" in said
+        replace(ranks, prometheus=of_one.url).clear(code=1, refusal=r"\b2 ranks\b.*\brank 1\b")
     assert len(ranks.exporters[0].get("/api/v1/actions")["actions"]) == before
