@@ -1,19 +1,55 @@
-"""The least that a server of the exporter's kind can cost: a body that never changes, behind the same stack."""
+"""A server of the exporter's kind whose answer never changes: the least that a request can cost."""
 
 from __future__ import annotations
 
+import multiprocessing
+import socket
 from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
 
-__all__ = ["serve_constant"]
+from tests.support.waiting import patient
+
+__all__ = ["ConstantServer"]
 
 
-def serve_constant(length: int, answer: Connection) -> None:
-    """Serve a body of that many bytes for ever: FastAPI, a Starlette route, uvicorn on httptools and uvloop.
+class ConstantServer:
+    """FastAPI, one Starlette route, uvicorn on httptools and uvloop, in a process of its own. A context manager.
 
-    Answers its port on `answer`; whoever connects from then on is served, though perhaps not at once.
+    Any method on `/metrics` is answered with a body of `length` bytes.
+
+    Args:
+        folder: Where its unix socket lies.
+        length: Bytes of the body.
     """
-    import socket
 
+    def __init__(self, folder: Path, length: int) -> None:
+        path = folder / f"constant{length}.sock"
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_serve, args=(length, str(path), sender), daemon=True
+        )
+        self._process.start()
+        if not receiver.poll(patient(60)):
+            raise RuntimeError("the constant server did not start in 60 s")
+        self.tcp_url = f"http://127.0.0.1:{receiver.recv()}"
+        self.unix_url = f"unix://{path}"
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def __enter__(self) -> ConstantServer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _serve(length: int, path: str, answer: Connection) -> None:
     import uvicorn
     from fastapi import FastAPI
     from starlette.responses import Response
@@ -28,9 +64,11 @@ def serve_constant(length: int, answer: Connection) -> None:
 
     app = FastAPI(telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False})
     app.router.routes[:0] = [Route("/metrics", Constant())]
-    listening = socket.socket()
-    listening.bind(("127.0.0.1", 0))
-    listening.listen()
-    answer.send(listening.getsockname()[1])
+    listening = [socket.socket(), socket.socket(socket.AF_UNIX)]
+    listening[0].bind(("127.0.0.1", 0))
+    listening[1].bind(path)
+    for each in listening:
+        each.listen()
+    answer.send(listening[0].getsockname()[1])
     config = uvicorn.Config(app, http="httptools", loop="uvloop", ws="none", log_config=None, access_log=False)
-    uvicorn.Server(config).run(sockets=[listening])
+    uvicorn.Server(config).run(sockets=listening)

@@ -1,133 +1,99 @@
 """What the exporter takes on a node where nothing happens: start, memory, CPU.
 
-    python -m benchmarks.footprint [--json] [--real-gpu]
+    python -m benchmarks.footprint [--quick] [--json] [--real-gpu]
 
-The start stands beside a bare import of what the exporter is built on, in turns with it; CPU at rest beside a server of
-the same kind that has nothing to do. The bytecode is there already,
-as it is in an image or after the first start.
+Compared, in turns: the start with a bare import of the exporter's dependencies; its memory with a Python that has
+imported FastAPI and uvicorn; its CPU at rest with an idle server of the same kind. The bytecode is there already, as it
+is in an image or after the first start.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from multiprocessing import Pipe, get_context
 from pathlib import Path
 
-from benchmarks.claims import Row, parser, show
-from benchmarks.constant import serve_constant
-from benchmarks.place import Place, compiling_once, cpu_seconds, resident_bytes
-from gpumem_exporter.client._transport import Connection
-from gpumem_exporter.errors import ExporterUnreachableError
+from benchmarks.claims import Options, Progress, Row, compared, show, typical
+from benchmarks.constant import ConstantServer
+from benchmarks.place import Http, Place, compiling_once, cpu_seconds, resident_bytes
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import eventually, patient
 
-START_SECONDS = 0.7
-RESIDENT_MIB = 56.0
-"""As memory limits are given, and as `docker stats` and `systemctl status` count."""
-CPU_PERCENT = 0.4
-SETTLE_SECONDS = 5.0
-REPOSITORY = Path(__file__).parents[1]
+START_RATIO = 2.5
+RESIDENT_RATIO = 2.0
+CPU_RATIO = 10.0
+SETTLE_SECONDS = 3.0
 DEPENDENCIES = "import fastapi, httptools, prometheus_client, pydantic, pynvml, uvicorn, uvloop"
+BARE = "import fastapi, uvicorn; print(flush=True); input()"
 
 
 def main() -> int:
-    made = parser(__doc__ or "")
-    made.add_argument("--starts", type=int, default=15, help="of each kind (default: %(default)s)")
-    made.add_argument("--seconds", type=float, default=60.0, help="at rest (default: %(default)s)")
-    made.add_argument("--imports", action="store_true", help="print what importing costs, too")
-    options = made.parse_args()
-    with Place(real_gpu=options.real_gpu, devices=8) as place:
-        rows = [*starts(options, place), *at_rest(options, place)]
-        rows += demo(options, place)
-        if options.imports:
-            print_imports(place)
-    return show("footprint", rows, as_json=options.json)
+    options = Options(__doc__)
+    options.amount("--starts", 15, 3, "starts of each kind")
+    options.amount("--seconds", 60.0, 10.0, "seconds at rest")
+    given = options.read()
+    progress = Progress("footprint", 2)
+    with Place(real_gpu=given.real_gpu, devices=8) as place:
+        rows = [*starts(given, progress, place), *at_rest(given, progress, place)]
+    return show("footprint", rows, as_json=given.json)
 
 
-def starts(options: argparse.Namespace, place: Place) -> list[Row]:
+def starts(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
     """From the start of the process to its first answer, and to its first poll."""
-    answered, ready, demo_answered, bare = [], [], [], []
+    progress.part("starts")
+    answered, ready, bare = [], [], []
     environment = _environment(place)
-    for turn in range(options.starts + 1):
-        with _serving(place, environment) as (process, begun, client):
-            first = _wait_for_answer(client, "/metrics", process) - begun
-            polled = _wait_for_answer(client, "/-/ready", process) - begun
-        with _serving(place, environment, "--demo") as (process, begun, client):
-            first_of_demo = _wait_for_answer(client, "/metrics", process) - begun
-        begun = time.perf_counter()
+    for turn in progress.turns(given.starts + 1):
+        started = time.perf_counter()
+        with _serving(place, environment) as (process, url):
+            first = _first_answer(url, "/metrics", process) - started
+            polled = _first_answer(url, "/-/ready", process) - started
+        started = time.perf_counter()
         subprocess.run([sys.executable, "-c", DEPENDENCIES], env=environment, check=True)
-        imported = time.perf_counter() - begun
+        imported = time.perf_counter() - started
         if turn:  # the first writes the bytecode
             answered.append(first)
             ready.append(polled)
-            demo_answered.append(first_of_demo)
             bare.append(imported)
-    median, floor = statistics.median(answered), statistics.median(bare)
-    beside = f"importing its dependencies ({floor:.2f} s)"
+    beside, base = "importing its dependencies", typical(bare)
     return [
-        Row("start to first answer, median", median, "s", START_SECONDS, beside, median / floor),
-        Row("start to first answer, fastest", min(answered), "s", None, f"dependencies {min(bare):.2f} s"),
-        Row("start to first poll of 8 devices, median", statistics.median(ready), "s"),
-        Row("start to first answer of the demo, median", statistics.median(demo_answered), "s"),
+        compared("start to first answer", typical(answered), "s", beside, base, START_RATIO),
+        compared("start to first poll of 8 devices", typical(ready), "s", beside, base),
     ]
 
 
-def at_rest(options: argparse.Namespace, place: Place) -> list[Row]:
-    """Memory and CPU of an exporter that polls its devices and is asked nothing."""
-    receiver, sender = Pipe(duplex=False)
-    idle = get_context("spawn").Process(target=serve_constant, args=(1024, sender), daemon=True)
-    idle.start()
-    receiver.recv()
-    with _serving(place, _environment(place)) as (process, _, client):
-        _wait_for_answer(client, "/-/ready", process)
-        share, idle_share = _shares([process.pid, idle.pid or 0], options.seconds)
-        rows = [
-            Row("RSS at rest", resident_bytes(process.pid) / 2**20, "MiB", RESIDENT_MIB),
-            Row("CPU at rest", share, "% of a core", CPU_PERCENT, f"an idle uvicorn ({idle_share:.2f} %)"),
-        ]
-    idle.terminate()
-    idle.join()
-    return rows
-
-
-def demo(options: argparse.Namespace, place: Place) -> list[Row]:
-    """The demo, which simulates its node and its processes in the same process."""
-    with _serving(place, _environment(place), "--demo") as (process, _, client):
-        _wait_for_answer(client, "/-/ready", process)
-        (share,) = _shares([process.pid], options.seconds)
-        return [
-            Row("RSS of the demo", resident_bytes(process.pid) / 2**20, "MiB"),
-            Row("CPU of the demo", share, "% of a core"),
-        ]
-
-
-def print_imports(place: Place) -> None:
-    """Where the time of importing goes: the dearest packages, each with what it alone brings."""
-    code = "import gpumem_exporter.cli.serve, gpumem_exporter.server.serving, gpumem_exporter.nvml.pynvml_provider"
-    command = [sys.executable, "-X", "importtime", "-c", code]
+def at_rest(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
+    """Memory and CPU of an exporter that polls its devices and gets no request."""
+    progress.part("at rest")
     environment = _environment(place)
-    for _ in range(2):
-        seen = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stderr
-    own: dict[str, int] = {}
-    for microseconds, module in re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+(\S+)", seen):
-        package = ".".join(module.split(".")[:2]) if module.startswith(("fastapi", "gpumem")) else module.split(".")[0]
-        own[package] = own.get(package, 0) + int(microseconds)
-    print(f"imports: {sum(own.values()) / 1e3:.0f} ms with the tracing that shows it")
-    for package, microseconds in sorted(own.items(), key=lambda item: -item[1])[:20]:
-        print(f"  {package:40}{microseconds / 1e3:8.1f} ms")
+    server = place.stack.enter_context(ConstantServer(place.folder, 1024))
+    bare = subprocess.Popen(
+        [sys.executable, "-c", BARE], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    place.stack.callback(bare.wait)
+    place.stack.callback(bare.kill)
+    assert bare.stdout is not None
+    bare.stdout.readline()
+    with _serving(place, environment) as (process, url):
+        _first_answer(url, "/-/ready", process)
+        share, idle = _shares(progress, (process.pid, server.pid), given.seconds)
+        held, base = (resident_bytes(pid) / 2**20 for pid in (process.pid, bare.pid))
+    return [
+        compared("RSS at rest", held, "MiB", "Python with FastAPI and uvicorn", base, RESIDENT_RATIO),
+        compared("CPU at rest", share, "% of a core", "an idle uvicorn", idle, CPU_RATIO),
+    ]
 
 
-def _shares(pids: Sequence[int], seconds: float) -> list[float]:
-    """Per cent of a core that each process takes."""
-    time.sleep(SETTLE_SECONDS)
-    begun, used = time.monotonic(), [cpu_seconds(pid) for pid in pids]
-    time.sleep(seconds)
-    taken = time.monotonic() - begun
+def _shares(progress: Progress, pids: Sequence[int], seconds: float) -> list[float]:
+    """Percent of a core that each process uses."""
+    progress.sleep(SETTLE_SECONDS)
+    started, used = time.monotonic(), [cpu_seconds(pid) for pid in pids]
+    progress.sleep(seconds)
+    taken = time.monotonic() - started
     return [100 * (cpu_seconds(pid) - before) / taken for pid, before in zip(pids, used, strict=True)]
 
 
@@ -136,35 +102,36 @@ def _environment(place: Place) -> dict[str, str]:
 
 
 @contextmanager
-def _serving(
-    place: Place, environment: Mapping[str, str], *flags: str
-) -> Iterator[tuple[subprocess.Popen[bytes], float, Connection]]:
-    """The exporter from the moment at which its process is started."""
-    path = place.folder / "footprint.sock"
+def _serving(place: Place, environment: Mapping[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """An exporter that has just been started, and its URL."""
+    path: Path = place.folder / "footprint.sock"
     path.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "gpumem_exporter", "serve", *flags]
+    command = [sys.executable, "-m", "gpumem_exporter", "serve"]
     command += ["--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(path)]
-    begun = time.perf_counter()
     process = subprocess.Popen(command, env=dict(environment), stderr=subprocess.DEVNULL, cwd=REPOSITORY)
-    client = Connection(f"unix://{path}", timeout_seconds=30)
     try:
-        yield process, begun, client
+        yield process, f"unix://{path}"
     finally:
-        client.close()
         process.terminate()
-        process.wait(30)
+        process.wait(patient(30))
 
 
-def _wait_for_answer(client: Connection, path: str, process: subprocess.Popen[bytes]) -> float:
-    """The moment of the first 200."""
-    while process.poll() is None:
+def _first_answer(url: str, path: str, process: subprocess.Popen[bytes]) -> float:
+    """The moment of the first answer with status 200."""
+
+    def answered() -> float:
+        if process.poll() is not None:
+            raise RuntimeError(f"the exporter ended with {process.returncode}")
+        client = Http(url)
         try:
-            if client.request("GET", path).status == 200:
-                return time.perf_counter()
-        except ExporterUnreachableError:
-            pass
-        time.sleep(0.002)
-    raise RuntimeError(f"the exporter ended with {process.returncode}")
+            client.timed("GET", path)
+        except (OSError, RuntimeError):
+            return 0.0
+        finally:
+            client.close()
+        return time.perf_counter()
+
+    return eventually(answered, what=f"an answer to GET {path}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""How often a leak could be found at all in some of the seeded runs, by a test that knows more than anybody does.
+"""How often a leak can be found at all in some of the seeded runs, by a test that knows more than any real one.
 
-It knows the noise exactly, how fast it leaks and since when, but not how much the program holds without a leak; and it
-must decide between two cases alone. No test finds more leaks at the same rate of false alarms (Neyman and Pearson).
+That test knows the noise exactly, how fast memory leaks and since when, but not how much the program holds without a
+leak; and it decides between two cases only. No test finds more leaks at the same rate of false alarms (Neyman and
+Pearson).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ _CACHES = {
     200: ((28.4, 40.0), (141.7, 60.0), (59.6, 140.0)),
     300: ((61.7, 40.0), (93.9, 60.0), (81.2, 140.0)),
 }
-"""MiB, and the steps after which all but a third of them is there: of those that fill in 140 steps or less, what looks
-most like a leak of one percent in 1,000 steps, until then."""
+"""Size in MiB and time constant in steps. Of the caches that fill in 140 steps or less, these look most like a leak of
+one percent in 1,000 steps until that step."""
 
 
 def drift_errors(percent: float, steps: int) -> float:
-    """How many standard errors the leak lies above zero in "drifting about", for the best linear estimate (Aitken)."""
+    """Return the leak in standard errors of the best linear estimate (Aitken), in "drifting about"."""
     times = range(_WARM_UP, steps)
     scale = math.sqrt(1 - _DRIFT**2)
     levels = [scale, *([1 - _DRIFT] * (len(times) - 1))]
@@ -41,7 +42,7 @@ def drift_errors(percent: float, steps: int) -> float:
 
 
 def cache_errors(steps: int) -> float:
-    """How far a leak of one percent beside one cache lies from no leak beside three, in deviations of the noise.
+    """Return how far a leak of 1 % beside one cache is from no leak beside three caches, in deviations of the noise.
 
     Args:
         steps: 200 or 300.
@@ -54,7 +55,7 @@ def cache_errors(steps: int) -> float:
 
 
 def found_share(errors: float) -> float:
-    """Of such leaks, how many that test finds in one look."""
+    """Return the share of such leaks that the test finds in one look."""
     normal = NormalDist()
     return 1 - normal.cdf(normal.inv_cdf(1 - FALSE_ALARMS) - errors)
 

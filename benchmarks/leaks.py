@@ -1,30 +1,34 @@
-"""How sure and how quick the leak detector is, on many seeded runs; and what it, and a guarded step, cost.
+"""False alarms of the leak detector, the steps until it finds a leak, and its cost.
 
-    python -m benchmarks.leaks [--runs 100] [--steps 3000] [--json] [--real-gpu]
+    python -m benchmarks.leaks [--quick] [--json] [--real-gpu]
 
-The runs are made up (tests/support/seeded_runs.py), on a device of 8 GiB; costs are CPU time of the training thread,
-with real torch on the emulated node or on a real GPU.
+The training runs are made from seeds (tests/support/seeded_runs.py), on a device of 8 GiB: alarms and steps do not
+depend on the machine. Costs are CPU time of the training thread, with real torch on the emulated node or on a real GPU.
+Compared: a look with `torch.cuda.memory_stats()`, and a value that arrives while memory rises with one linear
+regression of a window by Python's `statistics`.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Iterator
 from itertools import islice
-from statistics import fmean, median
 
-from benchmarks.claims import Row, parser, percentile, show
+from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.leak_bounds import cache_errors, drift_errors, found_share
 from benchmarks.place import Place
 from gpumem_exporter.client._trend import Trend
 from tests.support.seeded_runs import SHAPES, Shape, allocated, hard_shapes
 
 FOUND_STEPS = 200
-LOOK_MICROSECONDS = 100.0
-RISING_MICROSECONDS = 2000.0
-GUARD_MICROSECONDS = 100.0
+LOOK_RATIO = 1.0
+RISING_RATIO = 15.0
+GUARD_RATIO = 1.0
 PERCENTS = (1.0, 2.0, 5.0)
+LEAK_STEPS = 2000
+WINDOW = 256
 
 COSTS = """
 from gpumem_exporter import client as gpumem
@@ -33,88 +37,117 @@ import time
 torch.empty(1, device="cuda")
 clock = time.thread_time
 detector = LeakDetector(lambda leak: None)
-looks, guards = [], []
-for _ in range(rounds):
-    begun = clock(); detector.look(); looks.append(clock() - begun)
 guard = gpumem.oom_guard(batch_size=8)
-for _ in range(rounds):
-    begun = clock()
+def guarded():
     with guard:
         pass
-    guards.append(clock() - begun)
-result = {"looks": looks, "guards": guards}
+works = {"look": detector.look, "guard": guarded, "memory_stats": torch.cuda.memory_stats}
+result = {name: [] for name in works}
+for _ in range(rounds):
+    for name, work in works.items():
+        started = clock()
+        work()
+        result[name].append(clock() - started)
 """
 
 
+def main() -> int:
+    options = Options(__doc__)
+    options.amount("--runs", 20, 1, "seeds of each pattern")
+    options.amount("--steps", 3000, 1000, "steps of the runs without a leak")
+    given = options.read()
+    patterns = {**SHAPES, **hard_shapes()}
+    progress = Progress("leaks", len(patterns) + 1)
+    alarms, rows = 0, []
+    for name, shape in patterns.items():
+        progress.part(name)
+        false, row = runs(given, progress, name, shape)
+        alarms += false
+        rows.append(row)
+    what = f"false alarms in {given.runs * len(patterns)} runs of {given.steps} steps without a leak"
+    rows.insert(0, Row(what, alarms, "", limit=1))
+    rows += bounds()
+    progress.part("costs")
+    rows += costs(given)
+    return show("leaks", rows, as_json=given.json)
+
+
+def runs(given: argparse.Namespace, progress: Progress, name: str, shape: Shape) -> tuple[int, Row]:
+    """Return the false alarms in a pattern without a leak, and the steps until leaks are found in it."""
+    alarms = 0
+    at: dict[float, list[int]] = {percent: [] for percent in PERCENTS}
+    for seed in progress.turns(given.runs):
+        alarms += found(allocated(_new(name, shape), seed), given.steps) is not None
+        for percent, steps in at.items():
+            step = found(allocated(_new(name, shape), seed, percent=percent), LEAK_STEPS)
+            steps.append(LEAK_STEPS if step is None else step)
+    others = ", ".join(f"{percent:g} %: {max(steps)}" for percent, steps in at.items() if percent != PERCENTS[0])
+    beside = f"median {statistics.median(at[PERCENTS[0]]):g}; {others}"
+    limit = FOUND_STEPS if name in SHAPES else None
+    what = f"{name}: leak of {PERCENTS[0]:g} % in 1,000 steps, latest found at"
+    return alarms, Row(what, max(at[PERCENTS[0]]), "steps", beside, limit=limit)
+
+
 def found(series: Iterator[int], steps: int) -> int | None:
-    """The step in which the detector is sure."""
+    """Return the step in which the detector is sure; None if it is not within `steps`."""
     trend = Trend()
     for step, value in enumerate(islice(series, steps)):
-        slope = trend.add(value)
-        if slope is not None:
+        if trend.add(value) is not None:
             return step
     return None
 
 
-def rows_of(name: str, shape: Shape, runs: int, steps: int, *, claimed: bool) -> Iterator[Row]:
-    """False alarms without a leak, and how soon one is found."""
-    false = sum(found(allocated(_fresh(name, shape), seed), steps) is not None for seed in range(runs))
-    yield Row(f"{name}: false alarms in {runs} runs of {steps} steps", false, "", 1.0)
-    for percent in PERCENTS:
-        sure = [found(allocated(_fresh(name, shape), seed, percent=percent), 2000) for seed in range(runs)]
-        late = percentile([2000 if step is None else step for step in sure], 1.0)
-        typical = median(2000 if step is None else step for step in sure)
-        limit = float(FOUND_STEPS) if claimed else None
-        yield Row(f"{name}: {percent:g} % in 1,000 steps, latest found at", late, "steps", limit, f"median {typical:g}")
-
-
 def bounds() -> Iterator[Row]:
-    """What is out of reach."""
+    """What no test can do."""
     for steps in (FOUND_STEPS, 300):
         for name, errors in (
             ("drifting about", drift_errors(1.0, steps)),
             ("a cache that fills up to 200 MiB", cache_errors(steps)),
         ):
-            what = f"{name}: 1 % in 1,000 steps, found by step {steps} by the best test there is"
-            yield Row(what, 100 * found_share(errors), "%", beside=f"{errors:.1f} standard errors")
+            what = f"{name}: leak of 1 % in 1,000 steps, found by step {steps} by the best possible test"
+            yield Row(what, 100 * found_share(errors), "%", f"{errors:.1f} standard errors")
 
 
-def rising_looks(shape: Shape) -> list[float]:
-    """Seconds of each value that a full window takes, while the series rises."""
-    trend, costs = Trend(), []
-    for value in islice(allocated(shape, 0, percent=2.0), 600):
-        begun = time.thread_time()
-        trend.add(value)
-        costs.append(time.thread_time() - begun)
-    return costs[300:]
-
-
-def _fresh(name: str, shape: Shape) -> Shape:
-    return hard_shapes().get(name, shape)  # those remember where they are
-
-
-def main(arguments: argparse.Namespace) -> int:
-    """Run it all; 1 where a claim did not hold."""
-    rows: list[Row] = []
-    for name, shape in SHAPES.items():
-        rows += rows_of(name, shape, arguments.runs, arguments.steps, claimed=True)
-    for name, shape in hard_shapes().items():
-        rows += rows_of(name, shape, arguments.runs, arguments.steps, claimed=False)
-    rows += bounds()
-    with Place(real_gpu=arguments.real_gpu, devices=1) as place:
-        costs = place.torch().exec(COSTS, rounds=2000)
-    rows.append(Row("a look, one device", 1e6 * median(costs["looks"]), "µs", LOOK_MICROSECONDS))
-    rising = {name: rising_looks(shape) for name, shape in {**SHAPES, **hard_shapes()}.items()}
+def costs(given: argparse.Namespace) -> list[Row]:
+    """CPU time of a look, of a guarded call, and of a value while memory rises."""
+    with Place(real_gpu=given.real_gpu, devices=1) as place:
+        spent = place.torch().exec(COSTS, rounds=1000)
+    us = {name: 1e6 * statistics.median(values) for name, values in spent.items()}
+    rising = {name: rising_seconds(shape) for name, shape in {**SHAPES, **hard_shapes()}.items()}
     dearest = max(rising, key=lambda name: sum(rising[name]))
-    mean = 1e6 * fmean(rising[dearest])
-    rows.append(Row("the same while memory rises, mean", mean, "µs", RISING_MICROSECONDS, dearest))
-    rows.append(Row("the same while memory rises, longest", 1e3 * max(map(max, rising.values())), "ms"))
-    rows.append(Row("a guarded run that ends well", 1e6 * median(costs["guards"]), "µs", GUARD_MICROSECONDS))
-    return show("leaks", rows, as_json=arguments.json)
+    mean, longest = 1e6 * statistics.fmean(rising[dearest]), 1e6 * max(map(max, rising.values()))
+    base = 1e6 * statistics.median(regression_seconds() for _ in range(20))
+    regression = f"linear regression of {WINDOW} values"
+    return [
+        compared("look, one device", us["look"], "µs", "memory_stats()", us["memory_stats"], LOOK_RATIO),
+        compared("guarded call without an error", us["guard"], "µs", "memory_stats()", us["memory_stats"], GUARD_RATIO),
+        compared(f"value while memory rises, mean ({dearest})", mean, "µs", regression, base, RISING_RATIO),
+        compared("value while memory rises, longest", longest, "µs", regression, base),
+    ]
+
+
+def rising_seconds(shape: Shape) -> list[float]:
+    """Return the CPU seconds of each value that a full window takes while the series rises."""
+    trend, taken = Trend(), []
+    for value in islice(allocated(shape, 0, percent=2.0), 600):
+        started = time.thread_time()
+        trend.add(value)
+        taken.append(time.thread_time() - started)
+    return taken[300:]
+
+
+def regression_seconds() -> float:
+    """Return the CPU seconds of one linear regression of a window."""
+    values = list(islice(allocated(SHAPES["batches of many lengths"], 0, percent=2.0), WINDOW))
+    started = time.thread_time()
+    statistics.linear_regression(range(WINDOW), values)
+    return time.thread_time() - started
+
+
+def _new(name: str, shape: Shape) -> Shape:
+    """The hard patterns keep state: each run needs a new one."""
+    return hard_shapes().get(name, shape)
 
 
 if __name__ == "__main__":
-    options = parser(__doc__ or "")
-    options.add_argument("--runs", type=int, default=20, help="seeds for each kind of run")
-    options.add_argument("--steps", type=int, default=3000, help="of the runs without a leak")
-    raise SystemExit(main(options.parse_args()))
+    raise SystemExit(main())

@@ -1,23 +1,26 @@
 """What `watch` and `phase` cost the training thread, with real torch on the emulated node or on a real GPU.
 
-    python -m benchmarks.observing [--json] [--real-gpu]
+    python -m benchmarks.observing [--quick] [--json] [--real-gpu]
 
-A step is as short as it can be, so that nothing hides behind it: gradients are there already, and the optimizer's work
-on ten thousand tensors is left out. All figures are CPU time of that thread.
+All values are CPU time of that thread. A step is as short as it can be, so that nothing hides behind it: the gradients
+are there already, and the optimizer computes nothing. Compared, in turns: a count of 10,000 tensors by `watch` with a
+plain Python loop that adds up their `nbytes`; a phase, and a step between two counts, with `torch.cuda.memory_stats()`.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import statistics
+from collections.abc import Mapping, Sequence
 
-from benchmarks.claims import Row, parser, percentile, show
+from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.place import Place
+from tests.emulation.torch_process import TorchProcess
 
-STALL_MILLISECONDS = 1.0
-COUNT_RATIO = 1.5
-PHASE_MICROSECONDS = 100.0
-PHASE_RATIO = 1.0
+STALL_RATIO = 0.6
+COUNT_RATIO = 3.0
+REST_RATIO = 1.0
+PHASE_RATIO = 2.0
 
 WATCHED = """
 import gc, time, statistics
@@ -39,12 +42,11 @@ counted = sum(1 for p in model.parameters() for _ in (p, p.grad, *optimizer.stat
 gc.collect()
 gc.freeze()
 clock = time.thread_time
-parameters = list(model.parameters())
 
 def cost(work):
-    begun = clock()
+    started = clock()
     work()
-    return clock() - begun
+    return clock() - started
 
 def naive():
     total = 0
@@ -56,7 +58,8 @@ def naive():
             total += value.nbytes
     return total
 
-result = {name: [] for name in ("first", "first slices", "later", "later slices", "stall", "rest", "naive", "bare")}
+names = "first", "first slices", "later", "later slices", "stall", "rest", "naive", "memory_stats"
+result = {name: [] for name in names}
 for _ in range(rounds):
     steps, now = Steps(), [0.0]
     watching = Watch(model, optimizer, observed=Observed(), steps=steps, clock=lambda: now[0])
@@ -71,7 +74,7 @@ for _ in range(rounds):
                                                     ("parameters", "gradients", "optimizer_state"))
     result["rest"] += [cost(lambda: steps._tell(optimizer)) for _ in range(200)]
     result["naive"].append(cost(naive))
-    result["bare"].append(cost(lambda: sum(p.nbytes for p in parameters)) * counted / len(parameters))
+    result["memory_stats"] += [cost(torch.cuda.memory_stats) for _ in range(20)]
     watching.close()
 result["counted"] = counted
 """
@@ -83,10 +86,10 @@ torch.empty(1, device="cuda")
 clock = time.thread_time
 
 def per(work):
-    begun = clock()
+    started = clock()
     for _ in range(1000):
         work()
-    return (clock() - begun) / 1000
+    return (clock() - started) / 1000
 
 forward, exact = gpumem.phase("forward"), gpumem.phase("exact", reset_peaks=True)
 def inside(phase):
@@ -101,46 +104,47 @@ for _ in range(rounds):
 
 
 def main() -> int:
-    made = parser(__doc__ or "")
-    made.add_argument("--rounds", type=int, default=20, help="counts, and turns of each (default: %(default)s)")
-    options = made.parse_args()
-    with Place(real_gpu=options.real_gpu, devices=1) as place:
+    options = Options(__doc__)
+    options.amount("--rounds", 20, 4, "rounds of counts and of phases")
+    given = options.read()
+    progress = Progress("observing", 2)
+    with Place(real_gpu=given.real_gpu, devices=1) as place:
         process = place.torch()
-        rows = [*components(process, options), *phases(process, options)]
-    return show("observing", rows, as_json=options.json)
+        rows = [*components(given, progress, process), *phases(given, progress, process)]
+    return show("observing", rows, as_json=given.json)
 
 
-def components(process: Any, options: argparse.Namespace) -> list[Row]:
-    """Counts of 10,000 tensors: the first, and later ones that find everything as it was."""
-    told = process.exec(WATCHED, tensors=10_000, rounds=options.rounds, timeout_seconds=300)
-    counted = told.pop("counted")
-    middle = {name: percentile(values, 0.5) for name, values in told.items()}
-    stall, first, later = (middle[name] * 1e3 for name in ("stall", "first", "later"))
-    what = f"{counted:,} tensors"
-    loop = f"a loop over them that adds up nbytes ({middle['naive'] * 1e6:,.0f} µs)"
-    bare = f"sum(p.nbytes for p in parameters) for as many ({middle['bare'] * 1e6:,.0f} µs)"
-    slices = f"{middle['first slices']:.0f} steps a first count, {middle['later slices']:.0f} a later one"
-    fastest, floor = min(told["later"]), min(told["bare"])
+def components(given: argparse.Namespace, progress: Progress, process: TorchProcess) -> list[Row]:
+    """Counts of 10,000 tensors: the first one, and later ones that find everything as it was."""
+    progress.part("counts of 10,000 tensors")
+    costs = process.exec(WATCHED, tensors=10_000, rounds=given.rounds, timeout_seconds=300)
+    counted = costs.pop("counted")
+    us = _medians(costs)
+    loop, stats = "a loop over their nbytes", "memory_stats()"
+    what = f"count of {counted:,} tensors"
+    steps = f"{us['first slices'] / 1e6:.0f} steps a first count, {us['later slices'] / 1e6:.0f} a later one"
     return [
-        Row(f"longest wait of a step for a count, {what}", stall, "ms", STALL_MILLISECONDS, slices),
-        Row(f"all of a first count, {what}", first, "ms", None, loop, first / 1e3 / middle["naive"]),
-        Row(f"all of a later count, {what}", later, "ms", None, loop, later / 1e3 / middle["naive"], COUNT_RATIO),
-        Row(f"the same, {what}", later, "ms", None, bare, later / 1e3 / middle["bare"]),
-        Row(f"the fastest of them, {what}", fastest * 1e3, "ms", None, "the fastest of those", fastest / floor),
-        Row(f"share of the thread at a count in ten seconds, {what}", later / 1e4 * 100, "%", 0.1),
-        Row("a step between two counts", middle["rest"] * 1e6, "µs", 5.0),
+        compared(f"{what}: longest share of one step", us["stall"], "µs", loop, us["naive"], STALL_RATIO),
+        compared(f"first {what}, in all", us["first"], "µs", loop, us["naive"]),
+        compared(f"later {what}, in all", us["later"], "µs", loop, us["naive"], COUNT_RATIO),
+        compared("step between two counts", us["rest"], "µs", stats, us["memory_stats"], REST_RATIO),
+        Row("steps over which a count is spread", us["later slices"] / 1e6, "", steps),
     ]
 
 
-def phases(process: Any, options: argparse.Namespace) -> list[Row]:
-    """One phase, both ends."""
-    told = {name: percentile(values, 0.5) * 1e6 for name, values in process.exec(PHASES, rounds=options.rounds).items()}
-    beside = f"memory_stats() ({told['memory_stats']:.1f} µs)"
-    ratio = told["phase"] / told["memory_stats"]
+def phases(given: argparse.Namespace, progress: Progress, process: TorchProcess) -> list[Row]:
+    """One phase, its start and its end."""
+    progress.part("phases")
+    us = _medians(process.exec(PHASES, rounds=given.rounds, timeout_seconds=300))
+    beside, base = "memory_stats()", us["memory_stats"]
     return [
-        Row("a phase, both ends, one device", told["phase"], "µs", PHASE_MICROSECONDS, beside, ratio, PHASE_RATIO),
-        Row("the same with a reset", told["reset"], "µs", None, beside, told["reset"] / told["memory_stats"]),
+        compared("phase, start and end, one device", us["phase"], "µs", beside, base, PHASE_RATIO),
+        compared("the same with reset_peaks", us["reset"], "µs", beside, base),
     ]
+
+
+def _medians(costs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: 1e6 * statistics.median(values) for name, values in costs.items()}
 
 
 if __name__ == "__main__":

@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import socket
 import tempfile
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import UNLIMITED, ExporterProcess
 from tests.support.waiting import wait_for
 
-__all__ = ["Exporter", "Place", "compiling_once", "cpu_seconds", "open_files", "resident_bytes", "thread_seconds"]
+__all__ = [
+    "Exporter",
+    "Http",
+    "Place",
+    "compiling_once",
+    "cpu_seconds",
+    "open_files",
+    "resident_bytes",
+    "thread_seconds",
+]
 
 
-_UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
-"""Nobody but a benchmark asks so often."""
+class Http(http.client.HTTPConnection):
+    """One kept-alive connection of the standard library to `http://host:port` or `unix:///path`."""
+
+    def __init__(self, url: str) -> None:
+        parts = urlsplit(url)
+        self._path = parts.path if parts.scheme == "unix" else ""
+        super().__init__(parts.hostname or "localhost", parts.port)
+
+    def connect(self) -> None:
+        """Connect to the unix socket, or as the standard library does."""
+        if self._path:
+            self.sock = socket.socket(socket.AF_UNIX)
+            self.sock.connect(self._path)
+        else:
+            super().connect()
+
+    def timed(
+        self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
+    ) -> tuple[float, bytes]:
+        """Send a request; return the seconds until the last byte of the answer, and the answer's body.
+
+        Raises:
+            RuntimeError: The status is not 200.
+        """
+        sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
+        started = time.perf_counter()
+        self.request(method, path, body, sent)
+        with self.getresponse() as response:
+            answer = response.read()
+            taken = time.perf_counter() - started
+        if response.status != 200:
+            raise RuntimeError(f"{method} {path} was answered {response.status}: {answer[:500]!r}")
+        return taken, answer
 
 
 class Exporter(ExporterProcess):
@@ -25,10 +69,10 @@ class Exporter(ExporterProcess):
 
     @property
     def tcp_url(self) -> str:
-        """As its log says it."""
-        return wait_for(self._said, "the exporter's line about its addresses")
+        """The URL of its port, from its log."""
+        return wait_for(self._logged_url, "the exporter's log line with its addresses")
 
-    def _said(self) -> str:
+    def _logged_url(self) -> str:
         for word in self.log().replace('"', " ").replace(",", " ").replace("=", " ").split():
             if word.startswith("http://127.0.0.1:"):
                 return word
@@ -36,70 +80,74 @@ class Exporter(ExporterProcess):
 
 
 class Place:
-    """A node for one benchmark; a context manager that ends whatever was started in it.
+    """A node for one benchmark. A context manager that ends all that was started in it.
+
+    Processes are fresh interpreters, never forks of one that has done their imports: their memory and the cost of
+    their starts are measured.
 
     Args:
-        real_gpu: use this machine's GPUs and driver.
-        devices: how many the emulated node has.
+        real_gpu: Use this machine's GPUs and driver.
+        devices: Number of devices of the emulated node.
     """
 
     def __init__(self, *, real_gpu: bool, devices: int) -> None:
-        self._stack = ExitStack()
-        self.folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="gpumem-benchmark-")))
+        os.environ["GPUMEM_TEST_ZYGOTE"] = "0"
+        self.stack = ExitStack()
+        self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="gpumem-benchmark-")))
         self.node: EmulatedNode | None = None
         if not real_gpu:
-            self.node = self._stack.enter_context(EmulatedNode(self.folder / "node", devices, 80 * GIB))
+            self.node = self.stack.enter_context(EmulatedNode(self.folder / "node", devices, 80 * GIB))
         self._exporters = 0
 
     def __enter__(self) -> Place:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.stack.close()
 
     def environment(self) -> dict[str, str]:
-        """Of a program that runs here."""
+        """Return the environment of a program that runs here."""
         return dict(os.environ) if self.node is None else self.node.environment()
 
     def exporter(self, *flags: str) -> Exporter:
-        """Start an exporter here; its first poll is done."""
+        """Start an exporter here and wait for its first poll."""
         self._exporters += 1
         folder = self.folder / f"exporter{self._exporters}"
         folder.mkdir()
-        exporter = Exporter(folder, *_UNLIMITED, *flags, environment=self.environment())
-        self._stack.callback(exporter.close)
+        exporter = Exporter(folder, *UNLIMITED, *flags, environment=self.environment())
+        self.stack.callback(exporter.close)
         return exporter
 
     def torch(self, **environment: str) -> TorchProcess:
         """Start a process with torch here."""
         process = TorchProcess(self.node, environment)
-        self._stack.callback(process.close)
+        self.stack.callback(process.close)
         return process
 
 
 def compiling_once(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """An environment in which Python finds its bytecode in `folder` from the second start on, whatever it is told."""
-    told = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    return {**told, "PYTHONPYCACHEPREFIX": str(folder)}
+    """Return an environment in which Python keeps its bytecode in `folder`: from the second start on it is there."""
+    kept = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {**kept, "PYTHONPYCACHEPREFIX": str(folder)}
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process that ends no thread meanwhile, to the nanosecond (/proc/<pid>/stat knows hundredths)."""
+    """Return the CPU time of a process that ends no thread meanwhile, to the nanosecond."""
     return sum(thread_seconds(pid, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir())
 
 
 def thread_seconds(pid: int, tid: int) -> float:
-    """CPU time of one thread."""
+    """Return the CPU time of one thread, as the scheduler counts it."""
     return int(Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def open_files(pid: int) -> int:
-    """How many file descriptors a process has, connections among them."""
+    """Return the number of file descriptors of a process; connections are among them."""
     return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
 
 
 def resident_bytes(pid: int) -> int:
-    """RSS, as ps and top show it."""
+    """Return the RSS of a process, as ps and top show it."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) * 1024

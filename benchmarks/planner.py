@@ -1,11 +1,11 @@
-"""What `gpumem-exporter plan` says beside what training then takes.
+"""What `gpumem-exporter plan` predicts, compared with what training then takes.
 
-    python -m benchmarks.planner [--json] [--real-gpu] [--only JOB ...] [--peaks]
+    python -m benchmarks.planner [--quick] [--json] [--real-gpu] [--only JOB ...] [--peaks]
 
 Each job (benchmarks/planner_jobs.py) is planned on fake tensors and run as an ordinary training script in a process of
 its own. First the peaks, at one batch size, on a device with room. Then the batch: the planner names the largest one
-for a device of `--gpu` GiB with its usual margin; the script must train 50 steps with it, and run out of memory with
-1.25 times as many samples.
+for a device of `--gpu` GiB with its usual margin. The script must train 50 steps with it, and run out of memory with
+1.25 times as many samples. All claims count bytes or runs, which do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.claims import Row, parser, show
+from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.planner_jobs import JOBS
 from gpumem_exporter.training.planning.devices import DEFAULT_OVERHEAD_BYTES, Gpu
 from gpumem_exporter.training.planning.inputs import parse_tensor
@@ -28,32 +28,38 @@ from gpumem_exporter.training.planning.job import Job
 from gpumem_exporter.training.planning.planner import plan_job
 from gpumem_exporter.training.planning.search import Sizing
 from tests.emulation.node import GIB, EmulatedNode
+from tests.support.paths import REPOSITORY
 
 MEDIAN_PERCENT, WORST_PERCENT = 5.0, 15.0
 MORE = 1.25
 PEAK_STEPS, BATCH_STEPS = 4, 50
-REPOSITORY = Path(__file__).parents[1]
+QUICK_JOBS = ["mlp-sgd-fp32", "cnn-adamw-bf16"]
 
 
 def main() -> int:
-    made = parser(__doc__ or "")
-    made.add_argument("--only", nargs="+", choices=JOBS, default=list(JOBS), metavar="JOB")
-    made.add_argument("--gpu", type=float, default=8.0, help="GiB of the device that batches are planned for")
-    made.add_argument("--peaks", action="store_true", help="leave the batches out, which take long")
-    options = made.parse_args()
-    peaks = [peak(name, options) for name in options.only]
-    batches = [] if options.peaks else [batch(name, options) for name in options.only]
-    rows = [row for result in peaks for row in result.rows()]
-    rows += [row for result in batches for row in result.rows()]
+    options = Options(__doc__)
+    options.parser.add_argument(
+        "--only", nargs="+", choices=JOBS, metavar="JOB", help="jobs (default: all; two with --quick)"
+    )
+    options.parser.add_argument("--gpu", type=float, default=8.0, help="GiB of the device that batches are planned for")
+    options.parser.add_argument("--peaks", action="store_true", help="leave out the batches, which take long")
+    given = options.read()
+    names = given.only or (QUICK_JOBS if given.quick else list(JOBS))
+    peaks_only = given.peaks or given.quick
+    progress = Progress("planner", len(names) * (1 if peaks_only else 2))
+    peaks = [peak(name, given, progress) for name in names]
+    batches = [] if peaks_only else [batch(name, given, progress) for name in names]
+    rows = [row for result in (*peaks, *batches) for row in result.rows()]
     errors = [abs(result.reserved_error) for result in peaks]
-    rows.append(Row("reserved peak, error, median", 100 * statistics.median(errors), "%", MEDIAN_PERCENT))
-    rows.append(Row("reserved peak, error, worst", 100 * max(errors), "%", WORST_PERCENT))
+    rows.append(Row("reserved peak, error, median", 100 * statistics.median(errors), "%", limit=MEDIAN_PERCENT))
+    rows.append(Row("reserved peak, error, worst", 100 * max(errors), "%", limit=WORST_PERCENT))
     if batches:
-        trained, refused = sum(b.trained for b in batches), sum(b.refused for b in batches)
-        rows.append(Row(f"planned batches that do not train {BATCH_STEPS} steps", len(batches) - trained, "", 0.5))
+        failed = sum(not result.trained for result in batches)
+        trained = sum(not result.refused for result in batches)
+        rows.append(Row(f"planned batches that do not train {BATCH_STEPS} steps", failed, "", limit=0.5))
         allowed = len(batches) / 6
-        rows.append(Row(f"{MORE} times as many samples that do train", len(batches) - refused, "", allowed + 0.5))
-    return show("planner", rows, as_json=options.json)
+        rows.append(Row(f"{MORE} times as many samples that do train", trained, "", limit=allowed + 0.5))
+    return show("planner", rows, as_json=given.json)
 
 
 @dataclass(frozen=True)
@@ -113,23 +119,23 @@ class BatchResult:
         ]
 
 
-def peak(name: str, options: argparse.Namespace) -> PeakResult:
-    """Planned and measured peaks at the job's own batch size."""
+def peak(name: str, options: argparse.Namespace, progress: Progress) -> PeakResult:
+    """Plan and measure the peaks at the job's own batch size."""
+    progress.part(f"peaks of {name}")
     size = JOBS[name].batch
     planned = Sizing(job(name, options.real_gpu)).peaks(size)
     told = run(name, size, PEAK_STEPS, 80 * GIB, options.real_gpu)
     measured = told["allocated_peak_bytes"], told["reserved_peak_bytes"]
-    result = PeakResult(name, size, (planned.allocated_bytes, planned.reserved_bytes), measured)
-    print(f"{name}: {100 * result.reserved_error:+.2f} %", file=sys.stderr, flush=True)
-    return result
+    return PeakResult(name, size, (planned.allocated_bytes, planned.reserved_bytes), measured)
 
 
-def batch(name: str, options: argparse.Namespace) -> BatchResult:
-    """The batch that the planner names, and a quarter more."""
+def batch(name: str, options: argparse.Namespace, progress: Progress) -> BatchResult:
+    """Train with the batch that the planner names, and with a quarter more."""
+    progress.part(f"largest batch of {name}")
     total = int(options.gpu * GIB)
     made = plan_job(job(name, options.real_gpu), Gpu("benchmark", total, DEFAULT_OVERHEAD_BYTES), changes=False)
     more = -int(-made.largest_batch * MORE // 1)
-    result = BatchResult(
+    return BatchResult(
         name,
         made.largest_batch,
         more,
@@ -137,12 +143,10 @@ def batch(name: str, options: argparse.Namespace) -> BatchResult:
         run(name, made.largest_batch, BATCH_STEPS, total, options.real_gpu),
         run(name, more, BATCH_STEPS, total, options.real_gpu),
     )
-    print(f"{name}: {result.rows()[0].measured:.0f} {result.rows()[0].beside}", file=sys.stderr, flush=True)
-    return result
 
 
 def job(name: str, cudnn: bool) -> Job:
-    """The job in the planner's words."""
+    """Return the job as the planner takes it."""
     given = JOBS[name]
     return Job(
         given.make,
@@ -158,9 +162,9 @@ def job(name: str, cudnn: bool) -> Job:
 
 
 def run(name: str, size: int, steps: int, total_bytes: int, real_gpu: bool) -> dict[str, Any]:
-    """Train in a process of its own, on a device of that size; what the script says of itself.
+    """Train in a process of its own, on a device of that size; return what the script prints.
 
-    A real device is what it is: its allocator is held to the same number of bytes.
+    On a real device the allocator is limited to that number of bytes.
     """
     command = [sys.executable, "-m", "benchmarks.planner_jobs", name, str(size), str(steps)]
     if real_gpu:

@@ -1,22 +1,22 @@
-"""What a policy costs the exporter's event loop each second: every rule on every process, beside a scrape of the same.
+"""CPU of evaluating a policy once, compared with a scrape of the same node; the exporter does it once per second.
 
-    python -m benchmarks.policy [--rounds N] [--json]
+    python -m benchmarks.policy [--quick] [--json]
 
-512 processes, each on one of eight devices, and 20 rules of three conditions; each round has fresh reports and a fresh
-reading of the driver. In the first row no rule's conditions hold, as is usual; in the second all of them do, for every
-process, and are waited for, which is the most that there is to remember.
+512 processes, each on one of eight devices, and 20 rules of three conditions. Each round has new reports and a new
+reading of the driver. In the first row no rule's conditions are true, as is usual. In the second all of them are true
+for every process and wait for their time, which is the most that there is to remember.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
 
-from benchmarks.claims import Row, show
-from benchmarks.exposition import node, reporting, timed
+from benchmarks.claims import Options, Progress, compared, show
+from benchmarks.exposition import timed
+from benchmarks.snapshots import node, reporting
 from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.actions.policy import Condition, Rule
 from gpumem_exporter.actions.policy_engine import Engine
@@ -26,49 +26,48 @@ from gpumem_exporter.core.samples import ProcessKey, Snapshot
 PROCESSES = 512
 DEVICES = 8
 RULES = 20
-LIMIT_MILLISECONDS = 5.0
-LIMIT_OF_A_SCRAPE = 0.5
+SCRAPE_RATIO = 1.5
 
 
 def main() -> int:
-    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", action="store_true", help="print JSON")
-    made.add_argument("--rounds", type=int, default=50, help="evaluations per figure (default: %(default)s)")
-    options = made.parse_args()
+    options = Options(__doc__, real_gpu=False)
+    options.amount("--rounds", 50, 10, "evaluations of each kind")
+    given = options.read()
+    progress = Progress("policy", 1)
+    progress.part(f"{RULES} rules on {PROCESSES} processes")
     usual = Engine(rules(slack_over=1e15), stale_seconds=5.0)
     worst = Engine(rules(slack_over=1.0), stale_seconds=5.0)
     exposition = Exposition(CollectorRegistry(), version="0", source="nvml")
     spent: dict[str, list[float]] = {"usual": [], "worst": [], "scrape": []}
-    for tick in range(1, options.rounds + 1):
-        snapshot = fresh(tick)
+    for turn in progress.turns(given.rounds):
+        snapshot = snapshot_at(turn + 1)
         for process in snapshot.processes:
             exposition.prepare(process, snapshot.node)
         spent["usual"].append(timed(usual.evaluate, snapshot, frozenset)[0])
         spent["worst"].append(timed(worst.evaluate, snapshot, frozenset)[0])
         spent["scrape"].append(timed(exposition.render, snapshot, openmetrics=False)[0])
-    scrape = statistics.median(spent["scrape"])
-    beside = f"a scrape of them ({1e3 * scrape:.1f} ms)"
-    rows = []
-    for what, name in ((f"{PROCESSES} processes x {RULES} rules, none holds", "usual"), ("all hold", "worst")):
-        median = statistics.median(spent[name])
-        limits = (LIMIT_MILLISECONDS, LIMIT_OF_A_SCRAPE) if name == "usual" else (None, None)
-        rows.append(Row(f"{what}, median", 1e3 * median, "ms", limits[0], beside, median / scrape, limits[1]))
-    return show("policy", rows, as_json=options.json)
+    ms = {name: 1e3 * statistics.median(values) for name, values in spent.items()}
+    what = f"{PROCESSES} processes × {RULES} rules"
+    rows = [
+        compared(f"{what}, no condition true", ms["usual"], "ms", "a scrape of them", ms["scrape"], SCRAPE_RATIO),
+        compared(f"{what}, every condition true", ms["worst"], "ms", "a scrape of them", ms["scrape"]),
+    ]
+    return show("policy", rows, as_json=given.json)
 
 
 def rules(slack_over: float) -> tuple[Rule, ...]:
-    """Rules that differ in their names alone; none of them ever comes to act."""
+    """Return rules that differ only in their names; none of them ever acts."""
     when = (
         Condition("slack_bytes", over=slack_over),
         Condition("device_free_ratio", under=0.9),
         Condition("idle_seconds", under=1e9),
     )
-    asks = ActionRequest("empty_cache", Target(), mode="idle")
-    return tuple(Rule(f"rule-{number}", when, asks, ("llm-*",), for_seconds=1e9) for number in range(RULES))
+    action = ActionRequest("empty_cache", Target(), mode="idle")
+    return tuple(Rule(f"rule-{number}", when, action, ("llm-*",), for_seconds=1e9) for number in range(RULES))
 
 
-def fresh(tick: int) -> Snapshot:
-    """A second later: every process has reported, and the driver was polled."""
+def snapshot_at(tick: int) -> Snapshot:
+    """Return the node at a tick: every process has reported again, and the driver was polled again."""
     processes = []
     for pid in range(PROCESSES):
         process = reporting(pid, DEVICES, tick)

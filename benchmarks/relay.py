@@ -1,4 +1,4 @@
-"""A relay between a reporter and its exporter that loses what it is told to lose."""
+"""A relay between a reporter and its exporter that loses selected answers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["Relay"]
 
 
 class Relay:
-    """Listens on a unix socket of its own and passes bytes on to the exporter's, one thread a connection.
+    """Listens on a unix socket and passes bytes on to the exporter's socket, with one thread per connection.
 
     Args:
-        folder: where its socket lies.
-        exporter: the exporter's unix socket.
+        folder: The folder of the relay's socket.
+        exporter: The exporter's unix socket.
     """
 
     def __init__(self, folder: Path, exporter: Path) -> None:
@@ -42,13 +42,13 @@ class Relay:
         self.cut()
 
     def cut(self) -> None:
-        """Break every connection, both ways: to the exporter, the reporter whose request it holds has gone."""
+        """Break every connection in both directions: for the exporter, the reporter whose request it holds is gone."""
         for end in tuple(self._open):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     def lose_next(self, answer: Callable[[bytes], bool]) -> None:
-        """Take the next answer of which this is true, tell nobody, and break its connection: its client has died."""
+        """Drop the next answer for which `answer` is true and break its connection, as if its client had died."""
         self.lost.clear()
         self._loses = answer
 

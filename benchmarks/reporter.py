@@ -1,195 +1,240 @@
 """What the reporter costs the process that it observes: real torch, the real client, the real exporter.
 
-    python -m benchmarks.reporter [--json] [--real-gpu]
+    python -m benchmarks.reporter [--quick] [--json] [--real-gpu]
 
-A sample stands beside `torch.cuda.memory_stats()` and beside nothing, a program with the reporter beside the same
-program without it, always in turns.
+Compared, in turns or at the same time in the same process: a sample with `torch.cuda.memory_stats()`; a report with a
+thread that only posts the same body by `http.client`; training and computing with the client and without it; the
+start of an interpreter below `gpumem-exporter run` with an ordinary one; importing the client with importing
+`http.client`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from benchmarks.claims import Row, parser, percentile, show
-from benchmarks.place import Place, compiling_once, thread_seconds
+from benchmarks.claims import Options, Progress, Row, compared, percentile, show
+from benchmarks.constant import ConstantServer
+from benchmarks.place import Exporter, Place, compiling_once, thread_seconds
 from gpumem_exporter.cli.run import injected_environment
-from tests.emulation.torch_process import REPOSITORY, TorchProcess
+from tests.emulation.torch_process import TorchProcess
+from tests.support.paths import REPOSITORY
+from tests.support.recording_exporter import RecordingExporter
 from tests.support.waiting import wait_for
 
-SAMPLE_MICROSECONDS = 40.0
-REPORTER_PERCENT = {1: 0.06, 8: 0.1}
-PACED_SECONDS = 0.02
-BUSY_SECONDS, REST_SECONDS = 0.9, 0.2
+SAMPLE_RATIO = 1.0
+REPORT_RATIO = 5.0
+TRAINING_RATIO = 1.5
+BUSY_RATIO = 1.5
+INJECTION_RATIO = 0.25
+IMPORT_RATIO = 5.0
+COLD_PAUSE_SECONDS = 0.02
+TURN_SECONDS, REST_SECONDS = 0.9, 0.2
 
 
 def main() -> int:
-    made = parser(__doc__ or "")
-    made.add_argument("--seconds", type=float, default=30.0, help="of each reporter at 1 Hz (default: %(default)s)")
-    made.add_argument("--turns", type=int, default=20, help="with and without, each (default: %(default)s)")
-    options = made.parse_args()
+    options = Options(__doc__)
+    options.amount("--seconds", 30.0, 5.0, "seconds of reports at one device count")
+    options.amount("--turns", 20, 3, "turns with the client and without it")
+    options.amount("--interval", 1.0, 0.25, "seconds between two reports")
+    given = options.read()
+    counts = (1,) if given.real_gpu or given.quick else (1, 8)
+    progress = Progress("reporter", 2 * len(counts) + 4)
     rows = []
-    for devices in (1,) if options.real_gpu else (1, 8):
-        rows += samples(options, devices)
-        rows += reporter_at_rest(options, devices)
-    rows += hundred_hertz(options)
+    for devices in counts:
+        with Place(real_gpu=given.real_gpu, devices=devices) as place:
+            exporter = place.exporter("--report.interval", str(given.interval))
+            process = _with_heaps(place, devices, GPUMEM_EXPORTER_URL=exporter.url)
+            rows += samples(given, progress, process, devices)
+            rows += reports(given, progress, place, exporter, process, devices)
+    rows += with_and_without(given, progress)
     with tempfile.TemporaryDirectory(prefix="gpumem-benchmark-") as bytecode:
-        rows += injection(options, Path(bytecode))
-        rows += start(options, Path(bytecode))
-    return show("reporter", rows, as_json=options.json)
+        rows += injection(given, progress, Path(bytecode))
+        rows += imports(given, progress, Path(bytecode))
+    return show("reporter", rows, as_json=given.json)
 
 
-def samples(options: argparse.Namespace, devices: int) -> list[Row]:
-    """One sample."""
+def samples(given: argparse.Namespace, progress: Progress, process: TorchProcess, devices: int) -> list[Row]:
+    """One sample of the allocator."""
+    progress.part(f"samples of {_count(devices)}")
     rows = []
-    with Place(real_gpu=options.real_gpu, devices=devices) as place:
-        process = _with_heaps(place, devices)
-        for pause, how in ((0.0, "in a tight loop"), (PACED_SECONDS, "by itself, caches cold")):
-            costs = process.exec(
-                "from benchmarks import inside; result = inside.sample_costs(devices, rounds, pause)",
-                devices=devices,
-                rounds=200,
-                pause=pause,
-            )
-            median = {name: statistics.median(values) / devices for name, values in costs.items()}
-            what = f"CPU time of a sample, {_count(devices)}, {how}, a device"
-            beside = f"memory_stats() ({median['memory_stats']:.1f} µs); nothing {median['nothing']:.2f} µs"
-            limit = None if pause else SAMPLE_MICROSECONDS
-            rows.append(Row(what, median["sample"], "µs", limit, beside, median["sample"] / median["memory_stats"]))
+    for pause, how, limit in ((0.0, "many in a row", SAMPLE_RATIO), (COLD_PAUSE_SECONDS, "cold caches", None)):
+        costs = process.exec(
+            "from benchmarks import inside; result = inside.sample_costs(devices, rounds, pause)",
+            devices=devices,
+            rounds=10 * given.turns,
+            pause=pause,
+        )
+        sample, stats = (statistics.median(costs[name]) / devices for name in ("sample", "memory_stats"))
+        what = f"CPU of a sample, {_count(devices)}, {how}, per device"
+        rows.append(compared(what, sample, "µs", "memory_stats()", stats, limit))
     return rows
 
 
-def reporter_at_rest(options: argparse.Namespace, devices: int) -> list[Row]:
-    """The reporter's thread at one report a second, in a program that waits and in one that computes."""
-    rows = []
-    with Place(real_gpu=options.real_gpu, devices=devices) as place:
-        exporter = place.exporter()
-        for transport, url in (("unix socket", exporter.url), ("TCP", exporter.tcp_url)):
-            process = _with_heaps(place, devices, GPUMEM_EXPORTER_URL=url)
-            share = _reporter_share(process, options.seconds)
-            what = f"reporter at 1 Hz, {_count(devices)}, {transport}"
-            rows.append(Row(what, share, "% of a core", REPORTER_PERCENT[devices]))
-            process.close()
-    return rows
-
-
-def _reporter_share(process: TorchProcess, seconds: float) -> float:
-    tid = _start_client(process)
-    time.sleep(3.0)
-    begun, used = time.monotonic(), thread_seconds(process.pid, tid)
-    time.sleep(seconds)
-    return 100 * (thread_seconds(process.pid, tid) - used) / (time.monotonic() - begun)
-
-
-def hundred_hertz(options: argparse.Namespace) -> list[Row]:
-    """A hundred reports a second beside a main thread that never lets go of the GIL: a hundred times what it costs."""
-    speeds: dict[bool, list[float]] = {True: [], False: []}
-    longest: dict[bool, list[float]] = {True: [], False: []}
-    waited: list[float] = []
-    shares: list[float] = []
-    with Place(real_gpu=options.real_gpu, devices=1) as place:
-        exporter = place.exporter("--report.interval", "0.01")
-        process = _with_heaps(place, 1, GPUMEM_EXPORTER_URL=exporter.url)
-        _start_client(process)  # what is imported by this is not what is measured
-        process.call("stop_client")
-        for turn in range(2 * options.turns):
-            reporting = turn % 4 in (1, 2)  # neither is always the second
-            time.sleep(REST_SECONDS)
-            tid = _start_client(process) if reporting else 0
-            before = thread_seconds(process.pid, tid) if reporting else 0.0
-            seen = process.exec("from benchmarks import inside; result = inside.busy(seconds)", seconds=BUSY_SECONDS)
-            if reporting:
-                shares.append(100 * (thread_seconds(process.pid, tid) - before) / BUSY_SECONDS)
-                process.call("stop_client")
-                waited.append(max(seen["waited_ms"], default=0.0))
-            speeds[reporting].append(seen["rounds_a_second"])
-            longest[reporting].append(max(seen["waited_ms"] + seen["elsewhere_ms"], default=0.0))
-    losses = sorted(100 * (1 - on / off) for on, off in zip(speeds[True], speeds[False], strict=True))
-    quartiles = f"{percentile(losses, 0.25):.1f} to {percentile(losses, 0.75):.1f} %"
-    gap, gap_without = statistics.median(longest[True]), statistics.median(longest[False])
+def reports(
+    given: argparse.Namespace,
+    progress: Progress,
+    place: Place,
+    exporter: Exporter,
+    process: TorchProcess,
+    devices: int,
+) -> list[Row]:
+    """The reporter's thread beside one that only posts the same body, in a process that waits."""
+    progress.part(f"reports of {_count(devices)}")
+    server = place.stack.enter_context(ConstantServer(place.folder, 64))
+    body = _recorded_body(process, place.folder / "recording.sock")
+    reporter = _start_client(process)
+    plain = process.exec(
+        "from benchmarks import inside; posts = inside.PlainPosts(path, body, interval)\n"
+        "result = posts.thread.native_id",
+        path=server.unix_url.removeprefix("unix://"),
+        body=body,
+        interval=given.interval,
+    )
+    progress.sleep(max(1.0, 3 * given.interval))  # the first reports import and allocate
+    before = _usage(process, exporter, reporter, plain)
+    progress.sleep(given.seconds)
+    after = _usage(process, exporter, reporter, plain)
+    process.exec("posts.stop()")
+    spent, sent, posting, posted = (now - then for now, then in zip(after, before, strict=True))
+    what = f"CPU of a report, {_count(devices)}, {len(body) / 1e3:.1f} kB"
+    base = 1e6 * posting / posted
     return [
-        Row("main thread's loss at 100 Hz, median", statistics.median(losses), "%", 5.0, f"quartiles {quartiles}"),
-        Row("longest gap in 0.9 s at 100 Hz, more than without", gap - gap_without, "ms", 2.0, f"{gap_without:.2f} ms"),
-        Row("longest wait for the GIL in 0.9 s at 100 Hz, median", statistics.median(waited), "ms"),
-        Row("reporter's thread at 100 Hz", statistics.median(shares), "% of a core"),
+        compared(what, 1e6 * spent / sent, "µs", "http.client POST of the same body", base, REPORT_RATIO),
+        Row(f"the same at one report per second, {_count(devices)}", 100 * spent / sent, "% of a core"),
     ]
 
 
-def injection(options: argparse.Namespace, bytecode: Path) -> list[Row]:
-    """`gpumem-exporter run` in a Python process that never touches CUDA: `python -c pass` with and without it."""
-    told = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "GPUMEM_INJECT")}
-    plain = compiling_once(told, bytecode)
+def _recorded_body(process: TorchProcess, path: Path) -> str:
+    """What the client of this process sends."""
+    with RecordingExporter(path) as recorder:
+        process.call("start_client", url=recorder.url)
+        wait_for(lambda: len(recorder.reports) > 1, "two reports")
+        process.call("stop_client")
+        return json.dumps(recorder.reports[1], separators=(",", ":"))
+
+
+def _usage(process: TorchProcess, exporter: Exporter, reporter: int, plain: int) -> tuple[float, float, float, float]:
+    """Seconds of the reporter, its reports, seconds of the posting thread, its posts."""
+    taken = exporter.metrics().value("gpumem_reports_total", outcome="accepted")
+    posted = process.exec("result = posts.count")
+    return thread_seconds(process.pid, reporter), taken, thread_seconds(process.pid, plain), posted
+
+
+def with_and_without(given: argparse.Namespace, progress: Progress) -> list[Row]:
+    """Training, and computing that never releases the GIL: with the client and without it, in turns."""
+    with Place(real_gpu=given.real_gpu, devices=1) as place:
+        url = place.exporter("--report.interval", "1").url
+        process = _with_heaps(place, 1, GPUMEM_EXPORTER_URL=url)
+        process.exec("from benchmarks import inside; inside.training_cpu_seconds(1.0)")
+        _start_client(process)  # the first start imports
+        process.call("stop_client")
+        progress.part("training with the client and without it")
+        steps: dict[bool, list[float]] = {True: [], False: []}
+        for reporting in _in_turns(given, progress, process, url):
+            step = process.exec("result = inside.training_cpu_seconds(seconds)", seconds=TURN_SECONDS)
+            steps[reporting].append(1e3 * step)
+        url = place.exporter("--report.interval", "0.01").url
+        progress.part("computing with 100 reports per second and without them")
+        rounds: dict[bool, list[float]] = {True: [], False: []}
+        waited: list[float] = []
+        for reporting in _in_turns(given, progress, process, url):
+            seen = process.exec("result = inside.busy(seconds)", seconds=TURN_SECONDS)
+            rounds[reporting].append(1e6 * seen["round_cpu_seconds"])
+            waited += [seen["waited_ms"]] * reporting
+    return [
+        _paired("CPU of a training step with the client", "ms", steps, TRAINING_RATIO),
+        _paired("CPU of pure Python with 100 reports per second", "µs", rounds, BUSY_RATIO),
+        Row("longest wait for the GIL in 0.9 s of that, median", statistics.median(waited), "ms"),
+    ]
+
+
+def _in_turns(given: argparse.Namespace, progress: Progress, process: TorchProcess, url: str) -> Iterator[bool]:
+    """Yield whether the client runs in this turn."""
+    for turn in progress.turns(2 * given.turns):
+        reporting = turn % 4 in (1, 2)  # neither is always the second
+        progress.sleep(REST_SECONDS)
+        if reporting:
+            process.call("start_client", url=url)
+        yield reporting
+        if reporting:
+            process.call("stop_client")
+
+
+def _paired(what: str, unit: str, times: Mapping[bool, list[float]], at_most: float) -> Row:
+    """The median of the ratios of each turn with the client to the one without it beside it."""
+    ratios = [on / off for on, off in zip(times[True], times[False], strict=True)]
+    quartiles = f"quartiles {percentile(ratios, 0.25):.2f} to {percentile(ratios, 0.75):.2f}"
+    beside = f"without ({statistics.median(times[False]):.3g} {unit}), {quartiles}"
+    return Row(what, statistics.median(times[True]), unit, beside, statistics.median(ratios), at_most)
+
+
+def injection(given: argparse.Namespace, progress: Progress, bytecode: Path) -> list[Row]:
+    """`python -c pass` below `gpumem-exporter run` and without it."""
+    progress.part("python -c pass below `run`")
+    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "GPUMEM_INJECT")}
+    plain = compiling_once(inherited, bytecode)
     injected = injected_environment(plain, str(REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"))
-    wall: dict[str, list[float]] = {"with": [], "without": []}
     cpu: dict[str, list[float]] = {"with": [], "without": []}
-    inside: dict[str, list[float]] = {"with": [], "without": []}
-    for _ in range(10 * options.turns):
+    found: dict[str, list[float]] = {"with": [], "without": []}
+    for _ in progress.turns(10 * given.turns):
         for name, environment in (("without", plain), ("with", injected)):
-            begun = time.perf_counter()
             pid = os.posix_spawn(sys.executable, [sys.executable, "-c", "pass"], environment)
             usage = os.wait4(pid, 0)[2]
-            wall[name].append(1e3 * (time.perf_counter() - begun))
             cpu[name].append(1e3 * (usage.ru_utime + usage.ru_stime))
             path = injected["PYTHONPATH"] if name == "with" else ""
-            inside[name].append(float(_python(plain, "-c", _IMPORT_SITECUSTOMIZE, path)))
-    rows = []
-    for what, times, limit in (
-        ("import of sitecustomize under `run`, CPU time more", inside, 1.0),
-        ("`python -c pass` under `run`, CPU time more", cpu, None),
-        ("`python -c pass` under `run`, wall time more", wall, None),
-    ):
-        more, without = _difference(times), statistics.median(times["without"])
-        beside = f"{without:.2f} ms without" if limit is None else f"{without:.2f} ms to find none"
-        rows.append(Row(what, more, "ms", limit, beside))
-    return rows
+            found[name].append(float(_python(plain, "-c", _IMPORT_SITECUSTOMIZE, path)))
+    more, whole = _difference(found), statistics.median(cpu["without"])
+    return [
+        compared("CPU of importing sitecustomize below `run`", more, "ms", "python -c pass", whole, INJECTION_RATIO),
+        compared("CPU of python -c pass below `run`", statistics.median(cpu["with"]), "ms", "without", whole),
+    ]
 
 
 _IMPORT_SITECUSTOMIZE = """
 import sys, time
 sys.modules.pop("sitecustomize", None)
 sys.path[:0] = sys.argv[1:]
-begun = time.thread_time()
+started = time.thread_time()
 try:
     import sitecustomize
 except ModuleNotFoundError:
     pass
-print(1e3 * (time.thread_time() - begun))
+print(1e3 * (time.thread_time() - started))
 """
-"""Where an interpreter has started as usual, what it would have done before: with a clock."""
+"""The import that the start of an interpreter does, in one that has started, with a clock."""
 
 
-def start(options: argparse.Namespace, bytecode: Path) -> list[Row]:
-    """Importing the client and `start()`, in a process that has imported nothing and in one that has imported torch."""
-    rows = []
-    for what, before, turns in (
-        ("after torch", "torch", max(3, options.turns // 2)),
-        ("in a bare interpreter", "sys", options.turns),
-    ):
-        environment = {**compiling_once(os.environ, bytecode), "PYTHONPATH": str(REPOSITORY)}
-        seen = [_python(environment, "-c", _START, before) for _ in range(turns + 1)]
-        times = [[float(number) for number in line.split()] for line in seen[1:]]  # the first writes the bytecode
-        imported, started = (statistics.median(column) for column in zip(*times, strict=True))
-        rows.append(Row(f"import gpumem_exporter.client, {what}", imported, "ms"))
-        rows.append(Row(f"client.start(), {what}", started, "ms"))
-    return rows
+def imports(given: argparse.Namespace, progress: Progress, bytecode: Path) -> list[Row]:
+    """Importing and starting the client in a fresh interpreter without torch."""
+    progress.part("imports")
+    environment = {**compiling_once(os.environ, bytecode), "PYTHONPATH": str(REPOSITORY)}
+    times: dict[str, list[float]] = {name: [] for name in _IMPORTS}
+    for turn in progress.turns(2 * given.turns + 1):
+        for name, code in _IMPORTS.items():
+            took = float(_python(environment, "-c", _TIMED.format(code)))
+            if turn:  # the first writes the bytecode
+                times[name].append(took)
+    client, started, base = (statistics.median(values) for values in times.values())
+    return [
+        compared("import gpumem_exporter.client", client, "ms", "import http.client", base, IMPORT_RATIO),
+        compared("the same and start()", started, "ms", "import http.client", base),
+    ]
 
 
-_START = """
-import importlib, sys, time
-importlib.import_module(sys.argv[1])
-begun = time.perf_counter()
-from gpumem_exporter import client
-imported = time.perf_counter()
-client.start()
-print(1e3 * (imported - begun), 1e3 * (time.perf_counter() - imported))
-"""
+_IMPORTS = {
+    "client": "from gpumem_exporter import client",
+    "start": "from gpumem_exporter import client; client.start()",
+    "base": "import http.client",
+}
+_TIMED = "import time; started = time.thread_time(); {}; print(1e3 * (time.thread_time() - started))"
 
 
 def _python(environment: Mapping[str, str], *arguments: str) -> str:
@@ -209,6 +254,7 @@ def _with_heaps(place: Place, devices: int, **environment: str) -> TorchProcess:
 
 
 def _start_client(process: TorchProcess) -> int:
+    """Start the client and return the thread ID of its reporter."""
     process.call("start_client")
     code = "from benchmarks import inside; result = inside.reporter_thread()"
     tid: int = wait_for(lambda: process.exec(code), "the reporter's thread")

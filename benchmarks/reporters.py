@@ -1,9 +1,8 @@
-"""Simulated reporters for benchmarks: raw long-poll clients whose reports are built as the real ones' are."""
+"""Simulated reporters for benchmarks: long-poll clients whose reports have the shape of real ones."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import os
 import random
@@ -13,21 +12,19 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from urllib.parse import urlsplit
 
-from benchmarks.exposition import COMPONENTS, GIB, PHASES
+from benchmarks.place import Http
+from benchmarks.snapshots import GIB, identity, report
 from gpumem_exporter import procfs
-from gpumem_exporter.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
+from gpumem_exporter.protocol import REPORTS_PATH, ProcessIdentity, to_wire
 
 __all__ = ["HELD_BYTES", "Stand", "probe", "report_body", "report_for_ever"]
 
 HELD_BYTES = GIB
-"""What the driver says of each simulated process on each device; its allocator reserves less."""
-
-_MORE_PHASES = (*PHASES, "gather", "scatter", "validate")
-"""15 phases, 4 components and 15 figures: with what the exporter derives, about 40 series of a process on a device."""
+"""Driver bytes of each simulated process on each device; its allocator reserves less."""
 
 
 class Stand:
-    """Processes that do nothing, for reporters that are not there: the exporter finds them in /proc and counts them."""
+    """Idle processes whose pids simulated reporters use: the exporter finds them in /proc."""
 
     def __init__(self, count: int) -> None:
         self._idle = [subprocess.Popen(["sleep", "infinity"]) for _ in range(count)]
@@ -44,27 +41,30 @@ class Stand:
 
 
 def report_for_ever(url: str, pids: Sequence[int], uuids: Sequence[str], interval_seconds: float) -> None:
-    """One reporter for each pid, their reports spread evenly over the interval, each held until the next is due."""
+    """Run one reporter per pid. Their reports are spread over the interval, and each is held until the next is due."""
     asyncio.run(_report_all(urlsplit(url).port or 80, pids, uuids, interval_seconds))
 
 
-def probe(url: str, pid: int, uuids: Sequence[str], seconds: float, rate_hz: float, answer: Connection) -> None:
-    """Send reports that ask for an answer at once; answers (sent, took) of each, in monotonic seconds."""
-    connection = http.client.HTTPConnection("127.0.0.1", urlsplit(url).port)
-    connection.connect()
-    identity = _identity(pid)
-    times: list[tuple[float, float]] = []
+def probe(
+    urls: tuple[str, str], pid: int, uuids: Sequence[str], seconds: float, rate_hz: float, answer: Connection
+) -> None:
+    """Send reports that are answered at once to the exporter, and the same bodies to a constant route, in turns.
+
+    Sends to `answer` the seconds that each answer of the exporter took, and those of the constant route.
+
+    Args:
+        urls: Of the exporter and of the constant server.
+        rate_hz: Reports per second.
+    """
+    exporter, constant = map(Http, urls)
+    process = _identity(pid)
+    times: tuple[list[float], list[float]] = [], []
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        time.sleep(random.uniform(0.5, 1.5) / rate_hz)
-        body = _body(identity, len(times) + 1, uuids, 0.0)
-        begun = time.monotonic()
-        connection.request("POST", REPORTS_PATH, body, {"Content-Type": "application/json"})
-        with connection.getresponse() as response:
-            response.read()
-            if response.status != 200:
-                raise RuntimeError(f"a report was answered {response.status}")
-        times.append((begun, time.monotonic() - begun))
+        body = _body(process, len(times[0]) + 1, uuids, 0.0)
+        for taken, client, path in zip(times, (exporter, constant), (REPORTS_PATH, "/metrics"), strict=True):
+            time.sleep(random.uniform(0.25, 0.75) / rate_hz)
+            taken.append(client.timed("POST", path, body)[0])
     answer.send(times)
 
 
@@ -72,11 +72,11 @@ async def _report_all(port: int, pids: Sequence[int], uuids: Sequence[str], inte
     async def one(place: int, pid: int) -> None:
         await asyncio.sleep(place / len(pids) * interval_seconds)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        identity, sequence = _identity(pid), 0
+        process, sequence = _identity(pid), 0
         while True:
             sequence += 1
-            begun = time.monotonic()
-            body = _body(identity, sequence, uuids, interval_seconds)
+            started = time.monotonic()
+            body = _body(process, sequence, uuids, interval_seconds)
             head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             answered = await reader.readuntil(b"\r\n\r\n")
@@ -84,61 +84,26 @@ async def _report_all(port: int, pids: Sequence[int], uuids: Sequence[str], inte
                 raise RuntimeError(f"a report was answered {answered!r}")
             length = answered.lower().partition(b"content-length:")[2].split()[0]
             await reader.readexactly(int(length))
-            await asyncio.sleep(max(0.0, begun + interval_seconds - time.monotonic()))
+            await asyncio.sleep(max(0.0, started + interval_seconds - time.monotonic()))
 
     await asyncio.gather(*(one(place, pid) for place, pid in enumerate(pids)))
 
 
 def report_body(pid: int, uuids: Sequence[str], *, hold_seconds: float) -> bytes:
-    """A first report of a process, as it goes over the wire."""
+    """Return the first report of a process, as it is sent."""
     return _body(_identity(pid), 1, uuids, hold_seconds)
 
 
 def _identity(pid: int) -> ProcessIdentity:
-    return ProcessIdentity(
-        pid=pid,
+    return identity(
+        pid,
         start_time_ticks=procfs.start_time_ticks(f"/proc/{pid}"),
         pid_namespace=procfs.pid_namespace(),
         session=os.urandom(8).hex(),
-        session_started_seconds=time.monotonic(),
-        workload="llm-pretrain",
-        rank=str(pid),
-        command="python train.py",
-        torch_version="2.15.0+cu132",
+        started=time.monotonic(),
     )
 
 
-def _body(identity: ProcessIdentity, sequence: int, uuids: Sequence[str], hold_seconds: float) -> bytes:
-    base = GIB // 4 + 4096 * sequence + identity.pid
-    samples = tuple(
-        DeviceSample(
-            uuid=uuid,
-            allocated_bytes=base + index,
-            reserved_bytes=base + 900_000,
-            active_bytes=base + index,
-            inactive_split_bytes=70_000 + sequence,
-            requested_bytes=base - 5000,
-            allocated_peak_bytes=base + 500_000,
-            reserved_peak_bytes=base + 900_000,
-            private_pools_bytes=2048 + sequence,
-            reclaimable_bytes=700_000 + sequence,
-            alloc_retries=sequence,
-            ooms=sequence // 2,
-            segments_allocated=500 + sequence,
-            segments_freed=300 + sequence,
-            cache_flushes=12 + sequence,
-            phase_peak_bytes={phase: base + place for place, phase in enumerate(_MORE_PHASES)},
-            component_bytes={component: base // 4 + place for place, component in enumerate(COMPONENTS)},
-        )
-        for index, uuid in enumerate(uuids)
-    )
-    report = Report(
-        identity,
-        sequence=sequence,
-        devices=samples,
-        pinned_host_bytes=10**6 + sequence,
-        step=sequence,
-        actions=("empty_cache", "collect_garbage", "reset_peak"),
-        hold_seconds=hold_seconds,
-    )
-    return json.dumps(to_wire(report), separators=(",", ":")).encode()
+def _body(of: ProcessIdentity, sequence: int, uuids: Sequence[str], hold_seconds: float) -> bytes:
+    made = report(of, uuids, sequence, hold_seconds=hold_seconds)
+    return json.dumps(to_wire(made), separators=(",", ":")).encode()

@@ -1,25 +1,25 @@
-"""What a clear at the end of a step costs a training loop: steps with one clear in each hundred, and without, in turns.
+"""What a clear at the end of a step costs a training loop: steps with one clear in each hundred, and without.
 
-    python -m benchmarks.step_clear [--json] [--real-gpu] [--turns N]
+    python -m benchmarks.step_clear [--quick] [--json] [--real-gpu]
 
-The clear waits in the process before the hundred begin, runs at the end of the first, in the training thread, and the
-next step takes its memory from the driver again: those two are what it costs. All other steps must be what they were.
-On the emulated node giving memory back and taking it are quicker than on a device, which waits for its kernels.
+The clear waits in the process before the hundred steps start. It runs at the end of the first one, in the training
+thread, and the next step allocates from the driver again: those two pay for it. All other steps must cost what they
+cost without a clear. On the emulated node the driver frees and allocates faster than on a device, which waits for its
+kernels.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
-from benchmarks.claims import Row, parser, show
+from benchmarks.claims import Options, Progress, Row, compared, show, typical
 from benchmarks.place import Place
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 STEPS = 100
-OTHERS_RATIO = 1.05
+OTHERS_RATIO = 1.3
 
 SET_UP = """
 import time
@@ -29,12 +29,12 @@ client.start(workload="steps")
 def hundred(steps):
     took = []
     for _ in range(steps):
-        begun = time.perf_counter()
+        started = time.perf_counter()
         activations = [torch.empty(size << 20, dtype=torch.uint8, device="cuda:0") for size in (3, 7, 25, 60, 11)]
-        sum(range(60_000))  # the interpreter has its share of a step
+        sum(range(60_000))  # as the Python of a training step
         del activations
         client.step()
-        took.append(time.perf_counter() - begun)
+        took.append(time.perf_counter() - started)
     return took
 
 result = len(hundred(steps))
@@ -42,47 +42,42 @@ result = len(hundred(steps))
 
 
 def main() -> int:
-    made = parser(__doc__ or "")
-    made.add_argument("--turns", type=int, default=20, help="hundreds with and without, each (default: %(default)s)")
-    options = made.parse_args()
-    return show("step_clear", measure(options), as_json=options.json)
-
-
-def measure(options: argparse.Namespace) -> list[Row]:
-    """All figures."""
-    with Place(real_gpu=options.real_gpu, devices=1) as place:
+    options = Options(__doc__)
+    options.amount("--turns", 20, 5, "hundreds of steps with a clear and without")
+    given = options.read()
+    progress = Progress("step_clear", 1)
+    progress.part("hundreds of steps with a clear and without")
+    with Place(real_gpu=given.real_gpu, devices=1) as place:
         exporter = place.exporter()
         process = place.torch(GPUMEM_EXPORTER_URL=exporter.url)
         process.exec(SET_UP, steps=STEPS)
         exporter.wait_for_processes(process.pid)
         without: list[list[float]] = []
         with_one: list[list[float]] = []
-        for _ in range(options.turns):
+        for _ in progress.turns(given.turns):
             without.append(process.exec("result = hundred(steps)", steps=STEPS))
-            action = _ask(exporter, process.pid)
+            action = _request(exporter, process.pid)
             with_one.append(process.exec("result = hundred(steps)", steps=STEPS))
             _require_done(exporter, action)
-    usual = _median_ms(without, 2, STEPS)
-    others = _median_ms(with_one, 2, STEPS)
-    first, second = (_median_ms(with_one, i, i + 1) - _median_ms(without, i, i + 1) for i in (0, 1))
-    beside = f"a step without ({usual:.3f} ms)"
+    return show("step_clear", rows_of(without, with_one), as_json=given.json)
+
+
+def rows_of(without: list[list[float]], with_one: list[list[float]]) -> list[Row]:
+    """Compare the hundreds."""
+    usual = _typical_ms(without, 2, STEPS)
+    others = _typical_ms(with_one, 2, STEPS)
+    first, second = (_typical_ms(with_one, i, i + 1) - _typical_ms(without, i, i + 1) for i in (0, 1))
+    hundred, base = (1e3 * statistics.median(map(sum, each)) for each in (with_one, without))
     return [
-        Row("a step that clears at its end, more than one that does not", first, "ms", None, beside, first / usual),
-        Row("the next, which asks the driver again", second, "ms", None, beside, second / usual),
-        Row("every other step, median", others, "ms", None, beside, others / usual, OTHERS_RATIO),
-        Row(
-            "all hundred",
-            1e3 * statistics.median(map(sum, with_one)),
-            "ms",
-            None,
-            "a hundred without",
-            statistics.median(map(sum, with_one)) / statistics.median(map(sum, without)),
-        ),
+        compared("every other step", others, "ms", "a step without a clear", usual, OTHERS_RATIO),
+        compared("the step that clears at its end: additional time", first, "ms", "a step without a clear", usual),
+        compared("the next step: additional time", second, "ms", "a step without a clear", usual),
+        compared("all hundred", hundred, "ms", "a hundred without a clear", base),
     ]
 
 
-def _ask(exporter: ExporterProcess, pid: int) -> Any:
-    """Ask for a clear, and return once it waits in the process."""
+def _request(exporter: ExporterProcess, pid: int) -> Any:
+    """Request a clear, and return once it waits in the process."""
     target = {"pid": pid}
     action = exporter.act("empty_cache", target=target, mode="step", wait_seconds=0, expect=202)
     wait_for(lambda: exporter.get(f"/api/v1/actions/{action['id']}")["state"] == "running", "its delivery")
@@ -100,8 +95,8 @@ def _finished(exporter: ExporterProcess, action_id: str) -> Any:
     return action if action["state"] not in ("queued", "running") else None
 
 
-def _median_ms(hundreds: list[list[float]], begin: int, end: int) -> float:
-    return 1e3 * statistics.median([taken for each in hundreds for taken in each[begin:end]])
+def _typical_ms(hundreds: list[list[float]], start: int, end: int) -> float:
+    return 1e3 * typical([taken for each in hundreds for taken in each[start:end]])
 
 
 if __name__ == "__main__":

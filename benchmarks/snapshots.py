@@ -1,0 +1,124 @@
+"""Nodes and reports for benchmarks: every value changes with each tick, as on a node where everything moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpumem_exporter.core.samples import (
+    DeviceMemory,
+    DeviceReading,
+    NodeReading,
+    ProcessFacts,
+    ProcessKey,
+    ProcessMemory,
+    ReportingProcess,
+)
+from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+
+__all__ = ["GIB", "identity", "node", "report", "reporting", "uuid"]
+
+GIB = 2**30
+PHASES = (
+    "forward",
+    "backward",
+    "optimizer",
+    "data",
+    "eval",
+    "checkpoint",
+    "logging",
+    "sampling",
+    "compile",
+    "allreduce",
+    "warmup",
+    "other",
+)
+COMPONENTS = ("parameters", "gradients", "optimizer_state", "other")
+"""With what the exporter derives, a process has about 40 series on each device."""
+
+
+def node(processes: int, devices: int, tick: int) -> NodeReading:
+    """Return one reading of the driver: every process is on every device."""
+    return NodeReading(
+        taken_seconds=float(tick),
+        taken_unix_seconds=1.7e9 + tick,
+        duration_seconds=0.0123,
+        up=True,
+        driver_version="570.86.15",
+        devices=tuple(
+            DeviceReading(
+                gpu=str(index),
+                uuid=uuid(index),
+                name="NVIDIA H100 80GB HBM3",
+                pci_bus_id=f"00000000:{index:02X}:00.0",
+                memory=DeviceMemory(80 * GIB, 60 * GIB + tick, 19 * GIB - tick, GIB),
+                processes=tuple(ProcessMemory(10_000 + pid, GIB // 2 + tick + pid) for pid in range(processes)),
+                utilization_ratio=0.97,
+            )
+            for index in range(devices)
+        ),
+        facts={10_000 + pid: ProcessFacts(10_000 + pid, 5, "python train.py", "alice") for pid in range(processes)},
+    )
+
+
+def uuid(index: int) -> str:
+    """Return the UUID of a device of `node`."""
+    return f"GPU-8f6d3c1a-52b7-4e0f-9d1c-{index:012x}"
+
+
+def identity(
+    pid: int, *, start_time_ticks: int = 5, pid_namespace: int = 4026531836, session: str = "", started: float = 0.0
+) -> ProcessIdentity:
+    """Return what a training process says of itself."""
+    return ProcessIdentity(
+        pid=pid,
+        start_time_ticks=start_time_ticks,
+        pid_namespace=pid_namespace,
+        session=session or f"{pid}",
+        session_started_seconds=started,
+        workload="llm-pretrain",
+        rank=str(pid),
+        command="python train.py",
+        torch_version="2.15.0+cu132",
+    )
+
+
+def report(of: ProcessIdentity, uuids: Sequence[str], tick: int, *, hold_seconds: float = 0.0) -> Report:
+    """Return a report of a process that is on these devices."""
+    base = GIB // 4 + 4096 * tick + of.pid
+    samples = tuple(
+        DeviceSample(
+            uuid=each,
+            allocated_bytes=base + index,
+            reserved_bytes=base + 900_000,
+            active_bytes=base + index,
+            inactive_split_bytes=70_000 + tick,
+            requested_bytes=base - 5000,
+            allocated_peak_bytes=base + 500_000,
+            reserved_peak_bytes=base + 900_000,
+            private_pools_bytes=2048 + tick,
+            reclaimable_bytes=700_000 + tick,
+            alloc_retries=tick,
+            ooms=tick // 2,
+            segments_allocated=500 + tick,
+            segments_freed=300 + tick,
+            cache_flushes=12 + tick,
+            phase_peak_bytes={phase: base + number for number, phase in enumerate(PHASES)},
+            component_bytes={component: base // 4 + number for number, component in enumerate(COMPONENTS)},
+        )
+        for index, each in enumerate(uuids)
+    )
+    return Report(
+        of,
+        sequence=tick,
+        devices=samples,
+        pinned_host_bytes=10**6 + tick,
+        step=tick,
+        actions=("empty_cache", "collect_garbage", "reset_peak"),
+        hold_seconds=hold_seconds,
+    )
+
+
+def reporting(pid: int, devices: int, tick: int) -> ReportingProcess:
+    """Return a process of `node` with its report."""
+    made = report(identity(pid), [uuid(index) for index in range(devices)], tick)
+    return ReportingProcess(ProcessKey(4026531836, pid), 10_000 + pid, made, float(tick), 1.7e9 + tick)
