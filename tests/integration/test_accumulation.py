@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,8 @@ MIXED = [4, 1, 3, 2, 4, 4, 1]
 @pytest.fixture(scope="module")
 def process() -> Iterator[TorchProcess]:
     """One without any driver, for what needs the CPU alone."""
-    with TorchProcess(None, {"OMP_NUM_THREADS": "1"}) as started:
+    with TorchProcess(None) as started:
+        started.exec("torch.set_num_threads(1)")
         yield started
 
 
@@ -64,7 +66,8 @@ def test_a_loop_that_is_still_held_changes_nothing_in_the_next(process: TorchPro
 
 
 def test_batches_of_another_size_than_was_reckoned_with_are_told_once(process: TorchProcess) -> None:
-    assert call(process, "of_another_size") == ["the loader gives micro batches of 2 samples, not of 4"]
+    (line,) = call(process, "of_another_size")
+    assert re.search(r"\b2\b.*\b4\b", line)
 
 
 def test_every_public_name_of_training_is_there(process: TorchProcess) -> None:
@@ -76,22 +79,21 @@ def test_every_public_name_of_training_is_there(process: TorchProcess) -> None:
 
 def test_wrong_use_is_told_what_would_be_right(process: TorchProcess) -> None:
     told = call(process, "refusals")
-    assert told == {
-        "uneven": "effective batch 100 is no multiple of 32 (micro batches of 32 on 1 rank); 96 or 128 would be",
-        "small": "effective batch 16 is no multiple of 32 (micro batches of 32 on 1 rank); 32 would be",
-        "none": "micro batch 0; it must be at least 1",
-        "autocast": "autocast to torch.float64; torch.bfloat16, torch.float16 or None would be right",
-        "clip": "clip norm 0.0; it must be above 0",
-        "a part": (
-            "clip norm: only parts of the model are FullyShardedDataParallel, and no rank knows the norm of all;"
-            " wrap the model itself, or shard it by torch.distributed.fsdp.fully_shard"
-        ),
-        "clear": "clear the cache every 0 steps; it must be at least 1",
-        "group": "a process group is given, but torch.distributed is not initialised",
-        "backward": "backward() comes after the loss was computed under `with accumulator.forward():`",
-        "samples": "a mean over 0.0 samples; there must be more than 0",
-        "step": "the window of 2 micro batches is complete: call step() before the next forward()",
+    expected = {
+        "uneven": r"effective batch.*\b100\b.*\b32\b.*micro batch.*\b32\b.*\b1 rank.*\b96\b.*\b128\b",
+        "small": r"effective batch.*\b16\b.*\b32\b.*micro batch.*\b32\b.*\b1 rank.*\b32\b",
+        "none": r"micro batch.*\b0\b.*\b1\b",
+        "autocast": r"autocast.*torch\.float64.*torch\.bfloat16.*torch\.float16.*None",
+        "clip": r"clip norm.*\b0\.0\b.*\b0\b",
+        "a part": r"clip norm.*FullyShardedDataParallel.*torch\.distributed\.fsdp\.fully_shard",
+        "clear": r"clear the cache.*\b0\b.*\b1\b",
+        "group": r"process group.*torch\.distributed",
+        "backward": r"backward\(\).*accumulator\.forward\(\)",
+        "samples": r"\b0\.0 samples\b.*\b0\b",
+        "step": r"\b2\b.*step\(\).*forward\(\)",
     }
+    assert told.keys() == expected.keys()
+    assert [text for name, text in told.items() if not re.search(expected[name], text)] == []
 
 
 def test_a_window_that_fails_or_is_left_leaves_nothing_in_the_next(process: TorchProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +13,12 @@ import pytest
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 
-SAME = "loss, gradients and buffers are the same to the bit in all of them"
-
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[TorchProcess]:
     node = EmulatedNode(tmp_path_factory.mktemp("node") / "node")
-    variables = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": None}
-    with contextlib.closing(node), TorchProcess(node, variables) as started:
+    with contextlib.closing(node), TorchProcess(node, {"PYTORCH_CUDA_ALLOC_CONF": None}) as started:
+        started.exec("torch.set_num_threads(1)")
         yield started
 
 
@@ -28,8 +27,9 @@ def call(process: TorchProcess, function: str, **arguments: Any) -> Any:
     return process.exec(code, given=arguments, timeout_seconds=110)
 
 
-def names(told: dict[str, Any]) -> list[str]:
-    return [row["name"] for row in told["rows"]]
+def ways(told: dict[str, Any]) -> list[int | None]:
+    """Every which block is recomputed in each row; None without checkpoints."""
+    return [row["every"] for row in told["rows"]]
 
 
 def peaks(told: dict[str, Any]) -> list[int]:
@@ -41,17 +41,13 @@ def test_the_longest_list_of_blocks_of_one_class_is_recomputed_and_without_cuda_
     process: TorchProcess,
 ) -> None:
     told = call(process, "plain")
-    assert told["blocks"] == "5 Block in blocks"
-    assert [(row["name"], row["blocks"]) for row in told["rows"]] == [
-        ("none", 0),
-        ("every 2nd block", 3),
-        ("every block", 5),
-    ]
+    assert re.search(r"\b5 Block\b.*\bblocks\b", told["blocks"])
+    assert [(row["every"], row["blocks"]) for row in told["rows"]] == [(None, 0), (2, 3), (1, 5)]
+    assert [row["name"] in told["text"] for row in told["rows"]] == [True] * 3
     # a warm-up, two timed runs and one to compare, and a second one without checkpoints: 13 forward passes each
     assert told["calls"] == [13 + 4 + 4, 13 + 4, 13 + 4 + 4, 13 + 4, 13 + 4 + 4]
     assert {row["peak_bytes"] for row in told["rows"]} == {None}
-    assert "no CUDA" in told["text"]
-    assert told["text"].endswith(SAME)
+    assert "CUDA" in told["text"]
     assert told["same_results"] is True
     assert all(row["seconds"] > 0 for row in told["rows"])
 
@@ -80,51 +76,51 @@ def test_results_that_checkpointing_moves_are_named(process: TorchProcess) -> No
     told = call(process, "differing")
     drawing, norms, noisy = (told[name] for name in ("drawing", "norms", "noisy"))
     assert [row["difference"] is not None for row in drawing["rows"]] == [False, True, True, True]
-    assert "gradient of" in drawing["text"]
-    assert norms["blocks"] == "3 Sequential in the model itself"
+    assert "gradient" in drawing["text"]
+    assert re.search(r"\b3 Sequential\b", norms["blocks"])
     assert [row["difference"] is not None for row in norms["rows"]] == [False, True, True]
     moved = norms["rows"][2]["difference"]["names"]
     assert {name.split()[0] for name in moved} == {"buffer"}, "gradients stay"
     assert {name.rsplit(".")[-1] for name in moved} == {"running_mean", "running_var", "num_batches_tracked"}
-    assert "NOT THE SAME (every block and none): buffer 0.1.running_mean" in norms["text"]
-    assert "NOT THE SAME (none and run again): loss" in noisy["text"], "a model that is never twice the same"
-    assert not any(each["same_results"] or SAME in each["text"] for each in (drawing, norms, noisy))
+    assert "0.1.running_mean" in norms["text"]
+    assert "loss" in noisy["text"], "a model that is never twice the same"
+    assert not any(each["same_results"] for each in (drawing, norms, noisy))
 
 
 def test_blocks_selections_and_batches_are_as_the_caller_says(process: TorchProcess) -> None:
     told = call(process, "chosen")
-    assert told["given"]["blocks"] == "3 given blocks"
-    assert names(told["given"]) == ["none", "every 3rd block", "every block"]
+    assert re.search(r"\b3\b", told["given"]["blocks"])
+    assert ways(told["given"]) == [None, 3, 1]
     assert told["still evaluating"] is True
     for name in ("evaluating", "positional", "autocast"):
-        assert names(told[name]) == ["none", "every 4th block", "every 2nd block", "every block"]
+        assert ways(told[name]) == [None, 4, 2, 1]
         assert told[name]["same_results"], told[name]["text"]
 
 
 def test_what_cannot_be_compared_is_refused_with_what_would_be_right(process: TorchProcess) -> None:
     told = call(process, "refusals")
     expected = {
-        "no blocks": "blocks=[...]",
-        "foreign blocks": "blocks are modules inside of the model",
-        "the model as a block": "blocks are modules inside of the model",
-        "no blocks given": "at least one",
-        "every 9": "every 9; there are 5 blocks",
-        "every 0": "every 0; there are 5 blocks",
-        "no repeats": "at least 1",
-        "no loss": "a tensor of shape (8, 3), no tensor of one number",
-        "text for a loss": "a str, no tensor of one number",
-        "nothing to train": "no parameter that is trained",
-        "a hook": "head.weight",
-        "meta": "meta device",
-        "inference": "call it outside",
-        "lazy": "5.weight is made in the first forward pass",
-        "a computed batch": "give it detached",
-        "autocast": "torch.bfloat16 or torch.float16",
-        "no parameters": "Sequential has no parameters",
-        "reset on the CPU": "the model is on the cpu",
+        "no blocks": r"\bLinear\b.*blocks=\[",
+        "foreign blocks": "blocks",
+        "the model as a block": "blocks",
+        "no blocks given": "blocks",
+        "every 9": r"\bevery\b.*\b9\b.*\b5\b",
+        "every 0": r"\bevery\b.*\b0\b.*\b5\b",
+        "no repeats": r"\brepeats\b.*\b0\b.*\b1\b",
+        "no loss": r"\bloss\b.*\(8, 3\)",
+        "text for a loss": r"\bloss\b.*\bstr\b",
+        "nothing to train": r"\bloss\b.*\bparameter\b",
+        "a hook": r"\bhook\b.*\bhead\.weight\b",
+        "meta": r"\bmeta\b",
+        "inference": r"torch\.inference_mode",
+        "lazy": r"\b5\.weight\b",
+        "a computed batch": r"\bbatch\b.*\bdetached\b",
+        "autocast": r"torch\.int8.*torch\.bfloat16.*torch\.float16",
+        "no parameters": r"\bSequential\b.*\bparameters\b",
+        "reset on the CPU": r"\breset_peaks\b.*\bcpu\b",
     }
     assert told.keys() == expected.keys()
-    assert [name for name, text in expected.items() if text not in told[name]] == []
+    assert [told[name] for name, pattern in expected.items() if not re.search(pattern, told[name])] == []
 
 
 def test_a_figure_has_times_and_peaks_and_without_matplotlib_the_extra_is_named(
@@ -133,10 +129,12 @@ def test_a_figure_has_times_and_peaks_and_without_matplotlib_the_extra_is_named(
     path = tmp_path / "figure.png"
     told = call(process, "figures", path=str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert told["titles"] == ["time, ms", "peak above the start, MiB (simulated)"]
+    times, peaks_of_bars = told["titles"]
+    assert re.search(r"\bms\b", times)
+    assert re.search(r"\bpeak\b.*\bMiB\b.*\bsimulated\b", peaks_of_bars)
     assert told["labels"] == [f"{peak / 2**20:.4g}" for peak in told["peaks"]]
     assert told["pyplot"] is False, "no window and no state of the process'"
-    assert "pip install 'gpumem-exporter[plot]'" in told["missing"]
+    assert "gpumem-exporter[plot]" in told["missing"]
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +153,7 @@ def test_a_peak_below_an_earlier_one_is_bounded_and_said_to_be(measured: dict[st
     assert [row["exact"] for row in rows] == [False] * 4
     for row, peak in zip(rows, peaks(measured["reset"]), strict=True):
         assert 0 < row["peak_bytes"] <= peak <= row["peak_at_most_bytes"]
-    assert "reset_peaks=True makes it exact" in measured["again"]["text"]
+    assert "reset_peaks=True" in measured["again"]["text"]
 
 
 def test_simulated_peaks_are_within_five_per_cent_of_the_allocators(measured: dict[str, Any]) -> None:
@@ -164,14 +162,14 @@ def test_simulated_peaks_are_within_five_per_cent_of_the_allocators(measured: di
     assert {row["simulated"] for row in measured["simulated"]["rows"]} == {True}
     assert {row["simulated"] for row in measured["reset"]["rows"]} == {False}
     assert "simulated" in measured["simulated"]["text"]
-    assert "this one is on cuda:0" in measured["refusal"]
+    assert re.search(r"\bsimulate\b.*\bcuda:0\b", measured["refusal"])
 
 
 def test_a_way_without_enough_memory_is_told_as_such_and_the_others_are_measured(process: TorchProcess) -> None:
     told = call(process, "without_room")
     first, *_, last = told["rows"]
-    assert (first["name"], first["out_of_memory"], first["seconds"], first["peak_bytes"]) == ("none", True, None, None)
-    assert (last["name"], last["out_of_memory"]) == ("every block", False)
+    assert (first["every"], first["out_of_memory"], first["seconds"], first["peak_bytes"]) == (None, True, None, None)
+    assert (last["every"], last["out_of_memory"]) == (1, False)
     assert last["exact"] is True
     assert last["seconds"] > 0
     assert "out of memory" in told["text"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ MIB = 1 << 20
 @pytest.fixture(scope="module")
 def process() -> Iterator[TorchProcess]:
     """One without any driver."""
-    with TorchProcess(None, {"OMP_NUM_THREADS": "1"}) as started:
+    with TorchProcess(None) as started:
+        started.exec("torch.set_num_threads(1)")
         yield started
 
 
@@ -54,9 +58,10 @@ def test_whatever_fails_the_checkpoint_of_before_stays_and_nothing_else(process:
     for name in ("full", "full at the end"):
         text = told[name][2]
         needed = {"full": "16.0 MiB", "full at the end": "1.0 MiB"}[name]
-        assert text.startswith(f"{tmp_path}/last.pt is not written: File too large; it needs {needed}, and ")
-        assert text.endswith(" are free there")
-    assert "Unknown cannot be loaded with weights_only=True" in told["unknown class"][2]
+        assert re.search(
+            rf"{tmp_path}/last\.pt\b.*{os.strerror(errno.EFBIG)}.*\b{re.escape(needed)}\b.*\b\d[\d.]* [KMGT]iB\b", text
+        )
+    assert re.search(r"\bUnknown\b.*weights_only=True", told["unknown class"][2])
     assert "save_checkpoint(path, model=model)" in told["nothing"][2]
 
 
@@ -74,14 +79,14 @@ def test_a_link_and_the_permissions_of_a_replaced_file_stay(process: TorchProces
     assert told == {"fresh": "0o640", "kept": "0o664", "link": True, "step": 2}
 
 
-def test_threads_that_save_first_at_once_tell_torch_once() -> None:
-    with TorchProcess(None, {"OMP_NUM_THREADS": "1"}) as process:  # what torch is told it keeps
-        assert call(process, "first_saves_at_once") == 1
+def test_threads_that_save_first_at_once_tell_torch_once(tmp_path: Path) -> None:
+    with TorchProcess(None) as process:  # what torch is told it keeps
+        assert call(process, "first_saves_at_once", folder=str(tmp_path)) == 1
 
 
 def test_a_part_of_a_sharded_tensor_is_refused_by_its_name(process: TorchProcess, tmp_path: Path) -> None:
     said = call(process, "sharded", path=str(tmp_path / "a.pt"))
-    assert said.startswith("model.layers[0].weight is a DTensor")
+    assert re.match(r"model\.layers\[0\]\.weight\b.*\bDTensor\b", said)
     assert "full_state_dict=True" in said
     assert list(tmp_path.iterdir()) == []
 
@@ -90,7 +95,7 @@ def test_a_model_whose_state_all_ranks_gather_is_refused_before_any_is_waited_fo
     process: TorchProcess, tmp_path: Path
 ) -> None:
     said = call(process, "fully_sharded", path=str(tmp_path / "a.pt"))
-    assert said.startswith("model has a FullyShardedDataParallel")
+    assert re.match(r"model\b.*\bFullyShardedDataParallel\b", said)
     assert "full_state_dict=True" in said
     assert list(tmp_path.iterdir()) == []
 

@@ -21,7 +21,6 @@ from torch import nn
 
 from gpumem_exporter import training
 from gpumem_exporter.errors import GpumemError
-from gpumem_exporter.training import saving
 
 MIB = 1 << 20
 
@@ -205,8 +204,8 @@ def replaced(folder: str) -> dict[str, Any]:
     return {"fresh": fresh, "kept": kept, "link": link.is_symlink(), "step": load(target)["step"]}
 
 
-def first_saves_at_once() -> int:
-    """How often torch is given the tagger where two threads need it first; it cannot bear it twice."""
+def first_saves_at_once(folder: str) -> int:
+    """How often torch is given the tagger where two threads save first; it cannot bear it twice."""
     given: list[int] = []
     twice = threading.Event()
     register = torch.serialization.register_package
@@ -215,12 +214,14 @@ def first_saves_at_once() -> int:
         given.append(1)
         if len(given) == 2:
             twice.set()
-        twice.wait(1)  # the other one comes by here meanwhile, unless something keeps it
+        twice.wait(0.5)  # the other one comes by here meanwhile, unless something keeps it
 
-    saving._registered.cache_clear()
     torch.serialization.register_package = count  # type: ignore[assignment]
     try:
-        threads = [threading.Thread(target=saving._tagger) for _ in range(2)]
+        threads = [
+            threading.Thread(target=save, args=(f"{folder}/{number}.pt",), kwargs={"step": number})
+            for number in range(2)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
