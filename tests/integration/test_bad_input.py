@@ -21,6 +21,7 @@ from gpumem_exporter.client._transport import Answer
 from gpumem_exporter.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.exporter_process import ExporterProcess
+from tests.support.waiting import patient
 
 ACTIONS = "/api/v1/actions"
 STILL = ("--collect.interval", "3600", "--report.interval", "3600", "--report.expiry", "36000")
@@ -275,7 +276,7 @@ def send(path: Path, route: str, body: bytes) -> int:
     head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     received = b""
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(30)
+        sock.settimeout(patient(30))
         sock.connect(str(path))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             sock.sendall(head.encode() + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +22,9 @@ def process() -> Iterator[TorchProcess]:
 
 
 def call(process: TorchProcess, function: str) -> Any:
-    return process.exec(f"from tests import models_in_use\nresult = models_in_use.{function}()", timeout_seconds=110)
+    return process.exec(
+        f"from tests.programs import models_in_use\nresult = models_in_use.{function}()", timeout_seconds=110
+    )
 
 
 def test_inference_leaves_each_part_in_its_mode_and_says_that_there_is_no_cuda(process: TorchProcess) -> None:
@@ -31,8 +34,10 @@ def test_inference_leaves_each_part_in_its_mode_and_says_that_there_is_no_cuda(p
     assert told["dtypes"] == ["torch.bfloat16", "torch.float32"]
     assert told["inference"] == [True, True]
     assert told["gradients"] is True
-    assert (told["devices"], told["lines"]) == ([], ["inference of Sequential: no CUDA"] * 4)
-    assert told["autocast"] == "ConfigurationError: autocast torch.int8; it computes in torch.bfloat16 or torch.float16"
+    assert told["devices"] == []
+    assert len(told["lines"]) == 4
+    assert all(re.search(r"\bSequential\b.*\bno CUDA\b", line) for line in told["lines"])
+    assert re.search(r"^ConfigurationError\b.*torch\.int8\b.*torch\.bfloat16\b.*torch\.float16\b", told["autocast"])
     assert told["generator"].startswith("TypeError")
 
 
@@ -43,20 +48,23 @@ def test_changed_weights_are_measured_and_what_would_change_nothing_is_refused(p
     assert told["allocated"] == told["peaks"] == [None, None]
     assert "no CUDA" in told["text"]
     assert 0 < told["difference"] < 0.1
-    assert f"outputs differ by up to {told['difference']:.2g} of their norm" in told["text"]
+    assert f" {told['difference']:.2g} " in told["text"]
     assert told["dtypes"] == ["torch.bfloat16"]
     assert [name for name in ("logged", "layout", "optimizer", "modes", "statistics") if not told[name]] == []
     expected = {
-        "nothing": "nothing is asked for",
-        "the same dtype": "has it already",
-        "integers": "floating-point",
-        "the same layout": "is that already",
-        "reset without example": "give an example",
-        "no convolution": "the model has none",
-        "no parameters": "no parameters",
+        "nothing": ("dtype=", "channels_last="),
+        "the same dtype": ("torch.bfloat16", "Sequential"),
+        "integers": ("torch.int8", "torch.bfloat16"),
+        "the same layout": ("channels_last", "Sequential"),
+        "reset without example": ("reset_peaks", "example"),
+        "no convolution": ("channels_last",),
+        "no parameters": ("ReLU",),
     }
     assert told["refused"].keys() == expected.keys()
-    assert [name for name, text in expected.items() if text not in told["refused"][name]] == []
+    for name, parts in expected.items():
+        refusal = told["refused"][name]
+        assert refusal.startswith("ConfigurationError: ")
+        assert [part for part in parts if part not in refusal] == []
 
 
 def test_an_output_that_is_and_stays_zero_does_not_differ(process: TorchProcess) -> None:
@@ -69,7 +77,7 @@ def test_on_a_device_the_bytes_and_peaks_are_the_allocators(start_torch: StartTo
     assert (before, exact) == (after, True)
     assert peak - before >= 2 * 4 * MIB, "the outputs of two layers at once"
     assert len(told["lines"]) == 1
-    assert told["lines"][0].startswith("inference of Sequential: cuda:0 ")
+    assert re.search(r"\bSequential\b.*\bcuda:0\b", told["lines"][0])
     assert told["weights"] == [16 * MIB, 8 * MIB]
     assert told["fell"] == told["told fell"] == 8 * MIB
     assert told["exact"] == [True, True]
