@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from typing import Any
 
-from tests.support.paths import REPOSITORY
+from tests.emulation.torch_process import TorchProcess
 
 TRAINING = """
-import contextlib, copy, hashlib, json, sys
-import torch
+import contextlib, copy, hashlib
 from torch import nn
 
-with_tools = sys.argv[1] == "with"
+torch.set_num_threads(1)
 torch.manual_seed(7)
 model = nn.Sequential(
     nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3),
@@ -50,7 +46,7 @@ for step in range(40):
             gpumem.log_summary(); gpumem.lingering_tensors(); gpumem.clear_cache(collect_garbage=True)
             gpumem.deep_clean(); gpumem.recommend_allocator_settings(); gpumem.to_cpu([loss])
             training.compare_checkpointing(model, x, loss=lambda out: nn.functional.cross_entropy(out, y), repeats=1)
-            training.save_checkpoint(sys.argv[2], model=model, optimizer=optimizer)
+            training.save_checkpoint(path, model=model, optimizer=optimizer)
             with training.inference_mode(model):
                 model(x)
             training.optimize_model(copy.deepcopy(model), dtype=torch.bfloat16, example=x)
@@ -62,25 +58,17 @@ for step in range(40):
     losses.append(loss.item().hex())
 
 weights = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in model.state_dict().values())).hexdigest()
-print(json.dumps({"losses": losses, "weights": weights, "next": torch.rand(1).item().hex(), "mode": model.training}))
+result = {"losses": losses, "weights": weights, "next": torch.rand(1).item().hex(), "mode": model.training}
 """
 
 
 def test_a_training_with_every_tool_on_is_the_same_to_the_bit(tmp_path: Any) -> None:
-    def train(how: str) -> Any:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
-        environment |= {"PYTHONPATH": str(REPOSITORY), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(
-            [sys.executable, "-c", TRAINING, how, str(tmp_path / "last.pt")],
-            capture_output=True,
-            text=True,
-            timeout=110,
-            check=False,
-            env=environment,
-        )
-        assert ended.returncode == 0, ended.stderr
-        return json.loads(ended.stdout.splitlines()[-1])
+    def train(*, with_tools: bool) -> Any:
+        environment: dict[str, str | None] = {name: None for name in os.environ if name.startswith("GPUMEM_")}
+        with TorchProcess(None, {**environment, "CUDA_VISIBLE_DEVICES": ""}) as process:
+            path = str(tmp_path / "last.pt")
+            return process.exec(TRAINING, with_tools=with_tools, path=path, timeout_seconds=110)
 
-    without = train("without")
+    without = train(with_tools=False)
     assert len(set(without["losses"])) == 40
-    assert train("with") == without
+    assert train(with_tools=True) == without
