@@ -33,6 +33,7 @@ from tests.emulation.torch_process import TorchProcess
 from tests.gpu.driver import anonymous, books, nvml, why_no_device
 from tests.gpu.report_page import file_name, markdown
 from tests.support.paths import DATA, REPOSITORY
+from tests.support.waiting import patient
 
 __all__ = ["Device", "Report", "main"]
 
@@ -158,7 +159,7 @@ def _commit() -> str:
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(REPOSITORY), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=patient(30)).stdout.strip()
 
     try:
         return git("rev-parse", "--short=12", "HEAD") + (", with changes" if git("status", "--porcelain") else "")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
-import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK, ExporterProcess
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 ACTIONS = 1000
 THREADS = 16
@@ -47,24 +47,24 @@ def ask_all(exporter: ExporterProcess, pids: Sequence[int]) -> list[Any]:
     """Ask for so many clears from several threads, each with a key of its own, again and again until it is answered."""
 
     def ask(numbers: range) -> list[Any]:
-        connection = Connection(exporter.url, timeout_seconds=70.0)
+        connection = Connection(exporter.url, timeout_seconds=patient(70.0))
         answered = []
         for number in numbers:
             body = {"action": "empty_cache", "target": {"pid": pids[number % len(pids)]}, "wait_seconds": 60}
             headers = {"Content-Type": "application/json", "Idempotency-Key": f"key-{number}"}
-            end = time.monotonic() + PATIENCE_SECONDS
-            while True:
+
+            def done(body: dict[str, Any] = body, headers: dict[str, str] = headers) -> bytes | None:
                 try:
                     answer = connection.request("POST", "/api/v1/actions", json.dumps(body).encode(), headers)
                 except ExporterUnreachableError:
-                    answer = None
-                if answer is not None and answer.status == 200:
-                    break
+                    return None
+                if answer.status == 200:
+                    return answer.body
                 # after a restart, nobody may have reported yet
-                assert answer is None or answer.status == 404, answer
-                assert time.monotonic() < end, answer
-                time.sleep(0.02)
-            answered.append(json.loads(answer.body))
+                assert answer.status == 404, answer
+                return None
+
+            answered.append(json.loads(wait_for(done, f"the answer to action {number}", PATIENCE_SECONDS) or b""))
         connection.close()
         return answered
 
@@ -88,7 +88,6 @@ def flushes(processes: Sequence[TorchProcess]) -> int:
     return sum(process.call("stats", device=0)["num_sync_all_streams"] for process in processes)
 
 
-@pytest.mark.timeout(300)
 def test_of_a_thousand_actions_at_once_none_is_lost_and_none_is_done_twice(
     exporter: ExporterProcess, processes: list[TorchProcess]
 ) -> None:
@@ -109,7 +108,6 @@ def test_of_a_thousand_actions_at_once_none_is_lost_and_none_is_done_twice(
     assert {action["id"] for action in logged} == ids
 
 
-@pytest.mark.timeout(300)
 def test_an_exporter_killed_in_the_middle_answers_for_every_action_once(
     exporter: ExporterProcess, processes: list[TorchProcess]
 ) -> None:
@@ -129,7 +127,8 @@ def test_an_exporter_killed_in_the_middle_answers_for_every_action_once(
     assert done <= flushes(processes) - before <= ACTIONS
     assert set(outcomes.values()) <= {"done", "failed"}
     cut_off = [reply for reply in replies if reply["state"] == "failed"]
-    assert all("restarted before its answer came" in row["reason"] for reply in cut_off for row in reply["results"])
+    assert {row["outcome"] for reply in cut_off for row in reply["results"]} <= {"failed"}
+    assert all(row["reason"] for reply in cut_off for row in reply["results"])
     assert len(cut_off) <= 2 * THREADS
     ends = {event["id"]: event["state"] for event in events(exporter, "action")}
     assert ends == outcomes
@@ -170,4 +169,4 @@ def test_who_asks_too_often_is_told_when_to_come_again(
     answers = [exporter.request("POST", "/api/v1/actions", body) for _ in range(3)]
     assert [answer.status for answer in answers] == [200, 200, 429]
     assert 1 <= int(answers[2].headers["retry-after"]) <= 30
-    assert "was asked 2 times within a minute" in json.loads(answers[2].body)["detail"]
+    assert re.search(rf"\b{process.pid}\b.*\b2\b", json.loads(answers[2].body)["detail"])

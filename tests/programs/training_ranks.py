@@ -1,13 +1,12 @@
-"""Two ranks below torchrun, each with a device of its own, that accumulate gradients and search for a batch size.
+"""Two ranks, each with a device of its own, that accumulate gradients and search for a batch size.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 2 -m tests.programs.training_ranks
-
-Each prints what it found as one line of JSON. The second rank has fewer samples, and the first one less memory.
+Processes with torch that a test has started call `run`. The second rank has fewer samples, and the first one less
+memory.
 """
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -151,13 +150,17 @@ def search(rank: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    told = {"rank": rank, "accumulation": accumulate(rank), "misuse": misuse(), "search": search(rank)}
-    print(json.dumps(told), flush=True)
-    dist.destroy_process_group()
+def run(rank: int, store: str) -> dict[str, Any]:
+    """Do the work of a rank.
 
-
-if __name__ == "__main__":
-    main()
+    Args:
+        rank: 0 or 1.
+        store: Path of a file in which the ranks find each other; it does not exist yet.
+    """
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    try:
+        return {"accumulation": accumulate(rank), "misuse": misuse(), "search": search(rank)}
+    finally:
+        dist.destroy_process_group()
