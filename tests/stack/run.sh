@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the project's image from its own Dockerfile and starts what docker-compose.yml describes, but for Grafana, in
-# containers of its own; then checks what README.md in this folder lists. Takes about two minutes and needs root on Debian,
+# Builds the image from the Dockerfile and starts the services of docker-compose.yml, except Grafana, in real
+# containers. Then runs the checks that README.md in this folder lists. Takes about two minutes. Needs root on Debian,
 # 2 GB of disk, and the network for Debian's and Python's packages. Leaves nothing behind.
 set -eu
 cd "$(dirname "$0")/../.."
