@@ -26,7 +26,7 @@ from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 ALERTS = "/api/v1/alerts"
 EXAMPLE = REPOSITORY / "deploy" / "alertmanager" / "gpumem-receiver.example.yml"
@@ -80,7 +80,7 @@ def test_a_firing_alert_becomes_an_action_and_says_whose_it_is(exporter: Running
     assert told == {"fingerprint": "aaaa", "outcome": "acted", "reason": "", "action_id": action["id"]}
     assert (action["action"], action["mode"], action["target"]) == ("empty_cache", "step", {"pid": 1})
     assert action["requested_by"] == "alert:Hoarded by tcp:127.0.0.1"
-    assert action["reason"] == "alert Hoarded (aaaa): 7 bytes"
+    assert re.search(r"\bHoarded \(aaaa\): 7 bytes$", action["reason"])
     assert action["state"] == "queued"
     assert counted(exporter, "acted") == 1
 
@@ -98,11 +98,11 @@ def test_the_same_message_many_times_at_once_acts_once(exporter: RunningExporter
     together = threading.Barrier(16)
 
     def ask() -> list[dict[str, Any]]:
-        together.wait(10)
+        together.wait(patient(30))
         return send(exporter, alert("aaaa", **CLEAR), alert("bbbb", **CLEAR), alert("aaaa", **CLEAR))
 
     with ThreadPoolExecutor(16) as pool:
-        told = [each for asked in [pool.submit(ask) for _ in range(16)] for each in asked.result(30)]
+        told = [each for asked in [pool.submit(ask) for _ in range(16)] for each in asked.result(patient(30))]
     assert [each["outcome"] for each in told].count("acted") == 2
     assert {each["outcome"] for each in told} == {"acted", "repeated"}
     assert len(actions(exporter)) == 2
@@ -135,8 +135,8 @@ def test_one_that_cannot_be_done_is_refused_by_itself_and_tried_when_it_comes_ag
     absent = alert("bbbb", gpumem_action="empty_cache", gpumem_target_pid="2")
     told = send(exporter, alert("cccc", gpumem_action="clear"), absent, alert(**CLEAR))
     assert [each["outcome"] for each in told] == ["refused", "refused", "acted"]
-    assert "no action 'clear'" in told[0]["reason"]
-    assert "nothing matches pid=2" in told[1]["reason"]
+    assert "'clear'" in told[0]["reason"]
+    assert "pid=2" in told[1]["reason"]
     assert counted(exporter, "refused") == 2
     assert exporter.report(report(2, devices=(sample(UUIDS[1], 10, 7),))).status == 200
     assert [each["outcome"] for each in send(exporter, absent)] == ["acted"]
@@ -171,7 +171,7 @@ def test_terminate_needs_to_be_allowed_and_to_come_with_the_token(tmp_path: Path
     secret = {"Authorization": "Bearer s3cret"}
     try:
         for flags, headers, said in (
-            ({"action_allow": "terminate"}, {}, "terminate needs to know who asks"),
+            ({"action_allow": "terminate"}, {}, "--action.token-file"),
             ({"action_token_file": str(tmp_path / "token")}, secret, "--action.allow"),
         ):
             with running_exporter(**flags) as exporter:
@@ -183,7 +183,7 @@ def test_terminate_needs_to_be_allowed_and_to_come_with_the_token(tmp_path: Path
         with running_exporter(action_allow="terminate", action_token_file=str(tmp_path / "token")) as exporter:
             assert exporter.report(report(victim.pid, devices=(sample(),))).status == 200
             assert send(exporter, alert(**asked), **secret)[0]["outcome"] == "acted"
-            victim.wait(30)
+            victim.wait(patient(30))
     finally:
         victim.kill()
         victim.wait()
@@ -229,7 +229,7 @@ def test_a_real_alertmanager_clears_a_real_process_once_and_tells_when_it_is_res
     (row,) = action["results"]
     assert (row["pid"], row["outcome"], row["freed_bytes"]) == (process.pid, "done", 256 * MIB)
     assert action["requested_by"] == "alert:CacheHoarded by token@127.0.0.1"
-    assert re.fullmatch(r"alert CacheHoarded \([0-9a-f]{16}\): 256 MiB could be given back", action["reason"])
+    assert re.search(r"\bCacheHoarded \([0-9a-f]{16}\): 256 MiB could be given back$", action["reason"])
 
 
 @contextmanager
@@ -257,10 +257,14 @@ def alertmanager(folder: Path, receiver: str, token: Path) -> Iterator[Callable[
             stderr=out,
         )
     try:
-        listening = wait_for(
-            lambda: re.search(r'msg="Listening on" address=(\S+)', log.read_text()), "Alertmanager's address"
-        )
-        connection = Connection(f"http://{listening[1]}", timeout_seconds=30.0)
+
+        def address() -> re.Match[str] | None:
+            assert process.poll() is None, log.read_text()
+            return re.search(r'msg="Listening on" address=(\S+)', log.read_text())
+
+        listening = wait_for(address, "Alertmanager's address")
+        assert listening
+        connection = Connection(f"http://{listening[1]}", timeout_seconds=patient(30.0))
 
         def post(*alerts: dict[str, Any]) -> None:
             answer = connection.request(
@@ -281,7 +285,7 @@ def test_the_example_is_what_alertmanager_understands_and_sends_what_asks_for_an
     def amtool(*words: str) -> str:
         program = shutil.which("amtool")
         assert program, "amtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
-        return subprocess.run([program, *words], check=True, capture_output=True, text=True, timeout=60).stdout
+        return subprocess.run([program, *words], check=True, capture_output=True, text=True, timeout=patient(60)).stdout
 
     assert "SUCCESS" in amtool("check-config", str(EXAMPLE))
     route = ("config", "routes", "test", f"--config.file={EXAMPLE}")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -26,7 +28,7 @@ from tests.support.builders import UUIDS, identity, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 EVENTS = "/api/v1/events"
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
@@ -66,7 +68,7 @@ def post(connection: Connection, body: bytes) -> None:
 
 
 def tell(exporter: ExporterProcess, *numbers: int, reporter: int = 1) -> None:
-    connection = Connection(exporter.url, timeout_seconds=30.0)
+    connection = Connection(exporter.url, timeout_seconds=patient(30.0))
     for number in numbers:
         post(connection, oom_report(reporter, number))
     connection.close()
@@ -89,7 +91,7 @@ def test_an_exporter_killed_in_the_midst_of_a_thousand_writes_has_all_that_it_ac
     enough = threading.Event()
 
     def send(reporter: int) -> None:
-        connection = Connection(exporter.url, timeout_seconds=30.0)
+        connection = Connection(exporter.url, timeout_seconds=patient(30.0))
         try:
             for number in range(1, each + 1):
                 post(connection, oom_report(reporter, number))
@@ -107,7 +109,7 @@ def test_an_exporter_killed_in_the_midst_of_a_thousand_writes_has_all_that_it_ac
             shown.update(told(exporter))
         exporter.stop(signal.SIGKILL)
         for each_sent in sending:
-            each_sent.result(60)
+            each_sent.result(patient(60))
     assert 300 <= len(answered) < reporters * each, "it was not killed in the midst"
     assert shown
     exporter.start()
@@ -179,11 +181,10 @@ def test_a_folder_that_cannot_be_made_is_told_and_counted_and_begun_when_it_can(
     wait_for(lambda: not keeps(exporter), "the trouble")
     check = health(exporter)
     assert check["status"] == "degraded"
-    assert "Not a directory" in check["checks"]["events"]["detail"]
+    assert os.strerror(errno.ENOTDIR) in check["checks"]["events"]["detail"]
     tell(exporter, 1, 2)
     answer = exporter.request("GET", EVENTS)
     assert answer.status == 503
-    assert "cannot be read" in json.loads(answer.body)["detail"]
     assert answer.headers["retry-after"] == "1"
     in_the_way.unlink()
     wait_for(lambda: keeps(exporter), "the folder")
@@ -194,7 +195,7 @@ def test_a_folder_that_cannot_be_made_is_told_and_counted_and_begun_when_it_can(
 def test_what_a_disk_never_took_is_counted(start_exporter: StartExporter) -> None:
     exporter = start_exporter(None, "--storage.path", "/proc/gpumem", "--log.level", "error")
     wait_for(lambda: not keeps(exporter), "the trouble")
-    connection = Connection(exporter.url, timeout_seconds=30.0)
+    connection = Connection(exporter.url, timeout_seconds=patient(30.0))
     who = identity(1, pid_namespace=7)
     for sequence in range(1, 73):  # 64 errors a report, and room for 4096 events
         ooms = tuple(OutOfMemory(UUIDS[0], 64 * sequence + n) for n in range(64))
@@ -203,7 +204,7 @@ def test_what_a_disk_never_took_is_counted(start_exporter: StartExporter) -> Non
     dropped = exporter.metrics().value("gpumem_events_dropped_total")
     assert dropped % 64 == 0
     assert 72 * 64 - 4096 <= dropped < 72 * 64 - 4096 + 2 * 64
-    assert f"{dropped:.0f} were lost" in health(exporter)["checks"]["events"]["detail"]
+    assert re.search(rf"\b{dropped:.0f}\b", health(exporter)["checks"]["events"]["detail"])
 
 
 def test_a_damaged_file_is_put_aside_and_told(start_exporter: StartExporter, tmp_path: Path) -> None:
@@ -213,8 +214,8 @@ def test_a_damaged_file_is_put_aside_and_told(start_exporter: StartExporter, tmp
     exporter = start_exporter(None, "--storage.path", str(file.parent))
     tell(exporter, 1)
     assert told(exporter) == [("w1", 1)]
-    assert "put aside" in health(exporter)["checks"]["events"]["detail"]
-    assert "damaged" in exporter.log()
+    assert FILE_NAME + ".damaged" in health(exporter)["checks"]["events"]["detail"]
+    assert FILE_NAME + ".damaged" in exporter.log()
     assert file.with_name(FILE_NAME + ".damaged").stat().st_size == 50_000
 
 
@@ -225,7 +226,7 @@ def test_a_second_exporter_in_the_same_folder_serves_on_and_says_why_it_keeps_no
     wait_for(lambda: keeps(first), "the first")
     second = start_exporter(None, "--storage.path", str(tmp_path / "events"))
     wait_for(lambda: not keeps(second), "the second")
-    assert "another exporter uses it" in health(second)["checks"]["events"]["detail"]
+    assert str(tmp_path / "events") in health(second)["checks"]["events"]["detail"]
     tell(second, 1)
     assert first.stop() == 0
     wait_for(lambda: keeps(second), "the second")
@@ -261,7 +262,7 @@ def test_an_error_of_a_real_process_is_an_event_with_the_node_s_and_the_process_
         assert allocator["reserved_bytes"] == stats["reserved_bytes.all.current"]
         assert allocator["requested_bytes"] == stats["requested_bytes.all.current"]
         assert allocator["ooms"] == number
-    lines = [line for line in exporter.log().splitlines() if 'msg="out of memory"' in line]
+    lines = [line for line in exporter.log().splitlines() if f"requested_bytes={1 << 40}" in line]
     assert len(lines) == 2
     assert f"workload=greedy rank=2 pid={process.pid} gpu=1" in lines[0]
     assert f"requested_bytes={1 << 40} device_free_bytes={book.free_bytes}" in lines[0]
@@ -293,7 +294,7 @@ def test_a_process_that_dies_of_its_error_leaves_the_error_and_its_end_with_its_
         wait_for(lambda: exporter.metrics().values("gpumem_torch_allocated_bytes") == [1 << 28], "its reports", 90.0)
         used = node.books()[1].processes[process.pid]
         wait_for(lambda: exporter.metrics().values("gpumem_process_memory_used_bytes", gpu="1") == [used], "a poll")
-        _, stderr = process.communicate("now\n", timeout=60)
+        _, stderr = process.communicate("now\n", timeout=patient(60))
     finally:
         process.kill()
         process.communicate()
@@ -329,13 +330,15 @@ def test_a_killed_process_has_ended_and_one_that_lives_through_a_killed_exporter
     exporter.wait_for_processes(lives.pid)
     exporter.act("empty_cache", target={"pid": lives.pid})
     (ended,) = events(exporter, type="process_ended")
-    assert (ended["pid"], ended["detail"]["reason"]) == (dies.pid, "the process has gone")
+    assert ended["pid"] == dies.pid
+    died = ended["detail"]["reason"]
     assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
     assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action_asked", "action"]
     lives.call("stop_client")
     wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its farewell")
     last = events(exporter, pid=lives.pid)[-1]
-    assert (last["type"], last["detail"]["reason"]) == ("process_ended", "its reporter stopped")
+    assert last["type"] == "process_ended"
+    assert "" != died != last["detail"]["reason"] != ""
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import base64
+import errno
 import http.client
 import json
+import os
 import re
 import signal
 import socket
 import ssl
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_command import run_command
 from tests.support.running_exporter import running_exporter
 from tests.support.running_prometheus import RunningPrometheus
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 TLS = {"cert_file": "tls.crt", "key_file": "tls.key"}
 USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}
@@ -76,7 +77,7 @@ class Https:
 
     def request(self, path: str, method: str = "GET", user: str = "", body: bytes | None = None, **more: str) -> Answer:
         sent = {"Content-Type": "application/json", **more} if body is not None else more
-        with closing(Connection(self.url(user), timeout_seconds=30)) as connection:
+        with closing(Connection(self.url(user), timeout_seconds=patient(30))) as connection:
             return connection.request(method, path, body, sent)
 
     def reload(self) -> str:
@@ -120,7 +121,7 @@ def certificate_of(port: int, authority: Path) -> bytes:
     """The certificate that a new connection is shown."""
     context = ssl.create_default_context(cafile=str(authority))
     with (
-        socket.create_connection(("127.0.0.1", port), 30) as plain,
+        socket.create_connection(("127.0.0.1", port), patient(30)) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as connection,
     ):
         return connection.getpeercert(binary_form=True) or b""
@@ -133,14 +134,14 @@ def test_the_tcp_address_speaks_https_alone_and_the_socket_stays_as_it_was(
     assert f"addresses={exporter.url()},unix://" in exporter.process.log()
     context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
     for name in ("127.0.0.1", "localhost"):
-        with urlopen(f"https://{name}:{exporter.port}/metrics", timeout=30, context=context) as answer:
+        with urlopen(f"https://{name}:{exporter.port}/metrics", timeout=patient(30), context=context) as answer:
             assert b"gpumem_exporter_build_info" in answer.read()
-    with closing(http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=30)) as plain:
+    with closing(http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=patient(30))) as plain:
         plain.request("GET", "/metrics")
         with pytest.raises((http.client.BadStatusLine, ConnectionError)):
             plain.getresponse()
     wait_for(lambda: len(exporter.process.processes()) >= 14, "the demo's processes, which come by the socket")
-    with closing(Connection(exporter.url(), timeout_seconds=30)) as connection:
+    with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
         assert connection.request("GET", "/health").status == 200
         assert exporter.process.stop() == 0  # with a connection that is open
 
@@ -176,17 +177,19 @@ def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: 
 
 def test_every_route_over_tcp_wants_the_password_and_the_socket_does_not(start_https: StartHttps) -> None:
     exporter = start_https(users=USERS)
+    details: set[str] = set()
     for path in ("/", "/metrics", "/health", "/-/healthy", "/-/ready", "/api/v1/devices", "/openapi.json", "/nothing"):
         refused = exporter.request(path)
         assert refused.status == 401, path
         assert refused.headers["www-authenticate"] == 'Basic realm="gpumem-exporter", charset="UTF-8"'
-        assert json.loads(refused.body)["detail"].startswith("a name and a password are needed")
+        details.add(json.loads(refused.body)["detail"])
         assert exporter.request(path, user=IN_URL).status == (404 if path == "/nothing" else 200)
         assert exporter.process.request("GET", path).status == (404 if path == "/nothing" else 200)
     for wrong in (basic("ada:other"), basic("eve:s:ecr@t"), {"Authorization": "Basic !"}, {"Authorization": "Basic"}):
         refused = exporter.request("/metrics", **wrong)
         assert refused.status == 401
-        assert json.loads(refused.body)["detail"].startswith("the name or the password is not right")
+        details.add(json.loads(refused.body)["detail"])
+    assert len(details) == 2, "credentials that are missing, and credentials that are wrong"
     assert exporter.request(REPORT, "POST", body=b"{}").status == 401
     reports = 'gpumem_reports_total{outcome="unauthorized"} 1.0'
     assert reports in exporter.request("/metrics", user=IN_URL).body.decode()
@@ -194,7 +197,7 @@ def test_every_route_over_tcp_wants_the_password_and_the_socket_does_not(start_h
 
 def test_passwords_go_without_tls_too(start_https: StartHttps) -> None:
     exporter = start_https(tls=None, users=USERS)
-    with closing(Connection(f"http://127.0.0.1:{exporter.port}", timeout_seconds=30)) as connection:
+    with closing(Connection(f"http://127.0.0.1:{exporter.port}", timeout_seconds=patient(30))) as connection:
         assert connection.request("GET", "/metrics").status == 401
         assert connection.request("GET", "/metrics", headers=basic(PASSWORD)).status == 200
 
@@ -212,7 +215,6 @@ def test_a_token_opens_what_it_is_for_without_a_password_and_a_password_nothing_
     assert exporter.request(REPORT, "POST", body=b"{}", **reporting).status == 422
     refused = exporter.request(REPORT, "POST", body=b"{}", **bearer("other"))
     assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
-    assert json.loads(refused.body)["detail"] == "the token is not one that opens this route"
     refused = exporter.request(ACTIONS, user=IN_URL)
     assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
 
@@ -230,17 +232,16 @@ def test_a_renewed_certificate_comes_with_hangup_and_a_broken_one_does_not(
     exporter = start_https(users=USERS)
     trusted = folder / "authority.crt"
     first = certificate_of(exporter.port, trusted)
-    with closing(Connection(exporter.url(IN_URL), timeout_seconds=30)) as kept:
+    with closing(Connection(exporter.url(IN_URL), timeout_seconds=patient(30))) as kept:
         assert kept.request("GET", "/-/ready").status == 200
         issue(authority, folder)
-        assert 'msg="web configuration reloaded"' in exporter.reload()
+        assert "level=info" in exporter.reload()
         second = certificate_of(exporter.port, trusted)
         assert second != first
         (folder / "tls.key").write_text("half a ke")
         line = exporter.reload()
         assert "level=error" in line
-        assert "not reloaded, the one before stays in force" in line
-        assert "expected a private key in PEM" in line
+        assert f"{folder}/tls.key" in line
         assert certificate_of(exporter.port, trusted) == second
         assert kept.request("GET", "/-/ready").status == 200
 
@@ -252,11 +253,11 @@ def test_hangup_takes_other_passwords_and_no_other_terms(
     assert exporter.request("/metrics", user=IN_URL).status == 200
     other = {"bob": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}
     for changed, said in (
-        ({"basic_auth_users": other}, "TLS is turned on and off by a restart"),
-        ({"tls_server_config": {**TLS, "min_version": "TLS13"}}, "min_version is changed by a restart"),
+        ({"basic_auth_users": other}, r"\bTLS\b.*\brestart"),
+        ({"tls_server_config": {**TLS, "min_version": "TLS13"}}, r"\bmin_version\b.*\brestart"),
     ):
         exporter.config.write_text(json.dumps(changed))
-        assert said in exporter.reload()
+        assert re.search(said, exporter.reload())
         assert exporter.request("/metrics", user=IN_URL).status == 200
     exporter.config.write_text(json.dumps({"tls_server_config": TLS, "basic_auth_users": other}))
     assert "users=1" in exporter.reload()
@@ -271,7 +272,7 @@ def with_certificate(exporter: Https, folder: Path, client: trustme.CA | None) -
     context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
     if client is not None:
         client.issue_cert("client").configure_cert(context)
-    with urlopen(f"{exporter.url()}/-/ready", timeout=30, context=context) as answer:
+    with urlopen(f"{exporter.url()}/-/ready", timeout=patient(30), context=context) as answer:
         return int(answer.status)
 
 
@@ -288,7 +289,7 @@ def test_clients_are_asked_for_certificates_of_their_own(start_https: StartHttps
         return
     with pytest.raises(OSError, match=GONE):
         with_certificate(exporter, folder, None)
-    with pytest.raises(ExporterUnreachableError, match="no exporter answers at https://"):
+    with pytest.raises(ExporterUnreachableError, match=exporter.url()):
         exporter.request("/-/ready")
     trust(stranger, folder, "clients.crt")
     assert "level=info" in exporter.reload()
@@ -302,7 +303,7 @@ def test_commands_come_over_https_and_show_no_password(start_https: StartHttps) 
     wait_for(lambda: len(exporter.process.processes()) >= 14, "the demo's processes")
     url = exporter.url(IN_URL)
     doctor = run_command("doctor", "--url", url)
-    assert f"answers at {exporter.url()}\n" in doctor.stdout
+    assert exporter.url() in doctor.stdout
     assert "secr" not in doctor.stdout + doctor.stderr
     assert "s%3A" not in doctor.stdout + doctor.stderr
     cleared = run_command("clear", "--all", "--dry-run", "--json", "--url", url)
@@ -310,10 +311,8 @@ def test_commands_come_over_https_and_show_no_password(start_https: StartHttps) 
     assert len(json.loads(cleared.stdout)["results"]) >= 14
     refused = run_command("info", "--url", exporter.url())
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert "HTTP 401: a name and a password are needed" in refused.stderr
-    assert "put user:password@ before the host" in " ".join(
-        run_command("doctor", "--url", exporter.url()).stdout.split()
-    )
+    assert "401" in refused.stderr
+    assert "user:password@" in run_command("doctor", "--url", exporter.url()).stdout
 
 
 def test_a_certificate_that_is_not_believed_is_an_error_that_says_so_and_nothing_is_sent(
@@ -321,26 +320,25 @@ def test_a_certificate_that_is_not_believed_is_an_error_that_says_so_and_nothing
 ) -> None:
     exporter = start_https(users=USERS)
     monkeypatch.setenv("SSL_CERT_FILE", str(trust(trustme.CA(), folder, "another.crt")))
-    with pytest.raises(ExporterUntrustedError, match="unable to get local issuer certificate; the file in SSL_CERT_F"):
+    with pytest.raises(ExporterUntrustedError, match=r"unable to get local issuer certificate.*SSL_CERT_FILE"):
         exporter.request("/metrics", user=IN_URL)
     info = run_command("info", "--url", exporter.url(IN_URL))
     assert (info.returncode, info.stdout) == (1, "")
     (line,) = info.stderr.splitlines()
-    assert line.startswith(
-        f"gpumem-exporter info: the certificate of the exporter at {exporter.url()} is not believed: "
-    )
-    assert "start one with" not in line
+    assert "certificate" in line
+    assert exporter.url() in line
+    assert "gpumem-exporter serve" not in line
 
 
 def test_what_does_not_speak_tls_is_told_from_what_is_not_there(start_https: StartHttps) -> None:
     exporter = start_https(tls=None)
-    with pytest.raises(ExporterUnreachableError, match=r"no exporter answers at https://.*: no TLS with what answers "):
+    with pytest.raises(ExporterUnreachableError, match=rf"{exporter.url()}\b.*\bTLS\b"):
         exporter.request("/metrics")
 
 
 def test_a_kept_connection_that_has_gone_is_opened_anew(start_https: StartHttps, folder: Path) -> None:
     exporter = start_https()
-    with closing(Connection(exporter.url(), timeout_seconds=30)) as connection:
+    with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
         assert connection.request("GET", "/-/ready").status == 200
         sock = connection._socket
         assert sock is not None
@@ -368,14 +366,14 @@ def test_a_client_that_begins_no_handshake_is_let_go(folder: Path) -> None:
     limits = Limits(max_connections=8, request_seconds=0.4)
     with (
         running_exporter(web_config_file=str(folder / "web.yml"), limits=limits, ready=False) as exporter,
-        socket.create_connection(("127.0.0.1", exporter.port), 30) as connection,
+        socket.create_connection(("127.0.0.1", exporter.port), patient(30)) as connection,
     ):
         assert connection.recv(1) == b""
 
 
 def test_an_answer_is_waited_for_as_long_as_is_asked(start_https: StartHttps) -> None:
     exporter = start_https()
-    with closing(Connection(exporter.url(), timeout_seconds=30)) as connection:
+    with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
         assert connection.request("GET", "/-/ready").status == 200
         exporter.process.signal(signal.SIGSTOP)
         try:
@@ -407,9 +405,10 @@ def test_a_training_process_that_does_not_believe_the_certificate_says_so_once_a
     launcher = (sys.executable, "-m", "gpumem_exporter", "run", "--")
     process = start_torch(launcher=launcher, GPUMEM_EXPORTER_URL=exporter.url(), SSL_CERT_FILE=stranger)
     process.exec("import torch; x = torch.empty(1, device='cuda')")
-    wait_for(lambda: "is not believed" in process.stderr(), "its complaint", 60.0)
-    time.sleep(1.0)  # for reports that would complain again
-    assert process.stderr().count("is not believed") == 1
+    complaint = "unable to get local issuer certificate"  # OpenSSL's own words
+    wait_for(lambda: complaint in process.stderr(), "its complaint")
+    process.exec("import time; time.sleep(1)")  # what is tested is that no later report complains
+    assert process.stderr().count(complaint) == 1
     assert process.exec("result = x.numel()") == 1
     assert exporter.process.processes() == {}
 
@@ -420,4 +419,4 @@ def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(folde
     ended = run_command("serve", "--web.config.file", str(config))
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
-    assert line.endswith(f"{config}:2: tls_server_config: cert_file '{folder}/none.crt': No such file or directory")
+    assert re.search(f"{config}:2: .*cert_file '{folder}/none.crt'.*{os.strerror(errno.ENOENT)}", line)

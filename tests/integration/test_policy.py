@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +20,7 @@ from tests.emulation.node import MIB, EmulatedNode
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
-from tests.support.waiting import eventually, wait_for
+from tests.support.waiting import eventually, patient, wait_for
 
 RELOAD = "/-/reload"
 EVALUATIONS = "gpumem_policy_evaluations_total"
@@ -87,7 +90,7 @@ def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves
         256 * MIB,
     )
     assert (action["mode"], action["target"]) == ("idle", {"pid": hoarder.pid})
-    assert action["reason"].startswith("slack_bytes 256.0 MiB (over 100.0 MiB), idle_seconds ")
+    assert re.search(r"slack_bytes\b.*\b256\.0 MiB\b.*\b100\.0 MiB\b.*idle_seconds", action["reason"])
     assert exporter.metrics().value(EVALUATIONS, rule="acts", result="acted") == 1
     assert [event["detail"]["requested_by"] for event in exporter.get("/api/v1/events?type=action")["events"]] == [
         "policy:acts"
@@ -96,14 +99,14 @@ def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "named"),
     [
-        ("rules:\n  - nmae: x\n", ":2: a rule: unknown key 'nmae'; the keys are name, workloads, when"),
-        (None, "cannot be read: No such file"),
+        ("rules:\n  - nmae: x\n", r"policy\.yml:2: .*'nmae'.*\bname, workloads, when\b"),
+        (None, rf"policy\.yml\b.*{os.strerror(errno.ENOENT)}"),
     ],
 )
 def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(
-    tmp_path: Path, content: str | None, said: str
+    tmp_path: Path, content: str | None, named: str
 ) -> None:
     path = tmp_path / "policy.yml"
     if content is not None:
@@ -112,11 +115,11 @@ def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(
         [sys.executable, "-m", "gpumem_exporter", "serve", "--policy.file", str(path)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     (line,) = ended.stderr.splitlines()
-    assert said in line
+    assert re.search(named, line)
 
 
 def test_hangup_reads_the_file_again_and_a_wrong_one_changes_nothing_and_says_why(
@@ -174,11 +177,11 @@ sys.exit(main())
 def test_a_hangup_while_it_starts_is_obeyed_once_it_has_and_one_while_it_stops_ends_nothing(policy: Path) -> None:
     arguments = ["serve", "--policy.file", str(policy), "--web.listen-address", "127.0.0.1:0", "--log.format", "json"]
     ended = subprocess.run(
-        [sys.executable, "-c", EARLY_AND_LATE, *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", EARLY_AND_LATE, *arguments], capture_output=True, text=True, timeout=patient(120)
     )
     assert ended.returncode == 0, ended
     said = [json.loads(line) for line in ended.stderr.splitlines()]
-    assert [line["requested_by"] for line in said if line["msg"] == "policy in force"] == ["start", "SIGHUP"]
+    assert [line["requested_by"] for line in said if "requested_by" in line] == ["start", "SIGHUP"]
 
 
 def test_reload_puts_the_file_in_force_and_says_what_is_in_it(exporter: RunningExporter, policy: Path) -> None:
@@ -198,8 +201,8 @@ def test_reload_of_a_wrong_file_is_422_names_the_line_and_changes_nothing(
 ) -> None:
     policy.write_text("rules:\n  - {}\n")
     detail = problem(exporter.request("POST", RELOAD), 422)["detail"]
-    assert detail.startswith("nothing has changed: ")
-    assert f"{policy}:2: a rule: the key 'name' is missing" in detail
+    assert f"{policy}:2: " in detail
+    assert "'name'" in detail
     policies = exporter.runtime.policies
     assert policies is not None
     assert [each.name for each in policies.engine.rules] == ["tidy"]
@@ -261,7 +264,7 @@ def test_a_rule_that_does_not_help_stops_and_the_event_says_why(tmp_path: Path) 
         }
         detail = event["detail"]
         assert (detail["rule"], detail["action"]) == ("tidy", "empty_cache")
-        assert detail["reason"] == "empty_cache did not help 2 times in a row: 0 bytes came back"
+        assert re.search(r"\bempty_cache\b.*\b2\b.*\b0 bytes\b", detail["reason"])
         assert [tried["action_id"] for tried in detail["tries"]] == process.ran
         assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") == 2
 

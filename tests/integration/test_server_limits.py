@@ -11,7 +11,7 @@ import pytest
 from gpumem_exporter.server.http_protocol import Limits
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 LIMITS = Limits(max_connections=8, request_seconds=0.4, unread_seconds=0.4)
 GET = b"GET /-/healthy HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -24,7 +24,7 @@ def exporter() -> Iterator[RunningExporter]:
 
 
 def connect(exporter: RunningExporter) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", exporter.port), timeout=30)
+    return socket.create_connection(("127.0.0.1", exporter.port), timeout=patient(30))
 
 
 def read_to_the_end(sock: socket.socket) -> bytes:
@@ -47,7 +47,7 @@ def test_a_connection_that_never_asks_is_closed(exporter: RunningExporter) -> No
     begun = time.monotonic()
     with connect(exporter) as sock:
         assert read_to_the_end(sock) == b""
-    assert 0.3 < time.monotonic() - begun < 10
+    assert time.monotonic() - begun > 0.3
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_a_request_that_drips_in_is_given_up(exporter: RunningExporter, beginnin
         sock.settimeout(0.05)
         begun = time.monotonic()
         answer = b""
-        while not answer and time.monotonic() - begun < 20:
+        while not answer and time.monotonic() - begun < patient(30):
             try:
                 sock.sendall(b"x")
                 answer = sock.recv(65536)
@@ -176,7 +176,7 @@ def test_a_client_that_does_not_read_its_answer_is_dropped() -> None:
         assert len(exporter.get("/metrics").body) > 500_000
         with socket.socket() as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            sock.settimeout(5)
+            sock.settimeout(patient(30))
             sock.connect(("127.0.0.1", exporter.port))
             sock.sendall(GET.replace(b"/-/healthy", b"/metrics") * 8)
             eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 1)

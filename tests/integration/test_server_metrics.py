@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +9,7 @@ import pytest
 from gpumem_exporter.protocol import to_wire
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
 
@@ -84,13 +83,12 @@ def test_a_hanging_driver_hangs_neither_the_page_nor_the_health() -> None:
     with running_exporter(provider=provider) as exporter:
         assert exporter.report(report(1, devices=(sample(allocated=5),))).status == 200
         provider.hanging.set()
-        assert provider.stuck.wait(5)
-        begun = time.monotonic()
+        assert provider.stuck.wait(patient(30))
         assert exporter.get("/metrics").status == 200
         assert exporter.get("/health").status == 200
         assert exporter.document("/api/v1/devices")["devices"]
-        assert time.monotonic() - begun < 5
-        failing = eventually(lambda: exporter.get("/health"), lambda answer: answer.status == 503, 10)
+        assert not provider.released.is_set()
+        failing = eventually(lambda: exporter.get("/health"), lambda answer: answer.status == 503)
         assert json.loads(failing.body)["status"] == "failing"
         assert json.loads(failing.body)["checks"]["poller"]["status"] == "failing"
         assert exporter.sample("gpumem_nvml_up") == 0
@@ -107,7 +105,7 @@ def test_a_driver_that_hangs_from_the_start_leaves_the_exporter_not_ready_and_al
     provider = ScriptedProvider()
     provider.hanging.set()
     with running_exporter(provider=provider, ready=False) as exporter:
-        assert provider.stuck.wait(5)
+        assert provider.stuck.wait(patient(30))
         assert exporter.get("/-/ready").status == 503
         assert exporter.get("/-/healthy").status == 200
         assert exporter.get("/metrics").status == 200
@@ -124,7 +122,7 @@ def test_without_a_driver_the_exporter_is_degraded_and_says_why() -> None:
         assert exporter.sample("gpumem_nvml_up") == 0
         assert exporter.document("/api/v1/devices")["nvml"]["error"] == "no driver here"
         provider.error = ""
-        eventually(lambda: exporter.document("/health")["status"], lambda status: status == "ok", 10)
+        eventually(lambda: exporter.document("/health")["status"], lambda status: status == "ok")
         assert exporter.sample("gpumem_nvml_up") == 1
 
 

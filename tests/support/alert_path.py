@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 DEPLOY = REPOSITORY / "deploy"
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
@@ -108,7 +108,7 @@ def receiving() -> Iterator[Receiver]:
             yield receiver
         finally:
             server.shutdown()
-            serving.join()
+            serving.join(patient(30))
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from gpumem_exporter.server.serving import ExporterServer
 from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.server.sockets import bind
 from tests.support.builders import MIB, UUIDS
-from tests.support.waiting import eventually
+from tests.support.waiting import eventually, patient
 
 ACTIONS = "/api/v1/actions"
 
@@ -135,7 +135,7 @@ class RunningExporter:
         *,
         url: str = "",
         body: bytes | None = None,
-        seconds: float = 10.0,
+        seconds: float = patient(30.0),
         **headers: str,
     ) -> Answer:
         """One request on a connection of its own; underscores in header names stand for hyphens."""
@@ -208,7 +208,7 @@ def running_exporter(
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()
     try:
-        assert started.wait(10)
+        assert started.wait(patient(30))
         running = RunningExporter(f"http://127.0.0.1:{port}", port, app.state.runtime, server, provider, host)
         if ready:
             eventually(lambda: running.get("/-/ready").status, lambda status: status == 200)
@@ -216,6 +216,6 @@ def running_exporter(
     finally:
         server.should_exit = True
         provider.released.set()
-        thread.join(10)
+        thread.join(patient(30))
         listeners.close()
         assert not thread.is_alive()
