@@ -33,7 +33,7 @@ from tests.support.paths import REPOSITORY
 MEDIAN_PERCENT, WORST_PERCENT = 5.0, 15.0
 MORE = 1.25
 PEAK_STEPS, BATCH_STEPS = 4, 50
-QUICK_JOBS = ["mlp-sgd-fp32", "cnn-adamw-bf16"]
+QUICK_JOBS = ["cnn-adamw-bf16"]
 
 
 def main() -> int:
