@@ -26,7 +26,7 @@ from tests.support.device_truth import (
     wait_until_right,
 )
 from tests.support.exporter_process import ExporterProcess, Metrics
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 
 def start_reporting(
@@ -306,7 +306,7 @@ def test_ledgers_add_up_while_hundreds_of_processes_come_and_go_between_the_driv
         )
     finally:
         stop.set()
-        churn.join(60)
+        churn.join(patient(60))
     assert failures == []
     metrics = wait_until_right(exporter, node, (0, 1), {0: [process]})
     assert not [pid for pid in shown(metrics, node.uuid(0))["processes"] if int(pid) >= FOREIGN_PID]

@@ -18,12 +18,13 @@ from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import ExporterProcess
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 
 TRAIN = """
 import hashlib
+torch.set_num_threads(1)
 torch.manual_seed(7)
 model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.AdamW(model.parameters())
@@ -43,7 +44,7 @@ result = [digest.hexdigest(), torch.cuda.memory_stats(0)['allocated_bytes.all.al
 """A loop whose arithmetic runs on the CPU, where it is true, and whose allocations run through CUDA's allocator."""
 
 
-def train(process: TorchProcess, steps: int = 400) -> list[object]:
+def train(process: TorchProcess, steps: int = 150) -> list[object]:
     answer = process.exec(TRAIN, steps=steps, timeout_seconds=100)
     assert isinstance(answer, list)
     return answer
@@ -73,7 +74,7 @@ def imposter(path: Path, talk: Callable[[socket.socket], None]) -> Iterator[list
         yield count
     finally:
         listener.shutdown(socket.SHUT_RDWR)
-        thread.join(10)
+        thread.join(patient(60))
         for each in (listener, *connections):
             each.close()
 
@@ -194,7 +195,7 @@ def test_reporters_come_back_by_themselves_and_counters_go_on_as_torch_counts(
 
 
 def _wait_until_gone(exporter: ExporterProcess, pid: int) -> None:
-    wait_for(lambda: f'pid="{pid}"' not in exporter.metrics().text, f"no series of {pid}", 10.0)
+    wait_for(lambda: f'pid="{pid}"' not in exporter.metrics().text, f"no series of {pid}")
 
 
 def hang_up(connection: socket.socket) -> None:
@@ -241,7 +242,7 @@ def test_the_reporter_s_thread_imports_nothing_which_a_forked_child_would_wait_f
     start_torch: StartTorch, scheme: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.settimeout(60)
+        listener.settimeout(patient(60))
         process = start_torch(GPUMEM_EXPORTER_URL=f"{scheme}://localhost:{listener.getsockname()[1]}")
         process.exec(
             """
@@ -272,7 +273,7 @@ def test_a_process_that_ends_takes_its_series_with_it_at_once(
     exporter.wait_for_processes(pid)
     if ending == "stop":
         process.call("stop_client")
-        wait_for(lambda: not exporter.processes(), "no reporter", 10.0)
+        wait_for(lambda: not exporter.processes(), "no reporter")
         process.kill()
     elif ending == "finish":
         assert process.finish() == 0
@@ -291,16 +292,15 @@ def test_a_process_that_ends_does_not_wait_for_an_exporter_that_hangs(
         process.call("start_client")
         process.call("alloc", nbytes=1 << 20)
         wait_for(lambda: connections[0], "a report")
-        process.exec(
-            "import time, atexit\n"
-            "begun = time.monotonic()\n"
+        seconds = process.exec(
+            "import time\n"
             "from gpumem_exporter import client\n"
+            "begun = time.monotonic()\n"
             "client.stop()\n"
             "result = time.monotonic() - begun"
         )
-        seconds = process.exec("result = time.monotonic() - begun")
         # stop() promises 0.3 s; the rest is this machine's
-        assert seconds < 5.0
+        assert seconds < patient(5.0)
         assert process.finish() == 0
 
 
@@ -317,13 +317,13 @@ kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(3
 del kept
 class EndsSlowly:
     def __del__(self, sleep=time.sleep):
-        sleep(3)  # the interpreter ends for that long: the clear is over before
+        sleep(2)  # the interpreter ends for that long: the clear is over before
 sys.modules["slow"] = types.ModuleType("slow")
 sys.modules["slow"].end = EndsSlowly()
 """
     )
     exporter.wait_for_processes(process.pid)
-    with node.slow("cudaFree", 500) as frees:
+    with node.slow("cudaFree", 300) as frees:
         exporter.act("empty_cache", target={"pid": process.pid}, wait_seconds=0.0, expect=202)
         wait_for(lambda: frees.hits, "the clear to begin")
         assert process.finish() == 0

@@ -19,7 +19,7 @@ from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProces
 from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.namespaces import CONTAINER, needs_namespaces
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 
@@ -93,7 +93,6 @@ def test_one_process_on_eight_devices(
     nothing_is_left_of(exporter, process.pid)
 
 
-@pytest.mark.timeout(240)
 def test_eight_processes_on_one_device(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
@@ -203,7 +202,7 @@ import torch
 from gpumem_exporter import client
 client.start(workload="spawned")
 kept = torch.empty(24 << 20, dtype=torch.uint8, device="cuda:1")
-done.wait(60)
+done.wait()
 """
 
 
@@ -320,11 +319,11 @@ def test_a_pid_that_another_program_uses_again_inherits_nothing() -> None:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=patient(110),
         check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ended.stdout.splitlines()[-1] == "the same pid, another process, and nothing of the one before"
+    assert ended.stdout.splitlines()[-1] == "done"
 
 
 # Many
