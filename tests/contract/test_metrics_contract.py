@@ -36,6 +36,7 @@ from gpumem_exporter.core.samples import (
 from gpumem_exporter.events import Event
 from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
 from tests.support.paths import DATA
+from tests.support.waiting import patient
 
 GOLDEN = DATA / "metrics.golden.txt"
 GIB, MIB = 2**30, 2**20
@@ -164,7 +165,9 @@ def test_promtool_finds_a_spoilt_page(spoil: Callable[[str], str]) -> None:
 
 def promtool(page: str) -> subprocess.CompletedProcess[str]:
     """`promtool check metrics` of Debian's package `prometheus`."""
-    return subprocess.run(["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, timeout=patient(60)
+    )
 
 
 def golden_page(*, openmetrics: bool) -> str:

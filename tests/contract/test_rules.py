@@ -24,9 +24,8 @@ from gpumem_exporter.cli.main import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
 from tests.support.paths import REPOSITORY
-from tests.support.ports import free_port
 from tests.support.rule_mutants import Mutant, mutants
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
 RUNBOOKS = REPOSITORY / "deploy" / "runbooks"
@@ -60,7 +59,7 @@ def tool(name: str, package: str) -> str:
 
 
 def run(*words: str | Path, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
+    return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=patient(100))
 
 
 # --- what an alert is made of
@@ -380,26 +379,32 @@ def test_a_cause_silences_what_follows_from_it_on_the_same_node_device_and_proce
         "what it said last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
         "an idle job": alert("GpuMemReporterSilent", "node-1:9844", pid="7"),
     }
-    address = f"127.0.0.1:{free_port()}"
-    process = subprocess.Popen(
-        [
-            tool("prometheus-alertmanager", "prometheus-alertmanager"),
-            f"--config.file={ALERTMANAGER}",
-            f"--storage.path={tmp_path}",
-            f"--web.listen-address={address}",
-            "--cluster.listen-address=",
-        ],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    log = tmp_path / "alertmanager.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [
+                tool("prometheus-alertmanager", "prometheus-alertmanager"),
+                f"--config.file={ALERTMANAGER}",
+                f"--storage.path={tmp_path}",
+                *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),
+            ],
+            stdout=out,
+            stderr=out,
+        )
+
+    def listening() -> str:
+        assert process.poll() is None, log.read_text()
+        return "".join(re.findall(r'msg="Listening on" address=(\S+)', log.read_text()))
+
     try:
+        address = wait_for(listening, "Alertmanager's address")
         url = f"http://{address}/api/v2/alerts"
         wait_for(lambda: _asked(f"http://{address}/-/ready"), "Alertmanager")
         assert _asked(url, list(sent.values())) is not None
         known = wait_for(lambda: _known(url, len(sent)), "the alerts")
     finally:
-        process.terminate()
-        process.wait(timeout=20)
+        process.kill()
+        process.wait()
 
     silenced = {what for what, one in sent.items() if any(one["labels"] == labels and mutes for labels, mutes in known)}
     assert silenced == {
@@ -414,7 +419,9 @@ def _asked(url: str, body: Any = None) -> bytes | None:
     """What the answer holds; None where there is none yet."""
     request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, None if body is None else json.dumps(body).encode(), timeout=5) as answer:
+        with urllib.request.urlopen(
+            request, None if body is None else json.dumps(body).encode(), timeout=patient(5)
+        ) as answer:
             held: bytes = answer.read()
             return held or b" "
     except OSError:

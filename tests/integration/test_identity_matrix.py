@@ -21,7 +21,7 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.kubelet import Kubelet
 from tests.support.namespaces import CONTAINER, children, needs_namespaces
 from tests.support.paths import REPOSITORY
-from tests.support.waiting import wait_for
+from tests.support.waiting import patient, wait_for
 
 pytestmark = needs_namespaces
 
@@ -62,7 +62,7 @@ def doctor(exporter: ExporterProcess) -> dict[str, Any]:
         env={**exporter._environment, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=patient(60),
         check=False,
     )
     (finding,) = [f for f in json.loads(ended.stdout)["findings"] if f["check"] == "pid namespace"]

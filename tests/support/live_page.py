@@ -20,6 +20,7 @@ from gpumem_exporter.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port
+from tests.support.waiting import patient
 
 __all__ = ["Demo", "LivePage", "OpenPage", "browser", "open_page", "send", "serving", "state_of"]
 
@@ -49,7 +50,7 @@ class LivePage:
         self.requested: list[str] = []
         self._expects = expects
         self._complaints: list[str] = []
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(patient(30_000))
         page.on("console", lambda message: self._complaints.append(message.text) if message.type != "log" else None)
         page.on("pageerror", lambda error: self._complaints.append(str(error)))
         page.on("request", lambda request: self.requested.append(request.url))
@@ -62,7 +63,7 @@ class LivePage:
 
     def until(self, condition: str, argument: Any = None) -> None:
         """Wait until a JavaScript expression, which may use `it` for the argument, is true."""
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + patient(30)
         while not self.page.evaluate(f"(it) => Boolean({condition})", argument):
             assert time.monotonic() < deadline, f"waited for {condition} ({argument}):\n{self.text('body')}"
             self.page.wait_for_timeout(20)
