@@ -20,11 +20,23 @@ def tree_cpu_seconds() -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    process = Path(f"/proc/{pid}")
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    own = sum(map(int, fields[11:15])) / _TICKS
+    return own + sum(_cpu_seconds(child) for child in _children(pid))
+
+
+def _children(pid: int) -> list[int]:
+    """The kernel lists the children of each thread that started some."""
     try:
-        fields = process.joinpath("stat").read_text().rpartition(")")[2].split()
-        threads = list(process.joinpath("task").iterdir())
-        children = [child for thread in threads for child in thread.joinpath("children").read_text().split()]
-    except OSError:  # it ended meanwhile
-        return 0.0
-    return sum(map(int, fields[11:15])) / _TICKS + sum(_cpu_seconds(int(child)) for child in children)
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return []
+    return [int(child) for thread in threads for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
+
+
+def _read(path: str) -> str:
+    """The text of a file; empty if its process or thread has ended."""
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""
