@@ -118,10 +118,9 @@ def test_an_address_in_use_is_one_line_and_exit_1() -> None:
         ended = run_to_the_end("--web.listen-address", f"127.0.0.1:{port}")
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert ended.stderr == (
-        f"gpumem-exporter: cannot listen at 127.0.0.1:{port}: address already in use; if that is no exporter,"
-        " --web.listen-address gives this one another\n"
-    )
+    (line,) = ended.stderr.splitlines()
+    assert f"127.0.0.1:{port}" in line
+    assert "--web.listen-address" in line
 
 
 def test_a_wrong_configuration_is_one_line_and_exit_2(tmp_path: Path) -> None:
