@@ -20,7 +20,7 @@ def tree_cpu_seconds() -> float:
 
 
 def _cpu_seconds(pid: int) -> float:
-    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     own = sum(map(int, fields[11:15])) / _TICKS
     return own + sum(_cpu_seconds(child) for child in _children(pid))
 
@@ -28,15 +28,15 @@ def _cpu_seconds(pid: int) -> float:
 def _children(pid: int) -> list[int]:
     """The kernel lists the children of each thread that started some."""
     try:
-        threads = os.listdir(f"/proc/{pid}/task")
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
         return []
-    return [int(child) for thread in threads for child in _read(f"/proc/{pid}/task/{thread}/children").split()]
+    return [int(child) for thread in threads for child in _read(thread / "children").split()]
 
 
-def _read(path: str) -> str:
+def _read(path: Path) -> str:
     """The text of a file; empty if its process or thread has ended."""
     try:
-        return Path(path).read_text()
+        return path.read_text()
     except OSError:
         return ""
