@@ -49,6 +49,12 @@ done
 for tool in prometheus-alertmanager amtool; do
     debian_tool $tool prometheus-alertmanager || fail "$tool is needed: run 'apt-get install prometheus-alertmanager' as root"
 done
+# Debian's Alertmanager reads its templates from this folder, wherever its program lies.
+templates=/usr/share/prometheus/alertmanager
+if [ ! -e "$templates" ]; then
+    { mkdir -p "$templates" && cp -R "$tools$templates/." "$templates"; } 2>/dev/null ||
+        fail "$templates is needed: run 'apt-get install prometheus-alertmanager' as root"
+fi
 
 # The live page is looked at in a real browser, whose package needs the libraries that come with it.
 have chromium || apt_install chromium || fail "chromium is needed: run 'apt-get install chromium' as root"

@@ -14,6 +14,8 @@ from gpumem_dashboards.queries import Scope, all_panels
 
 from tests.support.paths import REPOSITORY
 
+pytestmark = pytest.mark.tools
+
 FOLDER = REPOSITORY / "grafana" / "dashboards"
 GIB = 1 << 30
 EPOCH_HAPPENED = 1500

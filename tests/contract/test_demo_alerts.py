@@ -14,6 +14,8 @@ from gpumem_exporter.demo.roster import ROSTER
 from tests.support.alert_history import Alerts, alerts_over, metrics_in_rules
 from tests.support.demo_history import demo_history
 
+pytestmark = pytest.mark.tools
+
 WORKLOADS: Mapping[str, set[str]] = {
     # Full devices, steady work: nothing is wrong.
     "demo-llm-pretrain": set(),

@@ -143,6 +143,7 @@ def test_openmetrics_is_read_by_the_strict_parser_with_the_types_of_the_catalog(
     assert {metric.family for metric in SCRAPED} <= families.keys()
 
 
+@pytest.mark.tools
 def test_promtool_finds_nothing_to_say() -> None:
     checked = promtool(golden_page(openmetrics=False))
 
@@ -157,6 +158,7 @@ def test_promtool_finds_nothing_to_say() -> None:
     ],
     ids=["no help", "a gauge named like a counter"],
 )
+@pytest.mark.tools
 def test_promtool_finds_a_spoilt_page(spoil: Callable[[str], str]) -> None:
     spoilt = spoil(golden_page(openmetrics=False))
 

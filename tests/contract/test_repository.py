@@ -138,6 +138,7 @@ def test_every_yaml_file_is_read_without_trouble() -> None:
         assert any(document is not None for document in yaml.safe_load_all(tracked_texts()[name])), name
 
 
+@pytest.mark.tools
 def test_prometheus_takes_its_configuration() -> None:
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"

@@ -65,6 +65,7 @@ def run(*words: str | Path, cwd: Path = REPOSITORY) -> subprocess.CompletedProce
 # --- what an alert is made of
 
 
+@pytest.mark.tools
 def test_prometheus_takes_the_rules() -> None:
     checked = run(tool("promtool", "prometheus"), "check", "rules", *sorted(RULES.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
@@ -174,6 +175,7 @@ def test_the_page_on_how_to_ask_finds_the_exporter_where_the_manifests_put_it() 
     assert set(re.findall(r"README\.md#([\w-]+)", pages)) <= headings
 
 
+@pytest.mark.tools
 def test_the_query_for_lost_devices_names_none_that_has_only_another_index_now(tmp_path: Path) -> None:
     query = runbook_queries(RUNBOOKS / "GpuMemDeviceLost.md")[1]
 
@@ -198,6 +200,7 @@ def test_the_query_for_lost_devices_names_none_that_has_only_another_index_now(t
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
+@pytest.mark.tools
 def test_every_query_of_a_runbook_is_one() -> None:
     queries = [query for path in sorted(RUNBOOKS.glob("*.md")) for query in runbook_queries(path)]
     assert len(queries) >= len(ALERTS)
@@ -247,6 +250,7 @@ def test_an_alert_is_tested_for_firing_for_its_look_alikes_and_for_resolving(nam
     assert seen == set(KINDS)
 
 
+@pytest.mark.tools
 def test_the_tests_can_be_run_as_they_stand() -> None:
     some = ("GpuMemEventsDropped.yml", "GpuMemDeviceLost.yml")
     ran = run(tool("promtool", "prometheus"), "test", "rules", *some, cwd=TESTS)
@@ -254,6 +258,7 @@ def test_the_tests_can_be_run_as_they_stand() -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
+@pytest.mark.tools
 def test_an_alert_passes_its_tests_and_without_any_one_of_its_conditions_it_does_not(name: str, tmp_path: Path) -> None:
     weakened = list(_weakened(name))
     alerts = [ALERTS[name], *(rule for _, rules in weakened for rule in rules if "alert" in rule)]
@@ -339,12 +344,14 @@ def _renamed(expression: str, changed: dict[str, str]) -> str:
 # --- Alertmanager
 
 
+@pytest.mark.tools
 def test_alertmanager_takes_its_configuration() -> None:
     checked = run(tool("amtool", "prometheus-alertmanager"), "check-config", ALERTMANAGER)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 @pytest.mark.parametrize(("severity", "receiver"), [("critical", "page"), ("warning", "tickets"), ("info", "notes")])
+@pytest.mark.tools
 def test_an_alert_reaches_the_receiver_of_its_severity(severity: str, receiver: str) -> None:
     routed = run(
         tool("amtool", "prometheus-alertmanager"),
@@ -364,6 +371,7 @@ def alert(name: str, instance: str = "node-1:9844", **labels: str) -> dict[str, 
     return {"labels": {"alertname": name, "job": "gpumem", "instance": instance, "severity": severity, **labels}}
 
 
+@pytest.mark.tools
 def test_a_cause_silences_what_follows_from_it_on_the_same_node_device_and_process(tmp_path: Path) -> None:
     sent = {
         "the driver": alert("GpuMemNvmlDown"),

@@ -169,6 +169,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_settings({"web.config.file": str(tmp_path / "none")}, {})
 
 
+@pytest.mark.tools
 def test_the_example_is_taken_here_and_by_prometheus(folder: Path) -> None:
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
