@@ -39,8 +39,10 @@ from tests.support.exporter_process import UNLIMITED, ExporterProcess, Metrics
 from tests.support.waiting import wait_until_equal
 
 STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
-STEPS_EACH = 250
-"""Steps of one of Hypothesis' examples: it bounds the choices of each. The node and all on it outlive them."""
+STEPS_EACH = 40
+"""Steps of one of Hypothesis' examples. Hypothesis uses only some of the rules in each, so that only a run of several
+examples uses them all. The node and all on it outlive them.
+"""
 QUIET_EVERY = 25
 DEVICES = (0, 1)
 TORCH_PROCESSES, PROGRAMS = 3, 6
