@@ -206,7 +206,6 @@ def _build_into(tools: _Toolchain, folder: Path) -> None:
     )
 
 
-@functools.cache
 def build() -> Path:
     """The folder that holds the four libraries and the hammer; builds them if that has not been done.
 
@@ -235,6 +234,12 @@ def build() -> Path:
             if not folder.is_dir():
                 raise
     return folder
+
+
+@functools.cache
+def built() -> Path:
+    """The same folder, looked for once in this process."""
+    return build()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ StartTorch = Callable[..., TorchProcess]
 @pytest.fixture(scope="session")
 def emulation() -> Path:
     """The folder of the built libraries."""
-    return build.build()
+    return build.built()
 
 
 @pytest.fixture

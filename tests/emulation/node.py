@@ -186,7 +186,7 @@ class EmulatedNode:
         totals = [total_bytes] * devices if isinstance(total_bytes, int) else list(total_bytes)
         if len(totals) != devices:
             raise ValueError(f"{devices} devices and {len(totals)} totals")
-        self.libraries = build.build()
+        self.libraries = build.built()
         self._search = f"{self.libraries / nvml}:{self.libraries}" if nvml else str(self.libraries)
         self._name, self._reserved_bytes = name, reserved_bytes
         self.path = path
