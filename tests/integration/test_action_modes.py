@@ -328,6 +328,7 @@ def ranks(node: EmulatedNode, exporter: ExporterProcess, folder: Path, count: in
             launcher.wait(30)
 
 
+@pytest.mark.slow
 def test_a_group_clears_after_the_same_step_on_every_rank_twenty_times_of_twenty(
     node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ def report(*options: str | Path, environment: Mapping[str, str] | None = None) -
     )
 
 
+@pytest.mark.slow
 def test_the_report_has_both_columns_and_a_claim_that_fails_on_the_device_fails_alone(
     make_node: MakeNode, tmp_path: Path
 ) -> None:

@@ -136,6 +136,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return scenes
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_into_a_file_and_taken_back(told: dict[str, Any]) -> None:
     code, out, err = told["applied"]
     assert code == 0, err

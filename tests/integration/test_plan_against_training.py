@@ -26,12 +26,14 @@ def compare(*words: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_planned_peaks_are_the_measured_ones(emulation: Path) -> None:
     code, told, said = compare("--peaks", "--only", "cnn-adamw-bf16", "mlp-adamw-fused-bf16")
     assert code == 0, said
     assert max(row["measured"] for row in told["rows"] if row["unit"] == "%") < 5
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_the_planned_batch_trains_and_a_quarter_more_does_not(emulation: Path) -> None:
     code, told, said = compare("--only", "transformer-flash-adamw-fused-bf16")

@@ -71,6 +71,7 @@ def shown(exporter: ExporterProcess, pid: int) -> tuple[list[float], list[float]
     return metrics.values(PLANNED, pid=str(pid)), metrics.values(ERROR, pid=str(pid))
 
 
+@pytest.mark.slow
 def test_the_error_of_a_plan_is_there_from_the_second_step_on_and_a_bad_plan_harms_nothing(
     plan: Path, node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:

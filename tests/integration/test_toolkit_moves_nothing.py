@@ -62,6 +62,7 @@ result = {"losses": losses, "weights": weights, "next": torch.rand(1).item().hex
 """
 
 
+@pytest.mark.slow
 def test_a_training_with_every_tool_on_is_the_same_to_the_bit(tmp_path: Any) -> None:
     def train(*, with_tools: bool) -> Any:
         environment: dict[str, str | None] = {name: None for name in os.environ if name.startswith("GPUMEM_")}

@@ -10,6 +10,7 @@ from tests.emulation.fixtures import MakeNode, StartTorch
 GIB = 1 << 30
 
 
+@pytest.mark.slow
 def test_two_ranks_step_as_all_their_samples_at_once_would_and_agree_on_the_smaller_batch_size(
     make_node: MakeNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:
