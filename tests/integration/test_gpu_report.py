@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
+
 from tests.emulation.fixtures import MakeNode
 from tests.emulation.node import GIB, MIB
 from tests.support.paths import REPOSITORY

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import pytest
+
 from tests.emulation.torch_process import TorchProcess
 
 TRAINING = """

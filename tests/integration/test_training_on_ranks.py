@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.emulation.fixtures import MakeNode, StartTorch
 
 GIB = 1 << 30
