@@ -34,7 +34,6 @@ def test_planned_peaks_are_the_measured_ones(emulation: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_planned_batch_trains_and_a_quarter_more_does_not(emulation: Path) -> None:
     code, told, said = compare("--only", "transformer-flash-adamw-fused-bf16")
     assert code == 0, said
