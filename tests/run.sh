@@ -11,13 +11,14 @@ set -eu
 cd "$(dirname "$0")/.."
 . deploy/environment.sh
 
+workers=${GPUMEM_TEST_WORKERS:-$(nproc)} # before OMP_NUM_THREADS is set, which nproc reads, too
+[ "$workers" -le 8 ] || workers=8
+
 # Bytecode is kept: compiling torch in each of its processes takes as long as all tests together. One thread for each
 # process: OpenMP's threads spin, and the models here are too small to gain from them.
 unset PYTHONDONTWRITEBYTECODE
 export OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
-workers=${GPUMEM_TEST_WORKERS:-$(nproc)}
-[ "$workers" -le 8 ] || workers=8
 parallel="-n $workers --dist loadfile --no-loadscope-reorder"
 
 make_venv "$venv"
