@@ -25,7 +25,7 @@ from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
 from tests.support.paths import REPOSITORY
 from tests.support.rule_mutants import Mutant, mutants
-from tests.support.waiting import patient, wait_for
+from tests.support.waiting import patient, wait_for, wait_until_equal
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
 RUNBOOKS = REPOSITORY / "deploy" / "runbooks"
@@ -387,6 +387,7 @@ def test_a_cause_silences_what_follows_from_it_on_the_same_node_device_and_proce
         "what it said last": alert("GpuMemLeak", "node-5:9844", uuid="GPU-f", pid="7"),
         "an idle job": alert("GpuMemReporterSilent", "node-1:9844", pid="7"),
     }
+    silenced = {"a device of that node", "its memory", "the retries before it", "what it said last"}
     log = tmp_path / "alertmanager.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
@@ -409,18 +410,19 @@ def test_a_cause_silences_what_follows_from_it_on_the_same_node_device_and_proce
         url = f"http://{address}/api/v2/alerts"
         wait_for(lambda: _asked(f"http://{address}/-/ready"), "Alertmanager")
         assert _asked(url, list(sent.values())) is not None
-        known = wait_for(lambda: _known(url, len(sent)), "the alerts")
+        wait_until_equal(lambda: _silenced(url, sent), silenced, "the alerts that others silence")
     finally:
         process.kill()
         process.wait()
 
-    silenced = {what for what, one in sent.items() if any(one["labels"] == labels and mutes for labels, mutes in known)}
-    assert silenced == {
-        "a device of that node",
-        "its memory",
-        "the retries before it",
-        "what it said last",
-    }
+
+def _silenced(url: str, sent: dict[str, Any]) -> set[str] | None:
+    """The sent alerts that others silence; None until Alertmanager knows all alerts."""
+    known = json.loads(_asked(url) or b"[]")
+    if len(known) != len(sent):
+        return None
+    labels = [one["labels"] for one in known if one["status"]["inhibitedBy"]]
+    return {what for what, one in sent.items() if one["labels"] in labels}
 
 
 def _asked(url: str, body: Any = None) -> bytes | None:
@@ -434,12 +436,6 @@ def _asked(url: str, body: Any = None) -> bytes | None:
             return held or b" "
     except OSError:
         return None
-
-
-def _known(url: str, count: int) -> list[tuple[dict[str, str], list[str]]] | None:
-    """The labels of each alert, and which others silence it; None until all are there."""
-    alerts = json.loads(_asked(url) or b"[]")
-    return [(one["labels"], one["status"]["inhibitedBy"]) for one in alerts] if len(alerts) == count else None
 
 
 def test_only_alerts_that_exist_silence_others_and_never_themselves() -> None:

@@ -320,7 +320,7 @@ def test_processes_that_are_gone_or_no_longer_asked_for_are_forgotten(tree: Tree
 def remembered_pids() -> set[int]:
     """The processes of that test of which facts are anywhere in memory."""
     gc.collect()
-    known = [facts for facts in gc.get_objects() if isinstance(facts, ProcessFacts)]
+    known = [facts for facts in gc.get_objects() if type(facts) is ProcessFacts]
     return {facts.pid for facts in known if facts.start_time_ticks == 987_654}
 
 
