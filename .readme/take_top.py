@@ -20,11 +20,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
-from gpumem_exporter.cli.exporter_api import ExporterApi
-from gpumem_exporter.cli.live.cells import whole
-from gpumem_exporter.cli.live.frame import Moment, draw
-from gpumem_exporter.cli.live.source import Reading, Source
-from gpumem_exporter.cli.live.view import View
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.top.cells import whole
+from gpumem_exporter.cli.top.frame import Moment, draw
+from gpumem_exporter.cli.top.source import Reading, Source
+from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.errors import ExporterError
 
 COLUMNS, LINES = 124, 40

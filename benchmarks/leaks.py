@@ -19,7 +19,7 @@ from itertools import islice
 from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.leak_bounds import cache_errors, drift_errors, found_share
 from benchmarks.place import Place
-from gpumem_exporter.client._trend import Trend
+from gpumem_exporter.client.leaks.trend import Trend
 from tests.support.seeded_runs import SHAPES, Shape, allocated, hard_shapes
 
 FOUND_STEPS = 200
@@ -32,7 +32,7 @@ WINDOW = 256
 
 COSTS = """
 from gpumem_exporter import client as gpumem
-from gpumem_exporter.client._leaks import LeakDetector
+from gpumem_exporter.client.leaks.detector import LeakDetector
 import time
 torch.empty(1, device="cuda")
 clock = time.thread_time

@@ -25,9 +25,9 @@ PHASE_RATIO = 2.0
 WATCHED = """
 import gc, time, statistics
 from gpumem_exporter import client as gpumem
-from gpumem_exporter.client._components import Watch
-from gpumem_exporter.client._observed import Observed
-from gpumem_exporter.client._steps import Steps
+from gpumem_exporter.client.measure.components import Watch
+from gpumem_exporter.client.measure.observed import Observed
+from gpumem_exporter.client.hooks.steps import Steps
 
 class Kept(torch.optim.Optimizer):
     def step(self, closure=None):

@@ -23,7 +23,7 @@ from pathlib import Path
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show
 from benchmarks.constant import ConstantServer
 from benchmarks.place import Exporter, Place, compiling_once, thread_seconds
-from gpumem_exporter.cli.run import injected_environment
+from gpumem_exporter.cli.commands.run import injected_environment
 from tests.emulation.torch_process import TorchProcess
 from tests.support.paths import REPOSITORY
 from tests.support.recording_exporter import RecordingExporter

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from benchmarks.place import Http
 from benchmarks.snapshots import GIB, identity, report
 from gpumem_exporter import procfs
-from gpumem_exporter.protocol import REPORTS_PATH, ProcessIdentity, to_wire
+from gpumem_exporter.wire.protocol import REPORTS_PATH, ProcessIdentity, to_wire
 
 __all__ = ["HELD_BYTES", "Stand", "probe", "report_body", "report_for_ever"]
 

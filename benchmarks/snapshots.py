@@ -13,7 +13,7 @@ from gpumem_exporter.core.samples import (
     ProcessMemory,
     ReportingProcess,
 )
-from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 __all__ = ["GIB", "identity", "node", "report", "reporting", "uuid"]
 

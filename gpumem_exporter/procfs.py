@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Sequence
 
-from gpumem_exporter.protocol import MAX_LABEL_LENGTH
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
 __all__ = [
     "describe_command",

@@ -35,7 +35,7 @@ from gpumem_exporter.errors import (
     IdempotencyConflictError,
     TargetNotFoundError,
 )
-from gpumem_exporter.protocol import Command, CommandResult, DeviceSample
+from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceSample
 
 __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "GROUP_LEAD_SECONDS", "Dispatcher"]
 

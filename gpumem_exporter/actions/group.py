@@ -9,7 +9,7 @@ from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.core.steps import Pace, seconds_to_end, step_ahead
 from gpumem_exporter.errors import GroupIncompleteError
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["GROUP_LEAD_SECONDS", "Chosen", "group_of", "group_step", "lack", "require_in_time", "who"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.protocol import DeviceSample, SnapshotFile
+from gpumem_exporter.wire.protocol import DeviceSample, SnapshotFile
 
 __all__ = ["ACTIONS", "DEFAULT_ACTIONS", "Action", "ActionRequest", "ActionResult", "Asked", "Target"]
 

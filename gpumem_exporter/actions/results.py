@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from gpumem_exporter.actions.model import ActionRequest, ActionResult
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.protocol import CommandResult, DeviceResult, DeviceSample
+from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, DeviceSample
 
 __all__ = ["Victim", "dry_rows", "ended_rows", "rows", "victim"]
 

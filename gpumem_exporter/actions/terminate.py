@@ -12,7 +12,7 @@ import os
 import signal
 
 from gpumem_exporter.host import Host
-from gpumem_exporter.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult
 
 __all__ = ["TERMINATE_GRACE_SECONDS", "Terminator"]
 

@@ -13,8 +13,8 @@ from typing import cast
 
 import typer
 
+from gpumem_exporter.cli.commands.run import SUMMARY as RUN_SUMMARY
 from gpumem_exporter.cli.main import COMMANDS, INTERRUPTED, PROGRAM, WRONG_USAGE
-from gpumem_exporter.cli.run import SUMMARY as RUN_SUMMARY
 from gpumem_exporter.errors import ConfigurationError
 
 __all__ = ["build", "invoke"]
@@ -34,7 +34,7 @@ Examples:
 Exit codes: 0 done; 1 the thing asked for failed; 2 wrong usage or configuration.
 """
 
-_MODULES = {name: f"gpumem_exporter.cli.{name.replace('-', '_')}" for name in COMMANDS if name != "run"}
+_MODULES = {name: f"gpumem_exporter.cli.commands.{name.replace('-', '_')}" for name in COMMANDS if name != "run"}
 
 _PARAMETER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
 """The root of what Typer raises for wrong usage. Its module has moved with Typer's releases, its place has not."""

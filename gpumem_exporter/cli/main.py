@@ -93,7 +93,7 @@ def _dispatch(words: list[str]) -> int:
         print(f"{PROGRAM} {__version__}")
         return 0
     if first == "run":
-        from gpumem_exporter.cli.run import run
+        from gpumem_exporter.cli.commands.run import run
 
         return run(words[1:])
     if first in COMMANDS or first in ("--help", "-h"):
@@ -104,7 +104,7 @@ def _dispatch(words: list[str]) -> int:
 def _with_dependencies(words: list[str]) -> int:
     try:
         if words[0] == "serve":
-            serve = importlib.import_module("gpumem_exporter.cli.serve")
+            serve = importlib.import_module("gpumem_exporter.cli.commands.serve")
             flags = serve.read_flags(words[1:])
             if flags is not None:
                 return int(serve.start(flags))

@@ -67,7 +67,7 @@ class ConnectionOptions(AccessOptions):
         """The addresses to try, in order."""
         if self.url is not None:
             return (self.url,)
-        from gpumem_exporter.client._settings import exporter_urls
+        from gpumem_exporter.client.reporter.settings import exporter_urls
 
         return exporter_urls(environ)
 

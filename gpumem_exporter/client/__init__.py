@@ -16,22 +16,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.client._process import start, step, stop
+from gpumem_exporter.client.api import start, step, stop
 
 if TYPE_CHECKING:
-    from gpumem_exporter.client._allocator_advice import recommend_allocator_settings
-    from gpumem_exporter.client._auto_clean import auto_clean
-    from gpumem_exporter.client._cleaning import clear_cache, deep_clean, reset_peak, set_memory_fraction
-    from gpumem_exporter.client._components import watch
-    from gpumem_exporter.client._context import memory_context
-    from gpumem_exporter.client._leaks import leak_detector
-    from gpumem_exporter.client._lingering import lingering_tensors
-    from gpumem_exporter.client._milestones import milestones
-    from gpumem_exporter.client._oom_guard import oom_guard
-    from gpumem_exporter.client._phases import phase
-    from gpumem_exporter.client._releasing import release_model, to_cpu
-    from gpumem_exporter.client._snapshots import snapshot
-    from gpumem_exporter.client._summary import log_summary, summary
+    from gpumem_exporter.client.allocator.settings_advice import recommend_allocator_settings
+    from gpumem_exporter.client.allocator.snapshot import snapshot
+    from gpumem_exporter.client.cleanup.auto_clean import auto_clean
+    from gpumem_exporter.client.cleanup.clear import clear_cache, deep_clean, reset_peak, set_memory_fraction
+    from gpumem_exporter.client.cleanup.release import release_model, to_cpu
+    from gpumem_exporter.client.leaks.detector import leak_detector
+    from gpumem_exporter.client.leaks.live_tensors import lingering_tensors
+    from gpumem_exporter.client.measure.components import watch
+    from gpumem_exporter.client.measure.context import memory_context
+    from gpumem_exporter.client.measure.milestones import milestones
+    from gpumem_exporter.client.measure.phases import phase
+    from gpumem_exporter.client.measure.summary import log_summary, summary
+    from gpumem_exporter.client.oom.guard import oom_guard
 
 __all__ = [
     "auto_clean",
@@ -58,24 +58,24 @@ __all__ = [
 ]
 
 _LAZY = {
-    "auto_clean": "_auto_clean",
-    "clear_cache": "_cleaning",
-    "deep_clean": "_cleaning",
-    "leak_detector": "_leaks",
-    "lingering_tensors": "_lingering",
-    "log_summary": "_summary",
-    "memory_context": "_context",
-    "milestones": "_milestones",
-    "oom_guard": "_oom_guard",
-    "phase": "_phases",
-    "recommend_allocator_settings": "_allocator_advice",
-    "release_model": "_releasing",
-    "reset_peak": "_cleaning",
-    "set_memory_fraction": "_cleaning",
-    "snapshot": "_snapshots",
-    "summary": "_summary",
-    "to_cpu": "_releasing",
-    "watch": "_components",
+    "auto_clean": "cleanup.auto_clean",
+    "clear_cache": "cleanup.clear",
+    "deep_clean": "cleanup.clear",
+    "leak_detector": "leaks.detector",
+    "lingering_tensors": "leaks.live_tensors",
+    "log_summary": "measure.summary",
+    "memory_context": "measure.context",
+    "milestones": "measure.milestones",
+    "oom_guard": "oom.guard",
+    "phase": "measure.phases",
+    "recommend_allocator_settings": "allocator.settings_advice",
+    "release_model": "cleanup.release",
+    "reset_peak": "cleanup.clear",
+    "set_memory_fraction": "cleanup.clear",
+    "snapshot": "allocator.snapshot",
+    "summary": "measure.summary",
+    "to_cpu": "cleanup.release",
+    "watch": "measure.components",
 }
 """The module of each name that is imported on first use."""
 

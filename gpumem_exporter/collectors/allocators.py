@@ -10,7 +10,7 @@ from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import ReportingProcess
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["REPORTED", "allocator_samples", "report_samples"]
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 from gpumem_exporter.actions.model import ACTIONS, Action
-from gpumem_exporter.actions.policy import RESULTS
+from gpumem_exporter.actions.policy.model import RESULTS
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.own import Unchanging
 from gpumem_exporter.events.model import EVENT_TYPES, Event
-from gpumem_exporter.protocol import OUTCOMES
+from gpumem_exporter.wire.protocol import OUTCOMES
 
 __all__ = ["ALERT_OUTCOMES", "Instruments", "process_registry"]
 

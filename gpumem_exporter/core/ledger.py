@@ -36,7 +36,7 @@ from gpumem_exporter.core.samples import (
     ReportingProcess,
     Snapshot,
 )
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = [
     "CATEGORIES",

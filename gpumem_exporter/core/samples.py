@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gpumem_exporter.protocol import Report
+from gpumem_exporter.wire.protocol import Report
 
 __all__ = [
     "DeviceMemory",

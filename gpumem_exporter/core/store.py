@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from gpumem_exporter.core.last_ooms import LastOoms
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
-from gpumem_exporter.protocol import ProcessIdentity, Report
+from gpumem_exporter.wire.protocol import ProcessIdentity, Report
 
 __all__ = ["Store"]
 

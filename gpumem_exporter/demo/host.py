@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.simulation import Simulation
-from gpumem_exporter.protocol import ProcessIdentity
+from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["DemoHost"]
 

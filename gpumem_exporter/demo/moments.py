@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gpumem_exporter.client._waiting import Waiting
-from gpumem_exporter.protocol import Command, CommandResult
+from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.wire.protocol import Command, CommandResult
 
 __all__ = ["Moments"]
 

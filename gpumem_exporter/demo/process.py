@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from gpumem_exporter.client._ooms import OutOfMemoryLog
-from gpumem_exporter.client._plan import with_plan
+from gpumem_exporter.client.oom.observer import OutOfMemoryLog
+from gpumem_exporter.client.reporter.plan import with_plan
 from gpumem_exporter.core.allocator_model import CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.expandable import ExpandableAllocator
 from gpumem_exporter.demo.moments import Moments
 from gpumem_exporter.demo.slot import DeviceSlot, Tensor
-from gpumem_exporter.protocol import MODES, Command, CommandResult, OutOfMemory, ProcessIdentity, Reply, Report
+from gpumem_exporter.wire.protocol import MODES, Command, CommandResult, OutOfMemory, ProcessIdentity, Reply, Report
 
 __all__ = ["ACTIONS", "SimulatedProcess", "Tensor"]
 

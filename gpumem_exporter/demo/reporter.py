@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import Simulation
 from gpumem_exporter.errors import ExporterAnswerError, ExporterError, WireError
-from gpumem_exporter.protocol import REPORTS_PATH, CommandResult, Reply, reply_from_wire, to_wire
+from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.protocol import REPORTS_PATH, CommandResult, Reply, reply_from_wire, to_wire
 
 __all__ = ["SimulatedReporter"]
 

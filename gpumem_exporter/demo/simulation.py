@@ -17,7 +17,7 @@ from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import SimulatedDevice, build_devices
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.roster import ROSTER, Workload
-from gpumem_exporter.protocol import ProcessIdentity
+from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["TICK_SECONDS", "Simulation"]
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gpumem_exporter.core.allocator_model import Block, CachingAllocator
 from gpumem_exporter.demo.device import SimulatedDevice
-from gpumem_exporter.protocol import DeviceResult, DeviceSample
+from gpumem_exporter.wire.protocol import DeviceResult, DeviceSample
 
 __all__ = ["DeviceSlot", "Held", "Tensor"]
 

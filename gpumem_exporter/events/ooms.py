@@ -11,7 +11,7 @@ from typing import Any
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import LastOom, ReportingProcess
 from gpumem_exporter.events.model import Event
-from gpumem_exporter.protocol import DeviceSample, OutOfMemory
+from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 __all__ = ["OomIntake", "last_ooms"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["ProcessHistory"]
 

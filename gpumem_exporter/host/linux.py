@@ -15,7 +15,7 @@ from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
 from gpumem_exporter.procfs import describe_command, parse_stat_program, pid_namespace, split_cmdline
-from gpumem_exporter.protocol import MAX_LABEL_LENGTH, ProcessIdentity
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 
 __all__ = ["LinuxHost"]
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.procfs import pid_namespace
-from gpumem_exporter.protocol import ProcessIdentity
+from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["PidTranslator"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.protocol import ProcessIdentity
+from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["Host"]
 

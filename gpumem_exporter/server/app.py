@@ -16,26 +16,26 @@ from gpumem_exporter import __version__
 from gpumem_exporter.host import Host
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
-from gpumem_exporter.protocol import REPORTS_PATH
-from gpumem_exporter.server.guard import Guard
-from gpumem_exporter.server.hangup import reloading_on_hangup
-from gpumem_exporter.server.housekeeping import keep_house
-from gpumem_exporter.server.page_source import Page
-from gpumem_exporter.server.problems import install_problem_handlers
-from gpumem_exporter.server.recall import recall_ooms
-from gpumem_exporter.server.routes.actions import actions_router
-from gpumem_exporter.server.routes.alerts import alerts_router
-from gpumem_exporter.server.routes.events import events_router
-from gpumem_exporter.server.routes.health import health_router
-from gpumem_exporter.server.routes.live import live_router
-from gpumem_exporter.server.routes.metrics import MetricsRoute
-from gpumem_exporter.server.routes.nvml import nvml_router
-from gpumem_exporter.server.routes.page import page_router
-from gpumem_exporter.server.routes.policy import policy_router
-from gpumem_exporter.server.routes.reports import ReportsRoute
-from gpumem_exporter.server.routes.state import state_router
+from gpumem_exporter.server.api.actions import actions_router
+from gpumem_exporter.server.api.alerts import alerts_router
+from gpumem_exporter.server.api.events import events_router
+from gpumem_exporter.server.api.health import health_router
+from gpumem_exporter.server.api.metrics import MetricsRoute
+from gpumem_exporter.server.api.nvml import nvml_router
+from gpumem_exporter.server.api.policy import policy_router
+from gpumem_exporter.server.api.reports import ReportsRoute
+from gpumem_exporter.server.api.state import state_router
+from gpumem_exporter.server.background.hangup import reloading_on_hangup
+from gpumem_exporter.server.background.housekeeping import keep_house
+from gpumem_exporter.server.background.recall import recall_ooms
+from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
+from gpumem_exporter.server.security.request_guard import Guard
 from gpumem_exporter.server.settings import Settings
+from gpumem_exporter.server.web.live import live_router
+from gpumem_exporter.server.web.page import Page
+from gpumem_exporter.server.web.page_route import page_router
+from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = ["create_app"]
 
@@ -114,7 +114,7 @@ def create_app(
         on_report_refused=runtime.instruments.count_report,
     )
     if runtime.web is not None:
-        from gpumem_exporter.server.basic_auth import BasicAuth
+        from gpumem_exporter.server.security.basic_auth import BasicAuth
 
         # Added last, so first asked.
         app.add_middleware(
@@ -168,7 +168,7 @@ def _reloads(runtime: Runtime) -> list[Callable[[], Coroutine[Any, Any, None]]]:
 def _describe_itself(app: FastAPI, settings: Settings) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
-            from gpumem_exporter.server.openapi import describe  # only whoever asks pays for it
+            from gpumem_exporter.server.http.openapi import describe  # only whoever asks pays for it
 
             app.openapi_schema = describe(app, telemetry_path=settings.web_telemetry_path)
         return app.openapi_schema

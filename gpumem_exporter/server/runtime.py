@@ -27,18 +27,18 @@ from gpumem_exporter.host import Host
 from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.poller import Poller
 from gpumem_exporter.nvml.provider import Provider
-from gpumem_exporter.server.addresses import parse_listen_address
-from gpumem_exporter.server.audit import Audit
-from gpumem_exporter.server.auth import OwnNames, Rule
-from gpumem_exporter.server.history import History
-from gpumem_exporter.server.holds import Holds
-from gpumem_exporter.server.presence import Presence
+from gpumem_exporter.server.api.audit import Audit
+from gpumem_exporter.server.background.liveness import Presence
+from gpumem_exporter.server.http.addresses import parse_listen_address
+from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.security.access_rules import OwnNames, Rule
+from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
-from gpumem_exporter.server.tokens import TokenFile
+from gpumem_exporter.server.web.history import History
 
 if TYPE_CHECKING:
-    from gpumem_exporter.server.policy_keeper import PolicyKeeper
-    from gpumem_exporter.server.web_access import WebAccess
+    from gpumem_exporter.server.background.policy_runner import PolicyKeeper
+    from gpumem_exporter.server.security.web_access import WebAccess
 
 __all__ = ["Runtime", "build_runtime"]
 
@@ -225,7 +225,7 @@ def _policies(
 ) -> PolicyKeeper | None:
     if not settings.policy_file:
         return None
-    from gpumem_exporter.server.policy_keeper import PolicyKeeper  # only whoever has a policy pays for it
+    from gpumem_exporter.server.background.policy_runner import PolicyKeeper  # only whoever has a policy pays for it
 
     return PolicyKeeper(
         Path(settings.policy_file),
@@ -243,7 +243,9 @@ def _policies(
 def _web_access(settings: Settings) -> WebAccess | None:
     if not settings.web_config_file:
         return None
-    from gpumem_exporter.server.web_access import WebAccess  # only whoever has such a file pays for what it takes
+    from gpumem_exporter.server.security.web_access import (
+        WebAccess,  # only whoever has such a file pays for what it takes
+    )
 
     return WebAccess(Path(settings.web_config_file))
 

@@ -17,9 +17,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from gpumem_exporter.actions.model import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.server.addresses import parse_listen_address
 from gpumem_exporter.server.config_file import read_config_file
-from gpumem_exporter.server.tokens import TokenFile
+from gpumem_exporter.server.http.addresses import parse_listen_address
+from gpumem_exporter.server.security.tokens import TokenFile
 
 __all__ = ["ENVIRONMENT_PREFIX", "Settings", "environment_name", "load_settings", "setting_key"]
 
@@ -223,11 +223,13 @@ def _check_together(settings: Settings, sources: Mapping[str, str]) -> None:
                     "with the token in it"
                 ) from None
     if settings.web_config_file:
-        from gpumem_exporter.server.web_access import WebAccess  # only whoever has such a file pays for what it takes
+        from gpumem_exporter.server.security.web_access import (
+            WebAccess,  # only whoever has such a file pays for what it takes
+        )
 
         WebAccess(Path(settings.web_config_file))
     if settings.policy_file:
-        from gpumem_exporter.actions.policy_file import read_policy  # only whoever has such a file pays for its parser
+        from gpumem_exporter.actions.policy.file import read_policy  # only whoever has such a file pays for its parser
 
         read_policy(Path(settings.policy_file), allowed=settings.action_allow)
 

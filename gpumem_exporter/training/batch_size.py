@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from gpumem_exporter.client import clear_cache, oom_guard
-from gpumem_exporter.client._attached import no_cuda
-from gpumem_exporter.client._measured import Measured, MemoryUse
-from gpumem_exporter.client._oom_message import is_out_of_memory
-from gpumem_exporter.client._sizes import human_bytes
-from gpumem_exporter.client._steps import no_training
+from gpumem_exporter.client.allocator.attached import no_cuda
+from gpumem_exporter.client.hooks.steps import no_training
+from gpumem_exporter.client.measure.measured import Measured, MemoryUse
+from gpumem_exporter.client.oom.message import is_out_of_memory
+from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError, RankFailedError
 from gpumem_exporter.training.bisection import Bisection
 from gpumem_exporter.training.ranks import Ranks

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumem_exporter.client._measured import Measured
-from gpumem_exporter.client._sizes import human_bytes
-from gpumem_exporter.client._tensor_bytes import Storages
+from gpumem_exporter.client.measure.measured import Measured
+from gpumem_exporter.client.measure.tensor_bytes import Storages
+from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import call_model, evaluating
 from gpumem_exporter.training.checkpointing.results import distance_ratio

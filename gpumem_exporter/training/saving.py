@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from gpumem_exporter.client._sizes import human_bytes
+from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError, StorageError
 
 __all__ = ["SavedCheckpoint", "save_checkpoint"]

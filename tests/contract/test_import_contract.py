@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,15 @@ FORBIDDEN = (
     *("click", "httptools", "uvloop", "yaml", "torch", "numpy"),
 )
 PACKAGE_ROOT = Path(gpumem_exporter.__file__).parent
-GUEST_MODULES = sorted(
-    ["gpumem_exporter", "gpumem_exporter.errors", "gpumem_exporter.procfs", "gpumem_exporter.protocol"]
-    + [f"gpumem_exporter.client.{path.stem}" for path in (PACKAGE_ROOT / "client").glob("*.py")]
-)
+GUEST_MODULES = [
+    *("gpumem_exporter", "gpumem_exporter.errors", "gpumem_exporter.procfs"),
+    *sorted(
+        ".".join(path.relative_to(PACKAGE_ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
+        for folder in ("client", "wire")
+        for path in (PACKAGE_ROOT / folder).rglob("*.py")
+        if "bootstrap" not in path.parts
+    ),
+]
 
 REFUSING_FINDER = f"""
 import sys
@@ -41,9 +47,29 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_module_of_the_guest_imports_where_everything_else_is_refused() -> None:
-    imports = "".join(f"import {name.removesuffix('.__init__')}\n" for name in GUEST_MODULES)
+    imports = "".join(f"import {name}\n" for name in GUEST_MODULES)
     done = run_python(f"{REFUSING_FINDER}\n{imports}")
     assert done.returncode == 0, done.stderr
+
+
+def test_no_private_module_is_imported_from_outside_its_package() -> None:
+    offenders = []
+    for folder in ("gpumem_exporter", "tests", "benchmarks", "examples"):
+        for path in (PACKAGE_ROOT.parent / folder).rglob("*.py"):
+            package = ".".join(path.relative_to(PACKAGE_ROOT.parent).parent.parts)
+            for node in ast.walk(ast.parse(path.read_text())):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
+                    names = [f"{node.module}.{alias.name}" for alias in node.names]
+                offenders += [f"{path}: {name}" for name in names if _is_private_elsewhere(name, package)]
+    assert offenders == []
+
+
+def _is_private_elsewhere(name: str, package: str) -> bool:
+    """Whether `name` has a private part of this project that does not lie in `package`."""
+    parts = name.split(".")
+    private = [index for index, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
+    return parts[0] == "gpumem_exporter" and bool(private) and ".".join(parts[: private[0]]) != package
 
 
 def test_the_refusing_finder_refuses() -> None:
@@ -56,7 +82,7 @@ def test_the_guest_imports_nothing_of_the_exporter() -> None:
         "import sys, gpumem_exporter.client\n"
         "print(*sorted(name for name in sys.modules if name.startswith('gpumem_exporter.')))"
     )
-    allowed = ("gpumem_exporter.client", "gpumem_exporter.errors", "gpumem_exporter.procfs", "gpumem_exporter.protocol")
+    allowed = tuple(f"gpumem_exporter.{name}" for name in ("client", "errors", "procfs", "wire"))
     assert done.returncode == 0, done.stderr
     assert [name for name in done.stdout.split() if not name.startswith(allowed)] == []
 

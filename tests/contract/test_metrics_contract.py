@@ -34,7 +34,7 @@ from gpumem_exporter.core.samples import (
     Snapshot,
 )
 from gpumem_exporter.events import Event
-from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 from tests.support.paths import DATA
 from tests.support.waiting import patient
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.errors import WireError
-from gpumem_exporter.protocol import (
+from gpumem_exporter.server.api.report_schema import ReportReader
+from gpumem_exporter.wire.protocol import (
     Command,
     DeviceSample,
     OutOfMemory,
@@ -19,7 +20,6 @@ from gpumem_exporter.protocol import (
     reply_from_wire,
     to_wire,
 )
-from gpumem_exporter.server.report_schema import ReportReader
 
 REPLY = Reply(
     commands=(Command("a", "empty_cache", 29.5, ("GPU-1",), True), Command("b", "reset_peak", 1.0)),

@@ -15,7 +15,7 @@ import yaml
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.main import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
-from gpumem_exporter.server.alert_schema import ALERT_KEYS
+from gpumem_exporter.server.api.alert_schema import ALERT_KEYS
 from tests.support.paths import REPOSITORY
 
 ENTRY_SCRIPTS = (
@@ -73,7 +73,7 @@ def names_used(text: str) -> set[str]:
 
 
 def test_the_repository_is_read_at_all() -> None:
-    assert {"README.md", "pyproject.toml", "gpumem_exporter/protocol.py"} <= tracked_texts().keys()
+    assert {"README.md", "pyproject.toml", "gpumem_exporter/wire/protocol.py"} <= tracked_texts().keys()
 
 
 def test_nothing_is_left_to_do_in_the_text() -> None:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.errors import ExporterUnreachableError
+from gpumem_exporter.wire.http import Connection
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode

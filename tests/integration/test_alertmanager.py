@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumem_exporter.client._transport import Connection
-from gpumem_exporter.protocol import MODES
-from gpumem_exporter.server.guard import MAX_ALERTS_BYTES
+from gpumem_exporter.server.security.request_guard import MAX_ALERTS_BYTES
+from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.protocol import MODES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode

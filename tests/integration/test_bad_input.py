@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter import procfs
-from gpumem_exporter.client._transport import Answer
-from gpumem_exporter.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
+from gpumem_exporter.wire.http import Answer
+from gpumem_exporter.wire.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient

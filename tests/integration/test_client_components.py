@@ -215,13 +215,13 @@ def test_a_count_is_made_at_steps_of_the_optimizer_that_is_watched_or_by_hand_an
     told = shared_process.exec(
         """
 import threading
-from gpumem_exporter.client import _component_walk
+from gpumem_exporter.client.measure import component_walk
 threads = set()
-count = _component_walk.ComponentWalk.go_on
+count = component_walk.ComponentWalk.go_on
 def noted(self, seconds):
     threads.add(threading.current_thread().name)
     return count(self, seconds)
-_component_walk.ComponentWalk.go_on = noted
+component_walk.ComponentWalk.go_on = noted
 model, optimizer = make()
 other, its_own = make()
 watching = gpumem.watch(model, optimizer)
@@ -234,7 +234,7 @@ by_hand.start(); by_hand.join()
 result.append(bool(watching.latest))
 gpumem.stop()
 watching.close()
-_component_walk.ComponentWalk.go_on = count
+component_walk.ComponentWalk.go_on = count
 result.append(sorted(threads))
 """,
     )
@@ -245,7 +245,7 @@ def test_what_two_watches_watch_is_told_once(shared_process: TorchProcess) -> No
     """A cell of a notebook that runs again, a library that watches what the program does: the bytes are there once."""
     told = shared_process.exec(
         """
-from gpumem_exporter.client._observed import process_observed
+from gpumem_exporter.client.measure.observed import process_observed
 def components():
     return dict(process_observed().components(0))
 model, optimizer = make()

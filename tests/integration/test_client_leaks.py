@@ -163,7 +163,7 @@ result = {
 }
 torch.cuda.memory._record_memory_history(enabled="all", stacks="python")
 recorded = [made(1 << 20) for _ in range(3)]
-from gpumem_exporter.client._lingering import allocating_frames
+from gpumem_exporter.client.leaks.live_tensors import allocating_frames
 result["frames"] = allocating_frames(torch, {4 << 20})
 torch.cuda.memory._record_memory_history(enabled=None)
 del recorded, slotted, wrapped, outputs, shared, views, default, closure
@@ -199,7 +199,8 @@ def test_live_tensors_are_grouped_and_their_holders_named_without_running_the_pr
 MEANWHILE = """
 import gc, threading
 from gpumem_exporter import client
-from gpumem_exporter.client import _lingering, _referrers
+from gpumem_exporter.client.leaks import live_tensors
+from gpumem_exporter.client.leaks import referrers
 begun, go_on, came_of = threading.Event(), threading.Event(), []
 def batch():
     for number in range(7):
@@ -220,9 +221,9 @@ def finish_loading(function):
         return function(*arguments)
     return replaced
 if where == "the walk":
-    _lingering._Reader.add = finish_loading(_lingering._Reader.add)
+    live_tensors._Reader.add = finish_loading(live_tensors._Reader.add)
 else:
-    _referrers._owners = finish_loading(_referrers._owners)
+    referrers._owners = finish_loading(referrers._owners)
 loader.start()
 begun.wait()
 found = client.lingering_tensors()

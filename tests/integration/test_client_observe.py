@@ -115,7 +115,7 @@ result = {"peaks": {name: use.peak_bytes for name, use in uses.items()},
 def test_nothing_is_kept_alive_by_what_observes_it(shared_process: TorchProcess) -> None:
     told = shared_process.exec(
         """
-from gpumem_exporter.client._observed import process_observed
+from gpumem_exporter.client.measure.observed import process_observed
 gc.disable()
 torch._C._cuda_clearCublasWorkspaces()
 before = torch.cuda.memory_allocated(0)
@@ -354,7 +354,7 @@ def test_a_forked_child_measures_nothing_and_waits_for_nobody(shared_process: To
     status = shared_process.exec(
         """
 import os, threading, warnings
-from gpumem_exporter.client._observed import process_observed
+from gpumem_exporter.client.measure.observed import process_observed
 model, optimizer = make()
 step(model, optimizer, gpumem.phase)
 warnings.simplefilter("ignore")

@@ -14,23 +14,24 @@ from tests.emulation.torch_process import TorchProcess
 TRAINING = """
 import contextlib, gc, random
 from gpumem_exporter import client as gpumem
-from gpumem_exporter.client import _portions, _structure
+from gpumem_exporter.client.measure import portions
+from gpumem_exporter.client.measure import model_structure
 
 class Measured:
     \"\"\"Counts what is measured, and found, anew.\"\"\"
     def __enter__(self):
         self.portions = self.structures = 0
-        self.kept = _portions.Portion.__init__, _structure.Structure.find
+        self.kept = portions.Portion.__init__, model_structure.Structure.find
         def init(portion, *arguments):
             self.portions += 1
             self.kept[0](portion, *arguments)
         def find(structure):
             self.structures += 1
             return self.kept[1](structure)
-        _portions.Portion.__init__, _structure.Structure.find = init, find
+        portions.Portion.__init__, model_structure.Structure.find = init, find
         return self
     def __exit__(self, *_):
-        _portions.Portion.__init__, _structure.Structure.find = self.kept
+        portions.Portion.__init__, model_structure.Structure.find = self.kept
 
 def make(layers=6):
     model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(layers))).cuda()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.cli import doctor
-from gpumem_exporter.cli.checks.finding import FAIL, PASS, Finding
-from gpumem_exporter.cli.doctor import DoctorOptions, diagnose
+from gpumem_exporter.cli.commands import doctor
+from gpumem_exporter.cli.commands.doctor import DoctorOptions, diagnose
+from gpumem_exporter.cli.doctor.finding import FAIL, PASS, Finding
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from tests.support.running_exporter import ScriptedProvider, running_exporter
 from tests.support.waiting import eventually

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.errors import ExporterUnreachableError
 from gpumem_exporter.events.storage import FILE_NAME
-from gpumem_exporter.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
+from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.protocol import REPORTS_PATH, OutOfMemory, Report, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode

@@ -30,7 +30,7 @@ from urllib.request import urlopen
 import pytest
 import trustme
 
-from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command

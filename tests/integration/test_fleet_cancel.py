@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.protocol import MODES
+from gpumem_exporter.wire.protocol import MODES
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from tests.emulation.node import EmulatedNode
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.fleets.prometheus import Prometheus
+from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import EmulatedNode

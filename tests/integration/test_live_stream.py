@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.streams import MAX_STREAMS
+from gpumem_exporter.server.web.streams import MAX_STREAMS
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._transport import Answer
+from gpumem_exporter.wire.http import Answer
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode

@@ -105,7 +105,7 @@ def test_a_reporter_that_ends_late_takes_no_errors_from_the_one_that_has_begun_s
             """
 import threading
 from gpumem_exporter import client as gpumem
-from gpumem_exporter.client._worker import Worker
+from gpumem_exporter.client.reporter.worker import Worker
 ends, farewell = threading.Event(), Worker._farewell
 Worker._farewell = lambda worker, report: ends.wait(60.0) and farewell(worker, report)
 gpumem.start()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.protocol import CommandResult, DeviceResult
+from gpumem_exporter.wire.protocol import CommandResult, DeviceResult
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
@@ -143,8 +143,8 @@ def test_hangup_reads_the_file_again_and_a_wrong_one_changes_nothing_and_says_wh
 
 EARLY_AND_LATE = """
 import os, signal, sys
-from gpumem_exporter.server import serving
-make = serving.create_app
+from gpumem_exporter.server import serve
+make = serve.create_app
 
 def create_app(*arguments, **keywords):
     app = make(*arguments, **keywords)
@@ -167,7 +167,7 @@ def create_app(*arguments, **keywords):
     keeper.reload = reload_and_end
     return app
 
-serving.create_app = create_app
+serve.create_app = create_app
 sys.argv = ["gpumem-exporter", *sys.argv[1:]]
 from gpumem_exporter.cli.main import main
 sys.exit(main())

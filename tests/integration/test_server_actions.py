@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.protocol import CommandResult, DeviceResult
+from gpumem_exporter.wire.protocol import CommandResult, DeviceResult
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import ACTIONS, RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumem_exporter.protocol import to_wire
+from gpumem_exporter.wire.protocol import to_wire
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually, patient

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.client._transport import Connection
-from gpumem_exporter.protocol import REPORTS_PATH, to_wire
-from gpumem_exporter.server.sockets import BindError, bind
+from gpumem_exporter.server.http.listeners import BindError, bind
+from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
 from tests.support.builders import report
 from tests.support.ports import free_port
 from tests.support.waiting import eventually, patient
@@ -25,13 +25,15 @@ SERVE = [sys.executable, "-m", "gpumem_exporter", "serve"]
 HANGING_DRIVER = """
 import sys
 from tests.support.running_exporter import ScriptedHost, ScriptedProvider
-from gpumem_exporter.server import serving, settings, sockets
+from gpumem_exporter.server import settings
+from gpumem_exporter.server import serve
+from gpumem_exporter.server.http import listeners
 provider = ScriptedProvider()
 provider.hanging.set()
 told = settings.load_settings({"web_listen_address": "127.0.0.1:0"}, {})
-serving.configure_logging("info", "json")
-with sockets.bind(told.web_listen_address) as listeners:
-    sys.exit(serving.serve(told, listeners, provider=provider, host=ScriptedHost()))
+serve.configure_logging("info", "json")
+with listeners.bind(told.web_listen_address) as listeners:
+    sys.exit(serve.serve(told, listeners, provider=provider, host=ScriptedHost()))
 """
 
 
@@ -246,9 +248,10 @@ def test_a_socket_that_was_replaced_meanwhile_is_not_removed(tmp_path: Path) -> 
 def test_the_exporter_starts_without_what_it_does_not_need() -> None:
     script = """
 import sys
-from gpumem_exporter.server import serving, settings
+from gpumem_exporter.server import settings
+from gpumem_exporter.server import serve
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
-serving.create_app(settings.load_settings({}, {}), provider=PynvmlProvider(), host=serving.LinuxHost())
+serve.create_app(settings.load_settings({}, {}), provider=PynvmlProvider(), host=serve.LinuxHost())
 needless = ("typer", "rich", "yaml", "pydantic.v1", "httpx", "gpumem_exporter.demo")
 print([name for name in needless if name in sys.modules])
 """

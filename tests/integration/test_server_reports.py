@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.core.samples import ProcessMemory
-from gpumem_exporter.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
+from gpumem_exporter.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, problem, read_answer, running_exporter
 from tests.support.waiting import eventually, patient

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.client._transport import Connection
 from gpumem_exporter.errors import ExporterUnreachableError
+from gpumem_exporter.wire.http import Connection
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
@@ -215,7 +215,7 @@ def test_a_standard_streams_number_and_the_last_one_that_is_free_are_left_to_the
 ) -> None:
     code = (
         "import os, resource, sys\n"
-        "from gpumem_exporter.client._transport import Connection\n"
+        "from gpumem_exporter.wire.http import Connection\n"
         "from gpumem_exporter.errors import ExporterUnreachableError\n"
         "connection = Connection(sys.argv[1], timeout_seconds=30.0)\n"
         f"{before}\n"

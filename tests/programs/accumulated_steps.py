@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from gpumem_exporter import training
-from gpumem_exporter.client._steps import process_steps
+from gpumem_exporter.client.hooks.steps import process_steps
 from gpumem_exporter.errors import ConfigurationError
 
 Batch = tuple[torch.Tensor, torch.Tensor]

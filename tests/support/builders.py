@@ -15,7 +15,7 @@ from gpumem_exporter.core.samples import (
     ProcessMemory,
     ReportingProcess,
 )
-from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 MIB = 1 << 20
 UNLIMITED = RateLimits(per_caller=10**9, per_process=10**9, clock=lambda: 0.0)

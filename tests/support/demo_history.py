@@ -20,9 +20,9 @@ from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.roster import ROSTER, Workload
 from gpumem_exporter.demo.simulation import TICK_SECONDS
-from gpumem_exporter.protocol import REPORTS_PATH, to_wire
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.settings import load_settings
+from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
 
 TARGET = 'instance="demo:9844",job="gpumem"'
 _SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")

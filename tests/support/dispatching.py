@@ -12,7 +12,7 @@ from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action, ActionRequest
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.protocol import MODES, CommandResult, DeviceResult
+from gpumem_exporter.wire.protocol import MODES, CommandResult, DeviceResult
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 from tests.support.waiting import patient
 

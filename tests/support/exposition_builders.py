@@ -18,7 +18,7 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 MIB = 2**20
 UUID = "GPU-0"

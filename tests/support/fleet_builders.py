@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumem_exporter.cli.fleets.asks import Nodes
-from gpumem_exporter.cli.fleets.naming import Place
+from gpumem_exporter.cli.fleet.asks import Nodes
+from gpumem_exporter.cli.fleet.naming import Place
 from gpumem_exporter.errors import ExporterError
 
 A, B, C = (Place(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))

@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, replace
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action
-from gpumem_exporter.actions.policy import Rule
-from gpumem_exporter.actions.policy_engine import Decision, Engine, Stop
+from gpumem_exporter.actions.policy.engine import Decision, Engine, Stop
+from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.protocol import MODES, Command, CommandResult
+from gpumem_exporter.wire.protocol import MODES, Command, CommandResult
 from tests.support.builders import UNLIMITED, NobodyHost
 
 START = 1000.0

@@ -16,7 +16,7 @@ from gpumem_exporter.core.samples import (
     SilentReporter,
     Snapshot,
 )
-from gpumem_exporter.protocol import DeviceSample, ProcessIdentity, Report
+from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 
 __all__ = ["SNAPSHOTS"]
 

@@ -13,17 +13,17 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.client._transport import Answer, Connection
 from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemory
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.http_protocol import Limits
+from gpumem_exporter.server.http.connections import Limits
+from gpumem_exporter.server.http.listeners import bind
 from gpumem_exporter.server.runtime import Runtime
-from gpumem_exporter.server.serving import ExporterServer
+from gpumem_exporter.server.serve import ExporterServer
 from gpumem_exporter.server.settings import load_settings
-from gpumem_exporter.server.sockets import bind
+from gpumem_exporter.wire.http import Answer, Connection
+from gpumem_exporter.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
 from tests.support.builders import MIB, UUIDS
 from tests.support.waiting import eventually, patient
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_exporter.cli.live.rows import rows_of
-from gpumem_exporter.cli.live.source import Reading
+from gpumem_exporter.cli.top.rows import rows_of
+from gpumem_exporter.cli.top.source import Reading
 
 GIB = 1 << 30
 URL = "unix:///run/gpumem/exporter.sock"

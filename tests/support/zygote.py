@@ -35,9 +35,9 @@ __all__ = ["EXPORTER", "TORCH", "ForkedProcess", "fork_program"]
 TORCH = ("torch", "torch._dynamo")
 EXPORTER = (
     "gpumem_exporter.cli.main",
-    "gpumem_exporter.cli.serve",
+    "gpumem_exporter.cli.commands.serve",
     "gpumem_exporter.server.app",
-    "gpumem_exporter.server.serving",
+    "gpumem_exporter.server.serve",
 )
 """What a zygote imports before it forks."""
 

@@ -66,7 +66,7 @@ def _inject():
     if os.environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"):
         return
     package = __file__.rsplit("/", 3)[0]
-    waiting = _load("_gpumem_cuda_start", package + "/client/_cuda_start.py")
+    waiting = _load("_gpumem_cuda_start", package + "/client/hooks/cuda_start.py")
     waiting.when_cuda_starts(lambda: _begin(package))
 
 

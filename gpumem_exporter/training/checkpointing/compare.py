@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpumem_exporter.client._measured import DeviceUse, Measured, MemoryUse
-from gpumem_exporter.client._oom_message import is_out_of_memory
+from gpumem_exporter.client.measure.measured import DeviceUse, Measured, MemoryUse
+from gpumem_exporter.client.oom.message import is_out_of_memory
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import check_autocast
 from gpumem_exporter.training.checkpointing.blocks import checkpointed, find_blocks

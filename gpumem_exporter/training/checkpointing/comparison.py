@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpumem_exporter.client._sizes import human_bytes
+from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.results import Difference
 

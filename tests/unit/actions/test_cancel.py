@@ -11,7 +11,7 @@ import pytest
 from gpumem_exporter.actions.model import Action, Target
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
-from gpumem_exporter.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult
 from tests.support.builders import MIB, UUIDS, sample
 from tests.support.dispatching import Bench, Ranks, run
 

@@ -21,7 +21,7 @@ from gpumem_exporter.errors import (
     TargetNotFoundError,
     TooManyActionsError,
 )
-from gpumem_exporter.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult
 from tests.support.builders import MIB, UUIDS, NobodyHost, device, node, sample
 from tests.support.dispatching import EVERYBODY, Bench, Ranks, run
 

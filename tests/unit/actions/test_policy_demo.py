@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from gpumem_exporter.actions.model import DEFAULT_ACTIONS
-from gpumem_exporter.actions.policy_file import read_policy
+from gpumem_exporter.actions.policy.file import read_policy
 from gpumem_exporter.demo.roster import ROSTER
 from tests.support.policy_demo import START, DemoBench
 

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target
-from gpumem_exporter.actions.policy import RESULTS, Condition, Rule, StopAfter
-from gpumem_exporter.actions.policy_engine import MAX_DECISIONS, Decision, Engine, Round, Stop
-from gpumem_exporter.actions.policy_figures import FIELDS
+from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Decision, Engine, Round, Stop
+from gpumem_exporter.actions.policy.figures import FIELDS
+from gpumem_exporter.actions.policy.model import RESULTS, Condition, Rule, StopAfter
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 SLACK = Condition("slack_bytes", over=100 * MIB)

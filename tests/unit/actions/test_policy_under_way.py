@@ -6,7 +6,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult
 from tests.support.builders import UNLIMITED, NobodyHost, report, sample
 
 

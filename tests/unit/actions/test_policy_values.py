@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.actions.policy_values import read_value, shown_value
+from gpumem_exporter.actions.policy.values import read_value, shown_value
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from gpumem_exporter.actions.model import Action, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.core.store import Store
-from gpumem_exporter.protocol import ProcessIdentity
-from gpumem_exporter.server.presence import Presence
+from gpumem_exporter.server.background.liveness import Presence
+from gpumem_exporter.wire.protocol import ProcessIdentity
 from tests.support.builders import UNLIMITED, NobodyHost, identity, report
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpumem_exporter.cli.action_tables import action_tables, summary
-from gpumem_exporter.cli.asking import ActionOptions, exit_code, request_body
-from gpumem_exporter.cli.clear import ClearOptions
-from gpumem_exporter.cli.fraction import FractionOptions
+from gpumem_exporter.cli.action_requests import ActionOptions, exit_code, request_body
+from gpumem_exporter.cli.commands.clear import ClearOptions
+from gpumem_exporter.cli.commands.fraction import FractionOptions
+from gpumem_exporter.cli.render.action_tables import action_tables, summary
 from gpumem_exporter.errors import ConfigurationError
 from tests.support.golden import assert_golden
 

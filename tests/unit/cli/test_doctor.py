@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.checks.driver import RELEASED, check_driver, judge_driver_elsewhere
-from gpumem_exporter.cli.checks.exporter import check_auth, check_clock, check_health, check_version, reach
-from gpumem_exporter.cli.checks.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
-from gpumem_exporter.cli.checks.place import is_on_this_machine
-from gpumem_exporter.cli.checks.processes import INITIAL_PID_NAMESPACE, check_pid_namespace, check_reporters
+from gpumem_exporter.cli.doctor.driver import RELEASED, check_driver, judge_driver_elsewhere
+from gpumem_exporter.cli.doctor.exporter import check_auth, check_clock, check_health, check_version, reach
+from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
+from gpumem_exporter.cli.doctor.place import is_on_this_machine
+from gpumem_exporter.cli.doctor.processes import INITIAL_PID_NAMESPACE, check_pid_namespace, check_reporters
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from tests.support.golden import assert_golden

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.exporter_api import ExporterApi
-from gpumem_exporter.client._transport import Answer
+from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.errors import ConfigurationError, ExporterAnswerError, ExporterUnreachableError
+from gpumem_exporter.wire.http import Answer
 
 _PROBLEM = {"type": "about:blank", "title": "Not Found", "status": 404, "detail": "nothing matches pid=1"}
 

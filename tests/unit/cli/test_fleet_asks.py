@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.fleets.acting import asks_of
-from gpumem_exporter.cli.fleets.asks import Ask, Failure, rows
-from gpumem_exporter.cli.fleets.choosing import Member
-from gpumem_exporter.cli.fleets.naming import Place
-from gpumem_exporter.cli.fleets.parallel import each
+from gpumem_exporter.cli.fleet.acting import asks_of
+from gpumem_exporter.cli.fleet.asks import Ask, Failure, rows
+from gpumem_exporter.cli.fleet.choosing import Member
+from gpumem_exporter.cli.fleet.naming import Place
+from gpumem_exporter.cli.fleet.parallel import each
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 from tests.support.fleet_builders import A, B, Clock, ScriptedExporter, action, nodes, row
 from tests.support.waiting import patient

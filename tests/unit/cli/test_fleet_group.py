@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
-from gpumem_exporter.cli.fleets.asks import Ask, Failure
-from gpumem_exporter.cli.fleets.group import ASKING_SECONDS, Group, Reading, gather, ranks_query
-from gpumem_exporter.cli.fleets.naming import Place
+from gpumem_exporter.cli.fleet.asks import Ask, Failure
+from gpumem_exporter.cli.fleet.group import ASKING_SECONDS, Group, Reading, gather, ranks_query
+from gpumem_exporter.cli.fleet.naming import Place
 from gpumem_exporter.errors import ExporterUnreachableError, GroupIncompleteError
 from tests.support.fleet_builders import A, B, C, Clock, ScriptedExporter, action, nodes, process, row
 

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from gpumem_exporter.cli.fleets.choosing import Member, choose
-from gpumem_exporter.cli.fleets.naming import Named, Place, named_processes, place_order, places
+from gpumem_exporter.cli.fleet.choosing import Member, choose
+from gpumem_exporter.cli.fleet.naming import Named, Place, named_processes, place_order, places
 from gpumem_exporter.errors import ConfigurationError
 from tests.support.fleet_builders import A, process, unreported
 

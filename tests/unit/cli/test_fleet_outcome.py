@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.fleets.asks import Failure
-from gpumem_exporter.cli.fleets.outcome import Outcome
-from gpumem_exporter.cli.fleets.overview import Overview
-from gpumem_exporter.cli.terminal import open_console, show
+from gpumem_exporter.cli.fleet.asks import Failure
+from gpumem_exporter.cli.fleet.outcome import Outcome
+from gpumem_exporter.cli.fleet.overview import Overview
+from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.fleet_builders import A, B, C, row
 from tests.support.golden import assert_golden
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.fleets.options import ActOptions, LookOptions
-from gpumem_exporter.cli.fleets.prometheus import Found, Prometheus, found
+from gpumem_exporter.cli.fleet.options import ActOptions, LookOptions
+from gpumem_exporter.cli.fleet.prometheus import Found, Prometheus, found
 from gpumem_exporter.errors import ConfigurationError, PrometheusError
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpumem_exporter.cli.node_tables import node_tables, returnable_sentence
-from gpumem_exporter.cli.terminal import open_console, show
+from gpumem_exporter.cli.render.node_tables import node_tables, returnable_sentence
+from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.golden import assert_golden
 
 _GIB = 1 << 30

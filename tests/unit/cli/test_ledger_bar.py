@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.ledger_bar import SEGMENTS, bar_lengths
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, bar_lengths
 from gpumem_exporter.core.ledger import CATEGORIES
 
 _SIZES = st.integers(min_value=-(1 << 40), max_value=1 << 50)

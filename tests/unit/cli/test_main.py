@@ -79,7 +79,7 @@ def test_ctrl_c_ends_with_130_and_says_nothing(
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpumem_exporter.cli.exporter_api.ExporterApi.get", interrupted)
+    monkeypatch.setattr("gpumem_exporter.cli.api_client.ExporterApi.get", interrupted)
     assert main(["info", "--url", "unix:///nonexistent.sock"]) == 130
     assert capsys.readouterr() == ("", "")
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import gpumem_exporter
-from gpumem_exporter.cli.run import injected_environment, run
+from gpumem_exporter.cli.commands.run import injected_environment, run
 from gpumem_exporter.errors import ConfigurationError
 
 _BOOTSTRAP = "/opt/x/gpumem_exporter/client/bootstrap"

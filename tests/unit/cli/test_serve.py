@@ -9,9 +9,9 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli import serve
+from gpumem_exporter.cli.commands import serve
+from gpumem_exporter.cli.commands.serve import read_flags
 from gpumem_exporter.cli.main import main
-from gpumem_exporter.cli.serve import read_flags
 from gpumem_exporter.server.settings import Settings, setting_key
 
 
@@ -19,7 +19,7 @@ from gpumem_exporter.server.settings import Settings, setting_key
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
     """What would have been served; takes the place of the server."""
     calls: list[tuple[Settings, bool]] = []
-    stand_in = ModuleType("gpumem_exporter.server.serving")
+    stand_in = ModuleType("gpumem_exporter.server.serve")
 
     def run(settings: Settings, *, demo: bool = False) -> int:
         calls.append((settings, demo))

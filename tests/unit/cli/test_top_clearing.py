@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.live.clearing import Clearing
-from gpumem_exporter.cli.live.rows import Row, rows_of
+from gpumem_exporter.cli.top.clearing import Clearing
+from gpumem_exporter.cli.top.rows import Row, rows_of
 from gpumem_exporter.errors import ExporterAnswerError
 from tests.support.top_documents import process, unreported
 from tests.support.waiting import patient

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.live.event_lines import chosen_events, event_lines
-from gpumem_exporter.cli.live.events import Events
-from gpumem_exporter.cli.live.rows import Choice
+from gpumem_exporter.cli.top.event_lines import chosen_events, event_lines
+from gpumem_exporter.cli.top.events import Events
+from gpumem_exporter.cli.top.rows import Choice
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 from tests.support.top_documents import GIB, event
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from gpumem_exporter.cli.live.cells import whole
-from gpumem_exporter.cli.live.clearing import Note
-from gpumem_exporter.cli.live.frame import Frame, Moment, draw, print_lines
-from gpumem_exporter.cli.live.rows import SORTS, Choice
-from gpumem_exporter.cli.live.source import Reading
-from gpumem_exporter.cli.live.view import View
+from gpumem_exporter.cli.top.cells import whole
+from gpumem_exporter.cli.top.clearing import Note
+from gpumem_exporter.cli.top.frame import Frame, Moment, draw, print_lines
+from gpumem_exporter.cli.top.rows import SORTS, Choice
+from gpumem_exporter.cli.top.source import Reading
+from gpumem_exporter.cli.top.view import View
 from tests.support.golden import assert_golden
 from tests.support.top_documents import GIB, device, event, process, reading, unreported
 

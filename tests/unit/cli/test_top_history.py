@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.live.history import History
+from gpumem_exporter.cli.top.history import History
 from tests.support.top_documents import GIB, device, live
 
 _NOW = 5000.0

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.live.keys import KeyReader
+from gpumem_exporter.cli.top.keys import KeyReader
 
 _TYPED = {
     b"\x1b[A": ("up",),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.live.rows import SORTS, Choice, Row, arrange, rows_of
+from gpumem_exporter.cli.top.rows import SORTS, Choice, Row, arrange, rows_of
 from tests.support.top_documents import GIB, process, unreported
 
 

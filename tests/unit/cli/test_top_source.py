@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.live.source import Source
-from gpumem_exporter.cli.live.watcher import Known
+from gpumem_exporter.cli.top.source import Source
+from gpumem_exporter.cli.top.watcher import Known
 from gpumem_exporter.errors import ExporterAnswerError, ExporterError, ExporterUnreachableError, NvmlUnavailableError
 from tests.support.top_documents import device, event, live, process, reading
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.live.history import SPAN_SECONDS
-from gpumem_exporter.cli.live.sparkline import WIDTHS, sparkline
+from gpumem_exporter.cli.top.history import SPAN_SECONDS
+from gpumem_exporter.cli.top.sparkline import WIDTHS, sparkline
 from tests.support.top_documents import GIB
 
 _NOW = 10_030.0

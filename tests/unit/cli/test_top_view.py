@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.cli.live.rows import SORTS, Choice, Row, rows_of
-from gpumem_exporter.cli.live.view import View
+from gpumem_exporter.cli.top.rows import SORTS, Choice, Row, rows_of
+from gpumem_exporter.cli.top.view import View
 from tests.support.top_documents import GIB, process
 
 _PAGE = 4

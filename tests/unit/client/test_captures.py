@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._captures import Captures
+from gpumem_exporter.client.allocator.captures import Captures
 
 
 class Graph:

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter import client
-from gpumem_exporter.cli import run as run_module
-from gpumem_exporter.cli.run import run
-from gpumem_exporter.client._allocator_advice import AllocatorFigures, recommend
-from gpumem_exporter.client._allocator_settings import KEYS, environment_with, in_force, merged, parse_settings
-from gpumem_exporter.client._auto_clean import AutoClean, Cache
+from gpumem_exporter.cli.commands import run as run_module
+from gpumem_exporter.cli.commands.run import run
+from gpumem_exporter.client.allocator.settings import KEYS, environment_with, in_force, merged, parse_settings
+from gpumem_exporter.client.allocator.settings_advice import AllocatorFigures, recommend
+from gpumem_exporter.client.cleanup.auto_clean import AutoClean, Cache
 from gpumem_exporter.errors import ConfigurationError
 
 MIB, GIB = 1 << 20, 1 << 30

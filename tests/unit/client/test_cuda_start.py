@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client import _cuda_start
+from gpumem_exporter.client.hooks import cuda_start
 from tests.support.waiting import patient
 
 TORCH = {
@@ -38,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, rest: str) -> Any:
-    program = PROGRAM.format(folder=str(folder), module=_cuda_start.__file__, rest=rest)
+    program = PROGRAM.format(folder=str(folder), module=cuda_start.__file__, rest=rest)
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=patient(60)
     )

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._advice import advise, smaller_batch
-from gpumem_exporter.client._diagnosis import NOTE_BEGINS, OomDiagnosis
-from gpumem_exporter.client._growth import BlockHistory
-from gpumem_exporter.client._oom_figures import OomFigures
-from gpumem_exporter.client._oom_guard import _add_note, _chain, _clear_frames, _has_note, oom_guard
-from gpumem_exporter.client._oom_message import is_out_of_memory, parse_oom_message
-from gpumem_exporter.client._oom_phase import Place, phase_of, trail
+from gpumem_exporter.client.oom.advice import advise, smaller_batch
+from gpumem_exporter.client.oom.diagnosis import NOTE_BEGINS, OomDiagnosis
+from gpumem_exporter.client.oom.figures import OomFigures
+from gpumem_exporter.client.oom.growth import BlockHistory
+from gpumem_exporter.client.oom.guard import add_note, chain, clear_frames, has_note, oom_guard
+from gpumem_exporter.client.oom.message import is_out_of_memory, parse_oom_message
+from gpumem_exporter.client.oom.phase import Place, phase_of, trail
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -344,7 +344,7 @@ def test_the_frames_that_an_error_has_ended_are_emptied_and_those_that_run_are_n
         fails(mine)
     except RuntimeError as error:
         assert sys.getrefcount(mine) > before
-        _clear_frames(error.__traceback__)
+        clear_frames(error.__traceback__)
         assert sys.getrefcount(mine) == before
         frame = error.__traceback__.tb_frame if error.__traceback__ else None
         assert frame is not None
@@ -362,16 +362,16 @@ def test_a_generator_that_keeps_an_error_for_later_goes_on_after_its_frames_were
 
     running = worker()
     error = next(running)
-    _clear_frames(error.__traceback__)
+    clear_frames(error.__traceback__)
     assert next(running) == "still here"
 
 
-def test_a_note_is_added_once_and_found_in_the_whole_chain() -> None:
+def test_a_note_is_added_once_and_found_in_the_wholechain() -> None:
     first, second = ValueError("1"), KeyError("2")
     second.__cause__ = first
-    _add_note(first, NOTE_BEGINS + "why")
+    add_note(first, NOTE_BEGINS + "why")
     assert first.__notes__ == [NOTE_BEGINS + "why"]
-    assert list(_chain(second)) == [second, first]
-    assert _has_note(second)
+    assert list(chain(second)) == [second, first]
+    assert has_note(second)
     first.__context__ = second  # a circle
-    assert list(_chain(first)) == [first, second]
+    assert list(chain(first)) == [first, second]

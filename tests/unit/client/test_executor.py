@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._actions import CAPTURING, Executor
-from gpumem_exporter.client._sampler import Sampler
-from gpumem_exporter.protocol import Command, CommandResult
+from gpumem_exporter.client.allocator.sampler import Sampler
+from gpumem_exporter.client.commands.executor import CAPTURING, Executor
+from gpumem_exporter.wire.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gpumem_exporter.client._heap import read_heaps
+from gpumem_exporter.client.allocator.heap import read_heaps
 
 MIB = 1 << 20
 

@@ -6,12 +6,12 @@ from itertools import islice, pairwise
 
 import pytest
 
-from gpumem_exporter.client._leaks import Leak, LeakDetector
-from gpumem_exporter.client._lines import period_of, seasons, theil_sen, through
-from gpumem_exporter.client._lingering import LingeringTensors, TensorGroup
-from gpumem_exporter.client._referrers import NOBODY
-from gpumem_exporter.client._suspects import growing, held, numerous, suspicions, worth_asking
-from gpumem_exporter.client._trend import Trend
+from gpumem_exporter.client.leaks.detector import Leak, LeakDetector
+from gpumem_exporter.client.leaks.line_fit import period_of, seasons, theil_sen, through
+from gpumem_exporter.client.leaks.live_tensors import LingeringTensors, TensorGroup
+from gpumem_exporter.client.leaks.referrers import NOBODY
+from gpumem_exporter.client.leaks.suspects import growing, held, numerous, suspicions, worth_asking
+from gpumem_exporter.client.leaks.trend import Trend
 from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
 
 SEEDS = range(12)

@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_exporter.client._components import Watch
-from gpumem_exporter.client._observed import MAX_PHASES, Observed, ToldComponents
-from gpumem_exporter.client._sizes import human_bytes, human_growth
-from gpumem_exporter.client._steps import Steps
-from gpumem_exporter.client._summary import DeviceSummary, Summary, settings_in_force
+from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.measure.components import Watch
+from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, ToldComponents
+from gpumem_exporter.client.measure.summary import DeviceSummary, Summary, settings_in_force
+from gpumem_exporter.client.sizes import human_bytes, human_growth
 from tests.support.waiting import patient
 
 

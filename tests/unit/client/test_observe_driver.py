@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._driver import _list, _processes, read_driver
+from gpumem_exporter.client.reporter.driver_memory import process_list, processes_of_device, read_driver
 
 SHORT, LONG = struct.Struct("@IQII"), struct.Struct("@IQIIQ")
 SUCCESS, NOT_SUPPORTED, INSUFFICIENT_SIZE = 0, 3, 7
@@ -39,12 +39,12 @@ class Driver:
 def test_every_layout_and_length_of_list_is_read(layout: struct.Struct, count: int) -> None:
     entries = [(pid, pid << 20) for pid in range(1, count + 1)]
     driver = Driver(entries, layout)
-    assert _list(driver, ctypes.c_void_p()) == entries
+    assert process_list(driver, ctypes.c_void_p()) == entries
     assert driver.asked == (1 if count <= 128 else 2)
 
 
 def test_a_list_that_the_device_does_not_have_is_none() -> None:
-    assert _list(lambda *_: NOT_SUPPORTED, ctypes.c_void_p()) is None
+    assert process_list(lambda *_: NOT_SUPPORTED, ctypes.c_void_p()) is None
 
 
 class Nvml:
@@ -60,12 +60,12 @@ def missing(*_: Any) -> int:
 
 def test_a_process_on_several_lists_counts_once_and_one_of_unknown_use_stays_unknown() -> None:
     compute, graphics = Driver([(1, 100), (2, UNKNOWN), (0, 7), (4, UNKNOWN)]), Driver([(1, 120), (3, 5), (4, 9)])
-    processes = _processes(Nvml(compute, graphics, missing), ctypes.c_void_p())
+    processes = processes_of_device(Nvml(compute, graphics, missing), ctypes.c_void_p())
     assert processes == {1: 120, 2: None, 3: 5, 4: 9}
 
 
 def test_without_the_list_of_computing_processes_nothing_is_said_of_any() -> None:
-    assert _processes(Nvml(missing, Driver([(1, 2)]), missing), ctypes.c_void_p()) is None
+    assert processes_of_device(Nvml(missing, Driver([(1, 2)]), missing), ctypes.c_void_p()) is None
 
 
 def test_a_device_that_has_no_uuid_is_not_asked_about() -> None:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter.client import memory_context, milestones, phase, watch
-from gpumem_exporter.client._measured import Measured, MemoryUse
-from gpumem_exporter.client._observed import MAX_PHASES, Observed, Stretch
+from gpumem_exporter.client.measure.measured import Measured, MemoryUse
+from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, Stretch
 from tests.support.waiting import patient
 
 
@@ -325,7 +325,7 @@ def test_the_current_phase_is_the_innermost_of_this_thread_else_of_the_one_it_wo
 
     def work() -> None:
         seen.append(observed.current_phase())
-        monkeypatch.setattr("gpumem_exporter.client._observed.calling_thread", lambda: main)
+        monkeypatch.setattr("gpumem_exporter.client.measure.observed.calling_thread", lambda: main)
         seen.append(observed.current_phase())
         with measured(observed, "own"):
             seen.append(observed.current_phase())

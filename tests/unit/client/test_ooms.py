@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._ooms import OutOfMemoryLog, OutOfMemoryObserver
-from gpumem_exporter.protocol import DeviceSample, OutOfMemory
+from gpumem_exporter.client.oom.observer import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 
 class Bench:

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._heap import Heap
-from gpumem_exporter.client._reclaimable import Reclaimable
+from gpumem_exporter.client.allocator.heap import Heap
+from gpumem_exporter.client.allocator.reclaimable import Reclaimable
 
 MIB = 1 << 20
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_exporter.client._referrers import NOBODY, Referrers
+from gpumem_exporter.client.leaks.referrers import NOBODY, Referrers
 
 
 class Thing:

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from gpumem_exporter.client import reporter as module
-from gpumem_exporter.client._settings import ReporterSettings
-from gpumem_exporter.client._steps import Steps
-from gpumem_exporter.client._worker import Worker
-from gpumem_exporter.client.reporter import Reporter
+from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.reporter import reporter as module
+from gpumem_exporter.client.reporter.reporter import Reporter
+from gpumem_exporter.client.reporter.settings import ReporterSettings
+from gpumem_exporter.client.reporter.worker import Worker
 from tests.support.waiting import patient
 
 SETTINGS = ReporterSettings.resolve(environ={"GPUMEM_EXPORTER_URL": "unix:///nowhere/exporter.sock"})

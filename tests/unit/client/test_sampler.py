@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.client._sampler import Sampler
+from gpumem_exporter.client.allocator.sampler import Sampler
 from tests.support.fake_allocator import FakeAllocator
 
 

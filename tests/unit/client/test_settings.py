@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.client._settings import DEFAULT_URLS, ReporterSettings
-from gpumem_exporter.client._steps import Steps
-from gpumem_exporter.client.reporter import Reporter
+from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.reporter.reporter import Reporter
+from gpumem_exporter.client.reporter.settings import DEFAULT_URLS, ReporterSettings
 
 
 def test_an_argument_beats_the_environment_and_the_environment_the_default() -> None:
@@ -63,5 +63,5 @@ def test_a_disabled_reporter_hooks_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(callback: object) -> None:
         raise AssertionError("a disabled reporter waits for CUDA")
 
-    monkeypatch.setattr("gpumem_exporter.client.reporter.when_cuda_starts", refuse)
+    monkeypatch.setattr("gpumem_exporter.client.reporter.reporter.when_cuda_starts", refuse)
     Reporter(Steps()).start(ReporterSettings.resolve(environ={"GPUMEM_DISABLED": "1"}))

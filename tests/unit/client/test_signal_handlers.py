@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client import _oom_guard, oom_guard
-from gpumem_exporter.client._actions import Executor
-from gpumem_exporter.client._measured import Measured
-from gpumem_exporter.client._observed import Observed
-from gpumem_exporter.client._ooms import OutOfMemoryObserver
-from gpumem_exporter.client._sampler import Sampler
-from gpumem_exporter.client._steps import Steps
-from gpumem_exporter.client._swallowing import Swallowing
-from gpumem_exporter.client._waiting import Waiting
-from gpumem_exporter.protocol import Command
+from gpumem_exporter.client import oom_guard
+from gpumem_exporter.client.allocator.sampler import Sampler
+from gpumem_exporter.client.commands.executor import Executor
+from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.measure.measured import Measured
+from gpumem_exporter.client.measure.observed import Observed
+from gpumem_exporter.client.oom import guard
+from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
+from gpumem_exporter.wire.protocol import Command
 from tests.support.fake_allocator import FakeAllocator
 
 
@@ -90,7 +91,7 @@ def at_an_out_of_memory_error() -> None:
 
 
 def at_a_guarded_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_oom_guard._blocks, "begin", interrupted)
+    monkeypatch.setattr(guard._blocks, "begin", interrupted)
     with oom_guard():
         pass
 

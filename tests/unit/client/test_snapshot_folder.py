@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client import _snapshot
+from gpumem_exporter.client.allocator import snapshot_file
 from gpumem_exporter.errors import CommandRefusedError
-from gpumem_exporter.protocol import SnapshotFile
+from gpumem_exporter.wire.protocol import SnapshotFile
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this user among the temporary files, which is not there yet."""
-    monkeypatch.setattr(_snapshot.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(snapshot_file.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("GPUMEM_SNAPSHOT_DIR", " ")  # as templates leave it: not set
-    return _snapshot.snapshot_folder()
+    return snapshot_file.snapshot_folder()
 
 
 class Empty:
@@ -31,7 +31,7 @@ class Empty:
 
 
 def write() -> SnapshotFile:
-    return _snapshot.write_snapshot(Empty())
+    return snapshot_file.write_snapshot(Empty())
 
 
 def test_it_is_made_for_this_user_alone(folder: Path) -> None:
@@ -66,5 +66,5 @@ def test_only_the_last_are_kept(folder: Path) -> None:
 
 def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="pickle"):
-        _snapshot.write_file(tmp_path / "x.pickle", {"unpicklable": lambda: None})
+        snapshot_file.write_file(tmp_path / "x.pickle", {"unpicklable": lambda: None})
     assert list(tmp_path.iterdir()) == []

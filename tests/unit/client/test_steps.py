@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from gpumem_exporter.client._steps import Steps, _in_a_step, no_training
+from gpumem_exporter.client.hooks.steps import Steps, no_training, runs_a_step
 
 
 def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
@@ -75,7 +75,7 @@ def test_the_look_at_where_every_thread_is_keeps_nothing_of_who_asks_for_it() ->
 
     def asks() -> weakref.ref[Model]:
         model = Model()
-        assert not _in_a_step("optimizer.py")
+        assert not runs_a_step("optimizer.py")
         return weakref.ref(model)
 
     collected = gc.isenabled()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.client._transport import Connection, shown_url
 from gpumem_exporter.errors import ConfigurationError, ExporterUnreachableError
+from gpumem_exporter.wire.http import Connection, shown_url
 from tests.support.waiting import patient
 
 
@@ -134,7 +134,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
 
 def test_only_who_speaks_tls_pays_for_it() -> None:
     code = (
-        "import sys, gpumem_exporter.client._transport as t, gpumem_exporter.client._worker\n"
+        "import sys, gpumem_exporter.wire.http as t, gpumem_exporter.client.reporter.worker\n"
         "[t.Connection(url, timeout_seconds=1) for url in ('http://127.0.0.1:1', 'unix:///run/none.sock')]\n"
         "print(*{'ssl', 'base64'} & set(sys.modules))"
     )

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._actions import CAPTURING, Executor
-from gpumem_exporter.client._sampler import Sampler
-from gpumem_exporter.client._waiting import Waiting
-from gpumem_exporter.protocol import Command, CommandResult
+from gpumem_exporter.client.allocator.sampler import Sampler
+from gpumem_exporter.client.commands.executor import CAPTURING, Executor
+from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.wire.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
 
 

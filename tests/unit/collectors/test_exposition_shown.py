@@ -12,7 +12,7 @@ from gpumem_exporter.core.samples import (
     NodeReading,
     ProcessMemory,
 )
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample
 from tests.support.exposition_builders import (
     MIB,
     SAMPLE,

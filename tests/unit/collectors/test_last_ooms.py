@@ -19,7 +19,7 @@ from gpumem_exporter.core.last_ooms import KEPT, SHOWN_SECONDS
 from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, Query, Recorder, Storage, last_ooms
-from gpumem_exporter.protocol import OutOfMemory
+from gpumem_exporter.wire.protocol import OutOfMemory
 from tests.support.builders import MIB, UUIDS, device, node, report, sample
 
 NAMES = ("timestamp_seconds", *(f"{name}_bytes" for name in ("requested", "device_free", "limit", "allocated")))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.core.ledger import CATEGORIES, DeviceLedger, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
-from gpumem_exporter.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 

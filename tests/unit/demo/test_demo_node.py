@@ -13,7 +13,7 @@ from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.roster import ROSTER, Workload
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.errors import NvmlDeviceLostError
-from gpumem_exporter.protocol import MAX_LABEL_LENGTH, Command, DeviceSample, Report, to_wire
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, Command, DeviceSample, Report, to_wire
 
 START = 1000.0
 COMMANDS = itertools.count(1)

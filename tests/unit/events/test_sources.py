@@ -13,7 +13,7 @@ from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, Recorder
 from gpumem_exporter.events.actions import MAX_RESULTS, action_event
 from gpumem_exporter.events.devices import device_changes
-from gpumem_exporter.protocol import OutOfMemory
+from gpumem_exporter.wire.protocol import OutOfMemory
 from tests.support.builders import MIB, UUIDS, device, node, report, sample
 
 

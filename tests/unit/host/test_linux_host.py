@@ -17,7 +17,7 @@ from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host import Host, LinuxHost
 from gpumem_exporter.host.containers import container_id
 from gpumem_exporter.procfs import pid_namespace, start_time_ticks
-from gpumem_exporter.protocol import ProcessIdentity
+from gpumem_exporter.wire.protocol import ProcessIdentity
 
 ID = "0123456789abcdef" * 4
 OTHER_ID = "fedcba9876543210" * 4

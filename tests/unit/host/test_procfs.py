@@ -18,7 +18,7 @@ from gpumem_exporter.procfs import (
     split_cmdline,
     start_time_ticks,
 )
-from gpumem_exporter.protocol import MAX_LABEL_LENGTH
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from gpumem_exporter.errors import (
 from gpumem_exporter.nvml.backoff import Backoff
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.protocol import ProcessIdentity
+from gpumem_exporter.wire.protocol import ProcessIdentity
 
 MEMORY = DeviceMemory(80, 19, 60, 1)
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target
-from gpumem_exporter.server.action_schema import action_document, read_action
-from gpumem_exporter.server.problems import ProblemError
+from gpumem_exporter.server.api.action_schema import action_document, read_action
+from gpumem_exporter.server.http.problems import ProblemError
 
 
 def body(**changes: Any) -> bytes:

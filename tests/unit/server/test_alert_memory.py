@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from gpumem_exporter.server.alert_memory import MAX_REMEMBERED, AlertMemory
+from gpumem_exporter.server.api.alert_memory import MAX_REMEMBERED, AlertMemory
 
 
 def test_an_alert_that_was_acted_on_is_no_news_for_as_long_as_it_fires() -> None:

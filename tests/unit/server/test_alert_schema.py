@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import ActionRequest, Target
-from gpumem_exporter.server.alert_schema import (
+from gpumem_exporter.server.api.alert_schema import (
     ALERT_KEYS,
     MAX_ALERTS,
     AlertBody,
@@ -15,7 +15,7 @@ from gpumem_exporter.server.alert_schema import (
     read_alerts,
     wanted_action,
 )
-from gpumem_exporter.server.problems import ProblemError
+from gpumem_exporter.server.http.problems import ProblemError
 from tests.support.paths import REPOSITORY
 
 FIRING: dict[str, Any] = {

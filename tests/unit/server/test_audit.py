@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.events import Page, Query
-from gpumem_exporter.server.audit import Audit
+from gpumem_exporter.server.api.audit import Audit
 
 
 def test_a_row_that_cannot_be_read_is_told_and_keeps_no_request_waiting(caplog: pytest.LogCaptureFixture) -> None:

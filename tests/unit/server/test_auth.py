@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.server.auth import Caller, OwnNames, PeerCredentials, Rule
-from gpumem_exporter.server.problems import ProblemError
-from gpumem_exporter.server.tokens import TokenFile
+from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.security.access_rules import Caller, OwnNames, PeerCredentials, Rule
+from gpumem_exporter.server.security.tokens import TokenFile
 
 OWNER = 1000
 LOCAL = Caller("127.0.0.1", None)

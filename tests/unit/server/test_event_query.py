@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.events import Event, Page, Query
-from gpumem_exporter.server.event_query import events_document, read_query
-from gpumem_exporter.server.problems import ProblemError
+from gpumem_exporter.server.api.event_query import events_document, read_query
+from gpumem_exporter.server.http.problems import ProblemError
 
 
 def test_nothing_asked_is_the_last_hundred() -> None:

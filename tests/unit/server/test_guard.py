@@ -9,9 +9,15 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.auth import OwnNames, Rule
-from gpumem_exporter.server.guard import ACTIONS_PATH, EVENTS_PATH, MAX_BODY_BYTES, MAX_REPORT_BYTES, Guard
-from gpumem_exporter.server.tokens import TokenFile
+from gpumem_exporter.server.security.access_rules import OwnNames, Rule
+from gpumem_exporter.server.security.request_guard import (
+    ACTIONS_PATH,
+    EVENTS_PATH,
+    MAX_BODY_BYTES,
+    MAX_REPORT_BYTES,
+    Guard,
+)
+from gpumem_exporter.server.security.tokens import TokenFile
 
 REPORTS = "/api/v1/reports"
 JSON = (b"content-type", b"application/json")

@@ -9,7 +9,7 @@ import pytest
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.events import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus
-from gpumem_exporter.server.health import health_document
+from gpumem_exporter.server.api.health_document import health_document
 from tests.support.builders import UUIDS, device, node, reporting
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, last_finished_seconds=1.0, stuck=False, error="")

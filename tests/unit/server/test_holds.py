@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.holds import GONE, RELEASED, Holds
+from gpumem_exporter.server.http.held_requests import GONE, RELEASED, Holds
 
 
 class Client:

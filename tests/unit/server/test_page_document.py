@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from gpumem_exporter.core.samples import ProcessKey, SilentReporter, Snapshot
-from gpumem_exporter.server.live_document import COLUMNS, live_document
+from gpumem_exporter.server.web.live_document import COLUMNS, live_document
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 A, B = UUIDS[:2]

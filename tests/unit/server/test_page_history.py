@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from gpumem_exporter.core.samples import NodeReading, Snapshot
-from gpumem_exporter.server.history import MAX_DEVICES, History
+from gpumem_exporter.server.web.history import MAX_DEVICES, History
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 A, B = UUIDS[:2]

@@ -9,7 +9,7 @@ from importlib.resources import files
 import pytest
 
 from gpumem_exporter.events import EVENT_TYPES
-from gpumem_exporter.server.page_source import SCRIPTS, STYLES, Page
+from gpumem_exporter.server.web.page import SCRIPTS, STYLES, Page
 
 PAGE = Page("1.2.3", demo=False, telemetry_path="/metrics")
 
@@ -65,7 +65,7 @@ def test_it_has_words_for_every_event(table: str) -> None:
 
 
 def test_no_part_of_it_is_left_out() -> None:
-    folder = files("gpumem_exporter.server").joinpath("page")
+    folder = files("gpumem_exporter.server.web").joinpath("static")
     there = {file.name for file in folder.iterdir() if not file.name.startswith("_")}
     assert there == {*STYLES, *SCRIPTS, "index.html", "demo.html"}
     assert "<!--" not in PAGE.body.decode()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.streams import Streams, TooManyStreamsError
+from gpumem_exporter.server.web.streams import Streams, TooManyStreamsError
 
 
 class State:

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.protocol import (
+from gpumem_exporter.server.api.report_schema import MAX_DEVICES, ReportReader
+from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.wire.protocol import (
     MAX_INTEGER,
     MAX_LABEL_LENGTH,
     OUTCOMES,
@@ -21,8 +23,6 @@ from gpumem_exporter.protocol import (
     Report,
     to_wire,
 )
-from gpumem_exporter.server.problems import ProblemError
-from gpumem_exporter.server.report_schema import MAX_DEVICES, ReportReader
 from tests.support.builders import UUIDS, report, sample
 
 READER = ReportReader()

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
-from gpumem_exporter.server.documents import devices_document, processes_document
-from gpumem_exporter.server.live_document import COLUMNS, live_document
-from gpumem_exporter.server.report_schema import _contradictions
+from gpumem_exporter.server.api.documents import devices_document, processes_document
+from gpumem_exporter.server.api.report_schema import contradictions
+from gpumem_exporter.server.web.live_document import COLUMNS, live_document
 from tests.support.exposition_builders import exposition
 from tests.support.random_snapshots import SNAPSHOTS
 
@@ -53,7 +53,7 @@ def _possible_node(node: NodeReading) -> NodeReading:
 
 
 def _possible_process(process: ReportingProcess) -> ReportingProcess:
-    devices = {one.uuid: one for one in process.report.devices if not list(_contradictions(one, ""))}
+    devices = {one.uuid: one for one in process.report.devices if not list(contradictions(one, ""))}
     return dataclasses.replace(process, report=dataclasses.replace(process.report, devices=tuple(devices.values())))
 
 

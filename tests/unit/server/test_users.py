@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import bcrypt
 import pytest
 
-from gpumem_exporter.server.problems import ProblemError
-from gpumem_exporter.server.users import MAX_WAITING, Users
+from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.security.password_users import MAX_WAITING, Users
 
 ADA = bcrypt.hashpw(b"secret", bcrypt.gensalt(4))
 BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).replace(b"$2b$", b"$2y$")

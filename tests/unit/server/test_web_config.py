@@ -14,9 +14,9 @@ import trustme
 import yaml
 
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.server.security.web_access import WebAccess
+from gpumem_exporter.server.security.web_config import read_web_config
 from gpumem_exporter.server.settings import load_settings
-from gpumem_exporter.server.web_access import WebAccess
-from gpumem_exporter.server.web_config import read_web_config
 from tests.support.certificates import issue, trust
 from tests.support.paths import REPOSITORY
 

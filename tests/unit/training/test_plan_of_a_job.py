@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client._plan import planned_peak_bytes, told_plan, with_plan
-from gpumem_exporter.client._settings import ReporterSettings
+from gpumem_exporter.client.reporter.plan import planned_peak_bytes, told_plan, with_plan
+from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.protocol import DeviceSample
 from gpumem_exporter.training.planning.devices import Gpu
 from gpumem_exporter.training.planning.plan import Plan
+from gpumem_exporter.wire.protocol import DeviceSample
 
 PLAN = Plan(
     source="model",

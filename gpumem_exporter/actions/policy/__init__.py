@@ -1,0 +1,1 @@
+"""Policies: rules that ask for actions by themselves."""

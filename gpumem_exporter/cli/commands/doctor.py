@@ -1,0 +1,145 @@
+"""`doctor`: what is wrong here, and what mends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
+from gpumem_exporter.cli.doctor.exporter import check_auth, check_clock, check_health, check_version, reach
+from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
+from gpumem_exporter.cli.doctor.place import is_on_this_machine
+from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
+from gpumem_exporter.cli.doctor.socket import check_socket, socket_path, socket_peer
+from gpumem_exporter.cli.main import FAILED
+from gpumem_exporter.cli.options import ConnectionOptions, with_options
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
+from gpumem_exporter.procfs import pid_namespace
+
+if TYPE_CHECKING:
+    from gpumem_exporter.nvml.provider import Provider
+
+__all__ = ["diagnose", "register"]
+
+_EXAMPLES = """\b
+Examples:
+  gpumem-exporter doctor
+  gpumem-exporter doctor --url http://gpu-node-7:9844
+  kubectl exec -n gpumem POD -- gpumem-exporter doctor    # the pod of the node in question
+  gpumem-exporter doctor --json | jq '.findings[] | select(.verdict != "PASS")'
+
+\b
+Exit code: 1 when a line says FAIL, else 0.
+"""
+
+_DRIVER_TIMEOUT_SECONDS = 10.0
+_STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(ConnectionOptions):
+    """What `doctor` takes."""
+
+
+def register(application: typer.Typer) -> None:
+    """Add the command."""
+    application.command("doctor", epilog=_EXAMPLES)(with_options(DoctorOptions)(doctor))
+
+
+def doctor(options: DoctorOptions) -> int:
+    """Say what is wrong here, and what mends it.
+
+    Looks at driver, devices, exporter, socket, version, health, rights, clock, reporters and PID namespace. Run it
+    where the exporter runs to judge the driver, and where training runs to judge the way to the exporter; of a driver
+    on another machine it says what the exporter there says. Nothing is changed.
+    """
+    findings = tuple(diagnose(options))
+    verdict = verdict_of(findings)
+    if options.as_json:
+        print_json({"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
+    else:
+        _print(findings)
+    return FAILED if verdict == FAIL else 0
+
+
+def diagnose(options: DoctorOptions) -> Iterator[Finding]:
+    """Run every check, each on its own."""
+    urls = options.urls()
+    token = options.token()
+    with ExporterApi(urls, token=token) as api:
+        reached, health = reach(api, urls)
+        nearby = is_on_this_machine(api.url)
+        yield from collect("driver", lambda: _driver_findings(health, nearby=nearby))
+        yield reached
+        path = socket_path(urls)
+        if path is not None:
+            yield from collect("socket", lambda: check_socket(path, required=len(urls) == 1))
+        if health is not None:
+            yield from _exporter_findings(api, health, has_token=bool(token), nearby=nearby)
+
+
+def _driver_findings(health: dict[str, Any] | None, *, nearby: bool) -> Iterator[Finding]:
+    """Of the driver that the exporter has: asked here, or told by an exporter on another machine."""
+    nvml = (health or {}).get("nvml") or {}
+    source = str((health or {}).get("source") or "") if nvml.get("up") else ""
+    error = "" if nvml.get("up") else str(nvml.get("error") or "")
+    if nearby:
+        timeout = _DRIVER_TIMEOUT_SECONDS
+        yield from check_driver(_driver, exporter_source=source, exporter_error=error, timeout_seconds=timeout)
+    elif health is not None:
+        yield judge_driver_elsewhere(exporter_source=source, exporter_error=error or "no reason given")
+
+
+def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: bool, nearby: bool) -> Iterator[Finding]:
+    yield from collect("version", lambda: check_version(health))
+    yield from collect("health", lambda: check_health(health))
+    yield from collect("auth", lambda: check_auth(api, has_token=has_token))
+    yield from collect("clock", lambda: check_clock(api.get("/api/v1/devices")))
+    yield from collect("reporters", lambda: check_reporters(_processes(api)))
+    yield from collect(
+        "pid namespace",
+        lambda: check_pid_namespace(
+            _processes(api),
+            exporter_namespace=_exporter_namespace(api.url),
+            own_namespace=pid_namespace() if nearby else None,
+            driver_up=bool((health.get("nvml") or {}).get("up")),
+        ),
+    )
+
+
+def _processes(api: ExporterApi) -> list[dict[str, Any]]:
+    return api.get("/api/v1/processes").get("processes") or []
+
+
+def _exporter_namespace(url: str) -> int | None:
+    """The exporter's PID namespace, by the peer of its socket; None where that cannot be known."""
+    path = socket_path((url,))
+    if path is None:
+        return None
+    try:
+        peer = socket_peer(path)
+    except OSError:
+        return None
+    return pid_namespace(f"/proc/{peer.pid}") or None if peer.pid else None
+
+
+def _driver() -> Provider:
+    from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
+
+    return PynvmlProvider()
+
+
+def _print(findings: Iterable[Finding]) -> None:
+    from rich.table import Table
+
+    lines = Table.grid(padding=(0, 2, 0, 0))
+    for finding in findings:
+        told = plain(finding.detail)
+        if finding.mend:
+            told.append("\n").append_text(plain(f"→ {finding.mend}", "italic"))
+        lines.add_row(plain(finding.verdict, _STYLES[finding.verdict]), plain(finding.check), told)
+    show(open_console(), [lines])

@@ -1,0 +1,195 @@
+"""`top`: devices and processes, live, in a terminal; or once, for scripts."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.main import INTERRUPTED
+from gpumem_exporter.cli.options import ConnectionOptions, with_options
+from gpumem_exporter.cli.render.terminal import open_console, print_json, show
+from gpumem_exporter.cli.top.rows import SORTS, Choice, with_gpu
+from gpumem_exporter.cli.top.source import Reading, Source
+from gpumem_exporter.cli.top.view import View
+from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.wire.http import shown_url
+
+if TYPE_CHECKING:
+    from gpumem_exporter.cli.top.driver import DriverReader
+
+__all__ = ["register"]
+
+_EXAMPLES = """\b
+Examples:
+  gpumem-exporter top
+  gpumem-exporter top --url http://gpu-node-7:9844 --sort reclaimable
+  gpumem-exporter top --gpu 0 --gpu 1 --filter alice
+  gpumem-exporter top --once | head -20
+  gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
+
+\b
+Keys: arrows or j and k choose, s sorts, r reverses, / filters, c clears after asking,
+e shows the events, ? helps, q quits.
+
+\b
+--once --json prints one document:
+  exporter   the address that answered; null where it was the driver alone
+  source     nvml, or demo for simulated devices
+  taken_unix_seconds, nvml, devices
+             as GET /api/v1/devices has them; a device's ledger is null without an exporter
+  rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
+             rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
+             reserved_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes, step,
+             sample_age_seconds, actions; null for what cannot be known
+
+\b
+Exit codes: 0 shown; 1 neither the exporter nor, where none was named, the driver answers; 2 wrong usage.
+"""
+
+_SHORTEST_INTERVAL_SECONDS, _LONGEST_INTERVAL_SECONDS = 0.2, 3600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopOptions(ConnectionOptions):
+    """What `top` takes."""
+
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="COLUMN", help=f"By which rows are sorted: {', '.join(SORTS)}.")
+    ] = "used"
+    reverse: Annotated[bool, typer.Option("--reverse", help="Turn the order round.")] = False
+    filter_text: Annotated[
+        str,
+        typer.Option(
+            "--filter",
+            metavar="WORDS",
+            help="Only rows in which every word stands: in pid, uuid, workload, command, user, pod or state.",
+        ),
+    ] = ""
+    gpus: Annotated[
+        list[str] | None,
+        typer.Option("--gpu", metavar="INDEX", help="Only this device: 0, or 0:1 for MIG. May be given again."),
+    ] = None
+    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="Only this workload.")] = None
+    interval_seconds: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", help="How often to look: 0.2 to 3600.")
+    ] = 1.0
+    once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False
+
+    def view(self) -> View:
+        """What is shown at first.
+
+        Raises:
+            ConfigurationError: an option says nothing that can be shown.
+        """
+        if self.sort not in SORTS:
+            raise ConfigurationError(f"--sort {self.sort}: must be one of {', '.join(SORTS)}")
+        if not _SHORTEST_INTERVAL_SECONDS <= self.interval_seconds <= _LONGEST_INTERVAL_SECONDS or math.isnan(
+            self.interval_seconds
+        ):
+            raise ConfigurationError(f"--interval {self.interval_seconds:g}: must be 0.2 to 3600 seconds")
+        if self.as_json and not self.once:
+            raise ConfigurationError("--json prints one document: add --once")
+        choice = Choice(tuple(self.gpus or ()), self.workload, self.filter_text)
+        return View(choice=choice, sort=self.sort, reverse=self.reverse)
+
+
+def register(application: typer.Typer) -> None:
+    """Add the command."""
+    application.command("top", epilog=_EXAMPLES)(with_options(TopOptions)(top))
+
+
+def top(options: TopOptions) -> int:
+    """Show devices, their ledgers and the processes on them, live.
+
+    Where no exporter answers and none was named (--url, GPUMEM_EXPORTER_URL), the driver alone is shown: devices, and
+    what each process uses. What is inside of a process is then not known, and stands as a dash.
+    """
+    view = options.view()
+    if not options.once:
+        _need_terminal()
+    token = options.token()
+    named = options.url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
+    source = Source(options.urls(), token=token, driver=None if named else _open_driver)
+    try:
+        reading = source.read(with_past=not options.as_json)
+    except BaseException:
+        source.close()
+        raise
+    if options.once:
+        source.close()
+        _print_once(reading, view, as_json=options.as_json)
+        return 0
+    return _live(source, reading, view, options.interval_seconds, token)
+
+
+def _live(source: Source, reading: Reading, view: View, interval_seconds: float, token: str) -> int:
+    from gpumem_exporter.cli.top.loop import run
+    from gpumem_exporter.cli.top.screen import Screen
+
+    keyboard = sys.stdin.fileno()
+    ended = run(
+        source,
+        reading,
+        view,
+        interval_seconds=interval_seconds,
+        screen=Screen(sys.stdout, keyboard),
+        keyboard=keyboard,
+        open_api=lambda url: ExporterApi((url,), token=token),
+    )
+    if ended is None:
+        return 0
+    if ended == signal.SIGINT:
+        return INTERRUPTED
+    # Whoever sent it sees that it was obeyed.
+    signal.signal(ended, signal.SIG_DFL)
+    signal.raise_signal(signal.Signals(ended))
+    return 128 + ended
+
+
+def _need_terminal() -> None:
+    """Raise unless this is a terminal that can be drawn on, and typed on.
+
+    Raises:
+        ConfigurationError: says what to use instead.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigurationError("input and output must be a terminal; for anything else there is `top --once`")
+    if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
+        raise ConfigurationError("this terminal cannot move its cursor (TERM); use `top --once`, or `info`")
+
+
+def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
+    if as_json:
+        print_json(_document(reading, view))
+        return
+    from gpumem_exporter.cli.top.frame import print_lines
+
+    console = open_console()
+    unicode_output = console.encoding.lower().startswith("utf")
+    show(console, print_lines(reading, view, console.width, unicode_output=unicode_output))
+
+
+def _document(reading: Reading, view: View) -> dict[str, Any]:
+    devices = dict(reading.devices)
+    wanted = view.choice.gpus
+    devices["devices"] = [
+        device for device in devices.get("devices") or () if not wanted or with_gpu(device.get("gpu"), wanted)
+    ]
+    return {
+        "exporter": shown_url(reading.url) if reading.url else None,
+        **devices,
+        "rows": [asdict(row) for row in view.rows(reading.rows)],
+    }
+
+
+def _open_driver() -> DriverReader:
+    from gpumem_exporter.cli.top.driver import open_driver
+
+    return open_driver()

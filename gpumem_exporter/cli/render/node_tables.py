@@ -1,0 +1,210 @@
+"""The tables of `info`, from the documents of `/api/v1/devices` and `/api/v1/processes`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, bar_lengths
+from gpumem_exporter.cli.render.sizes import UNKNOWN, human_bytes, human_ratio, human_seconds
+from gpumem_exporter.cli.render.terminal import plain, table
+from gpumem_exporter.core.ledger import CATEGORIES
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.table import Table
+    from rich.text import Text
+
+__all__ = ["DEMO_NOTICE", "device_name", "down_sentence", "node_tables", "returnable_sentence"]
+
+Document = Mapping[str, Any]
+
+DEMO_NOTICE = "DEMO: simulated devices and processes"
+
+_BAR_WIDTH = 24
+_ONE_TABLE_WIDTH = 150
+"""From here on a process' identity and memory stand in one row."""
+
+_NO_DEVICE: tuple[Document, ...] = ({},)
+_IDENTITY = (
+    ("pid", "right"),
+    ("workload", "cut"),
+    ("rank", "right"),
+    ("command", "cut"),
+    ("state", "left"),
+    ("age", "right"),
+)
+_MEMORY = (
+    ("used_bytes", "used"),
+    ("allocated_bytes", "allocated"),
+    ("reserved_bytes", "reserved"),
+    ("reclaimable_bytes", "reclaimable"),
+    ("fragmented_bytes", "fragmented"),
+    ("non_torch_bytes", "non-torch"),
+)
+
+
+def node_tables(
+    devices: Document, processes: Document, *, width: int, unicode_output: bool
+) -> Iterator[RenderableType]:
+    """Everything `info` shows, top to bottom, for a terminal of `width` columns."""
+    if devices.get("source") == "demo":
+        yield plain(DEMO_NOTICE, "bold yellow")
+    nvml = devices.get("nvml") or {}
+    if not nvml.get("up", False):
+        yield plain(f"driver: {nvml.get('error') or 'not read yet'}", "bold red")
+    listed = devices.get("devices") or []
+    if listed:
+        yield _device_table(listed, unicode_output)
+        yield _legend(unicode_output)
+    for device in listed:
+        if not device.get("up", True):
+            yield plain(down_sentence(device), "bold red")
+    known = [device for device in listed if device.get("ledger")]
+    if known:
+        yield from _ledger_tables(known, width)
+    yield plain("")
+    running = processes.get("processes") or []
+    if running:
+        yield from _process_tables(running, one_table=width >= _ONE_TABLE_WIDTH)
+    else:
+        yield plain("No process on any device, and none that reports.")
+    yield plain("")
+    yield plain(returnable_sentence(running), "bold")
+
+
+def returnable_sentence(processes: Sequence[Document]) -> str:
+    """What a clear of everything would give back, as far as it is known."""
+    able = [process for process in processes if process.get("reporting") and _clears(process)]
+    if not able:
+        return "A clear would give back nothing: no process takes that action."
+    known = [
+        [device["reclaimable_bytes"] for device in process.get("devices") or () if _has(device, "reclaimable_bytes")]
+        for process in able
+    ]
+    if not any(known):
+        return "What a clear would give back cannot be known."
+    total = sum(sum(sizes) for sizes in known)
+    giving = sum(1 for sizes in known if sum(sizes) > 0)
+    hides = [any(map(_hides_its_cache, process.get("devices") or ())) for process in able]
+    unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
+    sentence = f"A clear would give back {human_bytes(total)} from {giving} of {len(able)} reporting processes"
+    return f"{sentence}; of {unknown} it cannot be known." if unknown else f"{sentence}."
+
+
+def down_sentence(device: Document) -> str:
+    """Of a device that does not answer: which, and why."""
+    return f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
+
+
+def device_name(device: Document) -> str:
+    """Its name with its MIG profile, which the driver's name of a MIG device has at its end; a dash for none."""
+    name, profile = device.get("name") or "", device.get("mig_profile") or ""
+    return (name if profile in name else f"{name} {profile}".lstrip()) or UNKNOWN
+
+
+def _device_table(devices: Sequence[Document], unicode_output: bool) -> Table:
+    columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
+    return table("Devices", columns, (_device_row(device, unicode_output) for device in devices))
+
+
+def _device_row(device: Document, unicode_output: bool) -> tuple[str | Text, ...]:
+    memory = device.get("memory") or {}
+    return (
+        device.get("gpu") or UNKNOWN,
+        device_name(device),
+        human_bytes(memory.get("total_bytes")),
+        human_ratio(device.get("utilization_ratio")),
+        _bar(device.get("ledger"), unicode_output),
+    )
+
+
+def _bar(ledger: Mapping[str, int] | None, unicode_output: bool) -> Text:
+    drawn = plain("" if ledger else UNKNOWN)
+    for segment, length in zip(SEGMENTS, bar_lengths(ledger or {}, _BAR_WIDTH), strict=True):
+        character = segment.character if unicode_output else segment.ascii_character
+        drawn.append(character * length, style=segment.style)
+    return drawn
+
+
+def _legend(unicode_output: bool) -> Text:
+    line = plain("")
+    for segment in SEGMENTS:
+        line.append(segment.character if unicode_output else segment.ascii_character, style=segment.style)
+        line.append(f" {segment.name}  ")
+    return line
+
+
+def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[RenderableType]:
+    """A column for each device, in as many tables as the width asks for, of about the same size."""
+    rows = [(name, [human_bytes(device["ledger"].get(name)) for device in devices]) for name in CATEGORIES]
+    rows.append(("total", [human_bytes((device.get("memory") or {}).get("total_bytes")) for device in devices]))
+    headings = [f"gpu {device.get('gpu') or UNKNOWN}" for device in devices]
+    column_width = 1 + max(len(cell) for cells in (headings, *(cells for _, cells in rows)) for cell in cells)
+    most = max(1, (width - max(len(name) for name, _ in rows)) // column_width)
+    size = -(-len(devices) // -(-len(devices) // most))
+    for start in range(0, len(devices), size):
+        part = slice(start, start + size)
+        columns = (("category", "left"), *((heading, "right") for heading in headings[part]))
+        yield plain("")
+        yield table("Ledger", columns, ((name, *cells[part]) for name, cells in rows))
+
+
+def _process_tables(processes: Sequence[Document], *, one_table: bool) -> Iterator[RenderableType]:
+    memory_columns = tuple((heading, "right") for _, heading in _MEMORY)
+    if one_table:
+        columns = (*_IDENTITY[:3], ("gpu", "left"), *memory_columns, *_IDENTITY[3:])
+        yield table("Processes", columns, _joined_rows(processes))
+        return
+    yield table("Processes", _IDENTITY, (_identity(process) for process in processes))
+    rows = [
+        (str(process["pid"]), _gpu(device), *_memory(device))
+        for process in processes
+        for device in process.get("devices") or ()
+    ]
+    if rows:
+        yield plain("")
+        yield table("Process memory", (("pid", "right"), ("gpu", "left"), *memory_columns), rows)
+
+
+def _joined_rows(processes: Sequence[Document]) -> Iterator[tuple[str | Text, ...]]:
+    for process in processes:
+        identity = _identity(process)
+        for device in process.get("devices") or _NO_DEVICE:
+            yield (*identity[:3], _gpu(device), *_memory(device), *identity[3:])
+
+
+def _identity(process: Document) -> tuple[str | Text, ...]:
+    state = str(process.get("state") or UNKNOWN)
+    style = {"reporting": "green", "silent": "red"}.get(state, "dim")
+    return (
+        str(process["pid"]),
+        process.get("workload") or UNKNOWN,
+        process.get("rank") or UNKNOWN,
+        process.get("command") or UNKNOWN,
+        plain(state, style),
+        human_seconds(process.get("sample_age_seconds")),
+    )
+
+
+def _gpu(device: Document) -> str:
+    return device.get("gpu") or device.get("uuid") or UNKNOWN
+
+
+def _memory(device: Document) -> tuple[str, ...]:
+    return tuple(human_bytes(device.get(name)) for name, _ in _MEMORY)
+
+
+def _clears(process: Document) -> bool:
+    actions = process.get("actions")
+    return not actions or "empty_cache" in actions
+
+
+def _hides_its_cache(device: Document) -> bool:
+    """It caches something, and nobody can say what of that a clear would give back."""
+    reserved, allocated = device.get("reserved_bytes"), device.get("allocated_bytes")
+    return not _has(device, "reclaimable_bytes") and reserved is not None and reserved > (allocated or 0)
+
+
+def _has(device: Document, name: str) -> bool:
+    return device.get(name) is not None

@@ -1,0 +1,74 @@
+"""What `plan` prints."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.cli.render.sizes import human_bytes
+from gpumem_exporter.cli.render.terminal import open_console, plain, show, table
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from gpumem_exporter.training.planning.plan import Plan
+
+__all__ = ["show_plan"]
+
+_SOURCES = {
+    "model": "the model, run on tensors without values",
+    "profile": "steps measured on this machine's GPU, and a line through them",
+    "description": "a transformer of these measures",
+}
+
+
+def show_plan(plan: Plan) -> None:
+    """Print the answer, where the memory goes, and what else could be done."""
+    show(open_console(), [*_answer(plan), plain(""), _breakdown(plan), *_changes(plan)])
+
+
+def _answer(plan: Plan) -> list[RenderableType]:
+    gpu = plan.gpu
+    room = (
+        f"{gpu.name}: {human_bytes(gpu.total_bytes)}, of which {human_bytes(gpu.free_bytes)} for tensors; "
+        f"planned with {plan.margin:.0%} of that"
+    )
+    lines = [plain(f"from    {_SOURCES[plan.source]}"), plain(f"device  {room}")]
+    if not plan.fits:
+        least = human_bytes(plan.reserved_peak_bytes)
+        return [*lines, plain(f"fits    no: a batch of {plan.batch} takes {least}", style="bold")]
+    lines.append(plain(f"fits    up to a batch of {plan.largest_batch}", style="bold"))
+    steps = f"accumulate {plan.accumulation}, " if plan.accumulation > 1 else ""
+    over = f" over {plan.devices} devices" if plan.devices > 1 else ""
+    use = f"use     a batch of {plan.batch}, {steps}effective batch {plan.effective_batch}{over}"
+    if plan.target_effective_batch not in (None, plan.effective_batch):
+        use += f" (asked for {plan.target_effective_batch}, which does not divide evenly)"
+    peaks = (
+        f"peak    {human_bytes(plan.reserved_peak_bytes)} reserved, {human_bytes(plan.allocated_peak_bytes)} in tensors"
+    )
+    return [*lines, plain(use), plain(peaks)]
+
+
+def _breakdown(plan: Plan) -> RenderableType:
+    rows = [
+        (kind, human_bytes(size), human_bytes(plan.highest.get(kind)) if plan.highest else "")
+        for kind, size in plan.breakdown.items()
+    ]
+    columns = [("memory", "left"), ("at the peak", "right"), ("at most", "right" if plan.highest else "left")]
+    return table("", columns if plan.highest else columns[:2], [row if plan.highest else row[:2] for row in rows])
+
+
+def _changes(plan: Plan) -> list[RenderableType]:
+    if not plan.changes:
+        return []
+    rows = [
+        (
+            change.name,
+            human_bytes(change.reserved_peak_bytes),
+            "-" if change.largest_batch is None else str(change.largest_batch),
+            change.note,
+        )
+        for change in plan.changes
+    ]
+    heading = f"peak at {plan.batch}"
+    columns = [("change", "left"), (heading, "right"), ("largest batch", "right"), ("", "cut")]
+    return [plain(""), table("", columns, rows)]

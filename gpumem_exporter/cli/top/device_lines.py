@@ -1,0 +1,184 @@
+"""The devices of `top`: a line each, with the ledger as a bar and its figures beside."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, bar_lengths
+from gpumem_exporter.cli.render.node_tables import device_name
+from gpumem_exporter.cli.render.sizes import UNKNOWN, human_ratio, short_bytes
+from gpumem_exporter.cli.render.terminal import plain
+from gpumem_exporter.cli.top.cells import cell, line, width_of
+from gpumem_exporter.cli.top.history import Past
+from gpumem_exporter.cli.top.scarce import scarce_style
+from gpumem_exporter.cli.top.sparkline import WIDTHS, sparkline
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["device_lines", "legend"]
+
+Device = Mapping[str, Any]
+
+_WIDE = 120
+"""From here on every part of the bar has its figure, and the headings are the legend."""
+_BUSY_WIDTH, _FIGURE_WIDTH = 5, 6
+_NAME_WIDTHS = (16, 28)
+"""The most that a name gets, on a narrow and on a wide screen."""
+_UNCUT = 180
+"""What is left beside a name that is shown whole."""
+_LONGEST_BAR = 100
+_PAST_HEADING = "in use, 10 min"
+_MAKER = "NVIDIA "
+_RECLAIMABLE = SEGMENTS[1]
+_LEAST_BARS = (20, 12)
+"""What is left of the bar beside the last ten minutes, on a narrow and on a wide screen: there, its figures are too."""
+_MEMORY_ALONE: tuple[Segment, ...] = (
+    Segment("used", ("used",), "█", "#", "blue"),
+    Segment("reserved by the driver", ("reserved",), "░", "-", "magenta"),
+    SEGMENTS[-1],
+)
+"""The bar of a device of which nothing but NVML's own figures is known."""
+
+
+def device_lines(
+    devices: Sequence[Device], past: Past, now: float, width: int, *, unicode_output: bool, most: int
+) -> list[Text]:
+    """A heading and a line for each device; empty where there is no device.
+
+    Args:
+        devices: as `/api/v1/devices` has them.
+        past: their last ten minutes, which are shown where there is room for them.
+        now: at which these end, by the clock of `past`.
+        width: of the screen.
+        unicode_output: the terminal shows more than ASCII.
+        most: lines of devices; where there are more devices, the last line counts the others.
+    """
+    if not devices or most <= 0:
+        return []
+    wide = width >= _WIDE and _with_ledgers(devices)
+    gpu_width = width_of((_gpu(device) for device in devices), 3)
+    name_width = width_of(map(_name, devices), 6)
+    if width - name_width < _UNCUT:
+        name_width = min(name_width, _NAME_WIDTHS[wide])
+    headings = _figure_headings(devices, wide, unicode_output)
+    figure_widths = [max(_FIGURE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
+    room = width - (gpu_width + name_width + _BUSY_WIDTH + sum(figure_widths) + 3 + len(figure_widths))
+    past_width = _past_width(room, wide) if unicode_output and _has_past(devices, past) else 0
+    bar_width = max(8, min(_LONGEST_BAR, room - (past_width + 1 if past_width else 0)))
+
+    def built(first: Sequence[Text], figures: Sequence[Text]) -> Text:
+        sized = [cell(value, size, right=True) for value, size in zip(figures, figure_widths, strict=True)]
+        return line([*first, *sized], width)
+
+    lines = [
+        built(
+            [
+                cell("gpu", gpu_width, style="bold"),
+                cell("device", name_width, style="bold"),
+                cell("busy", _BUSY_WIDTH, right=True, style="bold"),
+                *([cell(_PAST_HEADING, past_width, style="bold")] if past_width else []),
+                cell("memory", bar_width, style="bold"),
+            ],
+            headings,
+        )
+    ]
+    shown = devices if len(devices) <= most else devices[: most - 1]
+    for device in shown:
+        first = [
+            cell(_gpu(device), gpu_width),
+            cell(_name(device), name_width, ellipsis=unicode_output),
+            cell(human_ratio(device.get("utilization_ratio")), _BUSY_WIDTH, right=True),
+        ]
+        if not device.get("up", True):
+            why = plain(device.get("error") or "does not answer", "bold red")
+            lines.append(line([*first, cell(why, width - sum(c.cell_len + 1 for c in first))], width))
+        else:
+            if past_width:
+                total_bytes = (device.get("memory") or {}).get("total_bytes")
+                first.append(sparkline(past.get(device.get("uuid") or "", ()), total_bytes, past_width, now))
+            bar = _bar(device, bar_width, unicode_output)
+            lines.append(built([*first, bar], _figures(device, wide, _with_ledgers(devices))))
+    if len(shown) < len(devices):
+        lines.append(plain(f"and {len(devices) - len(shown)} more devices: a taller screen or --gpu shows them", "dim"))
+    return lines
+
+
+def legend(devices: Sequence[Device], width: int, *, unicode_output: bool) -> Text | None:
+    """What the bars' characters mean; None where the headings say it."""
+    if not devices or (width >= _WIDE and _with_ledgers(devices)):
+        return None
+    parts = SEGMENTS if _with_ledgers(devices) else _MEMORY_ALONE
+    return line([_key(segment, unicode_output) for segment in parts], width, gap="  ")
+
+
+def _has_past(devices: Sequence[Device], past: Past) -> bool:
+    """More is known of them than what is now."""
+    return any(len(past.get(device.get("uuid") or "", ())) > 1 for device in devices)
+
+
+def _past_width(room: int, wide: bool) -> int:
+    """How much of the room for the bar the last ten minutes get; 0 where the bar needs it."""
+    for width in WIDTHS:
+        bar = room - width - 1
+        if bar >= _LEAST_BARS[wide] and bar * 5 >= width * 4:
+            return width
+    return 0
+
+
+def _with_ledgers(devices: Sequence[Device]) -> bool:
+    return any(device.get("ledger") for device in devices)
+
+
+def _key(segment: Segment, unicode_output: bool) -> Text:
+    key = plain(segment.character if unicode_output else segment.ascii_character, segment.style)
+    return key.append(f" {segment.name}", style="")
+
+
+def _figure_headings(devices: Sequence[Device], wide: bool, unicode_output: bool) -> list[Text]:
+    if wide:
+        return [*(_key(segment, unicode_output) for segment in SEGMENTS), plain("total", "bold")]
+    reclaim = [plain("reclaim", f"bold {_RECLAIMABLE.style}")] if _with_ledgers(devices) else []
+    return [plain("used", "bold"), *reclaim, plain("free", "bold"), plain("total", "bold")]
+
+
+def _figures(device: Device, wide: bool, with_ledgers: bool) -> list[Text]:
+    memory = device.get("memory") or {}
+    ledger = device.get("ledger") or {}
+    if wide:
+        *sizes, free = (_size(ledger, segment) for segment in SEGMENTS)
+    else:
+        sizes = [memory.get("used_bytes"), *([_size(ledger, _RECLAIMABLE)] if with_ledgers else [])]
+        free = memory.get("free_bytes")
+    total = memory.get("total_bytes")
+    return [*(plain(short_bytes(size)) for size in sizes), _free(free, total), plain(short_bytes(total))]
+
+
+def _free(free: int | None, total: int | None) -> Text:
+    return plain(short_bytes(free), scarce_style(free, total))
+
+
+def _size(ledger: Mapping[str, int], segment: Segment) -> int | None:
+    known = [ledger[category] for category in segment.categories if category in ledger]
+    return sum(known) if known else None
+
+
+def _bar(device: Device, width: int, unicode_output: bool) -> Text:
+    ledger, segments = device.get("ledger"), SEGMENTS
+    if not ledger:
+        memory = device.get("memory") or {}
+        ledger = {name: memory.get(f"{name}_bytes") or 0 for name in ("used", "reserved", "free")}
+        segments = _MEMORY_ALONE
+    drawn = plain("")
+    for segment, length in zip(segments, bar_lengths(ledger, width, segments), strict=True):
+        drawn.append((segment.character if unicode_output else segment.ascii_character) * length, style=segment.style)
+    return cell(drawn or plain(UNKNOWN), width)
+
+
+def _gpu(device: Device) -> str:
+    return device.get("gpu") or UNKNOWN
+
+
+def _name(device: Device) -> str:
+    return device_name(device).removeprefix(_MAKER)

@@ -1,0 +1,58 @@
+"""The driver read directly, told as the exporter's documents; what only reporters know is null in them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.errors import NvmlUnavailableError
+from gpumem_exporter.host import Host
+from gpumem_exporter.nvml.provider import Provider
+from gpumem_exporter.nvml.reader import NodeReader
+from gpumem_exporter.server.api.documents import devices_document, processes_document
+
+__all__ = ["DriverReader", "open_driver"]
+
+
+class DriverReader:
+    """Reads the node without an exporter. One thread uses it; it blocks as the driver does."""
+
+    def __init__(self, provider: Provider, host: Host) -> None:
+        self._provider = provider
+        self._reader = NodeReader(provider, host, clock=time.monotonic, wall_clock=time.time)
+
+    def read(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """Devices and processes. No ledger and no state of a process: nobody was asked what is inside of it.
+
+        Raises:
+            NvmlUnavailableError: there is no driver, or it does not answer.
+        """
+        node = self._reader.read()
+        if not node.up:
+            raise NvmlUnavailableError(node.error)
+        snapshot = Snapshot(taken_seconds=node.taken_seconds, node=node)
+        devices = devices_document(snapshot, self._provider.source)
+        processes = processes_document(snapshot, self._provider.source)
+        for device in devices["devices"]:
+            device["ledger"] = None
+        for process in processes["processes"]:
+            process["reporting"] = process["state"] = None
+        return devices, processes
+
+    def release(self) -> None:
+        """Let go of the driver and of its library."""
+        self._reader.close()
+        self._provider.release()
+
+
+def open_driver() -> DriverReader:
+    """The node's own driver, by NVML."""
+    # Why it does not answer is said where its figures would stand; a logged line would fall into the screen.
+    logging.getLogger("gpumem_exporter").addHandler(logging.NullHandler())
+    from gpumem_exporter.host import LinuxHost
+    from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
+
+    return DriverReader(PynvmlProvider(), LinuxHost())

@@ -1,0 +1,151 @@
+"""The events of `top`: a line each, the newest first, in the live page's words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gpumem_exporter.cli.render.sizes import UNKNOWN, human_bytes
+from gpumem_exporter.cli.render.terminal import plain
+from gpumem_exporter.cli.top.cells import cell, line, width_of
+from gpumem_exporter.cli.top.rows import Choice, with_gpu
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["chosen_events", "event_lines"]
+
+Event = Mapping[str, Any]
+
+_NAMES = {
+    "oom": ("out of memory", "bold red"),
+    "device_lost": ("device lost", "bold red"),
+    "device_returned": ("device back", "bold green"),
+    "process_started": ("started", ""),
+    "process_ended": ("ended", ""),
+    "action_asked": ("action asked", ""),
+    "action": ("action", ""),
+    "policy_stopped": ("rule stopped", "bold yellow"),
+}
+_NAME_WIDTH = max(len(name) for name, _ in _NAMES.values())
+_LONGEST_NAME = 20
+"""Of what is not known by name here: a later exporter may tell of more."""
+
+
+def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
+    """Those that are not about another device or workload than the chosen ones; the newest first."""
+    chosen = [
+        event
+        for event in events
+        if (not choice.gpus or event.get("gpu") is None or with_gpu(event["gpu"], choice.gpus))
+        and (choice.workload is None or event.get("workload") in (None, choice.workload))
+    ]
+    return sorted(chosen, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
+
+
+def event_lines(
+    events: Sequence[Event], width: int, now_unix_seconds: float | None, *, unicode_output: bool, cut: bool = True
+) -> list[list[Text]]:
+    """The lines of each event: the local time, with the day where that is not the day of now, what it was, and whose.
+
+    Args:
+        events: as `/api/v1/events` has them.
+        width: of the screen.
+        now_unix_seconds: by the clock of the events; None where that is not known.
+        unicode_output: the terminal shows more than ASCII.
+        cut: an event has one line, and what is too long for it is cut; else it has as many as it takes.
+    """
+    from rich.console import Console
+
+    times = [_time(event, now_unix_seconds) for event in events]
+    names = [_NAMES.get(str(event.get("type")), (str(event.get("type")), "")) for event in events]
+    time_width, name_width = width_of(times), min(width_of((name for name, _ in names), _NAME_WIDTH), _LONGEST_NAME)
+    console = Console(width=width)
+    blank = [cell("", time_width), cell("", name_width)]
+    room = max(1, width - time_width - name_width - 2)
+    drawn = []
+    for event, moment, (name, style) in zip(events, times, names, strict=True):
+        begun = [cell(moment, time_width, style="dim"), cell(name, name_width, style=style, ellipsis=unicode_output)]
+        said = plain(_said(event))
+        parts = [cell(said, room, ellipsis=unicode_output)] if cut else list(said.wrap(console, room)) or [said]
+        drawn.append([line([*(begun if part is parts[0] else blank), part], width) for part in parts])
+    return drawn
+
+
+def _said(event: Event) -> str:
+    gpu, uuid = event.get("gpu"), event.get("uuid")
+    where = f"GPU {gpu}" if gpu else str(uuid or "")
+    try:
+        tell = _WORDS.get(str(event.get("type")))
+        words = tell(event) if tell else ""
+    except (AttributeError, KeyError, TypeError, ValueError):
+        words = ""  # another version's exporter tells it otherwise
+    return f"{where}, {words}" if where and words else where or words
+
+
+def _oom(event: Event) -> str:
+    detail = event["detail"]
+    requested, free, limit = (detail.get(f"{name}_bytes") for name in ("requested", "device_free", "limit"))
+    allocator = detail.get("allocator") or {}
+    reserved, fragmented = allocator.get("reserved_bytes"), allocator.get("fragmented_bytes")
+    had = [] if free is None else [f"{human_bytes(free)} was free"]
+    if None not in (requested, free, limit, reserved) and free >= requested:
+        had.append(f"it held {human_bytes(reserved)} of its limit of {human_bytes(limit)}")
+    if fragmented:
+        had.append(f"{human_bytes(fragmented)} fragmented")
+    asked = "more than there was" if requested is None else human_bytes(requested)
+    return "; ".join(filter(None, (f"{_process(event)} asked for {asked}", ", ".join(had))))
+
+
+def _device_lost(event: Event) -> str:
+    error = event["detail"].get("error")
+    return f"does not answer: {error}" if error else "does not answer"
+
+
+def _action_asked(event: Event) -> str:
+    detail = event["detail"]
+    return _action(detail, len(detail["processes"]) + detail.get("processes_left_out", 0), "")
+
+
+def _action_ended(event: Event) -> str:
+    detail = event["detail"]
+    told = detail["freed_bytes"] is not None and detail["action"] != "reset_peak"
+    freed = f", freed {human_bytes(detail['freed_bytes'])}" if told else ""
+    return _action(detail, len({result["pid"] for result in detail["results"]}), f": {detail['state']}{freed}")
+
+
+def _action(detail: Event, processes: int, became: str) -> str:
+    on = "1 process" if processes == 1 else f"{processes} processes"
+    reason = f" ({detail['reason']})" if detail.get("reason") else ""
+    return f"{detail['action']} on {on}{became}, by {detail['requested_by']}{reason}"
+
+
+def _process(event: Event) -> str:
+    """Who a process is, in words."""
+    workload, rank, pid = event.get("workload"), event.get("rank"), event.get("pid")
+    name = (f"{workload} rank {rank}" if rank else str(workload)) if workload else ""
+    if pid is None:
+        return name or "a process"
+    return f"{name} (pid {pid})" if name else f"pid {pid}"
+
+
+_WORDS: dict[str, Callable[[Event], str]] = {
+    "oom": _oom,
+    "device_lost": _device_lost,
+    "device_returned": lambda _: "answers again",
+    "process_started": _process,
+    "process_ended": lambda event: f"{_process(event)}: {event['detail']['reason']}",
+    "action_asked": _action_asked,
+    "action": _action_ended,
+    "policy_stopped": lambda event: f"{event['detail']['rule']}: {event['detail']['reason']}",
+}
+
+
+def _time(event: Event, now_unix_seconds: float | None) -> str:
+    try:
+        then = time.localtime(event["unix_seconds"])
+        today = now_unix_seconds is not None and time.localtime(now_unix_seconds)[:3] == then[:3]
+    except (KeyError, OSError, OverflowError, TypeError, ValueError):
+        return UNKNOWN
+    return time.strftime("%H:%M:%S" if today else "%m-%d %H:%M:%S", then)

@@ -1,0 +1,79 @@
+"""Where the events stand in `top`: below the processes as far as there is room, in their place, or in print. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.cli.render.terminal import plain
+from gpumem_exporter.cli.top.event_lines import chosen_events, event_lines
+from gpumem_exporter.cli.top.rows import Choice
+from gpumem_exporter.cli.top.source import Reading
+from gpumem_exporter.cli.top.view import View
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["events_alone", "events_below", "events_printed"]
+
+_HEADING = "last events"
+_LONG_PAGE = 20
+"""From so many lines on, the events have a quarter of them though all could have processes."""
+_PRINTED = 10
+
+
+def events_below(
+    reading: Reading, choice: Choice, width: int, page: int, processes: int, *, unicode_output: bool
+) -> list[Text]:
+    """A heading and the last events, below `processes` that have `page` lines; empty where there is no room.
+
+    A short screen has events only where processes leave lines empty.
+    """
+    room = max(page - processes - 1, page // 4 if page >= _LONG_PAGE else 0)
+    return _last_events(reading, choice, width, room - 1, unicode_output)
+
+
+def events_alone(
+    reading: Reading, view: View, width: int, page: int, *, unicode_output: bool
+) -> tuple[list[Text], View, str]:
+    """A heading and `page` lines of events, none of which is cut, from where the view stands.
+
+    Returns:
+        The lines, the view with its place within what there is, and which events these are of how many.
+    """
+    events = chosen_events(reading.events or (), view.choice)
+    drawn = event_lines(events, width, reading.taken_unix_seconds, unicode_output=unicode_output, cut=False)
+    page = max(1, page)
+    heights = [min(page, len(lines)) for lines in drawn]
+    view = view.settle_events(heights, page)
+    if not events:
+        why = [plain(part, "dim") for part in textwrap.wrap(_why_none(reading), width)]
+        return [plain(_HEADING, "bold"), *why[:page]], view, ""
+    shown: list[Text] = []
+    last = view.first_event
+    while last < len(drawn) and len(shown) + heights[last] <= page:
+        shown += drawn[last][: heights[last]]
+        last += 1
+    return [plain(_HEADING, "bold"), *shown], view, f"{view.first_event + 1}-{last} of {len(events)}"
+
+
+def events_printed(reading: Reading, choice: Choice, width: int, *, unicode_output: bool) -> list[Text]:
+    """The same for output that is no screen; empty where no event is known."""
+    return _last_events(reading, choice, width, _PRINTED, unicode_output)
+
+
+def _last_events(reading: Reading, choice: Choice, width: int, most: int, unicode_output: bool) -> list[Text]:
+    events = chosen_events(reading.events or (), choice)[: max(0, most)]
+    drawn = event_lines(events, width, reading.taken_unix_seconds, unicode_output=unicode_output)
+    return [plain(_HEADING, "bold"), *(first for first, *_ in drawn)] if events else []
+
+
+def _why_none(reading: Reading) -> str:
+    if not reading.url:
+        return "An exporter keeps the events, and none answers."
+    if reading.events:
+        return "No event is about what was chosen."
+    if reading.events is not None:
+        return "Nothing has happened since the exporter began to keep events."
+    why = reading.no_events or "they are not known yet"
+    return f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"

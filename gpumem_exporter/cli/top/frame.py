@@ -1,0 +1,203 @@
+"""The whole screen of `top` as lines. Pure: what is known and what is chosen in, exactly the screen's lines out."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, returnable_sentence
+from gpumem_exporter.cli.render.sizes import human_seconds
+from gpumem_exporter.cli.render.terminal import plain
+from gpumem_exporter.cli.top.cells import beside, cell, line
+from gpumem_exporter.cli.top.clearing import Note
+from gpumem_exporter.cli.top.device_lines import device_lines, legend
+from gpumem_exporter.cli.top.events_area import events_alone, events_below, events_printed
+from gpumem_exporter.cli.top.process_lines import process_lines
+from gpumem_exporter.cli.top.rows import descends, with_gpu
+from gpumem_exporter.cli.top.source import Reading
+from gpumem_exporter.cli.top.view import View
+from gpumem_exporter.wire.http import shown_url
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["Frame", "Moment", "draw", "print_lines"]
+
+_LEAST_WIDTH, _LEAST_HEIGHT = 72, 12
+_HEADER_WIDTH = 120
+"""Of the header in output that has no width."""
+_REASON_LINES = 5
+_ROWS_KEPT = 5
+"""As many processes are shown before a device is."""
+
+_HELP = (
+    ("arrows, j k", "choose a process; it stays chosen when the order changes"),
+    ("space, pages", "a page on, a page back; g and G: the first, the last"),
+    ("s S", "sort by the next column, by the one before"),
+    ("r", "turn the order round"),
+    ("/", "filter: words in pid, workload, command, user, pod or state"),
+    ("c", "clear the chosen process: says what that would free, and asks"),
+    ("e", "the events instead of the processes, and back"),
+    ("escape", "drop the choice, then the filter"),
+    ("q, Ctrl-C", "quit; Ctrl-Z: suspend"),
+    ("", ""),
+    ("allocated", "in tensors"),
+    ("reclaimable", "in no tensor, and a clear gives it back"),
+    ("fragmented", "in no tensor, and a clear cannot give it back"),
+    ("10 min", "the most in use in each part; blank where nothing was read"),
+    ("non-torch", "the driver's figure less the allocator's: context, NCCL, libraries"),
+    ("age", "of the figures that a process reported; - where it does not report"),
+    ("-", "cannot be known. K, M, G are KiB, MiB, GiB"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What is shown, and when."""
+
+    reading: Reading
+    age_seconds: float
+    """Since the last answer."""
+    lost: str = ""
+    """Why the reading no longer stands; empty while it does."""
+    note: Note | None = None
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The lines of a screen, and how many rows of processes it has room for."""
+
+    lines: list[Text]
+    page: int
+    view: View
+
+
+def draw(moment: Moment, view: View, width: int, height: int, *, unicode_output: bool) -> Frame:
+    """Exactly `height` lines of at most `width` columns; a smaller terminal than is of use is told so."""
+    if width < _LEAST_WIDTH or height < _LEAST_HEIGHT:
+        said = f"too small: {width}x{height}; needs {_LEAST_WIDTH}x{_LEAST_HEIGHT}"
+        return Frame(_filled([cell(said, max(1, width), ellipsis=unicode_output)], height), 0, view)
+    lines = [_header(moment, width, unicode_output), *_banners(moment, width, unicode_output)]
+    page, place = 0, ""
+    if view.helps:
+        lines += [line([cell(keys, 12, style="bold"), plain(meaning)], width, gap="  ") for keys, meaning in _HELP]
+    elif moment.lost:
+        lines += [plain(""), plain("No figures are shown while there are none that hold.")]
+    else:
+        lines += _devices(moment, view, width, height - len(lines) - _ROWS_KEPT - 5, unicode_output)
+        page = height - len(lines) - 3
+        if view.events:
+            events, view, place = events_alone(moment.reading, view, width, page, unicode_output=unicode_output)
+            lines = _filled([*lines, *events], height - 2)
+        else:
+            listed = view.rows(moment.reading.rows)
+            below = events_below(
+                moment.reading, view.choice, width, page, max(1, len(listed)), unicode_output=unicode_output
+            )
+            page -= len(below)
+            view = view.settle(listed, page)
+            shown = listed[view.first : view.first + page]
+            lines += process_lines(moment.reading.rows, shown, view, width, unicode_output=unicode_output)
+            lines += [] if listed else [plain(_nothing(view), "dim")]
+            lines = [*_filled(lines, height - 2 - len(below)), *below]
+            place = (
+                f"{view.first + 1}-{min(len(listed), view.first + page)} of {len(listed)}" if page and listed else ""
+            )
+        lines.append(cell(_returnable(moment), width, style="bold", ellipsis=unicode_output))
+    return Frame([*_filled(lines, height - 1), _footer(moment, view, place, width, unicode_output)], page, view)
+
+
+def print_lines(reading: Reading, view: View, width: int, *, unicode_output: bool) -> list[Text]:
+    """The same for output that is no screen: every device, every row, no keys."""
+    moment = Moment(reading, 0.0)
+    listed = view.rows(reading.rows)
+    lines = [_header(moment, min(width, _HEADER_WIDTH), unicode_output), *_banners(moment, width, unicode_output)]
+    lines += _devices(moment, view, width, 1 << 30, unicode_output)
+    lines += process_lines(listed, listed, view, width, unicode_output=unicode_output)
+    lines += [] if listed else [plain(_nothing(view))]
+    events = events_printed(reading, view.choice, width, unicode_output=unicode_output)
+    lines += [plain(""), *events, plain("")] if events else []
+    return [*lines, plain(_returnable(moment), "bold")]
+
+
+def _filled(lines: list[Text], height: int) -> list[Text]:
+    return [*lines[:height], *(plain("") for _ in range(height - len(lines)))]
+
+
+def _header(moment: Moment, width: int, unicode_output: bool) -> Text:
+    reading = moment.reading
+    left = plain("").append("gpumem-exporter top", style="bold").append("  ")
+    left.append_text(plain(shown_url(reading.url) if reading.url else "NVML alone"))
+    processes = len({row.pid for row in reading.rows})
+    counted = f"{processes} process{'' if processes == 1 else 'es'}"
+    right = "no answer" if moment.lost else f"{counted}, {human_seconds(max(0.1, moment.age_seconds))} ago"
+    return beside(left, plain(right, "bold red" if moment.lost else ""), width, ellipsis=unicode_output)
+
+
+def _banners(moment: Moment, width: int, unicode_output: bool) -> list[Text]:
+    """What must not be overlooked."""
+    reading = moment.reading
+    told: list[tuple[str, str]] = []
+    if moment.lost:
+        who = "THE EXPORTER" if reading.url else "EVERY SOURCE"
+        told.append((f"LOST {who} {human_seconds(moment.age_seconds)} ago; trying again", "bold red"))
+        told += [(part, "red") for part in textwrap.wrap(moment.lost, width)[:_REASON_LINES]]
+    elif not reading.url:
+        told.append(("NVML ALONE: no exporter answers, so what is inside of a process is not known", "bold yellow"))
+        told.append((reading.without_exporter, "yellow"))
+    if not moment.lost and reading.devices.get("source") == "demo":
+        told.append((DEMO_NOTICE, "bold yellow"))
+    nvml = reading.devices.get("nvml") or {}
+    if not moment.lost and not nvml.get("up", False):
+        told.append((f"driver: {nvml.get('error') or 'not read yet'}", "bold red"))
+    return [cell(text, width, style=style, ellipsis=unicode_output) for text, style in told]
+
+
+def _devices(moment: Moment, view: View, width: int, most: int, unicode_output: bool) -> list[Text]:
+    """The devices' part with the line that ends it: the legend, or none."""
+    devices = moment.reading.devices.get("devices") or []
+    wanted = view.choice.gpus
+    chosen = [device for device in devices if not wanted or with_gpu(device.get("gpu"), wanted)]
+    reading = moment.reading
+    drawn = device_lines(chosen, reading.past, reading.read_seconds, width, unicode_output=unicode_output, most=most)
+    key = legend(chosen, width, unicode_output=unicode_output)
+    return [*drawn, key if key is not None else plain("")] if drawn else [plain(_no_device(reading, devices), "dim")]
+
+
+def _no_device(reading: Reading, devices: Sequence[Mapping[str, Any]]) -> str:
+    """Why none is shown: a driver that does not answer may have many."""
+    if not (reading.devices.get("nvml") or {}).get("up", False):
+        return "No device is known."
+    return "No device matches." if devices else "No device."
+
+
+def _nothing(view: View) -> str:
+    narrowed = view.choice.text or view.choice.gpus or view.choice.workload is not None
+    return "No process matches." if narrowed else "No process on any device, and none that reports."
+
+
+def _returnable(moment: Moment) -> str:
+    if not moment.reading.url:
+        return "What a clear would give back cannot be known without an exporter."
+    return returnable_sentence(moment.reading.processes.get("processes") or [])
+
+
+def _footer(moment: Moment, view: View, place: str, width: int, unicode_output: bool) -> Text:
+    if moment.note is not None:
+        style = "bold reverse" if moment.note.asks else "bold"
+        return cell(moment.note.text, width, style=style, ellipsis=unicode_output)
+    if view.typing is not None:
+        hint = plain("enter keeps it, escape drops it", "dim")
+        return beside(plain(f"/{view.choice.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)
+    if view.helps:
+        return plain("any key goes back", "dim")
+    if view.events:
+        return beside(plain("q quit  ? help  arrows scroll  e processes", "dim"), plain(place), width)
+    reverse = "" if width < 100 else "r reverse  "
+    keys = f"q quit  ? help  s sort  {reverse}/ filter  c clear  e events"
+    order = f"{view.sort} {'descending' if descends(view.sort, reverse=view.reverse) else 'ascending'}"
+    narrowed = f"/{view.choice.text}" if view.choice.text else ""
+    right = "  ".join(filter(None, (narrowed, "" if width < 100 else order, place)))
+    return beside(plain(keys, "dim"), plain(right), width, ellipsis=unicode_output)

@@ -1,0 +1,163 @@
+"""The live `top`: waits for keys, signals and answers, and draws what they make of the screen."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.cli.top.clearing import Clearing
+from gpumem_exporter.cli.top.frame import Frame, Moment, draw
+from gpumem_exporter.cli.top.keys import KeyReader
+from gpumem_exporter.cli.top.screen import Screen
+from gpumem_exporter.cli.top.signals import Signals
+from gpumem_exporter.cli.top.view import View
+from gpumem_exporter.cli.top.watcher import Watcher
+
+if TYPE_CHECKING:
+    from gpumem_exporter.cli.top.clearing import OpenApi
+    from gpumem_exporter.cli.top.source import Reading, Source
+
+__all__ = ["run"]
+
+_TICK_SECONDS = 1.0
+"""How often the screen is looked at again without a reason: ages grow."""
+_KEY_ENDS_SECONDS = 0.05
+"""How long the rest of a key's bytes may take; what comes later is another key."""
+
+
+def run(
+    source: Source,
+    first: Reading,
+    view: View,
+    *,
+    interval_seconds: float,
+    screen: Screen,
+    keyboard: int,
+    open_api: OpenApi,
+) -> int | None:
+    """Show the source until somebody ends it; the terminal is as it was afterwards, however it ends.
+
+    Returns:
+        The signal that ended it; None for `q`.
+    """
+    with Signals() as signals:
+        watcher = Watcher(source, first, interval_seconds=interval_seconds, notify=signals.notify)
+        watcher.start()
+        try:
+            screen.enter()
+            return _Loop(watcher, signals, screen, Clearing(open_api, signals.notify), interval_seconds, view).run(
+                keyboard
+            )
+        finally:
+            screen.leave()
+            watcher.stop()
+
+
+class _Loop:
+    def __init__(
+        self,
+        watcher: Watcher,
+        signals: Signals,
+        screen: Screen,
+        clearing: Clearing,
+        interval_seconds: float,
+        view: View,
+    ) -> None:
+        self._watcher = watcher
+        self._signals = signals
+        self._screen = screen
+        self._clearing = clearing
+        self._interval_seconds = interval_seconds
+        self._view = view
+        self._keys = KeyReader()
+        self._page = 0
+        self._quits = False
+
+    def run(self, keyboard: int) -> int | None:
+        """Until the end."""
+        while not self._quits and self._signals.ended is None:
+            if not self._obey_signals():
+                break
+            self._draw()
+            timeout = _KEY_ENDS_SECONDS if self._keys.waits else _TICK_SECONDS
+            ready, _, _ = select.select([keyboard, self._signals.pipe], [], [], timeout)
+            self._signals.drain()
+            if keyboard in ready:
+                self._read_keys(keyboard)
+            elif self._keys.waits:
+                self._press(self._keys.flush())
+        return self._signals.ended
+
+    def _read_keys(self, keyboard: int) -> None:
+        try:
+            typed = os.read(keyboard, 4096)
+        except InterruptedError:
+            return
+        except OSError:
+            typed = b""
+        if not typed:
+            # The terminal has gone.
+            self._signals.ended = self._signals.ended or signal.SIGHUP
+        self._press(self._keys.feed(typed))
+
+    def _obey_signals(self) -> bool:
+        """Act on what was noted; false when the end was asked for meanwhile."""
+        signals = self._signals
+        while signals.suspended and signals.ended is None:
+            signals.suspended = False
+            self._screen.suspend()
+            # In the background the terminal is not ours to draw on, until the shell brings us back.
+            signals.suspended = not self._screen.in_foreground()
+            signals.continued = False
+            if not signals.suspended:
+                self._screen.enter()
+        if signals.continued:
+            signals.continued = False
+            self._screen.retake()
+        if signals.resized:
+            signals.resized = False
+            self._screen.forget()
+        return signals.ended is None
+
+    def _draw(self) -> None:
+        frame = self._frame()
+        self._view, self._page = frame.view, frame.page
+        try:
+            self._screen.draw(frame.lines)
+        except OSError:
+            # The terminal has gone; the signal that says so may still be on its way.
+            self._signals.ended = self._signals.ended or signal.SIGHUP
+
+    def _frame(self) -> Frame:
+        now = time.monotonic()
+        known = self._watcher.known
+        moment = Moment(
+            known.reading,
+            max(0.0, now - known.answered_seconds),
+            lost=known.lost(now, self._interval_seconds),
+            note=self._clearing.note(),
+        )
+        width, height = self._screen.size()
+        return draw(moment, self._view, width, height, unicode_output=self._screen.unicode_output)
+
+    def _press(self, keys: tuple[str, ...]) -> None:
+        for key in keys:
+            note = self._clearing.note()
+            known = self._watcher.known
+            listed = self._view.rows(known.reading.rows)
+            if note is not None and note.asks:
+                self._clearing.answer(yes=key in ("y", "Y"))
+            elif key == "redraw":
+                self._screen.forget()
+            elif self._view.typing is None and key == "q":
+                self._quits = True
+            elif self._view.typing is None and self._view.lists_processes and key == "c":
+                lost = bool(known.lost(time.monotonic(), self._interval_seconds))
+                row = next((row for row in listed if row.identity == self._view.chosen), None)
+                self._clearing.ask(row, "" if lost else known.reading.url)
+            else:
+                self._clearing.dismiss()
+                self._view = self._view.press(key, listed, self._page)

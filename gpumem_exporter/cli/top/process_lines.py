@@ -1,0 +1,163 @@
+"""The processes of `top`: which columns a screen of some width has, and a line for each row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.cli.render.sizes import UNKNOWN, human_seconds, short_bytes
+from gpumem_exporter.cli.render.terminal import plain
+from gpumem_exporter.cli.top.cells import cell, line, width_of
+from gpumem_exporter.cli.top.rows import SORTS, Row, descends
+from gpumem_exporter.cli.top.view import View
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["process_lines"]
+
+_NARROW = 100
+"""Below this, headings are short."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One column. Those without `after` are always there; the others come if the workload keeps so much room."""
+
+    name: str
+    """Also what `--sort` calls it, where rows may be sorted by it."""
+    value: Callable[[Row], str]
+    short: str = ""
+    right: bool = False
+    least: int = 0
+    most: int = 1000
+    style: str = ""
+    """Of its heading: the colour that the bars have for it."""
+    after: int = 0
+
+
+def _text(name: str) -> Callable[[Row], str]:
+    return lambda row: str(getattr(row, name) or UNKNOWN)
+
+
+def _size(name: str) -> Callable[[Row], str]:
+    return lambda row: short_bytes(getattr(row, name))
+
+
+def _age(row: Row) -> str:
+    """Tenths of a second are as fine as it is of use."""
+    age = row.sample_age_seconds
+    return "silent" if row.state == "silent" else human_seconds(None if age is None else max(0.1, age))
+
+
+def _workload(row: Row) -> str:
+    """The workload, or for want of one the program, in brackets."""
+    return row.workload or (f"({row.command})" if row.command else UNKNOWN)
+
+
+def _pod(row: Row) -> str:
+    return "/".join(filter(None, (row.k8s_namespace, row.k8s_pod))) or UNKNOWN
+
+
+_COLUMNS = (
+    _Column("pid", lambda row: str(row.pid), right=True, least=5, most=12),
+    _Column("gpu", _text("gpu"), least=3),
+    _Column("workload", _workload, least=8),
+    _Column("rank", _text("rank"), right=True),
+    _Column("user", _text("user"), most=12, after=22),
+    _Column("used", _size("used_bytes"), right=True, least=6),
+    _Column("allocated", _size("allocated_bytes"), "alloc", right=True, least=6, style="green"),
+    _Column("reserved", _size("reserved_bytes"), right=True, least=6, after=22),
+    _Column("reclaimable", _size("reclaimable_bytes"), "reclaim", right=True, least=6, style="yellow"),
+    _Column("fragmented", _size("fragmented_bytes"), "frag", right=True, least=6, style="red"),
+    _Column("non-torch", _size("non_torch_bytes"), right=True, least=6, style="blue"),
+    _Column("age", _age, right=True, least=6, after=16),
+    _Column("step", lambda row: UNKNOWN if row.step is None else str(row.step), right=True, after=24),
+    _Column("state", _text("state"), least=10, after=24),
+    _Column("command", _text("command"), most=40, after=26),
+    _Column("pod", _pod, most=40, after=26),
+)
+"""From left to right."""
+_OPTIONAL = ("age", "reserved", "user", "command", "state", "step", "pod")
+"""In the order in which a wider screen adds them."""
+
+
+def process_lines(
+    rows: Sequence[Row], shown: Sequence[Row], view: View, width: int, *, unicode_output: bool
+) -> list[Text]:
+    """The heading and a line for each row that is shown.
+
+    Args:
+        rows: all that there are: the columns stand still while the list moves and while it is filtered.
+        shown: those on the screen.
+        view: the order, for the mark in the heading, and the chosen row.
+        width: of the screen.
+        unicode_output: the terminal shows more than ASCII.
+    """
+    short = width < _NARROW
+    columns, widths = _fit(rows, width, short, view.sort)
+    headings = [
+        _heading(column, size, short, view, unicode_output) for column, size in zip(columns, widths, strict=True)
+    ]
+    heading = line(headings, width, gap="")
+    return [heading, *(_line(row, columns, widths, width, view, unicode_output) for row in shown)]
+
+
+def _fit(rows: Sequence[Row], width: int, short: bool, sort: str) -> tuple[list[_Column], list[int]]:
+    """The columns for a width, and the width of each."""
+    natural = {
+        column.name: width_of((_named(column, short), *map(column.value, rows)), column.least) for column in _COLUMNS
+    }
+    if not short:
+        # Room for the arrow, so that it does not join two headings.
+        natural |= {c.name: max(natural[c.name], len(c.name) + 1) for c in _COLUMNS if c.right and c.name in SORTS}
+    if sum(natural.values()) + len(natural) <= width:
+        return list(_COLUMNS), [natural[column.name] for column in _COLUMNS]
+    natural = {column.name: min(natural[column.name], column.most) for column in _COLUMNS}
+    chosen = [column for column in _COLUMNS if not column.after or column.name == sort]
+    room = width - sum(natural[column.name] + 1 for column in chosen) + 1 + natural["workload"]
+    for name in _OPTIONAL:
+        column = next(column for column in _COLUMNS if column.name == name)
+        if column not in chosen and room - natural[name] - 1 >= min(column.after, natural["workload"]):
+            chosen.append(column)
+            room -= natural[name] + 1
+    natural["workload"] = max(1, min(natural["workload"], room))
+    chosen.sort(key=_COLUMNS.index)
+    return chosen, [natural[column.name] for column in chosen]
+
+
+def _named(column: _Column, short: bool) -> str:
+    return column.short if short and column.short else column.name
+
+
+def _heading(column: _Column, size: int, short: bool, view: View, unicode_output: bool) -> Text:
+    """A heading with the gap behind it, where the arrow stands if the rows are sorted by it."""
+    style, mark = f"bold {column.style}".strip(), ""
+    if column.name == view.sort:
+        style = f"{style} underline"
+        downward = descends(view.sort, reverse=view.reverse)
+        mark = ("▼" if downward else "▲") if unicode_output else ("v" if downward else "^")
+    named = plain(_named(column, short), style).append(mark, style="bold")
+    return cell(cell(named, max(size, named.cell_len), right=column.right), size + 1)
+
+
+def _line(
+    row: Row, columns: Sequence[_Column], widths: Sequence[int], width: int, view: View, unicode_output: bool
+) -> Text:
+    styles = {"silent": "red", "reporting": ""}
+    cells = [
+        cell(
+            column.value(row),
+            size,
+            right=column.right,
+            style=styles.get(row.state or "", "dim" if column.name in ("workload", "state") else ""),
+            ellipsis=unicode_output,
+        )
+        for column, size in zip(columns, widths, strict=True)
+    ]
+    drawn = line(cells, width)
+    if row.identity == view.chosen:
+        drawn = cell(drawn, width)
+        drawn.stylize("reverse")
+    return drawn

@@ -1,0 +1,194 @@
+"""Where `top` has its figures from: an exporter, or, where none answers and none was named, the driver itself."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.top.events import Events
+from gpumem_exporter.cli.top.history import History, Past
+from gpumem_exporter.cli.top.rows import Row, rows_of
+from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
+from gpumem_exporter.wire.http import shown_url
+
+__all__ = ["Driver", "Reading", "Source"]
+
+Document = Mapping[str, Any]
+
+ANSWER_SECONDS = 2.0
+"""How long an exporter may take to answer; a screen that stands still for longer tells nothing."""
+_LOOK_AGAIN_SECONDS = 3.0
+"""How often an exporter is looked for while the driver has to do."""
+
+
+class Driver(Protocol):
+    """The driver read directly."""
+
+    def read(self) -> tuple[Document, Document]:
+        """What it says, as the exporter's two documents have it.
+
+        Raises:
+            NvmlError: there is no driver, or it does not answer.
+        """
+
+    def release(self) -> None:
+        """Let go of it. Never raises."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All that is known at one moment."""
+
+    devices: Document
+    """As `/api/v1/devices` has it."""
+    processes: Document
+    """As `/api/v1/processes` has it."""
+    rows: tuple[Row, ...]
+    url: str = ""
+    """The exporter that said so; empty where it was the driver alone."""
+    without_exporter: str = ""
+    """Why it was the driver alone."""
+    read_seconds: float = 0.0
+    """When that was: the clock of `past`."""
+    past: Past = field(default_factory=dict)
+    """What is known of the last ten minutes of each device."""
+    events: tuple[Document, ...] | None = None
+    """The last ones, as `/api/v1/events` has them; None where they are not known."""
+    no_events: str = ""
+    """Why they are not; empty also where nothing said why."""
+
+    @property
+    def taken_unix_seconds(self) -> float | None:
+        """When the driver was read, by the clock of the events."""
+        taken: float | None = self.devices.get("taken_unix_seconds")
+        return taken
+
+
+class Source:
+    """Reads what is known now. One thread at a time may use it.
+
+    Args:
+        urls: the exporter's addresses to try, in order.
+        token: for the exporter; empty for none.
+        driver: makes what reads the driver; None where an exporter was named, so that nothing else will do.
+        open_api: makes the way to the exporter.
+        clock: monotonic seconds.
+
+    Raises:
+        ConfigurationError: an address is not one.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        *,
+        token: str = "",
+        driver: Callable[[], Driver] | None = None,
+        open_api: Callable[[], ExporterApi] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open_api = open_api or (lambda: ExporterApi(urls, token=token, timeout_seconds=ANSWER_SECONDS))
+        self._open_driver = driver
+        self._clock = clock
+        self._api = self._open_api()
+        self._driver: Driver | None = None
+        self._why = ""
+        self._next_look = -float("inf")
+        self._history = History()
+        self._events = Events()
+
+    def read(self, *, with_past: bool = True) -> Reading:
+        """Ask the exporter; where it does not answer and was not named, the driver.
+
+        Args:
+            with_past: ask for the last ten minutes and the last events too, where they are due. For most readings
+                neither is; an exporter that does not tell them is as good as any otherwise.
+
+        Raises:
+            ExporterError: the exporter does not answer, and the driver may not or cannot be asked instead.
+        """
+        if self._driver is not None and self._clock() < self._next_look:
+            return self._of_driver()
+        try:
+            reading = self._of_exporter(with_past=with_past)
+        except ExporterError as error:
+            self._why = str(error)
+            self._events.forget()
+            # Whichever of several addresses answers next time.
+            self._api.close()
+            self._api = self._open_api()
+            if self._open_driver is None:
+                raise
+            self._next_look = self._clock() + _LOOK_AGAIN_SECONDS
+            return self._of_driver()
+        self._let_go()
+        return reading
+
+    def close(self) -> None:
+        """Close whatever is open."""
+        self._api.close()
+        self._let_go()
+
+    def _of_exporter(self, *, with_past: bool) -> Reading:
+        devices = self._api.get("/api/v1/devices")
+        processes = self._api.get("/api/v1/processes")
+        try:
+            rows = rows_of(processes)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ExporterUnreachableError(
+                f"what answers at {shown_url(self._api.url)} is not a gpumem-exporter"
+            ) from error
+        now = self._clock()
+        if with_past:
+            self._ask_for_past(now)
+        self._history.add(devices, now)
+        return Reading(
+            devices,
+            processes,
+            rows,
+            url=self._api.url,
+            read_seconds=now,
+            past=self._history.past(),
+            events=self._events.known,
+            no_events=self._events.refusal,
+        )
+
+    def _ask_for_past(self, now: float) -> None:
+        if self._history.due(now):
+            try:
+                self._history.take(self._api.get("/api/v1/live"), now)
+            except ExporterError:
+                self._history.refused(now)
+        if self._events.due(now):
+            try:
+                self._events.take(self._api.get(self._events.path), now)
+            except ExporterError as error:
+                self._events.failed(error, now)
+
+    def _of_driver(self) -> Reading:
+        if self._driver is None and self._open_driver is not None:
+            self._driver = self._open_driver()
+        assert self._driver is not None  # noqa: S101 - `read` comes here only where there is a way to open one
+        try:
+            devices, processes = self._driver.read()
+        except NvmlError as error:
+            self._let_go()
+            raise ExporterUnreachableError(f"{self._why}. The driver alone cannot be read either: {error}") from error
+        now = self._clock()
+        self._history.add(devices, now)
+        return Reading(
+            devices,
+            processes,
+            rows_of(processes),
+            without_exporter=self._why,
+            read_seconds=now,
+            past=self._history.past(),
+        )
+
+    def _let_go(self) -> None:
+        if self._driver is not None:
+            self._driver.release()
+            self._driver = None

@@ -1,0 +1,125 @@
+"""What the reader of `top` has chosen to see, and what each key changes of it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from gpumem_exporter.cli.top.rows import SORTS, Choice, Identity, Row, arrange
+
+__all__ = ["View"]
+
+_LONGEST_FILTER = 200
+_FAR = 1 << 30
+"""Beyond the end of any list."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """Order, filter, chosen row and place of the list."""
+
+    choice: Choice = field(default_factory=Choice)
+    sort: str = "used"
+    reverse: bool = False
+    typing: str | None = None
+    """The filter as it was before the one that is being typed; None while none is."""
+    chosen: Identity | None = None
+    """The row that an action would mean; it keeps to its process when the order changes."""
+    index: int = 0
+    """Where the chosen row stood last: the place falls to another when the process goes."""
+    first: int = 0
+    """The first row on the screen."""
+    helps: bool = False
+    """The keys are shown instead of the figures."""
+    events: bool = False
+    """The events are shown instead of the processes."""
+    first_event: int = 0
+    """Of the events, the first on the screen."""
+
+    @property
+    def lists_processes(self) -> bool:
+        """The processes are on the screen, and the chosen one among them can be seen."""
+        return not (self.helps or self.events)
+
+    def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
+        """What is listed, in order."""
+        return arrange(rows, self.choice, self.sort, reverse=self.reverse)
+
+    def settle(self, listed: Sequence[Row], page: int) -> View:
+        """The view with its chosen row found again among those listed, and on the screen of `page` rows."""
+        index, chosen = self.index, self.chosen
+        if chosen is not None:
+            places = {row.identity: place for place, row in reversed(list(enumerate(listed)))}
+            index = max(0, min(places.get(chosen, index), len(listed) - 1))
+            chosen = listed[index].identity if listed else chosen
+        first = max(0, min(self.first, len(listed) - page))
+        if chosen is not None and page > 0:
+            first = max(index - page + 1, min(first, index))
+        return replace(self, index=index, chosen=chosen, first=first)
+
+    def settle_events(self, heights: Sequence[int], page: int) -> View:
+        """The view with as many events, of so many lines each, on the screen of `page` lines as there is room for."""
+        last, room = len(heights), page
+        while last and heights[last - 1] <= room:
+            last -= 1
+            room -= heights[last]
+        return replace(self, first_event=max(0, min(self.first_event, last)))
+
+    def press(self, key: str, listed: Sequence[Row], page: int) -> View:
+        """The view after a key; one that means nothing here changes nothing."""
+        if self.typing is not None:
+            return self._type(key)
+        if self.helps:
+            return replace(self, helps=False)
+        if key == "e" or (self.events and key == "escape"):
+            return replace(self, events=not self.events, first_event=0)
+        if key == "?":
+            return replace(self, helps=True)
+        if self.events:
+            return replace(self, first_event=max(0, self.first_event + _steps(page).get(key, 0)))
+        if key in ("s", "S"):
+            place = SORTS.index(self.sort) + (1 if key == "s" else -1)
+            return replace(self, sort=SORTS[place % len(SORTS)], reverse=False)
+        if key == "r":
+            return replace(self, reverse=not self.reverse)
+        if key == "/":
+            return replace(self, typing=self.choice.text)
+        if key == "escape":
+            if self.chosen is not None:
+                return replace(self, chosen=None, index=0, first=0)
+            return replace(self, choice=replace(self.choice, text=""))
+        return self._move(key, listed, page)
+
+    def _move(self, key: str, listed: Sequence[Row], page: int) -> View:
+        steps = _steps(page)
+        if key not in steps or not listed:
+            return self
+        begin = self.index if self.chosen is not None else -1 if steps[key] == 1 else 0
+        index = max(0, min(begin + steps[key], len(listed) - 1))
+        return replace(self, index=index, chosen=listed[index].identity).settle(listed, page)
+
+    def _type(self, key: str) -> View:
+        text = self.choice.text
+        if key == "enter":
+            return replace(self, typing=None)
+        if key == "escape":
+            return replace(self, typing=None, choice=replace(self.choice, text=self.typing or ""))
+        if key == "backspace":
+            text = text[:-1]
+        elif key == "erase line":
+            text = ""
+        elif len(key) == 1 and len(text) < _LONGEST_FILTER:
+            text += key
+        return replace(self, choice=replace(self.choice, text=text), first=0)
+
+
+def _steps(page: int) -> dict[str, int]:
+    """How far a key moves in a list of which `page` lines are on the screen."""
+    return {
+        **dict.fromkeys(("down", "j"), 1),
+        **dict.fromkeys(("up", "k"), -1),
+        **dict.fromkeys(("page down", " "), max(1, page)),
+        "page up": -max(1, page),
+        **dict.fromkeys(("home", "g"), -_FAR),
+        **dict.fromkeys(("end", "G"), _FAR),
+    }

@@ -1,0 +1,1 @@
+"""What PyTorch's caching allocator shows: statistics, heap, settings and snapshots."""

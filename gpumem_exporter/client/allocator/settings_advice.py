@@ -1,0 +1,168 @@
+"""Which settings of the allocator the measured figures speak for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from gpumem_exporter.client.allocator.attached import attached, no_cuda
+from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merged, parse_settings
+from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.errors import ConfigurationError
+
+__all__ = ["AllocatorFigures", "Recommendation", "recommend", "recommend_allocator_settings"]
+
+_FRAGMENTED_SHARE = 0.1
+_FRAGMENTED_LEAST = 256 << 20
+_ROUNDED_SHARE = 0.1
+_RETRIES_MANY = 3
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorFigures:
+    """What was measured on one device; None is unknown."""
+
+    device: int
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    reclaimable_bytes: int | None = None
+    requested_bytes: int | None = None
+    alloc_retries: int | None = None
+    ooms: int | None = None
+    device_free_bytes: int | None = None
+
+    @property
+    def fragmented_bytes(self) -> int | None:
+        """Reserved, in no tensor, not to be given back."""
+        if self.allocated_bytes is None or self.reserved_bytes is None or self.reclaimable_bytes is None:
+            return None
+        return max(0, self.reserved_bytes - self.allocated_bytes - self.reclaimable_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """Settings to start the next run with, and why. Prints as text."""
+
+    settings: tuple[tuple[str, str], ...] = ()
+    reasons: tuple[str, ...] = ()
+    """One for each setting, or for leaving all as it is."""
+    present: str = ""
+    """The settings in force."""
+    variable: str = ""
+    """The environment variable that they came from; empty where none is set."""
+
+    @property
+    def line(self) -> str:
+        """All settings for the next run, those in force included; empty where nothing is to be changed."""
+        return merged(self.present, dict(self.settings)) if self.settings else ""
+
+    def __str__(self) -> str:
+        came = f" (from {self.variable})" if self.variable else ""
+        lines = [f"in force: {self.present or 'the defaults'}{came}"]
+        if self.settings:
+            lines.append(f"next run: {VARIABLES[0]}={self.line}")
+        lines += [f"  {reason}" for reason in self.reasons]
+        return "\n".join(lines)
+
+
+def recommend_allocator_settings() -> Recommendation:
+    """Say which allocator settings the memory of this process speaks for, and why.
+
+    They take effect where CUDA starts: set them in the environment of the next run, for instance with
+    `gpumem-exporter run --allocator`. Ask at the end of a representative step, as later ones look the same; it takes a
+    walk over the heap at most. Without CUDA it says so and recommends nothing.
+    """
+    allocator = attached()
+    if allocator is None:
+        no_cuda("recommend_allocator_settings")
+        return Recommendation(reasons=("no CUDA: nothing was measured",))
+    by_uuid = {allocator.uuid(index): index for index in allocator.devices()}
+    figures = [
+        AllocatorFigures(
+            device=by_uuid[sample.uuid],
+            allocated_bytes=sample.allocated_bytes,
+            reserved_bytes=sample.reserved_bytes,
+            reclaimable_bytes=sample.reclaimable_bytes,
+            requested_bytes=sample.requested_bytes,
+            alloc_retries=sample.alloc_retries,
+            ooms=sample.ooms,
+            device_free_bytes=allocator.free_bytes(by_uuid[sample.uuid]),
+        )
+        for sample in allocator.samples()
+        if sample.uuid in by_uuid
+    ]
+    return recommend(figures, allocator.settings, in_force(os.environ)[0])
+
+
+def recommend(figures: list[AllocatorFigures], present: str, variable: str = "") -> Recommendation:
+    """The same from given figures. Pure."""
+    try:
+        settings = parse_settings(present) if present else {}
+    except ConfigurationError:  # a release that knows more than we do
+        settings = {}
+    if settings.get("backend") == "cudaMallocAsync":
+        reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not reach it"
+        return Recommendation(reasons=(reason,), present=present, variable=variable)
+    wanted: dict[str, str] = {}
+    reasons: list[str] = []
+    for device in figures:
+        _fragmentation(device, settings, wanted, reasons)
+        _rounding(device, settings, wanted, reasons)
+        _pressure(device, settings, wanted, reasons)
+    if not reasons:
+        reasons.append("nothing measured speaks for another setting")
+    return Recommendation(tuple(wanted.items()), tuple(reasons), present, variable)
+
+
+def _fragmentation(
+    device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
+) -> None:
+    fragmented, reserved = device.fragmented_bytes, device.reserved_bytes
+    if fragmented is None or not reserved:
+        return
+    if fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
+        return
+    of = f"{human_bytes(fragmented)} of {human_bytes(reserved)} reserved"
+    share = f"cuda:{device.device} has {of} in pieces between tensors"
+    if settings.get("expandable_segments") == "True":
+        reasons.append(
+            f"{share} although segments are expandable: live tensors lie between them; free what is long-lived first"
+        )
+    elif "expandable_segments" not in wanted:
+        wanted["expandable_segments"] = "True"
+        reasons.append(f"expandable_segments:True: {share}; expandable segments are unmapped by the page and used anew")
+        if "max_split_size_mb" in settings:
+            reasons.append("max_split_size_mb is of no more use then; take it out")
+
+
+def _rounding(device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
+    if not device.requested_bytes or device.allocated_bytes is None or "roundup_power2_divisions" not in settings:
+        return
+    rounded = device.allocated_bytes - device.requested_bytes
+    if rounded >= max(_FRAGMENTED_LEAST, _ROUNDED_SHARE * device.allocated_bytes):
+        wanted.setdefault("roundup_power2_divisions", "8")
+        reasons.append(
+            f"roundup_power2_divisions:8: on cuda:{device.device} {human_bytes(rounded)} of"
+            f" {human_bytes(device.allocated_bytes)} are rounding; finer divisions round less"
+        )
+
+
+def _pressure(device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
+    retries = device.alloc_retries or 0
+    if retries < _RETRIES_MANY:
+        return
+    said = f"cuda:{device.device} had to empty its cache {retries} times to go on"
+    if device.ooms:
+        said += f", and ran out of memory {device.ooms} times"
+    fraction = settings.get("per_process_memory_fraction")
+    if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
+        wanted.setdefault("garbage_collection_threshold", "0.8")
+        reasons.append(
+            f"garbage_collection_threshold:0.8: {said}; it then gives back what was not used for long before the limit"
+            f" of {fraction} is reached, rather than all at it"
+        )
+    elif "expandable_segments" not in wanted and settings.get("expandable_segments") != "True":
+        wanted["expandable_segments"] = "True"
+        reasons.append(f"expandable_segments:True: {said}; its segments grow by the page instead")
+    elif settings.get("expandable_segments") == "True":
+        reasons.append(f"{said}: no setting helps, it needs less memory (a smaller batch, checkpointing)")

@@ -1,0 +1,159 @@
+"""Writes PyTorch's own memory snapshot, for https://pytorch.org/memory_viz, and says what is in it.
+
+The exporter is told path, size and a summary, and never reads the file: it is a pickle. Whoever records the
+allocator's history is left alone: what is recorded goes into the file, and nothing is begun or ended here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import os
+import pickle
+import stat
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from gpumem_exporter.errors import CommandRefusedError
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, SnapshotBlock, SnapshotFile, SnapshotSegment
+
+__all__ = ["snapshot_folder", "write_file", "write_snapshot"]
+
+_KEPT_FILES = 64
+_TRACE_ENTRIES_MAX = 50_000
+"""Of each device's history, the last: an entry with its stack takes kilobytes."""
+_SHOWN = 10
+_ALIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
+
+
+class Allocator(Protocol):
+    """What is needed of an allocator here."""
+
+    def snapshot(self) -> dict[str, Any]: ...
+    def uuid(self, index: int) -> str: ...
+
+
+def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where snapshots are written: GPUMEM_SNAPSHOT_DIR, or a folder of this user's own among the temporary files."""
+    folder = environ.get("GPUMEM_SNAPSHOT_DIR", "").strip()
+    return Path(folder) if folder else _own_folder()
+
+
+def _own_folder() -> Path:
+    return Path(tempfile.gettempdir()) / f"gpumem-snapshots-{os.getuid()}"
+
+
+def _age_order(file: Path) -> float:
+    """The oldest first; another process may have removed it meanwhile."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def write_snapshot(allocator: Allocator) -> SnapshotFile:
+    """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
+
+    Holds the GIL for about half a microsecond a block.
+
+    Raises:
+        CommandRefusedError: the allocator gives none, the folder is another user's, or it cannot be written.
+    """
+    taken = allocator.snapshot()
+    taken["device_traces"] = [trace[-_TRACE_ENTRIES_MAX:] for trace in taken.get("device_traces", ())]
+    try:
+        file = _next_file(snapshot_folder())
+        size = write_file(file, taken)
+    except OSError as error:
+        raise CommandRefusedError(f"the snapshot cannot be written: {error}") from None
+    return _summary(allocator, taken, file, size)
+
+
+def _next_file(folder: Path) -> Path:
+    """A name for a new file, in a folder of this user's; the oldest of ours go."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder == _own_folder():
+        # Among the temporary files anybody may have been first: with a folder that is open to others, or with a link.
+        owner = folder.lstat()
+        alone = owner.st_uid == os.getuid() and not stat.S_IMODE(owner.st_mode) & 0o077
+        if not (alone and stat.S_ISDIR(owner.st_mode)):
+            raise CommandRefusedError(f"{folder} is not this user's alone; name another one in GPUMEM_SNAPSHOT_DIR")
+    ours = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)
+    for old in ours[: max(0, len(ours) + 1 - _KEPT_FILES)]:
+        with contextlib.suppress(OSError):
+            old.unlink()
+    taken = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+    return folder / f"gpumem-{os.getpid()}-{taken}-{time.monotonic_ns()}.pickle"
+
+
+def write_file(file: Path, taken: dict[str, Any]) -> int:
+    """Write what torch gave: whole or not at all, and readable for this user alone. Returns the bytes.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            pickle.dump(taken, stream, protocol=pickle.HIGHEST_PROTOCOL)
+            size = stream.tell()
+        part.replace(file)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    return size
+
+
+def _summary(allocator: Allocator, taken: Mapping[str, Any], file: Path, size: int) -> SnapshotFile:
+    segments = taken["segments"]
+    blocks = [(segment, block) for segment in segments for block in segment["blocks"]]
+    alive = (pair for pair in blocks if pair[1]["state"] in _ALIVE)
+    largest = heapq.nlargest(_SHOWN, alive, key=lambda pair: pair[1]["size"])
+    split = (one for segment in segments if (one := _partly_free(allocator, segment)) is not None)
+    return SnapshotFile(
+        path=str(file.absolute()).encode("utf-8", "replace").decode(),
+        size_bytes=size,
+        segments=len(segments),
+        blocks=len(blocks),
+        has_frames=any(block.get("frames") for _, block in blocks),
+        largest=tuple(
+            SnapshotBlock(
+                uuid=allocator.uuid(segment["device"]),
+                size_bytes=block["size"],
+                requested_bytes=block.get("requested_size"),
+                frame=_program_frame(block.get("frames") or ()),
+            )
+            for segment, block in largest
+        ),
+        emptiest=tuple(heapq.nlargest(_SHOWN, split, key=lambda one: one.size_bytes - one.allocated_bytes)),
+    )
+
+
+def _partly_free(allocator: Allocator, segment: Mapping[str, Any]) -> SnapshotSegment | None:
+    free = [block["size"] for block in segment["blocks"] if block["state"] == "inactive"]
+    if not free or len(free) == len(segment["blocks"]):
+        return None
+    return SnapshotSegment(
+        uuid=allocator.uuid(segment["device"]),
+        size_bytes=segment["total_size"],
+        allocated_bytes=segment["allocated_size"],
+        largest_free_bytes=max(free),
+        free_blocks=len(free),
+    )
+
+
+def _program_frame(frames: Iterable[Mapping[str, Any]]) -> str:
+    """The innermost frame in Python that is not torch's own; else the innermost."""
+    first = ""
+    for frame in frames:
+        file = str(frame.get("filename", ""))
+        text = f"{file}:{frame.get('line', 0)} {frame.get('name', '')}"[-MAX_LABEL_LENGTH:]
+        if file.endswith((".py", ">")) and f"{os.sep}torch{os.sep}" not in file:  # `<stdin>`, `<ipython-input-…>`
+            return text
+        first = first or text
+    return first

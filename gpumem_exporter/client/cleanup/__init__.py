@@ -1,0 +1,1 @@
+"""Clearing the cache and releasing models."""

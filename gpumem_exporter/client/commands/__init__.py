@@ -1,0 +1,1 @@
+"""Commands from the exporter: when they run, and what they do."""

@@ -1,0 +1,288 @@
+"""Says who refers to an object, in the program's words: `list of 181 in history, a global of train`.
+
+It follows containers upwards a few levels, to the first that has a name: a module's variable, an attribute, a local
+variable, a closure. Nothing of the program's is called: dictionaries and lists are read by their exact type, attributes
+through the interpreter's own descriptors, frames as the interpreter shows them.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable
+from types import CellType, FrameType, FunctionType, GetSetDescriptorType, MemberDescriptorType, ModuleType
+from typing import Any
+
+from gpumem_exporter.client.leaks.tracked_objects import find_referrers
+
+__all__ = ["NOBODY", "Referrers", "instance_dictionary"]
+
+_LEVELS = 4
+_KEY_MAX = 40
+_FRAMES_MAX = 500
+_TARGETS_MAX = 64
+_REFERRERS_MAX = 2000
+_ITEMS_MAX = 200_000
+_SEQUENCES = (list, tuple, set, frozenset, deque)
+NOBODY = "no Python object, perhaps an autograd graph"
+_SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
+_OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
+
+
+class Referrers:
+    """Describes who holds objects. One thread at a time.
+
+    Each level takes one pass over all that the garbage collector tracks, for all objects at once.
+
+    Args:
+        ignored: containers of the caller's own that refer to them.
+    """
+
+    def __init__(self, ignored: Iterable[Any] = ()) -> None:
+        self._ignored = {id(container) for container in ignored}
+        self._frames: list[FrameType] = []
+        self._told: dict[int, str] = {}
+        self._paths: dict[int, str] = {}
+        self._end = float("inf")
+
+    def describe(self, targets: list[Any], end: float) -> dict[int, str]:
+        """For each target, by its id, its holder; `NOBODY` where no Python object holds it.
+
+        Args:
+            targets: the objects, the most important first: only so many are described, since one pass compares every
+                reference in the heap with all of them, in one call that nothing can interrupt.
+            end: on `time.thread_time()`; no pass begins later.
+        """
+        given, targets = targets, targets[:_TARGETS_MAX]
+        self._end = end
+        level: dict[int, Any] = {id(target): target for target in targets}
+        above: dict[int, Any] = {}
+        # By an object's id: the targets it holds, directly or not.
+        holds: dict[int, set[int]] = {id(target): {id(target)} for target in targets}
+        self._ignored.update(map(id, (given, targets, level, above)))
+        self._frames = _frames()
+        self._ignored.add(id(self._frames))
+        complete = True
+        for depth in range(_LEVELS):
+            for key in [key for key in level if holds[key] <= self._told.keys()]:
+                del level[key]
+            if not level:
+                break
+            if time.thread_time() > end:
+                complete = False
+                break
+            alone = self._climb(level, above, holds)
+            self._name_locals(level, alone, holds)
+            if depth == 0 and complete:
+                for key in alone:
+                    self._tell(holds[key], NOBODY)
+            level.clear()
+            level.update(above)
+            above.clear()
+        level.clear()
+        self._frames = []
+        return {target: self._told.get(target) or self._paths[target] for target in {*self._told, *self._paths}}
+
+    def _climb(self, level: dict[int, Any], above: dict[int, Any], holds: dict[int, set[int]]) -> set[int]:
+        """Name what refers to this level, or put it into the next one; returns those that nothing refers to."""
+        alone = set(level)
+        dictionaries: list[dict[Any, Any]] = []
+        arguments = tuple(level.values())
+        self._ignored.update(map(id, (dictionaries, arguments)))
+        referrers = find_referrers(arguments)
+        self._ignored.add(id(referrers))
+        found: dict[int, list[int]] = {}
+        cut = False
+        for referrer in referrers[:_REFERRERS_MAX]:
+            cut = cut or time.thread_time() > self._end
+            if cut:
+                break
+            kind = type(referrer)
+            if id(referrer) in self._ignored or kind is FrameType:
+                continue
+            keys = [key for key in dict.fromkeys(map(id, gc.get_referents(referrer))) if key in level]
+            alone.difference_update(keys)
+            if kind is dict:
+                dictionaries.append(referrer)
+                found[id(referrer)] = keys
+                continue
+            for key in keys:
+                said = _named(referrer, level[key], self._end)
+                if said:
+                    self._tell(holds[key], said)
+            self._put(referrer, keys, above, holds)
+        owners = _owners(dictionaries)
+        for dictionary in dictionaries:
+            owner = owners.get(id(dictionary), "")
+            keys = found[id(dictionary)]
+            names = {key: _key_of(dictionary, level[key]) for key in keys}
+            for key, name in names.items():
+                if owner and name:
+                    self._tell(holds[key], owner.format(name))
+            self._put(dictionary, keys, above, holds, next(filter(None, names.values()), ""))
+        self._ignored -= {id(dictionaries), id(arguments), id(referrers)}
+        return set() if cut else alone
+
+    def _put(
+        self, referrer: Any, keys: list[int], above: dict[int, Any], holds: dict[int, set[int]], under: str = ""
+    ) -> None:
+        if len(above) >= _TARGETS_MAX:
+            return
+        kind = _container(referrer)
+        kind = f"{kind} under {under[:_KEY_MAX]!r}" if kind and under else kind
+        held = {target for key in keys for target in holds[key] if target not in self._told}
+        held -= holds.get(id(referrer), set())  # it has been climbed over for those
+        if not kind or not held:
+            return
+        for target in held:
+            path = self._paths.get(target, "")
+            if path.count(" in ") < _LEVELS - 1:
+                self._paths[target] = f"{path} in {kind}" if path else kind
+        above[id(referrer)] = referrer
+        holds.setdefault(id(referrer), set()).update(held)
+
+    def _name_locals(self, level: dict[int, Any], alone: set[int], holds: dict[int, set[int]]) -> None:
+        """Of those that no other object refers to: the local variables that do."""
+        for frame in self._frames:
+            if not alone:
+                return
+            for key, name in _local_names(frame, level).items():
+                if key in alone:
+                    alone.discard(key)
+                    self._tell(holds[key], name)
+
+    def _tell(self, targets: set[int], holder: str) -> None:
+        for target in targets:
+            if target not in self._told:
+                path = self._paths.get(target)
+                self._told[target] = f"{path} in {holder}" if path else holder
+
+
+def _frames() -> list[FrameType]:
+    """The frames of all threads, but for our own."""
+    tops = sys._current_frames()
+    found: list[FrameType] = []
+    while tops and len(found) < _FRAMES_MAX:
+        at: FrameType | None = tops.popitem()[1]
+        while at is not None and len(found) < _FRAMES_MAX:
+            module = at.f_globals.get("__name__")
+            if not (type(module) is str and module.startswith("gpumem_exporter.client.")):
+                found.append(at)
+            at = at.f_back
+    # Our own frame was among them: were it left in one of its own variables, it would keep all that it leads to.
+    tops.clear()
+    return found
+
+
+def _local_names(frame: FrameType, wanted: dict[int, Any]) -> dict[int, str]:
+    """Which of the wanted objects, by id, are local variables of this frame."""
+    code = frame.f_code
+    if not code.co_flags & _OPTIMIZED:
+        return {}  # a module's or a class body's frame has no variables of its own
+    copied = sys.version_info < (3, 13)
+    if copied and not _SHOWS_LOCALS.isdisjoint(code.co_names):
+        return {}  # the program may hold the very dictionary that f_locals fills anew
+    variables = frame.f_locals
+    where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
+    found = {id(value): f"local variable {name} at {where}" for name, value in variables.items() if id(value) in wanted}
+    if copied:
+        variables.clear()  # or the frame would keep what the program deletes later
+    return found
+
+
+def _named(referrer: Any, target: Any, end: float) -> str:
+    """Where a referrer that is no dictionary gives the target a name."""
+    kind = type(referrer)
+    if kind is CellType:
+        return _closure(referrer) if time.thread_time() <= end else ""  # it takes passes of its own
+    if kind is FunctionType:
+        defaults = target is referrer.__defaults__ or target is referrer.__kwdefaults__
+        return f"a default of {_function_name(referrer)}" if defaults else ""  # else its globals, or its closure
+    if kind in _SEQUENCES or kind is ModuleType:
+        return ""
+    attribute = _attribute_of(referrer, target)
+    return f"attribute {attribute} of a {kind.__qualname__}" if attribute else ""
+
+
+def _closure(cell: Any) -> str:
+    for closure in find_referrers((cell,)):
+        if type(closure) is tuple:
+            for function in find_referrers((closure,)):
+                if type(function) is FunctionType and function.__closure__ is closure:
+                    index = next((at for at, each in enumerate(closure) if each is cell), 0)
+                    return f"{function.__code__.co_freevars[index]}, a closure of {_function_name(function)}"
+    return ""
+
+
+def _owners(dictionaries: list[dict[Any, Any]]) -> dict[int, str]:
+    """For each that is the dictionary of a module or an instance: how a name in it is said."""
+    told: dict[int, str] = {}
+    instances: list[dict[Any, Any]] = []
+    for dictionary in dictionaries:
+        module = dictionary.get("__name__")
+        if type(module) is str and "__builtins__" in dictionary:
+            told[id(dictionary)] = f"{{}}, a global of {module}"
+        else:
+            instances.append(dictionary)
+    if instances:
+        for referrer in find_referrers(tuple(instances)):
+            if type(referrer) not in (dict, list, tuple, FrameType):
+                own = instance_dictionary(referrer)
+                if own is not None:
+                    told[id(own)] = f"attribute {{}} of a {type(referrer).__qualname__}"
+    return told
+
+
+def _container(referrer: Any) -> str:
+    kind = type(referrer)
+    if kind is dict:
+        return f"dict of {len(referrer)}"
+    if kind in _SEQUENCES:
+        return f"{kind.__name__} of {len(referrer)}"
+    if kind is CellType:
+        return "a closure's cell"
+    if kind in (FrameType, FunctionType, ModuleType) or kind.__module__ in ("builtins", "gc"):
+        return ""
+    return f"a {kind.__qualname__}"
+
+
+def _key_of(mapping: dict[Any, Any], target: Any) -> str | None:
+    if len(mapping) > _ITEMS_MAX:
+        return None
+    for key, value in list(mapping.items()):
+        if value is target:
+            return key if type(key) is str else None
+    return None
+
+
+def _function_name(function: FunctionType) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def instance_dictionary(instance: Any) -> dict[Any, Any] | None:
+    """An instance's attributes, past whatever its class does to show others; None where it has none."""
+    for base in type(instance).__mro__:
+        descriptor = base.__dict__.get("__dict__")
+        if type(descriptor) is GetSetDescriptorType:
+            found = descriptor.__get__(instance)
+            return found if type(found) is dict else None
+    return None
+
+
+def _attribute_of(instance: Any, target: Any) -> str | None:
+    found = instance_dictionary(instance)
+    if found is not None:
+        key = _key_of(found, target)
+        if key is not None:
+            return key
+    for base in type(instance).__mro__:
+        for name, descriptor in list(base.__dict__.items()):
+            if type(descriptor) is MemberDescriptorType:
+                try:
+                    if descriptor.__get__(instance) is target:
+                        return name
+                except AttributeError:
+                    continue
+    return None

@@ -1,0 +1,1 @@
+"""Phases, components, milestones and summaries of the memory of a training script."""

@@ -1,0 +1,51 @@
+"""How much memory a piece of the program takes, for the log."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+from gpumem_exporter.client.log import log
+from gpumem_exporter.client.measure.measured import DeviceUse, Measured, MemoryUse
+from gpumem_exporter.client.sizes import human_bytes, human_growth
+
+__all__ = ["memory_context"]
+
+
+def memory_context(name: str, *, reset_peaks: bool = False, level: int = logging.INFO) -> Measured:
+    """Measure a block or a function, and log what it used: before, after, growth and peak of each device.
+
+        with gpumem.memory_context("load checkpoint") as use:
+            model.load_state_dict(torch.load(path))
+        use.growth_bytes
+
+    It is `phase` for one's own eyes: nothing of it is reported. See there for what is known of a peak, for threads and
+    for what it costs; without CUDA it logs that. The logger is `gpumem_exporter.client`, which says nothing below a
+    warning until the program configures logging.
+
+    Args:
+        name: stands before what is logged.
+        reset_peaks: let the allocator's peaks begin anew at the block's begin, so that its own is exact.
+        level: at which it is logged.
+    """
+    return Measured(name, kept=False, reset_peaks=reset_peaks, ended=functools.partial(_tell, name, level))
+
+
+def _tell(name: str, level: int, use: MemoryUse) -> None:
+    if not log.isEnabledFor(level):
+        return
+    if not use.devices:
+        log.log(level, "%s: no CUDA", name)
+    for device in use.devices:
+        log.log(level, "%s: %s", name, _sentence(device))
+
+
+def _sentence(device: DeviceUse) -> str:
+    peak = human_bytes(device.peak_bytes)
+    if not device.exact:
+        most = device.peak_at_most_bytes
+        peak = f"at least {peak}" + (f", at most {human_bytes(most)}" if most is not None else "")
+    return (
+        f"cuda:{device.index} {human_bytes(device.before_bytes)} -> {human_bytes(device.after_bytes)}"
+        f" ({human_growth(device.growth_bytes)}), peak {peak}"
+    )

@@ -1,0 +1,1 @@
+"""Out-of-memory errors: observed, explained, and turned into advice."""

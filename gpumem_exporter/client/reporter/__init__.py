@@ -1,0 +1,1 @@
+"""The reporter: one thread that sends samples to the exporter and runs its commands."""

@@ -1,0 +1,36 @@
+"""Who this process is, as its reports say it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from gpumem_exporter import __version__, procfs
+from gpumem_exporter.client.reporter.settings import ReporterSettings
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
+
+__all__ = ["current_process"]
+
+
+def current_process(
+    settings: ReporterSettings, *, torch_version: str = "", allocator_settings: str = ""
+) -> ProcessIdentity:
+    """Describe the calling process; cheap enough to do once a session, too dear for each report (it reads /proc)."""
+    return ProcessIdentity(
+        pid=os.getpid(),
+        start_time_ticks=procfs.start_time_ticks(),
+        pid_namespace=procfs.pid_namespace(),
+        session=os.urandom(8).hex(),
+        session_started_seconds=time.monotonic(),
+        workload=settings.workload,
+        rank=settings.rank,
+        # orig_argv still holds the interpreter and its options (3.10 and later), argv only the script
+        command=procfs.describe_command(sys.orig_argv),
+        torch_version=torch_version[:MAX_LABEL_LENGTH],
+        allocator_settings=allocator_settings[:MAX_LABEL_LENGTH],
+        client_version=__version__,
+        slurm_job_id=os.environ.get("SLURM_JOB_ID", "")[:MAX_LABEL_LENGTH],
+        ray_job_id=os.environ.get("RAY_JOB_ID", "")[:MAX_LABEL_LENGTH],
+        world_size=settings.world_size,
+    )

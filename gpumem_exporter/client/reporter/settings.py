@@ -1,0 +1,79 @@
+"""What the environment says to a reporter, and what an explicit argument overrides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpumem_exporter.client.reporter.plan import AnyPlan, told_plan
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
+
+__all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
+
+DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
+"""Tried in this order when nothing else is said."""
+_RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
+"""Where a rank may stand, and of how many: of Slurm's numbers the one of srun, which a batch script does not have."""
+
+
+def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The exporter's addresses to try, in order: GPUMEM_EXPORTER_URL alone, or the defaults."""
+    url = environ.get("GPUMEM_EXPORTER_URL", "").strip()
+    return (url,) if url else DEFAULT_URLS
+
+
+@dataclass(frozen=True, slots=True)
+class ReporterSettings:
+    """One reporter's settings, resolved: argument, else environment, else default."""
+
+    urls: tuple[str, ...]
+    workload: str
+    rank: str
+    token: str
+    token_file: str
+    disabled: bool
+    plan: AnyPlan | None = None
+    world_size: int | None = None
+    """Where `rank` is a launcher's: of how many."""
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        workload: str | None = None,
+        rank: str | int | None = None,
+        url: str | None = None,
+        plan: AnyPlan | None = None,
+        environ: Mapping[str, str] = os.environ,
+    ) -> ReporterSettings:
+        """Fill what is not given from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters."""
+        world_size = None
+        if rank is None:
+            name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
+            rank, world_size = environ.get(name, ""), _count(environ.get(size, ""))
+        return cls(
+            urls=(url,) if url else exporter_urls(environ),
+            workload=(workload if workload is not None else environ.get("GPUMEM_WORKLOAD", ""))[:MAX_LABEL_LENGTH],
+            rank=str(rank)[:MAX_LABEL_LENGTH],
+            token=environ.get("GPUMEM_REPORT_TOKEN", "").strip(),
+            token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
+            disabled=environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"),
+            plan=told_plan(plan, environ),
+            world_size=world_size,
+        )
+
+    def authorization(self) -> dict[str, str]:
+        """The header that lets reports in; read anew each time it is asked for, so that a rotated token is found.
+
+        Raises:
+            OSError: the token file cannot be read.
+        """
+        token = self.token or (Path(self.token_file).read_text().strip() if self.token_file else "")
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
+
+def _count(said: str) -> int | None:
+    """A number of ranks; None for what is none."""
+    return int(said) or None if said.isascii() and said.isdecimal() and len(said) < 10 else None

@@ -1,0 +1,1 @@
+"""The HTTP API: schema, route and document of each resource."""

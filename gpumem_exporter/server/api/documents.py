@@ -1,0 +1,185 @@
+"""What the exporter knows, as JSON documents. Pure: one snapshot in, plain dictionaries out; unknown is null."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from gpumem_exporter.actions.model import gpu_labels
+from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
+from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.plan_errors import plan_error_ratio
+from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.wire.protocol import DeviceSample
+
+__all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
+
+_SAMPLE_FIELDS = tuple(f.name for f in fields(DeviceSample) if f.name != "uuid")
+_FACTS = ("user", "container_id", "k8s_pod_uid", "k8s_namespace", "k8s_pod", "k8s_container")
+_JOBS = ("slurm_job_id", "ray_job_id")
+
+
+def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
+    """Every device the driver lists, with its memory and its ledger."""
+    node = snapshot.node
+    ledgers = node_ledgers(snapshot)
+    return {
+        "source": source,
+        "taken_unix_seconds": node.taken_unix_seconds if node else None,
+        "nvml": {
+            "up": bool(node and node.up),
+            "error": node.error if node else "the driver has not answered lately",
+            "driver_version": node.driver_version if node else "",
+        },
+        "devices": [_device(device, ledgers.get(device.uuid)) for device in (node.devices if node else ())],
+    }
+
+
+def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any]:
+    memory = device.memory
+    return {
+        "gpu": device.gpu,
+        "uuid": device.uuid,
+        "name": device.name,
+        "pci_bus_id": device.pci_bus_id,
+        "mig_profile": device.mig_profile,
+        "parent_uuid": device.parent_uuid,
+        "up": device.up,
+        "error": device.error,
+        "memory": None
+        if memory is None
+        else {
+            "total_bytes": memory.total_bytes,
+            "used_bytes": memory.used_bytes,
+            "free_bytes": memory.free_bytes,
+            "reserved_bytes": memory.reserved_bytes,
+            "of_host": memory.of_host,
+        },
+        "utilization_ratio": device.utilization_ratio,
+        "ledger": None if ledger is None else dict(ledger.categories),
+    }
+
+
+@dataclass(slots=True)
+class SeenProcess:
+    """One process, from whichever sides know it."""
+
+    host_pid: int | None
+    pid: int | str
+    """What it is called; see `core.naming`."""
+    reporter: ReportingProcess | None = None
+    silent: SilentReporter | None = None
+    shares: dict[str, ProcessShare] = field(default_factory=dict)
+    """By uuid, of the devices that the driver lists it on."""
+    facts: ProcessFacts | None = None
+    """What the host says of this very process."""
+
+    @property
+    def state(self) -> str:
+        """`reporting`, `silent` or `unreported`."""
+        return "reporting" if self.reporter else "silent" if self.silent else "unreported"
+
+    @property
+    def command(self) -> str | None:
+        """Program and script: by the host's word, else by its own."""
+        own = self.reporter.report.process.command if self.reporter else None
+        return (self.facts.command if self.facts else "") or own
+
+    @property
+    def last_report_unix_seconds(self) -> float | None:
+        """None for one that never reported."""
+        if self.reporter is not None:
+            return self.reporter.received_unix_seconds
+        return self.silent.last_report_unix_seconds if self.silent is not None else None
+
+
+def processes_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
+    """Every process that reports, that did, or that the driver lists."""
+    gpus = gpu_labels(snapshot)
+    return {"source": source, "processes": [_process(one, gpus, snapshot) for one in seen_processes(snapshot)]}
+
+
+def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
+    """Every process that reports, that did, or that the driver lists."""
+    facts = snapshot.node.facts if snapshot.node else {}
+    names = Names.of(snapshot)
+    seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
+    seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
+    by_host_pid = {one.host_pid: one for one in reversed(seen) if one.host_pid is not None}
+    for uuid, shares in node_shares(snapshot, names).items():
+        for share in shares:
+            host_pid = int(share.pid)
+            one = by_host_pid.get(host_pid)
+            if one is None:
+                one = by_host_pid[host_pid] = SeenProcess(host_pid, host_pid)
+                seen.append(one)
+            one.shares[uuid] = share
+    for one in seen:
+        one.facts = _facts(one, facts)
+    return seen
+
+
+def _facts(one: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
+    """What the host says of this very process, not of another that had or has its pid."""
+    found = facts.get(one.host_pid) if one.host_pid is not None else None
+    known = one.reporter or one.silent
+    return found if found is None or known is None or known.start_time_ticks == found.start_time_ticks else None
+
+
+def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
+    reporter, silent, facts = one.reporter, one.silent, one.facts
+    report = reporter.report if reporter else None
+    identity = report.process if report else None
+    known = reporter or silent
+    return {
+        "pid": one.pid,
+        "own_pid": known.key.pid if known else None,
+        "host_pid": one.host_pid,
+        "pid_namespace": known.key.pid_namespace if known else None,
+        "reporting": reporter is not None,
+        "state": one.state,
+        "workload": identity.workload if identity else silent.workload if silent else None,
+        "rank": identity.rank if identity else silent.rank if silent else None,
+        "world_size": identity.world_size if identity else None,
+        "command": one.command,
+        **{name: getattr(facts, name) if facts else None for name in _FACTS},
+        **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},
+        "torch_version": identity.torch_version if identity else None,
+        "allocator_settings": identity.allocator_settings if identity else None,
+        "client_version": identity.client_version if identity else None,
+        "step": report.step if report else None,
+        "step_seconds": report.step_seconds if report else None,
+        "pinned_host_bytes": report.pinned_host_bytes if report else None,
+        "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
+        "last_report_unix_seconds": one.last_report_unix_seconds,
+        "actions": list(report.actions) if report else [],
+        "devices": _process_devices(one, gpus),
+    }
+
+
+def _process_devices(one: SeenProcess, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
+    report = one.reporter.report if one.reporter else None
+    samples = {sample.uuid: sample for sample in report.devices} if report else {}
+    step = report.step if report else None
+    uuids = [*samples, *(uuid for uuid in one.shares if uuid not in samples)]
+    return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), one.shares.get(uuid), step) for uuid in uuids]
+
+
+def _process_device(
+    uuid: str, gpu: str | None, sample: DeviceSample | None, share: ProcessShare | None, step: int | None
+) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "gpu": gpu,
+        "uuid": uuid,
+        "used_bytes": share.used_bytes if share else None,
+        "non_torch_bytes": share.non_torch_bytes if share else None,
+        "fragmented_bytes": fragmented_bytes(sample) if sample else None,
+        "plan_error_ratio": plan_error_ratio(sample, step) if sample else None,
+    }
+    for name in _SAMPLE_FIELDS:
+        value = getattr(sample, name) if sample else None
+        document[name] = dict(value) if isinstance(value, Mapping) else value
+    if sample is None:
+        document["phase_peak_bytes"] = document["component_bytes"] = {}
+    return document

@@ -1,0 +1,143 @@
+"""What a report must look like. The shape is the wire's own dataclasses; the bounds are the rules below.
+
+`protocol.py` is read by training processes and knows nothing of pydantic, so the schema is derived from its types, by
+one rule for each type, and can never lag behind them. pydantic builds the frozen dataclasses straight from the JSON
+text. Fields that are not known are ignored: a newer reporter may send them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic_core import CoreSchema, SchemaValidator, ValidationError, core_schema
+
+from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
+from gpumem_exporter.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, OUTCOMES, DeviceSample, Report
+
+__all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema"]
+
+MAX_DEVICES = 64
+"""Devices of one report: sixteen GPUs, each cut in fewer MIG devices than that."""
+MAX_ENTRIES = 64
+"""Phases or components of one device, actions of one reporter, results of one report."""
+MAX_REASON_LENGTH = 2000
+
+_PID = core_schema.int_schema(ge=1, le=2**31 - 1)
+_AT_LEAST_ONE = core_schema.nullable_schema(core_schema.int_schema(ge=1, le=MAX_INTEGER))
+_REQUIRED_TEXT = core_schema.str_schema(min_length=1, max_length=MAX_LABEL_LENGTH)
+
+_SPECIAL: Mapping[str, CoreSchema] = {
+    "pid": _PID,
+    "uuid": _REQUIRED_TEXT,
+    "session": _REQUIRED_TEXT,
+    "id": _REQUIRED_TEXT,
+    "outcome": core_schema.literal_schema(list(OUTCOMES)),
+    "path": core_schema.str_schema(max_length=4096),
+    "reason": core_schema.str_schema(max_length=MAX_REASON_LENGTH),
+    "world_size": _AT_LEAST_ONE,
+    "planned_reserved_peak_bytes": _AT_LEAST_ONE,
+    # Other threads allocate while a command runs: a reading after it may be above the one before.
+    "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),
+}
+"""Fields that say more than their type does, by name."""
+
+
+class ReportReader:
+    """Turns the body of a report into a `Report`. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._validator = SchemaValidator(report_core_schema())
+
+    def read(self, body: bytes) -> Report:
+        """Read one report.
+
+        Raises:
+            ProblemError: 422, which names each field that is wrong.
+        """
+        try:
+            report: Report = self._validator.validate_json(body)
+        except ValidationError as error:
+            found = field_errors(error.errors(include_url=False, include_input=False))
+            raise ProblemError.invalid(found) from None
+        found = [*_doubles(report.devices)]
+        for index, sample in enumerate(report.devices):
+            found += contradictions(sample, f"devices.{index}")
+        if found:
+            raise ProblemError.invalid(found)
+        return report
+
+
+def report_core_schema() -> CoreSchema:
+    """The schema of a report, strict: no text counts as a number, no number as a text."""
+    return _dataclass_schema(Report)
+
+
+def _dataclass_schema(cls: type) -> CoreSchema:
+    hints = typing.get_type_hints(cls)
+    fields = []
+    for field in dataclasses.fields(cls):
+        schema = _SPECIAL.get(field.name) or _type_schema(hints[field.name])
+        if field.default is not dataclasses.MISSING:
+            schema = core_schema.with_default_schema(schema, default=field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            schema = core_schema.with_default_schema(schema, default_factory=field.default_factory)
+        fields.append(core_schema.dataclass_field(field.name, schema))
+    return core_schema.dataclass_schema(
+        cls,
+        core_schema.dataclass_args_schema(cls.__name__, fields, extra_behavior="ignore"),
+        [field.name for field in dataclasses.fields(cls)],
+        strict=True,
+        frozen=True,
+        slots=True,
+        config=core_schema.CoreConfig(strict=True, allow_inf_nan=False),
+    )
+
+
+def _type_schema(hint: Any) -> CoreSchema:
+    """The rule of each type that the wire uses."""
+    simple = {
+        int: core_schema.int_schema(ge=0, le=MAX_INTEGER),
+        float: core_schema.float_schema(ge=0, le=float(MAX_INTEGER)),
+        bool: core_schema.bool_schema(),
+        str: core_schema.str_schema(max_length=MAX_LABEL_LENGTH),
+    }
+    if hint in simple:
+        return simple[hint]
+    if dataclasses.is_dataclass(hint):
+        return _dataclass_schema(typing.cast(type, hint))
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is types.UnionType and len(arguments) == 2 and arguments[1] is type(None):
+        return core_schema.nullable_schema(_type_schema(arguments[0]))
+    if origin is tuple:
+        limit = MAX_DEVICES if dataclasses.is_dataclass(arguments[0]) else MAX_ENTRIES
+        return core_schema.tuple_variable_schema(_type_schema(arguments[0]), max_length=limit)
+    if origin is not None and issubclass(origin, Mapping):
+        key, value = (_type_schema(argument) for argument in arguments)
+        return core_schema.dict_schema(key, value, max_length=MAX_ENTRIES)
+    raise TypeError(f"the wire has no rule for {hint!r}")
+
+
+def _doubles(devices: tuple[DeviceSample, ...]) -> Iterator[FieldError]:
+    seen: dict[str, int] = {}
+    for index, sample in enumerate(devices):
+        first = seen.setdefault(sample.uuid, index)
+        if first != index:
+            yield FieldError(f"devices.{index}.uuid", f"{sample.uuid!r} is devices.{first} already")
+
+
+def contradictions(sample: DeviceSample, where: str) -> Iterator[FieldError]:
+    """Figures that cannot be true together."""
+    reserved, allocated, reclaimable = sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes
+    if reserved is None:
+        return
+    if allocated is not None and allocated > reserved:
+        yield FieldError(f"{where}.allocated_bytes", f"{allocated} is more than reserved_bytes ({reserved})")
+    elif reclaimable is not None and reclaimable > reserved - (allocated or 0):
+        yield FieldError(
+            f"{where}.reclaimable_bytes",
+            f"{reclaimable} is more than reserved_bytes − allocated_bytes ({reserved - (allocated or 0)})",
+        )

@@ -1,0 +1,1 @@
+"""What runs beside requests: housekeeping, liveness of processes, policies, reload on SIGHUP."""

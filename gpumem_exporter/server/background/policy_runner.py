@@ -1,0 +1,179 @@
+"""Keeps the rules of `--policy.file`: has them evaluated, asks for what they decide, tells it, reads them again.
+
+For the event loop. The disk is waited for in another thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.policy.engine import Decision, Engine, Stop
+from gpumem_exporter.actions.policy.file import read_policy
+from gpumem_exporter.actions.policy.model import Rule
+from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.samples import ProcessKey, Snapshot
+from gpumem_exporter.errors import ActionRefusedError, ConfigurationError
+from gpumem_exporter.events import EventLog
+from gpumem_exporter.events.policies import policy_stopped_event
+
+__all__ = ["PolicyKeeper"]
+
+_log = logging.getLogger(__name__)
+
+
+class PolicyKeeper:
+    """The policy in force.
+
+    Args:
+        path: the policy file; read at once.
+        allowed: the actions of `--action.allow`.
+        dispatcher: asked for what the rules decide, in the name of `policy:` and the rule.
+        snapshot: all that is known now.
+        stale_seconds: a sample that is older meets no condition.
+        instruments: counts the evaluations.
+        log: takes the event of a rule that stops.
+        wall_clock: seconds of the Unix epoch.
+
+    Raises:
+        ConfigurationError: the file is not right.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        allowed: frozenset[str],
+        dispatcher: Dispatcher,
+        snapshot: Callable[[], Snapshot],
+        stale_seconds: float,
+        instruments: Instruments,
+        log: EventLog,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self._path = path
+        self._allowed = allowed
+        self._dispatcher = dispatcher
+        self._snapshot = snapshot
+        self._stale_seconds = stale_seconds
+        self._instruments = instruments
+        self._event_log = log
+        self._wall_clock = wall_clock
+        self._asked: dict[str, Decision] = {}
+        """By the action's id, what is under way."""
+        self._reading = asyncio.Lock()
+        self._engine = Engine((), stale_seconds=stale_seconds)
+        self._put_in_force(read_policy(path, allowed=allowed), "start")
+
+    @property
+    def engine(self) -> Engine:
+        """The rules in force, with what each remembers."""
+        return self._engine
+
+    def tick(self) -> None:
+        """Evaluate every rule and ask for what is decided; called once a second."""
+        snapshot = self._snapshot()
+        for action_id, decision in list(self._asked.items()):
+            action = self._dispatcher.get(action_id)
+            if action is None or action.finished:
+                del self._asked[action_id]
+                if action is not None:
+                    self._take(decision, action, snapshot.taken_seconds)
+        found = self._engine.evaluate(snapshot, self._under_way)
+        for stop in found.stops:
+            self._tell(stop)
+        for (rule, result), count in found.counts.items():
+            self._instruments.count_policy(rule, result, count)
+        for decision in found.decisions:
+            self._instruments.count_policy(decision.rule.name, self._ask(decision, snapshot.taken_seconds), 1)
+
+    async def reload(self, requested_by: str) -> tuple[Rule, ...]:
+        """Read the file again and put it in force.
+
+        Raises:
+            ConfigurationError: it is not right; nothing has changed.
+        """
+        async with self._reading:
+            try:
+                rules = await asyncio.to_thread(read_policy, self._path, allowed=self._allowed)
+            except ConfigurationError as error:
+                _log.error(
+                    "policy not reloaded, the one before stays in force",
+                    extra={"fields": {"requested_by": requested_by, "error": str(error)}},
+                )
+                raise
+            self._put_in_force(rules, requested_by)
+            return rules
+
+    async def reload_on_hangup(self) -> None:
+        """Read the file again for a SIGHUP, to which nobody can be answered."""
+        with contextlib.suppress(ConfigurationError):  # the log has it
+            await self.reload("SIGHUP")
+
+    def _put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
+        engine = Engine(rules, stale_seconds=self._stale_seconds)
+        engine.take_over(self._engine)
+        names = {rule.name for rule in rules}
+        for rule in self._engine.rules:
+            if rule.name not in names:
+                self._instruments.forget_policy(rule.name)
+        for rule in rules:
+            self._instruments.know_policy(rule.name)
+        self._engine = engine
+        _log.info(
+            "policy in force",
+            extra={
+                "fields": {
+                    "file": str(self._path),
+                    "requested_by": requested_by,
+                    "acting": ",".join(rule.name for rule in rules if not rule.dry_run),
+                    "dry_run": ",".join(rule.name for rule in rules if rule.dry_run),
+                }
+            },
+        )
+
+    def _under_way(self) -> set[ProcessKey]:
+        mine = {decision.sighting.process.key for decision in self._asked.values()}
+        return {*self._dispatcher.under_way(), *mine}
+
+    def _ask(self, decision: Decision, now: float) -> str:
+        """Ask for what a rule has decided; gives what came of it, as one of `policy.RESULTS`."""
+        rule = decision.rule
+        try:
+            action = self._dispatcher.submit(decision.request, requested_by=f"policy:{rule.name}")
+        except ActionRefusedError as error:
+            fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
+            _log.warning("a rule's action was refused", extra={"fields": fields})
+            return "refused"
+        if action.finished:
+            self._take(decision, action, now)
+        else:
+            self._asked[action.id] = decision
+        return "would_act" if rule.dry_run else "acted"
+
+    def _take(self, decision: Decision, action: Action, now: float) -> None:
+        stop = self._engine.finished(decision, action, now)
+        if stop is not None:
+            self._tell(stop)
+
+    def _tell(self, stop: Stop) -> None:
+        """A dry run has done nothing: it is logged, and is no event."""
+        dry_run = stop.rule.dry_run
+        _log.warning(
+            "a rule would have stopped where it does not help" if dry_run else "a rule stopped where it does not help",
+            extra={
+                "fields": {
+                    "rule": stop.rule.name,
+                    "target": stop.action.target.describe(),
+                    "reason": stop.reason,
+                    "dry_run": str(dry_run).lower(),
+                }
+            },
+        )
+        if not dry_run:
+            self._event_log.put((policy_stopped_event(stop, self._wall_clock()),))

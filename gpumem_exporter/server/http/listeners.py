@@ -1,0 +1,184 @@
+"""The sockets that the exporter listens on, bound before anything else is started."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from gpumem_exporter.errors import GpumemError
+from gpumem_exporter.server.http.addresses import ListenAddress, parse_listen_address
+
+__all__ = ["BindError", "Listeners", "bind"]
+
+BACKLOG = 1024
+PROBE_SECONDS = 1.0
+_TAKEN = "; if that is no exporter, --web.listen-address gives this one another"
+_NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
+
+
+class BindError(GpumemError):
+    """An address cannot be listened at; the message is one line."""
+
+
+@dataclass(slots=True)
+class Listeners:
+    """Bound sockets, and what they are called. A context that closes them."""
+
+    sockets: list[socket.socket] = field(default_factory=list)
+    unix_path: str = ""
+    _unix_inode: tuple[int, int] | None = None
+
+    def names(self, *, tls: bool = False) -> tuple[str, ...]:
+        """Where clients find them: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
+
+        Args:
+            tls: the TCP addresses speak https.
+        """
+        scheme = "https" if tls else "http"
+        return tuple(
+            f"unix://{self.unix_path}" if sock.family == socket.AF_UNIX else f"{scheme}://{_authority(sock)}"
+            for sock in self.sockets
+        )
+
+    def __enter__(self) -> Listeners:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close them all; the unix socket's file goes if it is still this one's."""
+        for sock in self.sockets:
+            sock.close()
+        if self._unix_inode is not None:
+            with contextlib.suppress(OSError):
+                if _inode(self.unix_path) == self._unix_inode:
+                    Path(self.unix_path).unlink()
+            self._unix_inode = None
+
+    def add_unix(self, path: str) -> None:
+        """Listen at a unix socket.
+
+        Its mode is 0666: who may do what is decided for each request, by the peer's credentials or a token. A file
+        that a killed exporter left behind is removed, one that somebody still answers at is not.
+
+        Raises:
+            BindError: it cannot be.
+        """
+        try:
+            _make_folder(Path(path).parent)
+            _remove_stale(path)
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self.sockets.append(sock)
+            sock.bind(path)
+            self.unix_path = path
+            self._unix_inode = _inode(path)
+            Path(path).chmod(0o666)
+            sock.listen(BACKLOG)
+        except OSError as error:
+            raise BindError(f"cannot listen at {path}: {_reason(error)}") from error
+
+    def add_tcp(self, address: ListenAddress) -> None:
+        """Listen at a TCP address; without a host, at every IPv4 and IPv6 address of the machine.
+
+        Raises:
+            BindError: it cannot be.
+        """
+        try:
+            if not address.host:
+                self._add_every_address(address.port)
+                return
+            found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+            for family, _, _, _, where in dict.fromkeys(found):
+                self._listen(family, where)
+        except OSError as error:
+            mend = _TAKEN if error.errno == errno.EADDRINUSE else ""
+            raise BindError(f"cannot listen at {address}: {_reason(error)}{mend}") from error
+
+    def _add_every_address(self, port: int) -> None:
+        try:
+            self._listen(socket.AF_INET6, ("::", port), dual_stack=True)
+        except OSError as error:
+            if error.errno not in _NO_IPV6:
+                raise
+            self._listen(socket.AF_INET, ("0.0.0.0", port))
+
+    def _listen(self, family: int, where: tuple[object, ...], *, dual_stack: bool = False) -> None:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if dual_stack else 1)
+            sock.bind(where)
+            sock.listen(BACKLOG)
+        except OSError:
+            sock.close()
+            raise
+        self.sockets.append(sock)
+
+
+def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
+    """Listen at every address.
+
+    Raises:
+        BindError: one of them cannot be listened at; none is then.
+    """
+    listeners = Listeners()
+    try:
+        for address in addresses:
+            listeners.add_tcp(parse_listen_address(address))
+        if unix_path:
+            listeners.add_unix(unix_path)
+    except BindError:
+        listeners.close()
+        raise
+    return listeners
+
+
+def _make_folder(folder: Path) -> None:
+    """Whoever may reach a socket is not for the umask to say: with root's 077 nobody else would find it."""
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return  # somebody's own, with the mode that they gave it
+    folder.chmod(0o755)
+
+
+def _remove_stale(path: str) -> None:
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise OSError(0, "there is a file that is no socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_SECONDS)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            Path(path).unlink(missing_ok=True)
+            return
+        except FileNotFoundError:
+            return
+    raise OSError(0, "another process answers there")
+
+
+def _inode(path: str) -> tuple[int, int]:
+    status = os.lstat(path)
+    return status.st_dev, status.st_ino
+
+
+def _authority(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _reason(error: OSError) -> str:
+    text = error.strerror or str(error)
+    return text[:1].lower() + text[1:]

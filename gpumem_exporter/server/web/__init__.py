@@ -1,0 +1,1 @@
+"""The live page: its parts, its document, and the stream that keeps it current."""

@@ -1,0 +1,1 @@
+"""What client and exporter share: the protocol and its transport. Standard library only."""
