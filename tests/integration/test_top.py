@@ -285,7 +285,7 @@ def test_the_terminal_is_given_back_after_a_defect_and_the_traceback_is_readable
     demo: ExporterProcess, sit: Sit
 ) -> None:
     code = (
-        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.live import view\n"
+        "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top import view\n"
         "view.View.press = lambda *_: 1 / 0\n"
         "sys.exit(main.main())"
     )
