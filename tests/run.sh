@@ -6,12 +6,13 @@
 #   sh tests/run.sh tests/unit -k ledger     arguments go to pytest, which then runs in one process
 #
 # Run as root, it also installs the system packages that are missing; otherwise it prints which to install.
-# Environment: GPUMEM_TEST_WORKERS, the number of parallel workers (default: one for each CPU, at most 8).
+# Environment: GPUMEM_TEST_WORKERS, the number of parallel workers (default: CPUs + 1, at most 8).
 set -eu
 cd "$(dirname "$0")/.."
 . deploy/environment.sh
 
-workers=${GPUMEM_TEST_WORKERS:-$(nproc)} # before OMP_NUM_THREADS is set, which nproc reads, too
+# One worker more than CPUs, because tests also wait. OMP_NUM_THREADS is set later: nproc reads it, too.
+workers=${GPUMEM_TEST_WORKERS:-$(($(nproc) + 1))}
 [ "$workers" -le 8 ] || workers=8
 
 # Bytecode is kept: compiling torch in each of its processes takes as long as all tests together. One thread for each

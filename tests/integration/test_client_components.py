@@ -187,7 +187,7 @@ def one():
         p.grad = torch.ones_like(p)
     optimizer.step()
 one()
-_components._SLICE_SECONDS = 0.0  # one chunk a step
+component_counts._SLICE_SECONDS = 0.0  # one chunk a step
 watching = gpumem.watch(model, optimizer)
 steps = 0
 while not watching.latest:
@@ -198,7 +198,7 @@ again = []
 for _ in range(50):
     one()
     again.append(watching.latest is sliced)
-_components._SLICE_SECONDS = 60.0
+component_counts._SLICE_SECONDS = 60.0
 result = steps, all(again), sliced == watching.look()
 watching.close()
 """
@@ -279,7 +279,7 @@ def test_a_count_in_slices_has_all_gradients_where_steps_are_marked_after_they_a
         """
 model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-_components._SLICE_SECONDS = 0.0  # one chunk a step
+component_counts._SLICE_SECONDS = 0.0  # one chunk a step
 with gpumem.watch(model, optimizer) as watching:
     while not watching.latest:
         for p in model.parameters():
@@ -288,7 +288,7 @@ with gpumem.watch(model, optimizer) as watching:
         optimizer.zero_grad()
         gpumem.step()
     result = watching.latest[0].parameters, watching.latest[0].gradients
-_components._SLICE_SECONDS = 60.0
+component_counts._SLICE_SECONDS = 60.0
 """
     )
     assert told[0] == told[1] > 0

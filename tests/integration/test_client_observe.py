@@ -122,7 +122,7 @@ before = torch.cuda.memory_allocated(0)
 model, optimizer = make()
 seen = gpumem.milestones(model, optimizer)
 watching = gpumem.watch(model, optimizer)
-_components._SLICE_SECONDS = 0.0
+component_counts._SLICE_SECONDS = 0.0
 phase = gpumem.phase("all")
 with phase:
     step(model, optimizer, gpumem.phase)
@@ -133,7 +133,7 @@ del model, optimizer
 torch.cuda.synchronize()
 torch._C._cuda_clearCublasWorkspaces()
 result = counting, torch.cuda.memory_allocated(0) - before, process_observed().components(0)
-_components._SLICE_SECONDS = 60.0
+component_counts._SLICE_SECONDS = 60.0
 gc.enable()
 """
     )
