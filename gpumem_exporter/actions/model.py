@@ -10,7 +10,16 @@ from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.wire.protocol import DeviceSample, SnapshotFile
 
-__all__ = ["ACTIONS", "DEFAULT_ACTIONS", "Action", "ActionRequest", "ActionResult", "Asked", "Target"]
+__all__ = [
+    "ACTIONS",
+    "DEFAULT_ACTIONS",
+    "Action",
+    "ActionRequest",
+    "ActionResult",
+    "ListedProcess",
+    "SubmittedAction",
+    "Target",
+]
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak", "snapshot", "set_memory_fraction", "terminate")
 DEFAULT_ACTIONS = tuple(action for action in ACTIONS if action != "terminate")
@@ -186,8 +195,8 @@ class Action:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """An action that was begun: what must be known of it to answer for it after a restart."""
+class SubmittedAction:
+    """A new action with the request that started it: what a restarted exporter needs to answer for the action."""
 
     action: Action
     request: ActionRequest

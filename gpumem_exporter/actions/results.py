@@ -9,12 +9,12 @@ from gpumem_exporter.actions.model import ActionRequest, ActionResult
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, DeviceSample
 
-__all__ = ["Victim", "dry_rows", "ended_rows", "rows", "victim"]
+__all__ = ["TerminationTarget", "dry_rows", "rows", "termination_rows", "termination_target"]
 
 
 @dataclass(frozen=True, slots=True)
-class Victim:
-    """A process that is to be terminated."""
+class TerminationTarget:
+    """A process to terminate."""
 
     pid: int | str
     workload: str
@@ -82,7 +82,7 @@ def dry_rows(
     return rows(pid, process, samples, CommandResult("", "done", devices=tuple(devices)), gpus)
 
 
-def victim(pid: int | str, process: ReportingProcess, snapshot: Snapshot) -> Victim:
+def termination_target(pid: int | str, process: ReportingProcess, snapshot: Snapshot) -> TerminationTarget:
     """A reporting process as somebody to be terminated, with what the driver says of it."""
     identity = process.report.process
     used = {
@@ -92,18 +92,18 @@ def victim(pid: int | str, process: ReportingProcess, snapshot: Snapshot) -> Vic
         if listed.pid == process.host_pid
     }
     on = {sample.uuid: used.pop(sample.uuid, None) for sample in process.report.devices}
-    return Victim(
+    return TerminationTarget(
         pid, identity.workload, identity.rank, process.host_pid, identity.start_time_ticks, tuple((on | used).items())
     )
 
 
-def ended_rows(ended: Victim, result: CommandResult, gpus: dict[str, str]) -> Iterator[ActionResult]:
+def termination_rows(target: TerminationTarget, result: CommandResult, gpus: dict[str, str]) -> Iterator[ActionResult]:
     """One row a device: a process that has ended has given back what the driver said that it used."""
-    for uuid_, used_bytes in ended.used_bytes or (("", None),):
+    for uuid_, used_bytes in target.used_bytes or (("", None),):
         yield ActionResult(
-            pid=ended.pid,
-            workload=ended.workload,
-            rank=ended.rank,
+            pid=target.pid,
+            workload=target.workload,
+            rank=target.rank,
             gpu=gpus.get(uuid_, ""),
             uuid=uuid_,
             outcome=result.outcome,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Asked, Target
+from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, SubmittedAction, Target
 from gpumem_exporter.events.model import Event
 
 __all__ = ["MAX_RESULTS", "about", "action_event", "asked_event", "read_action", "read_asked"]
@@ -40,7 +40,7 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     )
 
 
-def asked_event(asked: Asked) -> Event:
+def asked_event(asked: SubmittedAction) -> Event:
     """The event of an action that begins."""
     request = {name: value for name, value in asdict(asked.request).items() if name != "target"}
     return Event(
@@ -59,11 +59,11 @@ def asked_event(asked: Asked) -> Event:
     )
 
 
-def read_asked(event: Event) -> Asked:
+def read_asked(event: Event) -> SubmittedAction:
     """What an `action_asked` event was made of."""
     detail = event.detail
     action = _action(detail, "queued")
-    return Asked(
+    return SubmittedAction(
         action,
         ActionRequest(target=action.target, **detail["request"]),
         detail["idempotency_key"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
-from gpumem_exporter.actions.model import Action, Asked
+from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.actions import action_event, asked_event
@@ -94,7 +94,7 @@ class Recorder:
         keys = [process.key for process in snapshot.processes]
         self._put(self._processes.keep_only(keys, self._silent_reason, self._wall_clock()))
 
-    def action_asked(self, asked: Asked) -> Future[bool]:
+    def action_asked(self, asked: SubmittedAction) -> Future[bool]:
         """An action begins; true once that is kept."""
         return self.log.put([asked_event(asked)])
 

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import Action, ActionResult, Asked
+from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_asked
@@ -61,7 +61,7 @@ class Audit:
         self._ends: dict[str, Future[bool]] = {}
         self._recalled = asyncio.Event()
 
-    async def write_down(self, asked: Asked) -> None:
+    async def write_down(self, asked: SubmittedAction) -> None:
         """An action begins: return when that is on the disk, or when the disk fails."""
         await wait_until_kept(self._events.log, self._events.action_asked(asked))
 
@@ -137,7 +137,7 @@ def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -
                 _log.exception("an action of before cannot be read", extra={"fields": {"event": event.id}})
 
 
-def _lost(asked: Asked) -> Action:
+def _lost(asked: SubmittedAction) -> Action:
     results = tuple(
         ActionResult(pid=pid, workload=workload, rank=rank, gpu="", uuid="", outcome="failed", reason=RESTARTED)
         for pid, workload, rank in asked.processes

@@ -12,7 +12,7 @@ from gpumem_exporter.actions.dispatcher import (
     GROUP_LEAD_SECONDS,
 )
 from gpumem_exporter.actions.limits import RateLimits
-from gpumem_exporter.actions.model import ActionRequest, Asked, Target
+from gpumem_exporter.actions.model import ActionRequest, SubmittedAction, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.errors import (
     ActionNotAllowedError,
@@ -358,9 +358,9 @@ def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ra
 def test_no_process_hears_of_an_action_before_it_is_written_down(bench: Bench) -> None:
     async def scenario() -> None:
         written = asyncio.Event()
-        asked: list[Asked] = []
+        asked: list[SubmittedAction] = []
 
-        async def write_down(one: Asked) -> None:
+        async def write_down(one: SubmittedAction) -> None:
             asked.append(one)
             await written.wait()
 
@@ -382,7 +382,7 @@ def test_no_process_hears_of_an_action_before_it_is_written_down(bench: Bench) -
 def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> None:
     action = dataclasses.replace(bench.ask(dry_run=True), id="before")
     request = ActionRequest("empty_cache", EVERYBODY)
-    bench.dispatcher.recall(action, Asked(action, request, "k", ()))
+    bench.dispatcher.recall(action, SubmittedAction(action, request, "k", ()))
     assert bench.dispatcher.get("before") == action
     assert bench.ask(idempotency_key="k") == action
     with pytest.raises(IdempotencyConflictError):

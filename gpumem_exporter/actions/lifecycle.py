@@ -1,0 +1,206 @@
+"""The states of an action and of each process's part in it, and the transitions between them.
+
+An action is `QUEUED` until a process has fetched a command of it, then `RUNNING`, and ends as `DONE`, `FAILED` or
+`EXPIRED`. Each process has a part of its own::
+
+    WAITING ──▶ DELIVERED ──▶ HELD           the command travels to the process
+                    │           │
+                    ▼           ▼
+                RECALLED ──▶ RECALLED_HELD   the process is told to forget it
+
+    TERMINATING                              the exporter itself ends the process
+
+and each of these states may be followed by `ENDED`. A transition that is not in the table is a defect and raises
+`IllegalTransitionError`. For the event loop only: not thread-safe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import TypeVar
+
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.results import TerminationTarget
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.wire.protocol import Command, DeviceSample
+
+__all__ = [
+    "ActionState",
+    "CommandPart",
+    "IllegalTransitionError",
+    "PartState",
+    "RunningAction",
+    "TerminationPart",
+    "advanced",
+]
+
+
+class ActionState(Enum):
+    """The state of an action; the values are those of the API."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    EXPIRED = "expired"
+
+
+class PartState(Enum):
+    """The state of one process's part in an action."""
+
+    WAITING = "waiting"
+    """The process has not fetched the command."""
+    DELIVERED = "delivered"
+    """The command was handed out. It is handed out again if the process asks again, because a reply may get lost."""
+    HELD = "held"
+    """The process reports that it keeps the command for the end of a step or for a rest."""
+    RECALLED = "recalled"
+    """The process is to forget the command, and has not reported that it holds it."""
+    RECALLED_HELD = "recalled and held"
+    """The process is to forget the command that it holds."""
+    TERMINATING = "terminating"
+    """The exporter ends the process."""
+    ENDED = "ended"
+    """The result is known."""
+
+
+_ENDS = frozenset({ActionState.DONE, ActionState.FAILED, ActionState.EXPIRED})
+_TRANSITIONS: Mapping[Enum, frozenset[Enum]] = {
+    ActionState.QUEUED: frozenset({ActionState.RUNNING}) | _ENDS,
+    ActionState.RUNNING: _ENDS,
+    ActionState.DONE: frozenset(),
+    ActionState.FAILED: frozenset(),
+    ActionState.EXPIRED: frozenset(),
+    PartState.WAITING: frozenset({PartState.DELIVERED, PartState.HELD, PartState.ENDED}),
+    PartState.DELIVERED: frozenset({PartState.HELD, PartState.RECALLED, PartState.ENDED}),
+    PartState.HELD: frozenset({PartState.RECALLED_HELD, PartState.ENDED}),
+    PartState.RECALLED: frozenset({PartState.RECALLED_HELD, PartState.ENDED}),
+    PartState.RECALLED_HELD: frozenset({PartState.ENDED}),
+    PartState.TERMINATING: frozenset({PartState.ENDED}),
+    PartState.ENDED: frozenset(),
+}
+
+State = TypeVar("State", ActionState, PartState)
+
+
+class IllegalTransitionError(RuntimeError):
+    """A state was to follow another one that it cannot follow: a defect of the exporter."""
+
+
+def advanced(state: State, to: State) -> State:
+    """Return the state `to`.
+
+    Raises:
+        IllegalTransitionError: `to` cannot follow `state`.
+    """
+    if to not in _TRANSITIONS[state]:
+        raise IllegalTransitionError(f"{to.name} cannot follow {state.name}")
+    return to
+
+
+@dataclass(slots=True)
+class CommandPart:
+    """One process's part in an action that the process itself runs."""
+
+    command: Command
+    pid: int | str
+    """The process's name when it was selected."""
+    process: ReportingProcess
+    samples: tuple[DeviceSample, ...]
+    """The process's samples of the targeted devices."""
+    deadline_seconds: float
+    """On the dispatcher's clock."""
+    state: PartState = PartState.WAITING
+
+    @property
+    def on_the_way(self) -> bool:
+        """Whether the process is to get the command, or may not have got it yet."""
+        return self.state in (PartState.WAITING, PartState.DELIVERED)
+
+    @property
+    def recalled(self) -> bool:
+        """Whether the process is to forget the command."""
+        return self.state in (PartState.RECALLED, PartState.RECALLED_HELD)
+
+    @property
+    def held(self) -> bool:
+        """Whether the process has reported that it holds the command."""
+        return self.state in (PartState.HELD, PartState.RECALLED_HELD)
+
+    def deliver(self) -> None:
+        """Note that the command is handed out; the second time changes nothing."""
+        if self.state is not PartState.DELIVERED:
+            self.state = advanced(self.state, PartState.DELIVERED)
+
+    def hold(self) -> None:
+        """Note that the process reports that it holds the command; the second time changes nothing."""
+        if not self.held:
+            self.state = advanced(self.state, PartState.RECALLED_HELD if self.recalled else PartState.HELD)
+
+    def recall(self) -> None:
+        """Note that the process is to forget the command, which it has got."""
+        self.state = advanced(self.state, PartState.RECALLED_HELD if self.held else PartState.RECALLED)
+
+    def end(self) -> None:
+        """Note that the result is known."""
+        self.state = advanced(self.state, PartState.ENDED)
+
+
+@dataclass(slots=True)
+class TerminationPart:
+    """One process's part in an action that ends the process."""
+
+    target: TerminationTarget
+    state: PartState = PartState.TERMINATING
+
+    def end(self) -> None:
+        """Note that the result is known."""
+        self.state = advanced(self.state, PartState.ENDED)
+
+
+@dataclass(slots=True)
+class RunningAction:
+    """An action that has not ended: its parts that have no result yet, and the results of the others."""
+
+    action: Action
+    started_seconds: float
+    """On the dispatcher's clock."""
+    commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
+    terminations: list[TerminationPart] = field(default_factory=list)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when processes may get their commands."""
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the action has ended."""
+    withdrawn: str = ""
+    """The reason why no further part is to start; empty while parts may start."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every part has a result."""
+        return not self.commands and not self.terminations
+
+    def start(self) -> None:
+        """Note that a part has started; the second time changes nothing."""
+        if self.action.state != ActionState.RUNNING.value:
+            self._advance(ActionState.RUNNING)
+
+    def add(self, results: Iterable[ActionResult]) -> None:
+        """Append results."""
+        self.action = replace(self.action, results=(*self.action.results, *results))
+
+    def finish(self, now_seconds: float) -> Action:
+        """End the action: done if all parts are, expired if the others came too late, else failed."""
+        outcomes = {result.outcome for result in self.action.results}
+        if outcomes <= {"done"}:
+            self._advance(ActionState.DONE)
+        else:
+            self._advance(ActionState.EXPIRED if outcomes <= {"done", "expired"} else ActionState.FAILED)
+        self.action = replace(self.action, duration_seconds=now_seconds - self.started_seconds)
+        self.finished.set()
+        return self.action
+
+    def _advance(self, to: ActionState) -> None:
+        self.action = replace(self.action, state=advanced(ActionState(self.action.state), to).value)
