@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, Chosen, group_of, group_step, lack, who
 from gpumem_exporter.actions.held_polls import HeldPolls
 from gpumem_exporter.actions.history import ActionHistory
@@ -102,7 +103,7 @@ class Dispatcher:
 
     # New actions
 
-    def submit(self, request: ActionRequest, *, requested_by: str, idempotency_key: str | None = None) -> Action:
+    def submit(self, request: ActionRequest, *, requested_by: Caller, idempotency_key: str | None = None) -> Action:
         """Start an action; a dry run, or an action that no process can do, ends at once.
 
         Raises:
@@ -155,21 +156,21 @@ class Dispatcher:
             at_step = group_step(request, processes, self._clock())
         return _Selection(snapshot, tuple(processes), listed, at_step)
 
-    def _take_from_limits(self, selection: _Selection, requested_by: str) -> None:
+    def _take_from_limits(self, selection: _Selection, requested_by: Caller) -> None:
         names: list[tuple[Hashable, str]] = [
             (process.key, who(pid, process)) for pid, process, _ in selection.processes
         ]
         names += [(listed.pid, f"pid {listed.pid}") for listed in selection.listed]
-        self._limits.take(_limited_caller(requested_by), names)
+        self._limits.take(requested_by.share, names)
 
     def _open(
-        self, request: ActionRequest, selection: _Selection, requested_by: str, idempotency_key: str | None
+        self, request: ActionRequest, selection: _Selection, requested_by: Caller, idempotency_key: str | None
     ) -> RunningAction:
         action = Action(
             id=uuid.uuid4().hex,
             action=request.action,
             state=ActionState.QUEUED.value,
-            requested_by=requested_by,
+            requested_by=str(requested_by),
             created_unix_seconds=self._wall_clock(),
             target=request.target,
             mode=request.mode,
@@ -328,7 +329,7 @@ class Dispatcher:
 
     # Ends
 
-    def cancel(self, action_id: str, *, requested_by: str) -> Action | None:
+    def cancel(self, action_id: str, *, requested_by: Caller) -> Action | None:
         """Withdraw the parts of an action that have not started; return the action, or None if it is not known.
 
         A process that holds its command for a step or a rest forgets it. A command that was handed out to run now may
@@ -424,10 +425,17 @@ class Dispatcher:
 
     # Actions without a process here
 
-    def note(self, action: str, *, requested_by: str, reason: str) -> Action:
+    def note(self, action: str, *, requested_by: Caller, reason: str) -> Action:
         """Record an action that the exporter performs itself, without a target process."""
-        created = self._wall_clock()
-        noted = Action(uuid.uuid4().hex, action, ActionState.DONE.value, requested_by, created, Target(), reason=reason)
+        noted = Action(
+            id=uuid.uuid4().hex,
+            action=action,
+            state=ActionState.DONE.value,
+            requested_by=str(requested_by),
+            created_unix_seconds=self._wall_clock(),
+            target=Target(),
+            reason=reason,
+        )
         self._history.add(noted)
         return noted
 
@@ -463,8 +471,3 @@ def _same_program(one: ReportingProcess, other: ReportingProcess) -> bool:
     """Whether two reports are of the same process and the same program in it: after an exec the session is another."""
     a, b = one.report.process, other.report.process
     return (a.start_time_ticks, a.session) == (b.start_time_ticks, b.session)
-
-
-def _limited_caller(requested_by: str) -> str:
-    """The caller whose limit counts: a user on the unix socket has many pids."""
-    return requested_by.partition(":pid=")[0]

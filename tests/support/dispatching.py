@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
@@ -59,7 +60,7 @@ class Bench:
     def ask(self, action: str = "empty_cache", target: Target = EVERYBODY, **changes: Any) -> Action:
         key = changes.pop("idempotency_key", None)
         request = ActionRequest(action=action, target=target, **changes)
-        return self.dispatcher.submit(request, requested_by="test", idempotency_key=key)
+        return self.dispatcher.submit(request, requested_by=Caller.policy("test"), idempotency_key=key)
 
     def answer(self, process: ReportingProcess, action: Action, outcome: str = "done", freed: int = 0) -> None:
         devices = tuple(DeviceResult(s.uuid, freed_bytes=freed) for s in process.report.devices)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action
 from gpumem_exporter.actions.policy.engine import Decision, Engine, Stop
@@ -137,7 +138,7 @@ class DemoBench:
         self.stops += found.stops
         for decision in found.decisions:
             self.decided.append((self.now, decision))
-            action = self.dispatcher.submit(decision.request, requested_by=f"policy:{decision.rule.name}")
+            action = self.dispatcher.submit(decision.request, requested_by=Caller.policy(decision.rule.name))
             if action.finished:
                 self._take(decision, action)
             else:

@@ -100,7 +100,7 @@ def actions_router(runtime: Runtime) -> APIRouter:
         """Ask for an action on chosen processes and wait for its results, for `wait_seconds` at most."""
         key = _idempotency_key(request.headers.get("idempotency-key"))
         body = read_action(await request.body())
-        if body.action == "terminate" and not _known(request.state.caller):
+        if body.action == "terminate" and request.state.caller.anonymous:
             raise ProblemError(403, _WHO_TERMINATES)
         if key is not None:
             await runtime.audit.recalled()
@@ -158,11 +158,6 @@ def actions_router(runtime: Runtime) -> APIRouter:
         return json_response(action_document(action), 200 if action.finished else 202)
 
     return router
-
-
-def _known(caller: str) -> bool:
-    """Loopback alone is no name: every user of the machine has it."""
-    return not caller.startswith("tcp:")
 
 
 def _submit(submit: Callable[[], Action]) -> Action:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.errors import ActionRefusedError, IdempotencyConflictError
 from gpumem_exporter.server.api.alert_memory import AlertMemory
 from gpumem_exporter.server.api.state import json_response
@@ -77,7 +78,7 @@ class _Receiver:
         self._runtime = runtime
         self._memory = AlertMemory()
 
-    def take(self, alert: AlertBody, caller: str) -> dict[str, Any]:
+    def take(self, alert: AlertBody, caller: Caller) -> dict[str, Any]:
         """Take one alert; gives what became of it."""
         from gpumem_exporter.server.api.alert_schema import AlertRequestError
 
@@ -86,11 +87,16 @@ class _Receiver:
             outcome, reason, action_id = self._act(alert, caller)
         except (ActionRefusedError, AlertRequestError) as error:
             outcome, reason = "refused", str(error)
-            fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": caller, "error": reason}
+            fields = {
+                "alert": alert.name,
+                "fingerprint": alert.fingerprint,
+                "requested_by": str(caller),
+                "error": reason,
+            }
             _log.warning("an alert's action was refused", extra={"fields": fields})
         return {"fingerprint": alert.fingerprint, "outcome": outcome, "reason": reason, "action_id": action_id}
 
-    def _act(self, alert: AlertBody, caller: str) -> tuple[str, str, str | None]:
+    def _act(self, alert: AlertBody, caller: Caller) -> tuple[str, str, str | None]:
         """Outcome, reason and the action's id.
 
         Raises:
@@ -102,7 +108,7 @@ class _Receiver:
         runtime, now = self._runtime, self._runtime.clock()
         if alert.status == "resolved":
             if self._memory.knows(alert.fingerprint):
-                fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": caller}
+                fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
                 _log.info("an alert that was acted on is resolved", extra={"fields": fields})
             return "resolved", "", None
         wanted = wanted_action(alert)
@@ -117,7 +123,7 @@ class _Receiver:
         try:
             action = runtime.dispatcher.submit(
                 wanted.action.request(),
-                requested_by=f"alert:{alert.name[:128]} by {caller}",
+                requested_by=Caller.alert(alert.name[:128], caller),
                 idempotency_key=f"alert:{alert.fingerprint}:{alert.starts_at}",
             )
         except IdempotencyConflictError:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.nvml.holdings import driver_holdings
 from gpumem_exporter.server.api.nvml_schema import NvmlBody, driver_state, nvml_document, read_nvml_request
 from gpumem_exporter.server.api.state import json_response
@@ -48,7 +49,7 @@ def nvml_router(runtime: Runtime) -> APIRouter:
         body = read_nvml_request(await request.body())
         if poller.status(runtime.clock()).release is None:
             _record(runtime, "nvml_release", request.state.caller, body)
-        poller.release(request.state.caller, body.reason)
+        poller.release(str(request.state.caller), body.reason)
         return await _answer(request, body)
 
     @router.post(NVML_PATH + "/attach", response_class=Response, responses=_RESPONSES, openapi_extra=_BODY)
@@ -86,10 +87,10 @@ def _held() -> tuple[str, ...] | None:
         return None
 
 
-def _record(runtime: Runtime, action: str, caller: str, body: NvmlBody) -> None:
+def _record(runtime: Runtime, action: str, caller: Caller, body: NvmlBody) -> None:
     """Write it down where actions are written down."""
     _log.info(
         "driver released on request" if action == "nvml_release" else "driver attached on request",
-        extra={"fields": {"action": action, "requested_by": caller, "reason": body.reason}},
+        extra={"fields": {"action": action, "requested_by": str(caller), "reason": body.reason}},
     )
     runtime.events.action_finished(runtime.dispatcher.note(action, requested_by=caller, reason=body.reason))

@@ -38,7 +38,7 @@ def policy_router(runtime: Runtime) -> APIRouter:
         if policies is None:
             raise ProblemError(404, "there is nothing to reload: the exporter was started without --policy.file")
         try:
-            rules = await policies.reload(request.state.caller)
+            rules = await policies.reload(str(request.state.caller))
         except ConfigurationError as error:
             raise ProblemError(422, f"nothing has changed: {error}") from None
         listed = [

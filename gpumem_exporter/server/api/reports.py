@@ -21,7 +21,7 @@ from gpumem_exporter.server.api.report_schema import ReportReader
 from gpumem_exporter.server.http.held_requests import GONE, Ended
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, problem_response
 from gpumem_exporter.server.runtime import Runtime
-from gpumem_exporter.server.security.access_rules import Caller
+from gpumem_exporter.server.security.access_rules import Peer
 from gpumem_exporter.wire.protocol import Command, Reply, Report, to_wire
 
 __all__ = ["ReportsRoute"]
@@ -64,7 +64,7 @@ class ReportsRoute:
         except ProblemError:
             runtime.instruments.count_report("invalid")
             raise
-        process = await self._take(report, Caller.of(scope))
+        process = await self._take(report, Peer.of(scope))
         runtime.instruments.count_report("accepted")
         kept = runtime.events.take_report(process)
         runtime.dispatcher.take_results(process)
@@ -81,14 +81,14 @@ class ReportsRoute:
             return None
         return self._reply(() if isinstance(commands, Ended) else commands, runtime.dispatcher.cancelled(process))
 
-    async def _take(self, report: Report, caller: Caller) -> ReportingProcess:
+    async def _take(self, report: Report, peer: Peer) -> ReportingProcess:
         """Put the report where it belongs and return its process with this very report.
 
         Raises:
             ProblemError: the store does not take it.
         """
         runtime = self._runtime
-        peer_pid = caller.credentials.pid if caller.credentials is not None and caller.credentials.pid > 0 else None
+        peer_pid = peer.credentials.pid if peer.credentials is not None and peer.credentials.pid > 0 else None
         host_pid = await runtime.presence.host_pid(report.process, peer_pid)
         now = runtime.clock()
         before = runtime.store.find(ProcessKey(report.process.pid_namespace, report.process.pid))

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.engine import Decision, Engine, Stop
@@ -145,7 +146,7 @@ class PolicyKeeper:
         """Ask for what a rule has decided; gives what came of it, as one of `policy.RESULTS`."""
         rule = decision.rule
         try:
-            action = self._dispatcher.submit(decision.request, requested_by=f"policy:{rule.name}")
+            action = self._dispatcher.submit(decision.request, requested_by=Caller.policy(rule.name))
         except ActionRefusedError as error:
             fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
             _log.warning("a rule's action was refused", extra={"fields": fields})

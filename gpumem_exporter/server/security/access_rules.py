@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.server.http.addresses import is_loopback
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.tokens import TokenFile
 
-__all__ = ["Caller", "OwnNames", "PeerCredentials", "Rule"]
+__all__ = ["OwnNames", "Peer", "PeerCredentials", "Rule"]
 
 
 class PeerCredentials(NamedTuple):
@@ -23,8 +24,8 @@ class PeerCredentials(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """Who a request comes from, as far as the connection tells."""
+class Peer:
+    """The other end of a connection."""
 
     host: str
     """The peer's address; empty for a unix socket."""
@@ -32,17 +33,18 @@ class Caller:
     """None for TCP."""
 
     @classmethod
-    def of(cls, scope: Mapping[str, Any]) -> Caller:
-        """The caller of an ASGI request."""
+    def of(cls, scope: Mapping[str, Any]) -> Peer:
+        """The peer of an ASGI request."""
         client = scope.get("client")
         # A socket that listens for both families calls an IPv4 peer by its IPv6-mapped address.
         host = client[0].removeprefix("::ffff:") if client else ""
         return cls(host, scope.get("state", {}).get("peer_credentials"))
 
-    def __str__(self) -> str:
+    def caller(self, *, token: bool = False) -> Caller:
+        """The peer as the caller of an action, with the right token or without."""
         if self.credentials is not None:
-            return f"unix:uid={self.credentials.uid}:pid={self.credentials.pid}"
-        return f"tcp:{self.host}" if self.host else "unknown"
+            return Caller(CallerKind.UNIX, uid=self.credentials.uid, pid=self.credentials.pid, token=token)
+        return Caller(CallerKind.TCP if self.host else CallerKind.UNKNOWN, host=self.host, token=token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +63,15 @@ class Rule:
     token: TokenFile | None
     owner_uid: int
 
-    def admit(self, caller: Caller, headers: Mapping[bytes, bytes]) -> str:
-        """Let the caller in and return how to call it in the audit log.
+    def admit(self, peer: Peer, headers: Mapping[bytes, bytes]) -> Caller:
+        """Admit a request and return its caller.
 
         Raises:
-            ProblemError: 401 for a missing or wrong token, 403 where no token could help; says the mend.
+            ProblemError: 401 for a missing or wrong token, 403 if this exporter has no token; says what to do.
         """
         if self.token is not None:
             if self.opened_by(headers):
-                return f"token@{caller.host}" if caller.credentials is None else f"token@{caller}"
+                return peer.caller(token=True)
             bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
             wrong = "the token is not right" if bearer else "a token is needed"
             raise ProblemError(
@@ -77,18 +79,18 @@ class Rule:
                 f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
                 {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
             )
-        if caller.credentials is not None:
-            if caller.credentials.uid in (0, self.owner_uid):
-                return str(caller)
+        if peer.credentials is not None:
+            if peer.credentials.uid in (0, self.owner_uid):
+                return peer.caller()
             raise ProblemError(
                 403,
                 f"{self.what} are open to the socket's owner (uid {self.owner_uid}) and root, not to uid "
-                f"{caller.credentials.uid}; start the exporter with {self.flag} and send that token as "
+                f"{peer.credentials.uid}; start the exporter with {self.flag} and send that token as "
                 "`Authorization: Bearer TOKEN`",
             )
-        if is_loopback(caller.host) and not _FORWARDED.intersection(headers):
-            return str(caller)
-        through = "through a proxy" if is_loopback(caller.host) else f"from {caller.host or 'an unknown peer'}"
+        if is_loopback(peer.host) and not _FORWARDED.intersection(headers):
+            return peer.caller()
+        through = "through a proxy" if is_loopback(peer.host) else f"from {peer.host or 'an unknown peer'}"
         raise ProblemError(
             403,
             f"{self.what} are open to this machine's loopback and to the unix socket's owner, not {through}; start the "

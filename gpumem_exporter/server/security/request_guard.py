@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import Caller, OwnNames, Rule
+from gpumem_exporter.server.security.access_rules import OwnNames, Peer, Rule
 from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = [
@@ -90,7 +90,7 @@ class Guard:
         if rule.token is None:
             # Whoever has the token is no web page, and may call the exporter by a name that only its network knows.
             self.own_names.require_own_host(headers)
-        scope.setdefault("state", {})["caller"] = rule.admit(Caller.of(scope), headers)
+        scope.setdefault("state", {})["caller"] = rule.admit(Peer.of(scope), headers)
         # A reload takes no body, whatever a client calls the one that it does not send.
         if scope["method"] == "POST" and scope["path"] != RELOAD_PATH:
             media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action, Target
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
@@ -28,10 +29,10 @@ def answer_why(ranks: Ranks, process: ReportingProcess, action: Action, outcome:
 
 def test_what_nobody_has_fetched_is_taken_back_at_once_and_says_by_whom(ranks: Ranks) -> None:
     action = ranks.ask(mode="step")
-    cancelled = ranks.dispatcher.cancel(action.id, requested_by="alice")
+    cancelled = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
     assert cancelled is not None
     assert cancelled.state == "failed"
-    assert {(row.outcome, row.reason) for row in cancelled.results} == {("refused", "cancelled by alice")}
+    assert {(row.outcome, row.reason) for row in cancelled.results} == {("refused", "cancelled by policy:alice")}
     assert ranks.finished == [cancelled]
     assert run(ranks.dispatcher.commands(ranks.first, 0)) == ()
 
@@ -44,7 +45,7 @@ def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_
         held = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
         answer = asyncio.create_task(ranks.dispatcher.commands(held[0], 5))
         await asyncio.sleep(0)
-        under_way = ranks.dispatcher.cancel(action.id, requested_by="alice")
+        under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
         assert under_way is not None
         assert not under_way.finished
         assert await answer == ()
@@ -53,8 +54,8 @@ def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_
             answer_why(ranks, process, action, "refused", "cancelled: not every rank could take part")
         (finished,) = ranks.finished
         assert {(row.rank, row.outcome, row.reason) for row in finished.results} == {
-            ("0", "refused", "cancelled by alice"),
-            ("1", "refused", "cancelled by alice"),
+            ("0", "refused", "cancelled by policy:alice"),
+            ("1", "refused", "cancelled by policy:alice"),
         }
 
     run(scenario())
@@ -65,7 +66,7 @@ def test_what_was_refused_or_done_before_the_cancellation_came_keeps_its_own_res
         action = ranks.ask(mode="step")
         for process in (ranks.first, ranks.second):
             await ranks.dispatcher.commands(process, 0)
-        ranks.dispatcher.cancel(action.id, requested_by="alice")
+        ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
         answer_why(ranks, ranks.first, action, "refused", "a CUDA graph is being captured")
         ranks.answer(ranks.second, action, "done", freed=7)
         (finished,) = ranks.finished
@@ -80,11 +81,11 @@ def test_what_was_refused_or_done_before_the_cancellation_came_keeps_its_own_res
 
 def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None:
     action = ranks.ask(dry_run=True)
-    assert ranks.dispatcher.cancel(action.id, requested_by="alice") == action
+    assert ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice")) == action
     again = ranks.ask(mode="step")
-    first = ranks.dispatcher.cancel(again.id, requested_by="alice")
-    assert ranks.dispatcher.cancel(again.id, requested_by="bob") == first
-    assert ranks.dispatcher.cancel("nobody", requested_by="alice") is None
+    first = ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("alice"))
+    assert ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("bob")) == first
+    assert ranks.dispatcher.cancel("nobody", requested_by=Caller.policy("alice")) is None
 
 
 def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> None:

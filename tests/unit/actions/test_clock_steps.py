@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import gpumem_exporter
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
@@ -78,7 +79,7 @@ def test_an_actions_deadline_and_duration_are_not_moved(clocks: Clocks, step_sec
         terminator=Terminator(NobodyHost()),
         limits=UNLIMITED,
     )
-    action = dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by="ada")
+    action = dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("ada"))
     assert action.created_unix_seconds == clocks.wall()
     clocks.wall_seconds += step_seconds
     clocks.pass_(29.9)

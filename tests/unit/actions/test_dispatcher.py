@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import pytest
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import (
     ANSWER_GRACE_SECONDS,
     GROUP_ANSWER_SECONDS,
@@ -457,7 +458,7 @@ def test_who_is_to_be_ended_lives_on_if_that_is_cancelled_before_it_is_written_d
             allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: written.wait()
         )
         action = bench.ask("terminate", Target(pid=1))
-        bench.dispatcher.cancel(action.id, requested_by="me")
+        bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
         written.set()
         finished = await bench.dispatcher.wait(action.id, 5)
         assert {row.outcome for row in finished.results} == {"refused"}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
@@ -28,7 +29,9 @@ def test_an_action_is_under_way_in_a_process_from_the_request_to_its_result() ->
         for pid in (1, 2)
     )
     assert dispatcher.under_way() == set()
-    action = dispatcher.submit(ActionRequest("empty_cache", Target(workload="w1")), requested_by="somebody")
+    action = dispatcher.submit(
+        ActionRequest("empty_cache", Target(workload="w1")), requested_by=Caller.policy("somebody")
+    )
     assert dispatcher.under_way() == {one.key}
     result = CommandResult(action.id, "done")
     dispatcher.take_results(replace(one, report=replace(one.report, results=(result,))))

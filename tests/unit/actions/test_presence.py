@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
@@ -68,7 +69,7 @@ class Bench:
 def test_a_quiet_process_that_died_is_forgotten_and_its_actions_end() -> None:
     bench = Bench()
     bench.take_report(1, host_pid=1)
-    bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by="t")
+    bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t"))
     bench.now += 2.1
     bench.presence.sweep()
     assert bench.pids() == []
@@ -118,7 +119,7 @@ def test_a_quiet_process_that_runs_another_program_is_forgotten_and_its_actions_
             bench.now += 2.1
             bench.presence.sweep()
             assert bench.pids() == [1], "it runs what it ran when it began to report"
-        bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by="t")
+        bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t"))
         bench.host.runs = None
         bench.presence.sweep()
         assert bench.pids() == [1], "the kernel does not say"
