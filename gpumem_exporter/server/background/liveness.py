@@ -61,10 +61,13 @@ class Presence:
         self._quiet_seconds = 2 * report_interval_seconds
         self._host_pids: dict[ProcessKey, _Known] = {}
         self._watches: set[asyncio.Task[None]] = set()
+        self._disconnected: set[ProcessKey] = set()
+        """Reporters without a known host pid whose connection broke after their last report."""
 
     async def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         """The reporter's pid as the driver sees it, looked up in a thread: that may mean a search of /proc."""
         key = ProcessKey(identity.pid_namespace, identity.pid)
+        self._disconnected.discard(key)
         who = (identity.start_time_ticks, peer_pid)
         known = self._host_pids.get(key)
         now = self._clock()
@@ -107,12 +110,22 @@ class Presence:
         for process in snapshot.processes:
             if now - process.received_seconds > self._quiet_seconds:
                 self._forget_if_dead(process.key, process.host_pid, process.report.process.start_time_ticks)
+        self._disconnected.intersection_update(one.key for one in (*snapshot.processes, *snapshot.silent))
         for silent in snapshot.silent:
-            self._forget_if_dead(silent.key, silent.host_pid, silent.start_time_ticks)
+            if silent.key in self._disconnected:
+                self.forget(silent.key, "its connection broke, and it has not reported since")
+            else:
+                self._forget_if_dead(silent.key, silent.host_pid, silent.start_time_ticks)
 
     def connection_lost(self, process: ReportingProcess) -> None:
-        """A reporter's held request broke: find out soon whether the process went with it."""
-        if process.host_pid is not None:
+        """Find out soon whether a process has exited whose held request broke.
+
+        If its host pid is not known, /proc cannot tell: the process is forgotten when its report expires. One that
+        lives reports again before, and a stopped one keeps its connection.
+        """
+        if process.host_pid is None:
+            self._disconnected.add(process.key)
+        else:
             watch = asyncio.ensure_future(self._watch(process, process.host_pid))
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)

@@ -7,7 +7,7 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.wire.protocol import ProcessIdentity
@@ -59,8 +59,9 @@ class Bench:
     def clock(self) -> float:
         return self.now
 
-    def take_report(self, pid: int, host_pid: int | None) -> None:
-        self.store.put_report(report(pid), host_pid=host_pid, now_seconds=self.now, now_unix_seconds=self.now)
+    def take_report(self, pid: int, host_pid: int | None, sequence: int = 1) -> ReportingProcess:
+        sent = report(pid, sequence=sequence)
+        return self.store.put_report(sent, host_pid=host_pid, now_seconds=self.now, now_unix_seconds=self.now)
 
     def pids(self) -> list[int]:
         return [process.key.pid for process in self.store.snapshot(self.now).processes]
@@ -105,6 +106,26 @@ def test_a_silent_reporter_goes_with_its_process() -> None:
     bench.host.living = set()
     bench.presence.sweep()
     assert bench.store.snapshot(bench.now).silent == ()
+
+
+def test_a_reporter_without_a_host_pid_is_silent_while_its_connection_stands_and_goes_if_it_broke() -> None:
+    bench = Bench()
+    bench.host.found = None
+    broken, stopped, again = (bench.take_report(pid, host_pid=None) for pid in (1, 2, 3))
+    for process in (broken, again):
+        bench.presence.connection_lost(process)
+
+    async def reports_again() -> None:
+        await bench.presence.host_pid(again.report.process, None)
+        bench.take_report(3, host_pid=None, sequence=2)
+
+    bench.now += 10
+    asyncio.run(reports_again())
+    bench.presence.sweep()
+    assert bench.pids() == [1, 2, 3], "no report has expired"
+    bench.now += 16
+    bench.presence.sweep()
+    assert [silent.key for silent in bench.store.snapshot(bench.now).silent] == [stopped.key, again.key]
 
 
 def test_a_quiet_process_that_runs_another_program_is_forgotten_and_its_actions_end() -> None:
