@@ -28,7 +28,7 @@ from tests.support.rule_mutants import Mutant, mutants
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
 RULES = REPOSITORY / "deploy" / "prometheus" / "rules"
-RUNBOOKS = REPOSITORY / "deploy" / "runbooks"
+RUNBOOKS = REPOSITORY / "docs" / "runbooks"
 ALERTMANAGER = REPOSITORY / "deploy" / "alertmanager" / "alertmanager.yml"
 TESTS = Path(__file__).parent / "rules"
 
@@ -89,7 +89,7 @@ def test_an_alert_says_how_urgent_it_is_what_is_wrong_in_figures_and_where_to_re
     assert alert["labels"].keys() == {"severity"}
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
     assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
-    assert alert["annotations"]["runbook_url"] == f"deploy/runbooks/{name}.md"
+    assert alert["annotations"]["runbook_url"] == f"docs/runbooks/{name}.md"
     for text in (alert["annotations"]["summary"], alert["annotations"]["description"]):
         assert re.search(r"\$labels\.(instance|workload)", text), name
     assert re.search(r"\$value|query", alert["annotations"]["description"]) or name == "GpuMemExporterAbsent"
