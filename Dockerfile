@@ -1,5 +1,5 @@
 # The exporter, on its own: docker build -t gpumem-exporter . && docker run --rm -p 127.0.0.1:9844:9844 gpumem-exporter serve --demo
-# With GPUs it needs the NVIDIA container toolkit and the host's PID namespace: see README.md, "On a GPU node".
+# With GPUs it needs the NVIDIA container toolkit and the host's PID namespace: see docs/installation.md.
 
 ARG PYTHON_IMAGE=python:3.13-slim-trixie
 

@@ -1,4 +1,4 @@
-"""The repository's own rules: what README, CHANGELOG, deploy/ and grafana/ say is so."""
+"""The repository's own rules: what README, docs/, CHANGELOG, deploy/ and grafana/ state is true."""
 
 from __future__ import annotations
 
@@ -29,6 +29,9 @@ ENTRY_SCRIPTS = (
 SHELL = (*ENTRY_SCRIPTS, "deploy/environment.sh")
 SUFFIXES = ("_bucket", "_sum", "_count")
 FAMILIES = {metric.name: metric for metric in METRICS}
+PAGES = ("README.md", *sorted(path.relative_to(REPOSITORY).as_posix() for path in REPOSITORY.glob("docs/**/*.md")))
+DOCUMENTS = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md")
+README_LINES_MAX = 200
 
 
 @cache
@@ -86,11 +89,24 @@ def test_no_path_of_one_machine_and_no_registrys_address_stands_in_the_text() ->
     assert found(f"{paths}|{registries}") == []
 
 
-def test_the_readme_names_only_commands_that_exist() -> None:
+def test_the_readme_stays_short() -> None:
+    assert len(tracked_texts()["README.md"].splitlines()) <= README_LINES_MAX
+
+
+def test_the_documentation_has_pages_and_the_readme_links_to_each_of_them() -> None:
     readme = tracked_texts()["README.md"]
-    for script in re.findall(r"^(?:sh|bash) (\S+)", readme, flags=re.MULTILINE):
-        assert (REPOSITORY / script).is_file(), script
-    commands = set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)(?![\w./])", "\n".join(code_blocks(readme))))
+    pages = {page for page in PAGES if re.fullmatch(r"docs/[^/]+[.]md", page)} | {"docs/runbooks/README.md"}
+    assert len(pages) > 10
+    assert {page for page in pages if f"]({page})" not in readme} == set()
+
+
+def test_the_documentation_names_only_commands_and_scripts_that_exist() -> None:
+    commands = set()
+    for page in PAGES:
+        text = tracked_texts()[page]
+        for script in re.findall(r"^(?:sh|bash) (\S+)", text, flags=re.MULTILINE):
+            assert (REPOSITORY / script).is_file(), f"{page}: {script}"
+        commands |= set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)(?![\w./])", "\n".join(code_blocks(text))))
     assert {"serve", "run", "clear"} <= commands
     assert commands <= set(COMMANDS)
 
@@ -100,11 +116,27 @@ def code_blocks(markdown: str) -> list[str]:
     return re.findall(r"^```sh\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
-def test_every_relative_link_of_a_document_leads_somewhere(document: str) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", tracked_texts()[document])
-    assert links or document == "CHANGELOG.md"
-    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_relative_link_of_a_document_leads_to_a_file_and_to_a_heading_of_it(document: str) -> None:
+    here = (REPOSITORY / document).parent
+    for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", tracked_texts()[document]):
+        target = here / path if path else REPOSITORY / document
+        assert target.exists(), f"{document}: {path}"
+        if anchor:
+            assert anchor in headings(target.read_text(encoding="utf-8")), f"{document}: {path}#{anchor}"
+
+
+def headings(markdown: str) -> set[str]:
+    """The anchors of a Markdown text's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", re.sub(r"(?ms)^```.*?^```", "", markdown), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_a_text_that_installs_the_package_by_name_states_that_no_index_has_it() -> None:
+    texts = {name: text for name, text in tracked_texts().items() if name in PAGES or name.startswith("deploy/")}
+    installing = {name for name, text in texts.items() if re.search(r"pip install [^\n]*\bgpumem-exporter\b", text)}
+    assert {"README.md", "docs/installation.md", "deploy/kubernetes/training.yaml"} <= installing
+    assert {name for name in installing if "not on a package index yet" not in texts[name]} == set()
 
 
 def test_the_changelog_and_the_kubernetes_image_name_the_version() -> None:
@@ -157,9 +189,9 @@ def test_every_metric_that_a_dashboard_or_a_rule_names_exists() -> None:
         assert unknown == set(), file
 
 
-def test_the_readme_names_only_metrics_that_exist() -> None:
-    readme = tracked_texts()["README.md"]
-    for written in re.findall(r"`(gpumem_[a-z0-9_{},]+)`", readme):
+@pytest.mark.parametrize("page", PAGES)
+def test_the_documentation_names_only_metrics_that_exist(page: str) -> None:
+    for written in re.findall(r"`(gpumem_[a-z0-9_{},]+)`", tracked_texts()[page]):
         for name in set(_expanded(written)) - ALERT_KEYS:
             assert name in FAMILIES, written
 
