@@ -1,34 +1,34 @@
-"""Every error this package raises on purpose.
+"""The errors that this package raises on purpose.
 
 The tree:
 
     GpumemError
-    ├── ConfigurationError            a flag, an environment variable or a file is wrong (exit code 2)
+    ├── ConfigurationError            a flag, an environment variable or a file is invalid (exit code 2)
     ├── WireError                     a message does not follow the protocol; names the field
-    ├── StorageError                  what is to be kept cannot be written or read (disk full, read-only, locked)
-    ├── NvmlError                     the driver's library answered with an error
-    │   ├── NvmlUnavailableError      no driver, no library, or it cannot be initialised
-    │   ├── NvmlDeviceLostError       the device fell off the bus; it stays lost until NVML is initialised again
-    │   ├── NvmlNotSupportedError     this device or this driver does not have the figure
-    │   └── NvmlPermissionError       this user may not read the figure
-    ├── ReportRefusedError            a well-formed report that the exporter does not take
-    │   ├── ReporterSupersededError   a newer reporter speaks for the same process
+    ├── StorageError                  stored data cannot be read or written (disk full, read-only, locked)
+    ├── NvmlError                     NVML returned an error
+    │   ├── NvmlUnavailableError      no driver, no library, or NVML cannot be initialized
+    │   ├── NvmlDeviceLostError       the device fell off the bus; it stays lost until NVML is initialized again
+    │   ├── NvmlNotSupportedError     the device or the driver does not provide the value
+    │   └── NvmlPermissionError       this user may not read the value
+    ├── ReportRefusedError            the exporter rejects a valid report
+    │   ├── ReporterSupersededError   a newer reporter represents the same process
     │   ├── TooManyProcessesError     `--report.max-processes` is reached
-    │   └── UnknownDeviceError        the driver has none of the devices of the report
-    ├── ActionRefusedError            a well-formed action that the exporter does not take
-    │   ├── ActionNotAllowedError     `--action.allow` leaves it out
-    │   ├── TargetNotFoundError       nothing that reports matches the target; says what there is
+    │   └── UnknownDeviceError        the driver has none of the devices in the report
+    ├── ActionRefusedError            the exporter rejects a valid action request
+    │   ├── ActionNotAllowedError     `--action.allow` does not include the action
+    │   ├── TargetNotFoundError       no reporting process matches the target; lists the processes that report
     │   ├── GroupIncompleteError      not every rank of the group can take part
-    │   ├── TooManyActionsError       its caller, or a process, has had its share of this minute
-    │   └── IdempotencyConflictError  the same Idempotency-Key came with another request
-    ├── PrometheusError               the Prometheus API that chooses a fleet's processes does not answer a query
-    ├── CommandRefusedError           a process does not do what it was asked to; says why
+    │   ├── TooManyActionsError       the rate limit of the caller or of a process is reached
+    │   └── IdempotencyConflictError  the Idempotency-Key was used with a different request
+    ├── PrometheusError               the Prometheus API that selects a fleet's processes does not answer a query
+    ├── CommandRefusedError           a process rejects a command; says why
     ├── NoBatchSizeError              every batch size that was tried runs out of memory
-    ├── RankFailedError               another rank of the process group has failed, so that this one cannot go on
-    └── ExporterError                 seen from the client's side of the wire
-        ├── ExporterUnreachableError  nobody answers there
-        │   └── ExporterUntrustedError   somebody does, whose certificate is not believed
-        └── ExporterAnswerError       it answered with an error; carries the status and the problem's detail
+    ├── RankFailedError               another rank of the process group failed, so this rank cannot continue
+    └── ExporterError                 a client cannot use its exporter
+        ├── ExporterUnreachableError  no exporter answers at the address
+        │   └── ExporterUntrustedError   the exporter's certificate is not trusted
+        └── ExporterAnswerError       the exporter answered with an error; has the status and the problem's detail
 """
 
 from __future__ import annotations
@@ -65,18 +65,18 @@ __all__ = [
 
 
 class GpumemError(Exception):
-    """The root: whatever this package raises on purpose."""
+    """Base class of the errors that this package raises on purpose."""
 
 
 class ConfigurationError(GpumemError):
-    """A flag, an environment variable or a file is wrong; the message is one line and says what would be right."""
+    """A flag, an environment variable or a file is invalid; the one-line message says what is accepted."""
 
 
 class WireError(GpumemError):
     """A message does not follow the protocol.
 
     Attributes:
-        field: the dotted path of the offending field, empty when the message as a whole is at fault.
+        field: the dotted path of the invalid field; empty when the whole message is invalid.
     """
 
     def __init__(self, message: str, field: str = "") -> None:
@@ -85,35 +85,35 @@ class WireError(GpumemError):
 
 
 class StorageError(GpumemError):
-    """What is to be kept cannot be written or read; the message names the file and why."""
+    """Stored data cannot be read or written; the message names the file and the reason."""
 
 
 class NvmlError(GpumemError):
-    """The driver's library answered with an error."""
+    """NVML returned an error."""
 
 
 class NvmlUnavailableError(NvmlError):
-    """No driver, no library, or it cannot be initialised: no device can be read."""
+    """There is no driver or no library, or NVML cannot be initialized; no device can be read."""
 
 
 class NvmlDeviceLostError(NvmlError):
-    """The device fell off the bus; it stays lost until NVML is initialised again."""
+    """The device fell off the bus; it stays lost until NVML is initialized again."""
 
 
 class NvmlNotSupportedError(NvmlError):
-    """This device or this driver does not have the figure."""
+    """The device or the driver does not provide the value."""
 
 
 class NvmlPermissionError(NvmlError):
-    """This user may not read the figure."""
+    """This user may not read the value."""
 
 
 class ReportRefusedError(GpumemError):
-    """A well-formed report that the exporter does not take."""
+    """The exporter rejects a valid report."""
 
 
 class ReporterSupersededError(ReportRefusedError):
-    """A newer reporter speaks for the same process (the program was replaced, or the pid was used again)."""
+    """A newer reporter represents the same process: the program was replaced, or the pid was reused."""
 
 
 class TooManyProcessesError(ReportRefusedError):
@@ -121,30 +121,30 @@ class TooManyProcessesError(ReportRefusedError):
 
 
 class UnknownDeviceError(ReportRefusedError):
-    """The report names devices, and the driver has none of them."""
+    """The driver has none of the devices in the report."""
 
 
 class ActionRefusedError(GpumemError):
-    """A well-formed action that the exporter does not take."""
+    """The exporter rejects a valid action request."""
 
 
 class ActionNotAllowedError(ActionRefusedError):
-    """`--action.allow` leaves the action out."""
+    """`--action.allow` does not include the action."""
 
 
 class TargetNotFoundError(ActionRefusedError):
-    """Nothing that reports matches the target; the message says what there is."""
+    """No reporting process matches the target; the message lists the processes that report."""
 
 
 class GroupIncompleteError(ActionRefusedError):
-    """Not every rank of the group can take part; the message names those that cannot, and why."""
+    """Not every rank of the group can take part; the message names the ranks that cannot and the reasons."""
 
 
 class TooManyActionsError(ActionRefusedError):
-    """A caller, or a process, has had its share of this minute.
+    """The rate limit of the caller or of a process is reached.
 
     Attributes:
-        retry_seconds: when there is one more.
+        retry_seconds: seconds until another action is accepted.
     """
 
     def __init__(self, message: str, retry_seconds: float) -> None:
@@ -153,26 +153,29 @@ class TooManyActionsError(ActionRefusedError):
 
 
 class IdempotencyConflictError(ActionRefusedError):
-    """The same Idempotency-Key came with another request."""
+    """The Idempotency-Key was used with a different request."""
 
 
 class PrometheusError(GpumemError):
-    """Prometheus cannot be reached, or does not answer a query with series; the message says why."""
+    """Prometheus cannot be reached, or its answer to a query has no series; the message says why."""
 
 
 class CommandRefusedError(GpumemError):
-    """A process does not do what it was asked to; the message says why."""
+    """A process rejects a command; the message says why."""
 
 
 class NoBatchSizeError(GpumemError):
-    """Every batch size that was tried runs out of memory; the message names them, its cause is the last one's error."""
+    """Every batch size that was tried runs out of memory; the message lists them.
+
+    The exception's cause is the error of the last batch size.
+    """
 
 
 class RankFailedError(GpumemError):
-    """Another rank of the process group has failed, or has gone, so that this one cannot go on.
+    """Another rank of the process group failed or exited, so this rank cannot continue.
 
     Attributes:
-        ranks: which, as global ranks; empty where that is not known.
+        ranks: the global ranks that failed; empty when unknown.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -181,15 +184,15 @@ class RankFailedError(GpumemError):
 
 
 class ExporterError(GpumemError):
-    """Something went wrong between a client and its exporter."""
+    """A client cannot use its exporter."""
 
 
 class ExporterUnreachableError(ExporterError):
-    """Nobody answers at the exporter's address, or not in time, or not in HTTP."""
+    """No server answers at the exporter's address in time and with HTTP."""
 
 
 class ExporterUntrustedError(ExporterUnreachableError):
-    """The exporter's certificate is not believed: nothing is sent to whoever it is."""
+    """The exporter's certificate is not trusted; the client sends nothing."""
 
 
 class ExporterAnswerError(ExporterError):
@@ -197,7 +200,7 @@ class ExporterAnswerError(ExporterError):
 
     Attributes:
         status: the HTTP status.
-        detail: what the problem document says, or the status' own phrase.
+        detail: the detail of the problem document, or the reason phrase of the status.
     """
 
     def __init__(self, status: int, detail: str) -> None:

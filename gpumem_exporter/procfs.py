@@ -1,7 +1,8 @@
-"""What both sides of the wire read in /proc: which process this is, and what may be told of its command line.
+"""Parse /proc entries that identify a process and its program.
 
-A reporter describes itself and the exporter describes whatever holds a device; they agree because both do it here.
-Standard library only: this module is imported by training processes. Any thread may call anything here.
+The client describes its own process and the exporter describes the processes on a device. Both use this module, so
+their descriptions agree. The module uses the standard library only, because training processes import it. All functions
+are thread-safe.
 """
 
 from __future__ import annotations
@@ -28,24 +29,25 @@ _LONG_OPTIONS_WITH_VALUE = ("--check-hash-based-pycs",)
 
 
 def describe_command(argv: Sequence[str]) -> str:
-    """Name a process by program and script, never by its arguments: those carry secrets.
+    """Return the program and the script of a command line, without its arguments, which may contain secrets.
 
-    `python -u -X dev train.py --token x` is `python train.py`, `python -m pkg.mod --key x` is `python -m pkg.mod`,
-    `python -c code` is `python -c`, anything else is the base name of its program. Directories are left out. The
-    result is printable, encodes as UTF-8 and is no longer than a label may be; it is empty when `argv` is.
+    `python -u -X dev train.py --token x` becomes `python train.py`, `python -m pkg.mod --key x` becomes
+    `python -m pkg.mod`, and `python -c code` becomes `python -c`. Any other command becomes the base name of its
+    program. The result has no directories, is printable, encodes as UTF-8 and is at most `MAX_LABEL_LENGTH` characters
+    long. It is empty when `argv` is empty.
     """
-    # A program that wrote its own title (setproctitle) left one string, in which the arguments may stand too.
+    # A program that set its own title (setproctitle) leaves one string, which may include the arguments.
     words = argv[0].split() if len(argv) == 1 else argv
     if not words:
         return ""
-    program = os.path.basename(words[0])  # noqa: PTH119 - a text from elsewhere; pathlib costs ten times as much
-    what = _script(words[1:]) if _PYTHON.fullmatch(program) else ""
-    described = f"{program} {what}" if what else program
+    program = os.path.basename(words[0])  # noqa: PTH119 - pathlib takes ten times as long
+    script = _script(words[1:]) if _PYTHON.fullmatch(program) else ""
+    described = f"{program} {script}" if script else program
     return "".join(c if c.isprintable() else "?" for c in described)[:MAX_LABEL_LENGTH]
 
 
 def _script(arguments: Sequence[str]) -> str:
-    """What a Python interpreter was asked to run, read from its arguments the way CPython's own getopt does."""
+    """Return the script, `-m module`, `-c` or `-` among a Python interpreter's arguments, parsed as CPython does."""
     rest = iter(arguments)
     for word in rest:
         if word == "-":
@@ -78,35 +80,37 @@ def _base_name(path: str) -> str:
 def split_cmdline(cmdline: bytes) -> list[str]:
     """Split /proc/PID/cmdline into its arguments; bytes that are not UTF-8 are replaced.
 
-    The kernel ends every argument with a NUL; a program that shortened its title leaves more of them at the end.
+    The kernel ends every argument with a NUL. A program that shortened its title leaves additional NULs at the end.
     """
     text = cmdline.rstrip(b"\0").decode("utf-8", "replace")
     return text.split("\0") if text else []
 
 
 def parse_stat_start_time(stat_text: str) -> int:
-    """Field 22 of /proc/PID/stat: clock ticks after boot at which the process began.
+    """Return field 22 of /proc/PID/stat: the process start time in clock ticks after boot.
 
     Raises:
-        ValueError: the text is not such a line.
+        ValueError: the text is not a line of /proc/PID/stat.
     """
     return int(_fields_after_name(stat_text)[19])
 
 
 def parse_stat_state(stat_text: str) -> str:
-    """Field 3 of /proc/PID/stat: `R`, `S`, `D`, ... and `Z` or `X` for a process that has ended.
+    """Return field 3 of /proc/PID/stat: `R`, `S`, `D`, ...; `Z` or `X` for a process that has exited.
 
     Raises:
-        ValueError: the text is not such a line.
+        ValueError: the text is not a line of /proc/PID/stat.
     """
     return _fields_after_name(stat_text)[0]
 
 
 def parse_stat_program(stat_text: str) -> tuple[int, str, int] | None:
-    """What tells the program that a process runs from any other that it, or another with its pid, runs or ran.
+    """Return a value that identifies the program that a process runs, across exec and pid reuse.
 
-    Start time, the kernel's short name, and the address of the stack, which every exec draws anew (0 where the kernel
-    does not show it to this user). None for a process that has ended, or a text that is no such line.
+    Returns:
+        The start time, the line up to the kernel's short name, and the stack address, which every exec changes. The
+        address is 0 where the kernel hides it from this user. None if the process has exited or the text is not a line
+        of /proc/PID/stat.
     """
     try:
         fields = _fields_after_name(stat_text)
@@ -117,7 +121,7 @@ def parse_stat_program(stat_text: str) -> tuple[int, str, int] | None:
 
 
 def _fields_after_name(stat_text: str) -> list[str]:
-    # The second field, the name in parentheses, may hold blanks and parentheses itself: count from the last one.
+    # The name in the second field may itself contain spaces and parentheses, so split after the last parenthesis.
     _, parenthesis, rest = stat_text.rpartition(")")
     fields = rest.split()
     if not parenthesis or len(fields) < 20:
@@ -126,7 +130,10 @@ def _fields_after_name(stat_text: str) -> list[str]:
 
 
 def start_time_ticks(proc_entry: str = "/proc/self") -> int:
-    """When the process began, in clock ticks after boot: the same from every PID namespace; 0 where unreadable."""
+    """Return the process start time in clock ticks after boot, or 0 if it is unreadable.
+
+    The value is the same in every PID namespace.
+    """
     try:
         with open(f"{proc_entry}/stat", encoding="utf-8", errors="replace") as stat:  # noqa: PTH123 - as above
             return parse_stat_start_time(stat.read())
@@ -135,7 +142,7 @@ def start_time_ticks(proc_entry: str = "/proc/self") -> int:
 
 
 def pid_namespace(proc_entry: str = "/proc/self") -> int:
-    """Inode of the process' PID namespace; 0 where it cannot be read."""
+    """Return the inode of the process' PID namespace, or 0 if it is unreadable."""
     try:
         return os.stat(f"{proc_entry}/ns/pid").st_ino  # noqa: PTH116
     except OSError:

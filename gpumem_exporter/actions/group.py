@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.core.steps import Pace, seconds_to_end, step_ahead
+from gpumem_exporter.core.steps import StepRate, first_common_step, seconds_until_step_ends
 from gpumem_exporter.errors import GroupIncompleteError
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -40,7 +40,7 @@ def group_step(request: ActionRequest, targets: Sequence[Chosen], now_seconds: f
         GroupIncompleteError: a rank cannot take part or makes no steps, the step that is asked for has passed, or it
             would end after the deadline.
     """
-    paces, lacking = [], []
+    rates, lacking = [], []
     for pid, process, _ in targets:
         step, step_seconds = process.report.step, process.report.step_seconds
         what = lack(process, request)
@@ -51,21 +51,21 @@ def group_step(request: ActionRequest, targets: Sequence[Chosen], now_seconds: f
         elif request.at_step is not None and step >= request.at_step:
             lacking.append(f"{who(pid, process)} has ended {step} steps: {request.at_step} has passed")
         else:
-            paces.append(Pace(step, step_seconds, max(0.0, now_seconds - process.sampled_seconds)))
+            rates.append(StepRate(step, step_seconds, max(0.0, now_seconds - process.sampled_seconds)))
     if lacking:
         raise GroupIncompleteError("not every rank can take part: " + "; ".join(lacking))
-    at_step = request.at_step if request.at_step is not None else step_ahead(paces, GROUP_LEAD_SECONDS)
-    require_in_time(paces, at_step, request.deadline_seconds)
+    at_step = request.at_step if request.at_step is not None else first_common_step(rates, GROUP_LEAD_SECONDS)
+    require_in_time(rates, at_step, request.deadline_seconds)
     return at_step
 
 
-def require_in_time(paces: Sequence[Pace], at_step: int, deadline_seconds: float) -> None:
+def require_in_time(rates: Sequence[StepRate], at_step: int, deadline_seconds: float) -> None:
     """Make sure that a step ends before the deadline.
 
     Raises:
         GroupIncompleteError: it does not, as the ranks go now.
     """
-    latest_seconds = seconds_to_end(paces, at_step)
+    latest_seconds = seconds_until_step_ends(rates, at_step)
     if latest_seconds > deadline_seconds:
         raise GroupIncompleteError(
             f"step {at_step} ends in about {latest_seconds:.1f} s, the deadline is in {deadline_seconds:g} s"

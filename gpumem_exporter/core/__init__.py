@@ -1,4 +1,4 @@
-"""What the exporter knows and what follows from it: samples, the store, the ledger.
+"""The exporter's data model: samples, the store, the ledger and process names.
 
-Pure: no I/O, no threads, no clock.
+This package does no I/O, starts no threads and reads no clock.
 """

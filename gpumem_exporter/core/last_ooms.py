@@ -1,4 +1,4 @@
-"""Which out-of-memory errors are still shown: of each process on a device the last, for an hour, and not too many."""
+"""The out-of-memory errors on the metrics page: the last of each process on each device, for one hour."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from operator import attrgetter
 
 from gpumem_exporter.core.samples import LastOom
 
-__all__ = ["KEPT", "SHOWN_SECONDS", "LastOoms"]
+__all__ = ["MAX_SHOWN", "SHOWN_SECONDS", "LastOoms"]
 
 SHOWN_SECONDS = 3600.0
-"""How long an error is shown after it happened: long enough to be scraped, alerted upon and looked at."""
-KEPT = 256
-"""The most that are shown; of more, the last to have happened."""
+"""Seconds for which an error is shown: long enough for a scrape, an alert and a person."""
+MAX_SHOWN = 256
+"""The most errors that are shown; the oldest are dropped first."""
 
 
 class LastOoms:
-    """Keeps errors by the process' name and the device: a pid that is used again has one. Not thread-safe."""
+    """The last error of each process name and device. A reused pid has one error. Not thread-safe."""
 
     def __init__(self) -> None:
         self._ooms: dict[tuple[str, str], LastOom] = {}
@@ -24,18 +24,18 @@ class LastOoms:
         self._expires_seconds = float("inf")
 
     def put(self, ooms: Iterable[LastOom]) -> None:
-        """Take errors as they become known, in that order. One that was told before changes nothing."""
+        """Add errors in the order of their arrival. An error that is already known changes nothing."""
         for oom in ooms:
             held = self._ooms.get((oom.uuid, oom.pid))
             if held is None or held.session != oom.session or held.number < oom.number:
                 self._ooms[oom.uuid, oom.pid] = oom
         self._keep(self._ooms.values())
 
-    def recall(self, ooms: Iterable[LastOom]) -> None:
-        """Take errors that an earlier run kept, of each process and device the last.
+    def restore(self, ooms: Iterable[LastOom]) -> None:
+        """Add the stored errors of an earlier run, the last of each process and device.
 
-        What is held was learnt of after them. Only where it is the same error, told again, the first telling counts:
-        that is what the events have.
+        An error that is already known arrived after the stored one, so it stays. If both are the same error, the stored
+        one replaces it, because its time is that of the event.
         """
         for oom in ooms:
             held = self._ooms.get((oom.uuid, oom.pid))
@@ -44,12 +44,12 @@ class LastOoms:
         self._keep(self._ooms.values())
 
     def at(self, now_seconds: float) -> tuple[LastOom, ...]:
-        """Those that are shown at this moment."""
+        """Return the errors that are at most `SHOWN_SECONDS` old."""
         if now_seconds > self._expires_seconds:
             self._keep(oom for oom in self._shown if now_seconds - oom.happened_seconds <= SHOWN_SECONDS)
         return self._shown
 
     def _keep(self, ooms: Iterable[LastOom]) -> None:
-        self._shown = tuple(sorted(ooms, key=attrgetter("happened_seconds"))[-KEPT:])
+        self._shown = tuple(sorted(ooms, key=attrgetter("happened_seconds"))[-MAX_SHOWN:])
         self._ooms = {(oom.uuid, oom.pid): oom for oom in self._shown}
         self._expires_seconds = self._shown[0].happened_seconds + SHOWN_SECONDS if self._shown else float("inf")

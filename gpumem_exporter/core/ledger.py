@@ -1,24 +1,26 @@
-"""Where every byte of a device went. Pure arithmetic over one snapshot.
+"""The memory ledger: assigns every byte of a device to a category, from one snapshot.
 
-For each device
+This equation is exact for each device:
 
     total = torch_allocated + torch_reclaimable + torch_fragmented + non_torch      (reporting processes)
           + other_processes                                                         (no reporter)
           + driver_reserved + unattributed + free
 
-holds to the byte, because `unattributed` is what is left of NVML's `used` when everything that has an owner is taken
-off. It is signed and never clamped: driver and processes are read moments apart, and the difference is shown, not
-hidden. It is negative, for instance, for as long as a reporter already counts what the driver's last reading lacks.
+`unattributed` is NVML's `used` minus every byte that has an owner. It is signed and never clamped, because the driver
+reads the device and the processes at slightly different times. For instance, it is negative while a report already
+counts memory that the driver's last reading lacks.
 
-A report's bytes enter a device's ledger only where the driver lists the process on that device, or where the driver
-lists no processes at all. A reporter whose host pid is unknown stays out: its bytes already stand in `other_processes`.
-So does one whose pid had another process when the driver was asked.
+A report enters the ledger of a device if the driver lists its process on that device, or if the driver lists no
+processes at all. A reporter without a known host pid is left out, because `other_processes` already includes its bytes.
+So is a reporter whose pid belonged to another process when the driver was read.
 
-Where the driver says of no process what it holds (WSL, some vGPU set-ups), `non_torch` and `other_processes` are
-absent, and what they would hold is in `unattributed`; where it keeps that of some to itself, theirs is. What a process
-caches counts as `torch_reclaimable` where that is known, else as `torch_fragmented`: the bytes are the allocator's, and
-nothing shows that they would come back. Where it is known of no process that caches anything, `torch_reclaimable` is
-absent.
+Some drivers report no memory per process (WSL, some vGPU configurations). Then `non_torch` and `other_processes` are
+absent, and their bytes are in `unattributed`. If the driver hides the memory of some processes only, the bytes of those
+processes are in `unattributed`.
+
+The cache of a process counts as `torch_reclaimable` where that is known. Otherwise it counts as `torch_fragmented`: the
+allocator owns the bytes, and nothing shows that they can be released. If reclaimable memory is unknown for every
+process with a cache, `torch_reclaimable` is absent.
 """
 
 from __future__ import annotations
@@ -63,11 +65,14 @@ CATEGORIES = (
 
 @dataclass(frozen=True, slots=True)
 class ProcessShare:
-    """One process' part of a device. `non_torch` = driver's figure − reserved, signed; None when either is unknown."""
+    """The memory of one process on one device.
+
+    `non_torch_bytes` is the driver's value minus the reserved bytes; signed, and None if either is unknown.
+    """
 
     pid: str
     used_bytes: int | None
-    """NVML's figure for the process on this device."""
+    """NVML's value for the process on this device."""
     process: ReportingProcess | None
     """None for a process without a reporter."""
     sample: DeviceSample | None
@@ -75,33 +80,39 @@ class ProcessShare:
 
 
 _Samples: TypeAlias = "Mapping[int, DeviceSample]"
-"""What is reported of one device, by host pid."""
+"""The reported samples of one device, by host pid."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLedger:
-    """One device's ledger. `categories` holds the known ones, in `CATEGORIES` order; they add up to the total."""
+    """The ledger of one device.
+
+    `categories` has the known categories in the order of `CATEGORIES`; their sum is the total.
+    """
 
     device: DeviceReading
     total_bytes: int
     categories: Mapping[str, int]
     non_torch: Mapping[int, int]
-    """By host pid, what the driver counts beyond what the process' allocator reserved; signed. Where both are known."""
+    """By host pid, the driver's value minus the process' reserved bytes; signed. Omitted where either is unknown."""
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
-    """Slack that `empty_cache()` cannot return: reserved − allocated − reclaimable; None when any is unknown."""
+    """Return the cached bytes that `empty_cache()` cannot release; None if a value is unknown.
+
+    The result is reserved − allocated − reclaimable.
+    """
     if sample.reserved_bytes is None or sample.allocated_bytes is None or sample.reclaimable_bytes is None:
         return None
     return sample.reserved_bytes - sample.allocated_bytes - sample.reclaimable_bytes
 
 
 def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, DeviceLedger]:
-    """The ledger of each device whose memory is known, by uuid.
+    """Compute the ledger of each device whose memory is known, by uuid.
 
     Args:
-        snapshot: what is known.
-        names: those of the snapshot, where the caller has them already.
+        snapshot: the node and its reports.
+        names: the names of the snapshot; computed if None.
     """
     node = snapshot.node
     if node is None:
@@ -115,13 +126,14 @@ def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, De
 
 
 def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, list[ProcessShare]]:
-    """Each process' part of each device, by uuid: of those that the driver lists, or, where it lists none, that report.
+    """Compute the memory of each process on each device, by uuid.
 
-    A device whose own memory is not known, and which has no ledger therefore, has its processes all the same.
+    The processes are those that the driver lists. If the driver lists none, they are the processes that report.
+    A device whose memory is unknown has no ledger, but it has its processes.
 
     Args:
-        snapshot: what is known.
-        names: those of the snapshot, where the caller has them already.
+        snapshot: the node and its reports.
+        names: the names of the snapshot; computed if None.
     """
     node = snapshot.node
     if node is None:
@@ -146,28 +158,28 @@ def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, lis
 
 
 def non_torch_bytes(node: NodeReading, names: Names, device: DeviceReading) -> dict[int, int]:
-    """As `DeviceLedger.non_torch`, for a device that has no ledger: its memory is not known, its processes may be."""
+    """Compute `DeviceLedger.non_torch` for a device without a ledger, whose memory is unknown."""
     samples = _samples_by_device(node, _listed_reporters(node, names))[device.uuid]
     return {
-        owner.pid: beyond
+        owner.pid: value
         for owner in _owners(device, samples)
-        if (beyond := _non_torch(owner, samples.get(owner.pid))) is not None
+        if (value := _non_torch(owner, samples.get(owner.pid))) is not None
     }
 
 
 def _listed_reporters(node: NodeReading, names: Names) -> dict[int, ReportingProcess]:
-    """Who reports and is, for all that the host says, whom the driver lists; by host pid."""
+    """Return the reporting processes that the driver lists, by host pid, without those whose pid was reused."""
     return {
         process.host_pid: process
         for _, process in names.reporting
-        if process.host_pid is not None and node.lists(process)
+        if process.host_pid is not None and node.pid_belongs_to(process)
     }
 
 
 def _samples_by_device(
     node: NodeReading, processes: Mapping[int, ReportingProcess]
 ) -> dict[str, dict[int, DeviceSample]]:
-    """What is reported of each device of the node, by host pid."""
+    """Return the reported samples of each device of the node, by uuid and host pid."""
     by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
     for host_pid, process in processes.items():
         for sample in process.report.devices:
@@ -184,9 +196,9 @@ def _non_torch(owner: ProcessMemory, sample: DeviceSample | None) -> int | None:
 
 
 def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> DeviceLedger:
-    """Add up one device."""
-    held = allocated = 0
-    beyond: dict[int, int] = {}
+    """Compute the ledger of one device."""
+    reserved_sum = allocated = 0
+    non_torch_by_pid: dict[int, int] = {}
     reclaimable: list[int | None] = []
     non_torch: list[int | None] = []
     others: list[int | None] = []
@@ -197,40 +209,40 @@ def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> D
         if sample is None or reserved is None:
             others.append(used_bytes)
             continue
-        # An allocator that keeps no books of tensors (a pluggable one) still holds what it reserved: unsplit, it counts
-        # as allocated, since nothing shows that any of it could be given back.
+        # A pluggable allocator may not count tensors. All that it reserved then counts as allocated, because nothing
+        # shows that any of it can be released.
         cached = sample.reclaimable_bytes
         in_tensors = sample.allocated_bytes if sample.allocated_bytes is not None else reserved - (cached or 0)
-        held += reserved
+        reserved_sum += reserved
         allocated += in_tensors
         if in_tensors < reserved:
             reclaimable.append(cached)
-        over = None if used_bytes is None else used_bytes - reserved
-        non_torch.append(over)
-        if over is not None:
-            beyond[pid] = over
+        process_non_torch = None if used_bytes is None else used_bytes - reserved
+        non_torch.append(process_non_torch)
+        if process_non_torch is not None:
+            non_torch_by_pid[pid] = process_non_torch
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
-    returned, beyond_bytes, others_bytes = map(sum_of_known, (reclaimable, non_torch, others))
+    reclaimable_sum, non_torch_sum, others_sum = map(sum_of_known, (reclaimable, non_torch, others))
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
-        "torch_reclaimable": returned,
-        "torch_fragmented": held - allocated - (returned or 0),
-        "non_torch": None if device.processes is None else beyond_bytes,
-        "other_processes": None if device.processes is None else others_bytes,
+        "torch_reclaimable": reclaimable_sum,
+        "torch_fragmented": reserved_sum - allocated - (reclaimable_sum or 0),
+        "non_torch": None if device.processes is None else non_torch_sum,
+        "other_processes": None if device.processes is None else others_sum,
         "driver_reserved": memory.reserved_bytes,
-        "unattributed": used - held - (beyond_bytes or 0) - (others_bytes or 0),
+        "unattributed": used - reserved_sum - (non_torch_sum or 0) - (others_sum or 0),
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(device, memory.total_bytes, categories, beyond)
+    return DeviceLedger(device, memory.total_bytes, categories, non_torch_by_pid)
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:
-    """The sum of those that are known; None where there are parts and none of them is: 0 would be a figure."""
+    """Return the sum of the known parts; None if there are parts and all are unknown, because 0 would be a value."""
     known = [part for part in parts if part is not None]
     return sum(known) if known or not parts else None
 
 
 def _owners(device: DeviceReading, samples: _Samples) -> Sequence[ProcessMemory]:
-    """The processes on the device: those that the driver lists, or, where it lists none, those that report."""
+    """Return the processes that the driver lists on the device, or those that report if the list is unknown."""
     return device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]

@@ -1,16 +1,16 @@
-"""The one rule by which a process is called: on the metrics page, in the documents, and in an action's target.
+"""Names of processes on the metrics page, in JSON documents and in the targets of actions.
 
-Prometheus refuses a whole page for one doubled series, and an action must reach the process that its caller saw, so a
-name stands for one process, always:
+A name always identifies one process. Prometheus rejects a page with a duplicate series, and an action must reach the
+process that the caller saw. The rules:
 
-- The driver's own pids come first. A reporter whose host pid is known is called by it. If two are (the pid was used
-  again and the first has not yet expired), the one that reported last is meant and the other left out: it can no longer
-  be alive. So is a reporter whose pid belongs, by the host's word, to a process that began later.
-- A reporter whose host pid cannot be known is called by its own. If that pid is also another's here, of the driver's or
-  of a reporter in another PID namespace (in containers, everybody is pid 1), it is called `pid@namespace` instead, and
-  so is every other reporter in that position: none of them is lost, and none inherits the series of another.
+- The name of a reporter with a known host pid is that pid. If two reporters have the same host pid, the pid was reused
+  and the first reporter has not expired yet. The one that reported last gets the name, and the other is left out. A
+  reporter is also left out if the host shows that its pid belongs to a process that started later.
+- The name of a reporter without a known host pid is its own pid. That pid may also belong to a process of the driver's
+  list or to a reporter in another PID namespace (in a container, the first process has pid 1). Then the name of each
+  such reporter is `pid@namespace`, so no reporter is lost and none continues the series of another.
 
-A name is a text on the page and a number in JSON wherever it is one: 4711, or "1@4026532007". Pure.
+A name is text on the metrics page. In JSON it is a number if possible: 4711, or "1@4026532007".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["Names", "json_pid", "pid_order"]
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """What each reporter of a snapshot is called, in the order of `pid_order`. Each name and each process once."""
+    """The names of the reporters of a snapshot, in the order of `pid_order`; each name and each process once."""
 
     reporting: tuple[tuple[str, ReportingProcess], ...]
     silent: tuple[tuple[str, SilentReporter], ...]
@@ -57,23 +57,23 @@ class Names:
         )
 
     def name_of(self, key: ProcessKey) -> str | None:
-        """What a reporting process is called; None for one that is left out or not there."""
+        """Return the name of a reporting process; None if it is left out or unknown."""
         return next((name for name, process in self.reporting if process.key == key), None)
 
 
 def pid_order(pid: str) -> tuple[int, int]:
-    """Sorts names by number, those with a namespace after the plain one."""
+    """Return a sort key for a name: by pid, then a plain pid before `pid@namespace`."""
     number, _, namespace = pid.partition("@")
     return int(number), int(namespace or -1)
 
 
 def json_pid(pid: str) -> int | str:
-    """A name as JSON has it: a number where it is one."""
+    """Return a name as a JSON value: a number if possible."""
     return int(pid) if pid.isdecimal() else pid
 
 
 def _replaced(reporter: ReportingProcess | SilentReporter, node: NodeReading | None) -> bool:
-    """The host has shown a later process under its pid."""
+    """Return whether the host shows a process that started later under the reporter's pid."""
     if node is None or reporter.host_pid is None:
         return False
     facts = node.facts.get(reporter.host_pid)
@@ -81,7 +81,7 @@ def _replaced(reporter: ReportingProcess | SilentReporter, node: NodeReading | N
 
 
 def _ambiguous_pids(reporters: Iterable[ReportingProcess | SilentReporter], node: NodeReading | None) -> frozenset[int]:
-    """The pids that a reporter with no known host pid cannot be called by alone."""
+    """Return the pids that need a namespace in the name of a reporter without a known host pid."""
     namespaces: dict[int, set[int]] = {}
     hosts: set[int] = set()
     for reporter in reporters:

@@ -1,4 +1,4 @@
-"""How far the plan of a job is from what the job takes. Pure."""
+"""The difference between the planned and the measured peak of a job."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from gpumem_exporter.wire.protocol import DeviceSample
 __all__ = ["FULL_STEPS", "plan_error_ratio"]
 
 FULL_STEPS = 2
-"""After so many steps a training has reached its peak: optimizers make their state in the first, so the second is the
-first in which all is there."""
+"""The number of steps after which a training has reached its peak. Optimizers create their state in the first step, so
+the second step is the first with all memory in use."""
 
 
 def plan_error_ratio(sample: DeviceSample, step: int | None) -> float | None:
-    """Planned reserved peak / measured one − 1: 0.05 is 5 % too much planned, −0.05 is 5 % too little.
+    """Return planned reserved peak / measured reserved peak − 1: 0.05 means that the plan is 5 % too high.
 
-    The measured peak is since whoever last reset it. A reset begins it at what is reserved then, cache included, so
-    the error stays as it is unless the cache was emptied, too.
+    The measured peak is the highest value since the last reset. A reset sets it to the bytes reserved at that time,
+    including the cache, so the ratio changes only if the cache was emptied as well.
 
     Args:
-        sample: of one device.
-        step: how many steps had ended when it was taken.
+        sample: the sample of one device.
+        step: the number of steps completed at the time of the sample.
 
     Returns:
-        None without a plan, without a measured peak, and until the peak can have been reached; so also where steps are
-        not counted.
+        None without a plan, without a measured peak, before `FULL_STEPS` steps, and where steps are not counted.
     """
     planned, measured = sample.planned_reserved_peak_bytes, sample.reserved_peak_bytes
     if planned is None or not measured or step is None or step < FULL_STEPS:

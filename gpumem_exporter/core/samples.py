@@ -1,7 +1,7 @@
-"""The exporter's inner vocabulary: what the driver said, what the host says of a process, what a process reported.
+"""The exporter's data types: readings of the driver, facts of the host, and reports of processes.
 
-Everything here is frozen and trusted: it was validated where it came in. Bytes are bytes, `*_seconds` are seconds on
-the exporter's monotonic clock unless the name says `unix`, and None means "cannot be known".
+All values are validated where they enter the exporter, and the types are frozen. `*_seconds` are seconds on the
+exporter's monotonic clock unless the name contains `unix`. None means that a value cannot be known.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """One device's frame buffer, from one `nvmlDeviceGetMemoryInfo_v2` call: total = used + free + reserved."""
+    """The frame buffer of one device, from one `nvmlDeviceGetMemoryInfo_v2` call: total = used + free + reserved."""
 
     total_bytes: int
     used_bytes: int
     free_bytes: int
     reserved_bytes: int | None
-    """Held back by driver and firmware; None where only the v1 call exists, whose `used` includes it."""
+    """Reserved by driver and firmware; None where only the v1 call exists, whose `used` includes these bytes."""
     of_host: bool = False
-    """The device has no memory of its own: this is the host's, as /proc/meminfo gives it."""
+    """The values are those of the host (/proc/meminfo), because the device has no memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """One process on one device, as the driver lists it."""
+    """One process in the driver's list of a device."""
 
     pid: int
-    """In the host's PID namespace: the driver knows no other."""
+    """The pid in the host's PID namespace, which is the only one that the driver uses."""
     used_bytes: int | None
-    """None where the driver answers NVML_VALUE_NOT_AVAILABLE."""
+    """None where the driver returns NVML_VALUE_NOT_AVAILABLE."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReading:
-    """One device at one poll. A lost device keeps its identity and has no figures."""
+    """One device in one poll. A lost device keeps its identity and has no values."""
 
     gpu: str
     """NVML index; `parent:instance` for a MIG device."""
@@ -62,25 +62,25 @@ class DeviceReading:
     parent_uuid: str = ""
     memory: DeviceMemory | None = None
     processes: tuple[ProcessMemory, ...] | None = None
-    """None when the list could not be read; empty when it is empty."""
+    """None if the list could not be read; empty if there are no processes."""
     utilization_ratio: float | None = None
     error: str = ""
-    """Why the device cannot be read; empty while it can."""
+    """Why the device cannot be read; empty if it can be read."""
 
     @property
     def up(self) -> bool:
-        """The driver answers for this device."""
+        """Whether the driver answers for this device."""
         return not self.error
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessFacts:
-    """What the host says of one process: /proc, not the driver and not the process itself."""
+    """The host's description of one process, from /proc."""
 
     pid: int
     start_time_ticks: int
     command: str = ""
-    """Program and script, never arguments: those carry secrets."""
+    """Program and script, without arguments, which may contain secrets."""
     user: str = ""
     container_id: str = ""
     k8s_namespace: str = ""
@@ -93,26 +93,25 @@ class ProcessFacts:
 
 @dataclass(frozen=True, slots=True)
 class NodeReading:
-    """One poll of the driver, whole."""
+    """One poll of the driver."""
 
     taken_seconds: float
-    """Monotonic, when the poll ended."""
+    """When the poll ended, on the monotonic clock."""
     taken_unix_seconds: float
     duration_seconds: float
     up: bool
-    """NVML is initialised and answers."""
+    """NVML is initialized and answers."""
     error: str = ""
-    """Why it does not; empty while it does."""
+    """Why NVML does not answer; empty if it does."""
     driver_version: str = ""
     devices: tuple[DeviceReading, ...] = ()
     facts: Mapping[int, ProcessFacts] = field(default_factory=dict)
-    """By host pid, for the processes on the devices that the host still shows."""
+    """By host pid, for the processes on the devices that still exist in /proc."""
 
-    def lists(self, process: ReportingProcess | SilentReporter) -> bool:
-        """What the driver lists under a reporter's host pid is that very process, for all that the host says.
+    def pid_belongs_to(self, process: ReportingProcess | SilentReporter) -> bool:
+        """Return whether the reporter's host pid in this reading belongs to the reporter's process.
 
-        It is not where the pid had another process when the driver was asked: one that died before the reporter's
-        began, or one that began after the reporter's died.
+        It does not if the pid was reused: the start times differ. An unknown start time counts as equal.
         """
         facts = self.facts.get(process.host_pid) if process.host_pid is not None else None
         return (
@@ -121,7 +120,7 @@ class NodeReading:
 
 
 class ProcessKey(NamedTuple):
-    """Which slot of the store a reporter fills: a pid is one process at a time within its PID namespace."""
+    """The key of a reporter in the store: a pid identifies one process at a time within its PID namespace."""
 
     pid_namespace: int
     pid: int
@@ -129,34 +128,34 @@ class ProcessKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReportingProcess:
-    """A process that reports, and its last report."""
+    """A process that reports, with its last report."""
 
     key: ProcessKey
     host_pid: int | None
-    """Its pid as the driver sees it; None when it cannot be known."""
+    """The pid in the driver's list; None if it cannot be known."""
     report: Report
     received_seconds: float
     received_unix_seconds: float
 
     @property
     def start_time_ticks(self) -> int:
-        """When the process began, in clock ticks after boot: tells it from a later one with the same pid."""
+        """The process start time in clock ticks after boot; differs for a later process with the same pid."""
         return self.report.process.start_time_ticks
 
     @property
     def label_pid(self) -> str:
-        """The driver's pid where it is known, else its own: its name unless another has it too (see `core.naming`)."""
+        """The host pid if it is known, otherwise the process' own pid. See `core.naming` for ambiguous pids."""
         return str(self.host_pid if self.host_pid is not None else self.key.pid)
 
     @property
     def sampled_seconds(self) -> float:
-        """When its sample was taken, on the exporter's monotonic clock (transport delay not taken off)."""
+        """When the sample was taken, on the exporter's monotonic clock; the transport delay is not subtracted."""
         return self.received_seconds - self.report.sample_age_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class SilentReporter:
-    """A reporter that fell silent while its process, for all that is known, lives on."""
+    """A reporter that stopped reporting while its process may still run."""
 
     key: ProcessKey
     host_pid: int | None
@@ -167,35 +166,35 @@ class SilentReporter:
 
     @property
     def label_pid(self) -> str:
-        """As `ReportingProcess.label_pid`."""
+        """The same as `ReportingProcess.label_pid`."""
         return str(self.host_pid if self.host_pid is not None else self.key.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class LastOom:
-    """The last out-of-memory error of a process on a device, with the figures of that moment.
+    """The last out-of-memory error of a process on a device, with the values at that time.
 
-    What happened, not what is: it outlives its process, and its names are those of that time.
+    The record outlives the process, and its labels keep the values that they had at the time of the error.
     """
 
     gpu: str
-    """NVML index; empty where that was not known."""
+    """NVML index; empty if it was unknown."""
     uuid: str
     pid: str
-    """As `core.naming` called the process."""
+    """The name of the process by `core.naming`."""
     workload: str
     rank: str
     session: str
-    """Whose error it is; with `number` it tells one that is told again from another."""
+    """The reporter's session; together with `number` it identifies the error if it is reported twice."""
     number: int
-    """Counts the session's errors."""
+    """The number of the error within the session."""
     happened_seconds: float
     happened_unix_seconds: float
     requested_bytes: int | None = None
-    """What the allocator asked the driver for."""
+    """The size of the allocator's request to the driver."""
     device_free_bytes: int | None = None
     limit_bytes: int | None = None
-    """The device's memory, or what the process' memory fraction leaves of it."""
+    """The memory of the device, or the process' memory fraction of it."""
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     reclaimable_bytes: int | None = None
@@ -204,12 +203,12 @@ class LastOom:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that is known at one moment. Whatever shows something is given one of these and asks nothing else."""
+    """The state of the node at one time. Everything that displays or exports reads only a snapshot."""
 
     taken_seconds: float
     node: NodeReading | None
-    """The last poll; None before the first, and once the last is too old to be true."""
+    """The last poll; None before the first poll, and if the last poll has expired."""
     processes: tuple[ReportingProcess, ...] = ()
     silent: tuple[SilentReporter, ...] = ()
     ooms: tuple[LastOom, ...] = ()
-    """Those of the last hour, one a process and device, in no order."""
+    """The errors of the last hour, one for each process and device, in no order."""

@@ -1,4 +1,4 @@
-"""After which step several ranks can act together, and how long that takes. Pure."""
+"""The step at which several ranks can act together, and the time until that step."""
 
 from __future__ import annotations
 
@@ -6,40 +6,40 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-__all__ = ["Pace", "seconds_to_end", "step_ahead"]
+__all__ = ["StepRate", "first_common_step", "seconds_until_step_ends"]
 
 _LEAD_STEPS = 2
-"""However long a step takes, this many lie between what a rank has said and where it acts."""
+"""The minimum number of steps between the last report of a rank and the step at which it acts."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
-    """How far a rank has come, and how fast it goes."""
+class StepRate:
+    """The progress of a rank and the duration of its steps."""
 
     step: int
-    """Steps that it has ended, as it said last."""
+    """The number of completed steps in the last report."""
     step_seconds: float
-    """How long a step takes it; over 0."""
+    """The duration of a step; greater than 0."""
     since_seconds: float
-    """How long ago it said so."""
+    """The age of the last report."""
 
 
-def step_ahead(paces: Iterable[Pace], lead_seconds: float) -> int:
-    """The first step that no rank, going on as it does, ends within `lead_seconds` from now.
+def first_common_step(rates: Iterable[StepRate], lead_seconds: float) -> int:
+    """Return the first step that no rank completes within `lead_seconds` at its current rate.
 
     Raises:
-        ValueError: there is no rank.
+        ValueError: `rates` is empty.
     """
     return max(
-        pace.step + max(math.ceil((pace.since_seconds + lead_seconds) / pace.step_seconds), _LEAD_STEPS)
-        for pace in paces
+        rate.step + max(math.ceil((rate.since_seconds + lead_seconds) / rate.step_seconds), _LEAD_STEPS)
+        for rate in rates
     )
 
 
-def seconds_to_end(paces: Iterable[Pace], step: int) -> float:
-    """In how many seconds the last rank, going on as it does, ends this step.
+def seconds_until_step_ends(rates: Iterable[StepRate], step: int) -> float:
+    """Return the seconds until the slowest rank completes a step at its current rate.
 
     Raises:
-        ValueError: there is no rank.
+        ValueError: `rates` is empty.
     """
-    return max((step - pace.step) * pace.step_seconds - pace.since_seconds for pace in paces)
+    return max((step - rate.step) * rate.step_seconds - rate.since_seconds for rate in rates)

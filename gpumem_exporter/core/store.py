@@ -1,6 +1,7 @@
-"""The one place where what is known is kept. Two write to it, the poller and the report route; readers take a snapshot.
+"""The store of the last driver reading and of each process' last report.
 
-Thread-safe: the poller writes from its thread, everything else from the event loop. No method blocks or does I/O.
+The poller and the report route write to it; readers take a snapshot. The store is thread-safe: the poller writes from
+its thread, everything else from the event loop. No method does I/O.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class _Entry:
 
 
 class Store:
-    """What the driver last said and what each process last reported.
+    """The last reading of the driver and the last report of each process.
 
     Args:
-        report_expiry_seconds: a reporter silent for longer is no longer believed; its series go.
-        reading_expiry_seconds: a poll older than this is no longer shown.
-        max_processes: how many reporters are kept at most, silent ones not counted.
+        report_expiry_seconds: the age at which a report expires; its process then counts as silent.
+        reading_expiry_seconds: the age at which a reading of the driver expires.
+        max_processes: the most reporters to keep, not counting silent ones.
     """
 
     def __init__(self, *, report_expiry_seconds: float, reading_expiry_seconds: float, max_processes: int) -> None:
@@ -43,62 +44,62 @@ class Store:
         self._ooms = LastOoms()
 
     def put_reading(self, reading: NodeReading) -> None:
-        """Take a poll of the driver; called by the poller's thread."""
+        """Store a reading of the driver; called by the poller's thread."""
         with self._lock:
             self._node = reading
 
     def put_report(
         self, report: Report, *, host_pid: int | None, now_seconds: float, now_unix_seconds: float
     ) -> ReportingProcess:
-        """Take a report and return the process as it is now known.
+        """Store a report and return its process.
 
-        A report that was overtaken by a newer one of the same session changes nothing. Of devices that the driver does
-        not have nothing is taken: their memory belongs to no ledger.
+        A report older than the stored one of the same session changes nothing. Samples of devices that the driver does
+        not have are dropped, because they belong to no ledger.
 
         Raises:
-            ReporterSupersededError: a later session speaks for this process.
-            TooManyProcessesError: there is no room for another process.
-            UnknownDeviceError: the driver is up and has none of its devices.
+            ReporterSupersededError: a later session represents this process.
+            TooManyProcessesError: `max_processes` is reached.
+            UnknownDeviceError: the driver is up and has none of the devices in the report.
         """
         identity = report.process
         key = ProcessKey(identity.pid_namespace, identity.pid)
         with self._lock:
             self._expire(now_seconds)
-            report = self._of_known_devices(report)
+            report = self._without_unknown_devices(report)
             entry = self._entries.get(key)
             if entry is None:
                 if len(self._entries) >= self.max_processes:
                     raise TooManyProcessesError(
-                        f"{len(self._entries)} processes report already; raise --report.max-processes to take more"
+                        f"{len(self._entries)} processes report already; raise --report.max-processes to accept more"
                     )
             elif entry.process.report.process.session == identity.session:
                 if report.sequence <= entry.newest_sequence:
                     return entry.process
             elif _seniority(identity) < _seniority(entry.process.report.process):
-                raise ReporterSupersededError(f"another reporter speaks for pid {identity.pid} since")
+                raise ReporterSupersededError(f"a newer reporter represents pid {identity.pid}")
             process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
             self._entries[key] = _Entry(process, report.sequence)
             self._silent.pop(key, None)
             return process
 
     def put_ooms(self, ooms: Iterable[LastOom]) -> None:
-        """Take out-of-memory errors as they become known: shown for an hour, whatever becomes of their processes."""
+        """Store new out-of-memory errors, which stay in snapshots for an hour, also after their processes exit."""
         with self._lock:
             self._ooms.put(ooms)
 
-    def recall_ooms(self, ooms: Iterable[LastOom]) -> None:
-        """Take those that were kept before the exporter was started."""
+    def restore_ooms(self, ooms: Iterable[LastOom]) -> None:
+        """Restore the out-of-memory errors that an earlier run of the exporter stored."""
         with self._lock:
-            self._ooms.recall(ooms)
+            self._ooms.restore(ooms)
 
     def forget(self, key: ProcessKey) -> None:
-        """Drop a process that has gone, or said that it goes; unknown keys are fine."""
+        """Remove a process that exited or stopped its reporter; an unknown key is ignored."""
         with self._lock:
             self._entries.pop(key, None)
             self._silent.pop(key, None)
 
     def snapshot(self, now_seconds: float) -> Snapshot:
-        """All that is known and still believed at this moment."""
+        """Return the current state without expired data."""
         with self._lock:
             self._expire(now_seconds)
             node = self._node
@@ -113,7 +114,7 @@ class Store:
             )
 
     def find(self, key: ProcessKey) -> ReportingProcess | None:
-        """The process as last reported, however old the report."""
+        """Return the process with its last report, whatever the age of the report; None if unknown."""
         entry = self._entries.get(key)
         return entry.process if entry else None
 
@@ -137,13 +138,13 @@ class Store:
             while len(self._silent) > self.max_processes:
                 self._silent.pop(next(iter(self._silent)))
 
-    def _of_known_devices(self, report: Report) -> Report:
+    def _without_unknown_devices(self, report: Report) -> Report:
         node = self._node
         if node is None or not node.up:
             return report
         known = {device.uuid for device in node.devices}
         if "" in known:
-            return report  # a device that was lost before it could be named here may be the one that is meant
+            return report  # the report may be about a device that was lost before its uuid was read
         devices = tuple(sample for sample in report.devices if sample.uuid in known)
         if len(devices) == len(report.devices):
             return report
@@ -153,5 +154,5 @@ class Store:
 
 
 def _seniority(identity: ProcessIdentity) -> tuple[int, float]:
-    """Of two sessions in one pid: the younger process wins, then the younger reporter."""
+    """Return a sort key for two sessions of one pid: the later process comes last, then the later reporter."""
     return (identity.start_time_ticks, identity.session_started_seconds)

@@ -1,4 +1,4 @@
-"""A simulated GPU: how much of its memory is taken, and how busy it is."""
+"""A simulated GPU: its memory and its utilization."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ MIB = 1 << 20
 
 
 class SimulatedDevice:
-    """One device; processes take memory from it and give it back. The simulation's lock guards every call.
+    """One device, from which processes allocate memory. The caller holds the simulation's lock.
 
     Args:
-        identity: what the driver calls it.
-        total_bytes: its frame buffer.
-        reserved_bytes: what driver and firmware hold back of it.
+        identity: the driver's description of the device.
+        total_bytes: the size of the frame buffer.
+        reserved_bytes: the bytes reserved by driver and firmware.
     """
 
     def __init__(self, identity: DeviceIdentity, *, total_bytes: int, reserved_bytes: int) -> None:
@@ -30,29 +30,29 @@ class SimulatedDevice:
 
     @property
     def usable_bytes(self) -> int:
-        """What programs can have of it: `cudaMemGetInfo`'s total."""
+        """The bytes available to programs: the total of `cudaMemGetInfo`."""
         return self.total_bytes - self.reserved_bytes
 
     @property
     def memory(self) -> DeviceMemory:
-        """As `nvmlDeviceGetMemoryInfo_v2` would say it."""
+        """The result of `nvmlDeviceGetMemoryInfo_v2`."""
         used_bytes = self.usable_bytes - self.free_bytes
         return DeviceMemory(self.total_bytes, used_bytes, self.free_bytes, self.reserved_bytes)
 
-    def take(self, size_bytes: int) -> bool:
-        """Take memory; False, and nothing taken, when there is not enough."""
+    def allocate(self, size_bytes: int) -> bool:
+        """Allocate memory; returns False if there is not enough."""
         if size_bytes > self.free_bytes:
             return False
         self.free_bytes -= size_bytes
         return True
 
-    def give(self, size_bytes: int) -> None:
-        """Give memory back."""
+    def free(self, size_bytes: int) -> None:
+        """Release memory."""
         self.free_bytes += size_bytes
 
 
 def build_devices(rng: Random) -> tuple[SimulatedDevice, ...]:
-    """Eight devices as one node has them: seven of one model, and one that was added later."""
+    """Create the eight devices of the node: seven of one model, and one of another model."""
     devices = []
     for index in range(8):
         digits = f"{rng.getrandbits(128):032x}"

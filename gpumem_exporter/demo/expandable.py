@@ -1,9 +1,9 @@
-"""The allocator model with `expandable_segments:True`: one stretch of addresses for each pool, backed page by page.
+"""The allocator model with `expandable_segments:True`: each pool has one address range that is mapped page by page.
 
-After `try_allocate_expandable_block`, `map_block` and `unmap_block` in `c10/cuda/CUDACachingAllocator.cpp`: pages of 2
-MiB (small pool) and 20 MiB (large pool) are mapped where a request needs them, and a flush unmaps every whole page that
-holds no live block. PyTorch counts neither segments nor inactive splits here, so those figures stay at zero. Rarely,
-where a request could grow into several gaps, PyTorch takes another one than this model.
+The model follows `try_allocate_expandable_block`, `map_block` and `unmap_block` in `c10/cuda/CUDACachingAllocator.cpp`.
+Pages of 2 MiB (small pool) and 20 MiB (large pool) are mapped where a request needs them. A flush unmaps every whole
+page without a live block. PyTorch counts no segments and no inactive splits in this mode, so those values stay 0. If a
+request fits in several gaps, PyTorch may in rare cases choose a different gap than this model.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from gpumem_exporter.core.allocator_model import (
     CachingAllocator,
     Driver,
     FreeList,
-    cut,
+    split_block,
 )
 
 __all__ = ["ExpandableAllocator"]
 
 ADDRESS_SPACE_BYTES = 1 << 40
-"""Addresses of a pool: beyond any device's memory, so that memory runs out first."""
+"""The size of a pool's address range, which is larger than the memory of any device."""
 
 
 class ExpandableAllocator(CachingAllocator):
     """The cache of one device in one process, with expandable segments.
 
     Args:
-        driver: where pages come from and go back to.
+        driver: provides the memory of the pages.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -44,7 +44,7 @@ class ExpandableAllocator(CachingAllocator):
 
     @property
     def reclaimable_bytes(self) -> int:
-        """What `empty_cache` would give back now: the whole pages inside free blocks."""
+        """The bytes that `empty_cache` would release now: the whole pages inside free blocks."""
         total_bytes = 0
         for pool in (self._small, self._large):
             for _, _, block in pool:
@@ -56,7 +56,7 @@ class ExpandableAllocator(CachingAllocator):
         pool = self._small if size_bytes <= SMALL_BYTES else self._large
         i = bisect_left(pool, (size_bytes,))
         if i < len(pool):
-            # A block that could grow counts as large as it could get.
+            # The size of a block that could grow includes the space into which it could grow.
             while i + 1 < len(pool) and _room_bytes(pool[i + 1][2]) < _room_bytes(pool[i][2]):
                 i += 1
             block = pool.pop(i)[2]
@@ -66,12 +66,12 @@ class ExpandableAllocator(CachingAllocator):
                 return None
             block = grown
         if block.size_bytes - size_bytes >= MIN_BLOCK_BYTES:
-            rest = cut(block, size_bytes)
+            rest = split_block(block, size_bytes)
             insort(pool, (rest.size_bytes, rest.address, rest))
         return block
 
     def _grow(self, pool: FreeList, size_bytes: int) -> Block | None:
-        """Map pages at the lowest address with enough room, behind the free block that may lie right before it."""
+        """Map pages at the lowest address with enough room, and extend a free block directly before them."""
         found = self._find_room(pool, size_bytes)
         if found is None:
             return None
@@ -94,14 +94,14 @@ class ExpandableAllocator(CachingAllocator):
         return None
 
     def _map(self, block: Block, size_bytes: int) -> bool:
-        """Back the beginning of an unmapped block with pages, and merge it with its free neighbours."""
+        """Map the start of an unmapped block, and merge it with its free neighbors."""
         page = self._page_bytes(block)
         mapped_bytes = -(-size_bytes // page) * page
         if not self._reserve(mapped_bytes):
             return False
         del self._unmapped[bisect_left(self._unmapped, (block.address,))]
         if mapped_bytes < block.size_bytes:
-            rest = cut(block, mapped_bytes, rest_mapped=False)
+            rest = split_block(block, mapped_bytes, rest_mapped=False)
             insort(self._unmapped, (rest.address, rest))
         block.mapped = True
         self._merge(block)
@@ -109,18 +109,18 @@ class ExpandableAllocator(CachingAllocator):
         return True
 
     def _unmap(self, block: Block) -> None:
-        """Give the whole pages inside a free block back; what is left of it at either end stays mapped."""
+        """Release the whole pages inside a free block; partial pages at either end stay mapped."""
         start, end = self._whole_pages(block)
         if start >= end:
             return
         pool = block.pool
         del pool[bisect_left(pool, (block.size_bytes, block.address))]
         if block.address < start:
-            inner = cut(block, start - block.address)
+            inner = split_block(block, start - block.address)
             insort(pool, (block.size_bytes, block.address, block))
             block = inner
         if block.address + block.size_bytes > end:
-            tail = cut(block, end - block.address)
+            tail = split_block(block, end - block.address)
             insort(pool, (tail.size_bytes, tail.address, tail))
         block.mapped = False
         self._release(block.size_bytes)
@@ -128,7 +128,7 @@ class ExpandableAllocator(CachingAllocator):
         insort(self._unmapped, (block.address, block))
 
     def _return(self, block: Block) -> None:
-        self.figures.active_bytes -= block.size_bytes
+        self.statistics.active_bytes -= block.size_bytes
         block.used = False
         self._merge(block)
         insort(block.pool, (block.size_bytes, block.address, block))
@@ -140,8 +140,8 @@ class ExpandableAllocator(CachingAllocator):
             del self._unmapped[bisect_left(self._unmapped, (block.address,))]
 
     def _flush(self) -> None:
-        self.settle()
-        self.figures.cache_flushes += 1
+        self.finish_other_streams()
+        self.statistics.cache_flushes += 1
         for pool in (self._small, self._large):
             for _, _, block in tuple(pool):
                 self._unmap(block)
@@ -150,7 +150,7 @@ class ExpandableAllocator(CachingAllocator):
         return SMALL_SEGMENT_BYTES if block.pool is self._small else LARGE_SEGMENT_BYTES
 
     def _whole_pages(self, block: Block) -> tuple[int, int]:
-        """Where the whole pages inside a block begin and end; no page when the end is not behind the beginning."""
+        """Return the start and end of the whole pages inside a block; there is none if end <= start."""
         page = self._page_bytes(block)
         base = block.address // ADDRESS_SPACE_BYTES * ADDRESS_SPACE_BYTES
         start = base + -(-(block.address - base) // page) * page

@@ -1,4 +1,4 @@
-"""The demo as a whole: the simulation, what it looks like to the exporter, and the threads that keep it going."""
+"""The demo node: the simulation, its driver and host interfaces, and its threads."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from gpumem_exporter.demo.host import DemoHost
 from gpumem_exporter.demo.provider import DemoProvider
 from gpumem_exporter.demo.reporter import SimulatedReporter
-from gpumem_exporter.demo.roster import ROSTER, Workload
 from gpumem_exporter.demo.simulation import TICK_SECONDS, Simulation
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 
 __all__ = ["DemoNode"]
 
@@ -18,21 +18,21 @@ __all__ = ["DemoNode"]
 class DemoNode:
     """A simulated node whose processes report to an exporter over HTTP.
 
-    `provider` and `host` work from the beginning; the processes live and report between `start` and `stop`.
+    `provider` and `host` work immediately. The processes run and report between `start` and `stop`.
 
     Args:
-        seed: the same seed gives the same node.
-        clock: monotonic, seconds.
-        roster: what runs on it.
+        seed: the same seed creates the same node.
+        clock: monotonic seconds.
+        workloads: the workloads of the node.
     """
 
     def __init__(
         self,
         seed: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        roster: Sequence[Workload] = ROSTER,
+        workloads: Sequence[Workload] = DEMO_WORKLOADS,
     ) -> None:
-        self.simulation = Simulation(seed, clock(), roster)
+        self.simulation = Simulation(seed, clock(), workloads)
         self.provider = DemoProvider(self.simulation)
         self.host = DemoHost(self.simulation)
         self._clock = clock
@@ -41,25 +41,25 @@ class DemoNode:
         self._reporters: dict[int, SimulatedReporter] = {}
 
     def start(self, exporter_url: str, *, report_token: str | None = None) -> None:
-        """Let time pass and the processes report. Returns at once; the exporter need not be there yet.
+        """Start the simulation and the reporters. The exporter may start later.
 
         Args:
             exporter_url: `http://host:port` or `unix:///path`.
-            report_token: what the exporter wants to see in reports, where it wants one.
+            report_token: the token for reports, if the exporter requires one.
 
         Raises:
-            ConfigurationError: the URL is neither of the two forms.
-            RuntimeError: the node was started before.
+            ConfigurationError: the URL has neither of the two forms.
+            RuntimeError: the node was already started.
         """
         if self._thread is not None:
-            raise RuntimeError("the demo node was started before")
+            raise RuntimeError("the demo node was already started")
         headers = {} if report_token is None else {"Authorization": f"Bearer {report_token}"}
         self._thread = threading.Thread(target=self._run, args=(exporter_url, headers), name="gpumem-demo", daemon=True)
         self._match_reporters(exporter_url, headers)
         self._thread.start()
 
     def stop(self, timeout_seconds: float = 5.0) -> None:
-        """End all threads; returns after `timeout_seconds` at the latest. Stopping twice is fine."""
+        """Stop all threads and wait at most `timeout_seconds`; may be called again."""
         deadline = time.monotonic() + timeout_seconds
         self._stopping.set()
         if self._thread is not None:
@@ -75,7 +75,7 @@ class DemoNode:
             self._match_reporters(exporter_url, headers)
 
     def _match_reporters(self, exporter_url: str, headers: dict[str, str]) -> None:
-        """Start a reporter for each new process, and forget those that have ended, as they do with their process."""
+        """Start a reporter for each new process, and drop the reporters that ended with their process."""
         with self.simulation.lock:
             processes = {process.pid: process for process in self.simulation.processes() if process.reports}
         for pid in [pid for pid in self._reporters if pid not in processes]:

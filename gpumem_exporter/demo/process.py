@@ -1,6 +1,6 @@
-"""A simulated PyTorch process: what it holds on its devices, what it reports, and how it runs a command.
+"""A simulated PyTorch process: its memory, its reports and its commands.
 
-The simulation's lock guards every call.
+Callers hold the simulation's lock.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.plan import with_plan
 from gpumem_exporter.core.allocator_model import CachingAllocator, SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
+from gpumem_exporter.demo.command_timing import CommandTiming
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.expandable import ExpandableAllocator
-from gpumem_exporter.demo.moments import Moments
 from gpumem_exporter.demo.slot import DeviceSlot, Tensor
 from gpumem_exporter.wire.protocol import MODES, Command, CommandResult, OutOfMemory, ProcessIdentity, Reply, Report
 
@@ -29,15 +29,15 @@ REMEMBERED_RESULTS = 64
 
 
 class SimulatedProcess:
-    """One process and all that it holds.
+    """One process and its memory.
 
     Args:
-        identity: what it tells of itself when it reports.
-        facts: what the host says of it.
-        devices: the devices it uses, in the order in which its program numbers them.
-        reports: it has a reporter.
-        rng: its program's source of chance.
-        clock: the simulation's time, in seconds.
+        identity: the process' description in its reports.
+        facts: the host's description of the process.
+        devices: the devices of the process, in the order of its CUDA indexes.
+        reports: whether the process has a reporter.
+        rng: the random numbers of its program.
+        clock: the simulation's time in seconds.
     """
 
     def __init__(
@@ -60,57 +60,57 @@ class SimulatedProcess:
         self.planned_reserved_peak_bytes: int | None = None
         self.busy_ratio = 0.0
         self.garbage: list[Tensor] = []
-        """Tensors that only Python's garbage collector would find: they hang in reference cycles."""
+        """Tensors in reference cycles, which only Python's garbage collector frees."""
         expandable = "expandable_segments:True" in identity.allocator_settings
         kind = ExpandableAllocator if expandable else CachingAllocator
         self._slots = tuple(DeviceSlot(device, kind(device)) for device in devices)
-        # Its next report is never far away: an error need not hasten it.
+        # An error does not wake the reporter, because the next report follows within a second.
         self._ooms = OutOfMemoryLog(lambda: None, clock=clock)
         self._clock = clock
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
-        self._moments = Moments(ACTIONS, self.run, self._results.get, self._remember, clock=clock)
+        self._timing = CommandTiming(ACTIONS, self.run, self._results.get, self._remember, clock=clock)
 
-    # What its program does.
+    # Calls of its program.
 
     @property
     def step(self) -> int | None:
-        """How many training steps have ended; None where they are not counted."""
-        return self._moments.step
+        """The number of completed training steps; None if steps are not counted."""
+        return self._timing.step
 
     @step.setter
     def step(self, step: int | None) -> None:
-        self._moments.stepped(step)
+        self._timing.stepped(step)
 
     def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
-        """Take memory beside the allocator: the CUDA context, NCCL's buffers, another runtime's memory.
+        """Allocate memory outside the allocator: the CUDA context, NCCL's buffers, another runtime's memory.
 
         Raises:
-            SimulatedOutOfMemoryError: the device does not have it.
+            SimulatedOutOfMemoryError: the device does not have enough memory.
         """
         slot = self._slots[device]
-        if not slot.device.take(size_bytes):
-            raise SimulatedOutOfMemoryError(f"tried to take {size_bytes} bytes of the driver", size_bytes)
+        if not slot.device.allocate(size_bytes):
+            raise SimulatedOutOfMemoryError(f"tried to allocate {size_bytes} bytes from the driver", size_bytes)
         slot.non_torch_bytes += size_bytes
 
     def unload_libraries(self, size_bytes: int, *, device: int = 0) -> None:
-        """Give memory that `load_libraries` took back to the driver."""
+        """Release memory that `load_libraries` allocated."""
         slot = self._slots[device]
-        slot.device.give(size_bytes)
+        slot.device.free(size_bytes)
         slot.non_torch_bytes -= size_bytes
 
     def tensor(self, size_bytes: int, component: str = "", *, device: int = 0) -> Tensor:
-        """Make a tensor.
+        """Create a tensor.
 
         Args:
-            size_bytes: as the program asks for it.
-            component: what it is for, where the program tells its reporter: parameters, gradients, optimizer_state.
-            device: which of the process' devices.
+            size_bytes: the requested size.
+            component: the component that the program names: parameters, gradients, optimizer_state; empty for none.
+            device: the index among the process' devices.
 
         Raises:
-            SimulatedOutOfMemoryError: counted in `ooms`, and told in the next report; nothing is held.
+            SimulatedOutOfMemoryError: no memory is left; the error is counted in `ooms` and reported.
         """
         slot = self._slots[device]
-        self._moments.moved += 1
+        self._timing.allocation_changes += 1
         try:
             return slot.allocate(size_bytes, component)
         except SimulatedOutOfMemoryError as error:
@@ -118,7 +118,7 @@ class SimulatedProcess:
             raise
 
     def hold(self, count: int, size_bytes: int, component: str = "", *, device: int = 0) -> None:
-        """Make tensors that live as long as the process.
+        """Create tensors that live as long as the process.
 
         Raises:
             SimulatedOutOfMemoryError: as `tensor`.
@@ -126,15 +126,15 @@ class SimulatedProcess:
         for _ in range(count):
             self.tensor(size_bytes, component, device=device)
 
-    def free(self, tensors: list[Tensor], *, used_elsewhere: bool = False) -> None:
-        """Drop all tensors of a list, the newest first; the list is empty afterwards."""
-        self._moments.moved += bool(tensors)
+    def free(self, tensors: list[Tensor], *, used_by_other_stream: bool = False) -> None:
+        """Free all tensors of a list, the newest first, and empty the list."""
+        self._timing.allocation_changes += bool(tensors)
         while tensors:
             tensor = tensors.pop()
-            tensor.slot.free(tensor, used_elsewhere=used_elsewhere)
+            tensor.slot.free(tensor, used_by_other_stream=used_by_other_stream)
 
     def capture_graph(self, size_bytes: int, *, device: int = 0) -> None:
-        """Capture a CUDA graph that holds that much in its private pool.
+        """Capture a CUDA graph with `size_bytes` in its private pool.
 
         Raises:
             SimulatedOutOfMemoryError: as `tensor`.
@@ -147,52 +147,52 @@ class SimulatedProcess:
             raise
 
     def limit_memory(self, fraction: float, *, device: int = 0) -> None:
-        """`torch.cuda.set_per_process_memory_fraction`: what of a device its cache may reserve at most."""
+        """Limit the cache to a fraction of a device, as `torch.cuda.set_per_process_memory_fraction` does."""
         slot = self._slots[device]
         slot.allocator.limit_bytes = int(fraction * slot.device.usable_bytes)
 
     def empty_cache(self) -> int:
-        """`torch.cuda.empty_cache()`: every device of the process; returns the bytes given back."""
+        """Empty the caches of all devices, as `torch.cuda.empty_cache()` does, and return the released bytes."""
         return sum(slot.allocator.empty_cache() for slot in self._slots)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Name what the program does, so that its peak is known on each device: what is there at its begin counts."""
+        """Run a named phase and record its peak on each device; memory in use at its start counts."""
         for slot in self._slots:
-            slot.begin_phase(name)
+            slot.start_phase(name)
         try:
             yield
         finally:
             for slot in self._slots:
-                slot.begin_phase("")
+                slot.start_phase("")
 
     def end(self, *, crashed: bool) -> None:
-        """The process is gone: all that it held on its devices is free."""
+        """End the process and release its memory on all devices."""
         self.ended, self.crashed = True, crashed
         for slot in self._slots:
             slot.allocator.close()
-            slot.device.give(slot.non_torch_bytes)
+            slot.device.free(slot.non_torch_bytes)
 
-    # What others see of it.
+    # The view from outside.
 
     @property
     def pid(self) -> int:
-        """Its pid, the same for itself, for the host and for the driver."""
+        """The pid, which is the same in the process, on the host and in the driver's lists."""
         return self.identity.pid
 
     def used_bytes(self, device: SimulatedDevice) -> int | None:
-        """What it uses of a device, as the driver counts; None when it does not use the device at all."""
+        """Return the driver's value of the bytes used on a device; None if the process does not use the device."""
         for slot in self._slots:
             if slot.device is device:
-                return slot.non_torch_bytes + slot.allocator.figures.reserved_bytes
+                return slot.non_torch_bytes + slot.allocator.statistics.reserved_bytes
         return None
 
     def uses(self, device: SimulatedDevice) -> bool:
-        """The process holds memory on that device."""
+        """Return whether the process uses the device."""
         return any(slot.device is device for slot in self._slots)
 
     def report(self, sequence: int, results: Sequence[CommandResult], *, hold_seconds: float, final: bool) -> Report:
-        """What its reporter sends now; of a process that has ended there is nothing to measure."""
+        """Build the reporter's next report; after the process has ended, it has no samples."""
         samples = () if self.ended else tuple(slot.sample() for slot in self._slots)
         return Report(
             process=self.identity,
@@ -204,19 +204,19 @@ class SimulatedProcess:
             ooms=self._ooms.waiting(),
             actions=ACTIONS,
             modes=MODES,
-            waiting=self._moments.waiting.ids,
-            step_seconds=self._moments.step_seconds,
+            waiting=self._timing.waiting.ids,
+            step_seconds=self._timing.step_seconds,
             hold_seconds=hold_seconds,
             final=final,
         )
 
-    def answered(self, report: Report) -> None:
-        """The exporter has taken a report: the errors that it carried need not be told again."""
+    def acknowledge(self, report: Report) -> None:
+        """Record that the exporter accepted a report, so that its errors are not sent again."""
         self._ooms.reported(report.ooms)
 
-    def obey(self, reply: Reply) -> list[CommandResult]:
-        """Do what a reply asks, at once or at its moment; returns what has come of commands since the last one."""
-        waiting = self._moments.waiting
+    def run_commands(self, reply: Reply) -> list[CommandResult]:
+        """Run or queue the commands of a reply, and return the results since the last call."""
+        waiting = self._timing.waiting
         waiting.cancel(reply.cancelled)
         results = []
         for command in reply.commands:
@@ -228,7 +228,7 @@ class SimulatedProcess:
         return [*results, *waiting.take_results()]
 
     def run(self, command: Command) -> CommandResult:
-        """Run a command on the model; a command that was run before gives the same result again."""
+        """Run a command on the model; a repeated command returns the result of the first run."""
         known = self._results.get(command.id)
         if known is not None:
             return known
@@ -244,12 +244,12 @@ class SimulatedProcess:
         if self.ended:
             return CommandResult(command.id, "gone", "the process has ended")
         if command.action not in ACTIONS:
-            return CommandResult(command.id, "unsupported", f"the demo's processes do not know {command.action}")
+            return CommandResult(command.id, "unsupported", f"the demo's processes do not support {command.action}")
         if command.deadline_seconds <= 0:
-            return CommandResult(command.id, "expired", "the deadline had passed before the command came")
-        # As in torch, `empty_cache` and the garbage collector know no devices; what is told is of the devices meant.
+            return CommandResult(command.id, "expired", "the deadline had passed before the command arrived")
+        # As in torch, `empty_cache` and the garbage collector affect all devices; the result has only the target ones.
         slots = [slot for slot in self._slots if not command.uuids or slot.device.identity.uuid in command.uuids]
-        before = [slot.held() for slot in slots]
+        before = [slot.memory_use() for slot in slots]
         started = time.perf_counter()
         if command.collect_garbage or command.action == "collect_garbage":
             self.free(self.garbage)
@@ -259,14 +259,14 @@ class SimulatedProcess:
             for slot in slots:
                 slot.reset_peaks()
         duration_seconds = time.perf_counter() - started
-        devices = tuple(slot.compared(held) for slot, held in zip(slots, before, strict=True))
+        devices = tuple(slot.result_since(use) for slot, use in zip(slots, before, strict=True))
         return CommandResult(command.id, "done", duration_seconds=duration_seconds, devices=devices)
 
     def _note_oom(self, slot: DeviceSlot, error: SimulatedOutOfMemoryError) -> None:
         self._ooms.note(
             OutOfMemory(
                 uuid=slot.device.identity.uuid,
-                number=0,  # the log counts
+                number=0,  # the log assigns the number
                 requested_bytes=error.driver_bytes,
                 device_free_bytes=slot.device.free_bytes,
                 limit_bytes=slot.limit_bytes,

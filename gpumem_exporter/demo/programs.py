@@ -1,7 +1,8 @@
-"""What the demo's processes do: one generator a program, and each `yield` lets one tick of the simulation pass.
+"""The programs of the demo's processes that do not train; see `trainings` for the others.
 
-A program ends by returning; one that lets `SimulatedOutOfMemoryError` out has crashed. Whatever it needs to know of the
-world it gets from its process, so that the same seed always gives the same node. Those that train are in `trainings`.
+A program is a generator, and each `yield` ends one tick of the simulation. A program ends when it returns, and crashes
+if it raises `SimulatedOutOfMemoryError`. It uses only its process as a source of data and random numbers, so the same
+seed always creates the same node.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ GIB = 1 << 30
 
 
 def indexing_with_a_leak(process: SimulatedProcess) -> Iterator[None]:
-    """Keeps what is new in each batch, of which there is less and less, until no memory is left.
+    """Leaks the new items of each batch, which become fewer and fewer, until no memory is left.
 
-    What leaks hangs in reference cycles, and the program has switched Python's collector off, for speed: a collection
-    that somebody asks for gets it back.
+    The leaked tensors are in reference cycles, and the program has disabled Python's garbage collector for speed. The
+    action `collect_garbage` therefore frees them.
     """
     rng = process.rng
     process.busy_ratio = 0.55
@@ -48,13 +49,13 @@ def indexing_with_a_leak(process: SimulatedProcess) -> Iterator[None]:
             yield
     except SimulatedOutOfMemoryError:
         process.busy_ratio = 0.0
-        for _ in range(12):  # its traceback is written, which takes a while
+        for _ in range(12):  # writing the traceback takes a while
             yield
         raise
 
 
 def notebook(process: SimulatedProcess) -> Iterator[None]:
-    """Somebody's notebook: a cell now and then, and gigabytes of cache in between that nobody uses."""
+    """A notebook that rarely runs a cell and keeps gigabytes of unused cache in between."""
     rng = process.rng
     process.hold(20, 96 * MIB)
     sizes = [rng.randint(900, 2000) * MIB for _ in range(18)]
@@ -66,9 +67,9 @@ def notebook(process: SimulatedProcess) -> Iterator[None]:
             try:
                 experiment.extend(process.tensor(size_bytes) for size_bytes in sizes[left_out:])
             except SimulatedOutOfMemoryError:
-                process.busy_ratio = 0.0  # the cell shows its traceback, and the notebook lives on
+                process.busy_ratio = 0.0  # the cell shows its traceback, and the notebook continues
             yield
-            # Each run's result hangs in a reference cycle: the last traceback, an output cell.
+            # The result of each run is in a reference cycle: the last traceback, an output cell.
             process.garbage += experiment[-1:]
             process.free(experiment[:-1])
             process.free(process.garbage[:-3])
@@ -80,7 +81,7 @@ def notebook(process: SimulatedProcess) -> Iterator[None]:
 
 
 def inference_server(process: SimulatedProcess) -> Iterator[None]:
-    """Answers requests, few or many: each holds its own key-value cache for as long as it takes."""
+    """Answers a varying number of requests; each uses its own key-value cache while it runs."""
     rng = process.rng
     process.hold(24, 280 * MIB)
     running: list[tuple[int, list[Tensor]]] = []
@@ -93,7 +94,7 @@ def inference_server(process: SimulatedProcess) -> Iterator[None]:
                 try:
                     blocks = [process.tensor(rng.randint(32, 240) * MIB)]
                 except SimulatedOutOfMemoryError:
-                    break  # the request is turned away
+                    break  # the request is rejected
                 running.append((tick + rng.randint(3, 14), blocks))
         for entry in [entry for entry in running if entry[0] <= tick]:
             running.remove(entry)
@@ -103,7 +104,7 @@ def inference_server(process: SimulatedProcess) -> Iterator[None]:
 
 
 def embedding_server(process: SimulatedProcess) -> Iterator[None]:
-    """No torch and no reporter: a runtime of its own that loads and unloads models."""
+    """Loads and unloads models in another runtime, without torch and without a reporter."""
     rng = process.rng
     process.load_libraries(5 * GIB)
     while True:
@@ -119,7 +120,7 @@ def embedding_server(process: SimulatedProcess) -> Iterator[None]:
 
 
 def evaluation(process: SimulatedProcess) -> Iterator[None]:
-    """A job of a minute, over and over: each time another process."""
+    """Runs for about a minute; a new process repeats the job."""
     rng = process.rng
     process.busy_ratio = 0.75
     process.hold(16, 180 * MIB)
@@ -132,7 +133,7 @@ def evaluation(process: SimulatedProcess) -> Iterator[None]:
 
 
 def diffusion_server(process: SimulatedProcess) -> Iterator[None]:
-    """Replays captured CUDA graphs: what their private pools hold cannot be given back while they live."""
+    """Replays captured CUDA graphs, whose private pools cannot be released while the graphs exist."""
     rng = process.rng
     process.hold(24, 212 * MIB)
     for gigabytes in (1, 1, 2):

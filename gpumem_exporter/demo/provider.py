@@ -1,4 +1,4 @@
-"""The simulated node as a driver shows it."""
+"""The driver of the simulated node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DemoProvider"]
 
 
 class DemoProvider:
-    """A `gpumem_exporter.nvml.Provider` over the simulation. Any thread may call it; nothing blocks for long."""
+    """A `gpumem_exporter.nvml.Provider` for the simulation. Thread-safe; calls never block for long."""
 
     source = "demo"
 
@@ -20,24 +20,24 @@ class DemoProvider:
         self._simulation = simulation
 
     def open(self) -> None:
-        """There is nothing to initialise."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
     def release(self) -> None:
-        """There is nothing to let go of."""
+        """Do nothing."""
 
     def driver_version(self) -> str:
-        """A version that says what it is."""
+        """Return a version that is marked as simulated."""
         return "580.95.05-demo"
 
     def devices(self) -> tuple[DeviceIdentity, ...]:
-        """The simulated devices."""
+        """Return the simulated devices."""
         return tuple(device.identity for device in self._simulation.devices)
 
     def read_memory(self, uuid: str) -> DeviceMemory:
-        """One device's memory.
+        """Return the memory of a device.
 
         Raises:
             NvmlDeviceLostError: there is no such device.
@@ -46,7 +46,7 @@ class DemoProvider:
             return self._device(uuid).memory
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """The processes on one device.
+        """Return the processes on a device.
 
         Raises:
             NvmlDeviceLostError: there is no such device.
@@ -60,7 +60,7 @@ class DemoProvider:
             )
 
     def read_utilization_ratio(self, uuid: str) -> float:
-        """How busy one device is, 0 to 1.
+        """Return the utilization of a device, 0 to 1.
 
         Raises:
             NvmlDeviceLostError: there is no such device.

@@ -1,4 +1,4 @@
-"""A simulated process' reporter: one thread that speaks to the exporter as the real one does."""
+"""The reporter of a simulated process: a thread that reports to the exporter like the real one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ RETRY_SECONDS_MAX = 5.0
 
 
 class SimulatedReporter:
-    """Reports one simulated process until that ends, or until it is told to stop.
+    """Reports one simulated process until the process ends or `stop` is called.
 
     Args:
-        simulation: whose lock guards the process.
-        process: the process it speaks for.
+        simulation: provides the lock for the process.
+        process: the process to report.
         exporter_url: `http://host:port` or `unix:///path`.
-        headers: what every request carries beside its content type, such as a token.
-        clock: monotonic, seconds.
+        headers: additional headers of each request, such as a token.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -49,21 +49,21 @@ class SimulatedReporter:
         self._connection = Connection(exporter_url, timeout_seconds=ANSWER_MARGIN_SECONDS)
         self._stopping = threading.Event()
         self._sequence = 0
-        # Reports of all processes at the same moment would be a load that real nodes do not have.
+        # On a real node, the processes do not report all at the same time.
         self._hold_seconds = random.uniform(0.0, INTERVAL_SECONDS)  # noqa: S311 - spreads load
         self._thread = threading.Thread(target=self._run, name=f"gpumem-demo-{process.pid}", daemon=True)
 
     def start(self) -> None:
-        """Begin reporting."""
+        """Start to report."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask it to end soon; `join` waits for that. Any thread may call this, and again."""
+        """Request the end of the thread; `join` waits for it. Thread-safe, and may be called again."""
         self._stopping.set()
         self._connection.interrupt()
 
     def join(self, timeout_seconds: float) -> bool:
-        """Wait for the end; False when it did not come in time."""
+        """Wait for the end of the thread; returns False after a timeout."""
         self._thread.join(timeout_seconds)
         return not self._thread.is_alive()
 
@@ -72,7 +72,7 @@ class SimulatedReporter:
         retry_seconds = RETRY_SECONDS_MIN
         try:
             while not self._stopping.is_set() and not self.process.ended:
-                begun = self._clock()
+                started = self._clock()
                 try:
                     reply = self._report(results)
                 except (ExporterError, WireError):
@@ -81,13 +81,13 @@ class SimulatedReporter:
                     continue
                 retry_seconds = RETRY_SECONDS_MIN
                 with self._simulation.lock:
-                    results = self.process.obey(reply)
-                due_seconds = begun + self._hold_seconds
+                    results = self.process.run_commands(reply)
+                due_seconds = started + self._hold_seconds
                 self._hold_seconds = reply.report_interval_seconds
                 if not results and not reply.commands:
                     self._stopping.wait(max(0.0, due_seconds - self._clock()))
             if self.process.ended and not self.process.crashed and not self._stopping.is_set():
-                self._say_goodbye(results)
+                self._send_final_report(results)
         finally:
             self._connection.close()
 
@@ -95,8 +95,8 @@ class SimulatedReporter:
         """Post a report and read the reply.
 
         Raises:
-            ExporterError: there is no exporter, or it refused.
-            WireError: its reply makes no sense.
+            ExporterError: the exporter cannot be reached, or it answers with an error.
+            WireError: the reply is not valid.
         """
         self._sequence += 1
         hold_seconds = 0.0 if final else self._hold_seconds
@@ -116,11 +116,11 @@ class SimulatedReporter:
         except ValueError as error:
             raise WireError(f"the reply is not JSON: {error}") from error
         with self._simulation.lock:
-            self.process.answered(report)
+            self.process.acknowledge(report)
         return reply
 
-    def _say_goodbye(self, results: Sequence[CommandResult]) -> None:
+    def _send_final_report(self, results: Sequence[CommandResult]) -> None:
         try:
             self._report(results, final=True)
         except (ExporterError, WireError):
-            return  # the exporter notices by itself, later
+            return  # the exporter detects the end of the process later

@@ -1,7 +1,7 @@
-"""The simulated node: devices, the processes on them, and time.
+"""The simulated node: devices, processes and time.
 
-Time is the simulation's own. It passes in ticks, and only while `advance` is called; the same seed and the same calls
-give the same node. Thread-safe through `lock`, which whoever asks or changes anything holds.
+The simulation has its own time, which advances in ticks and only in `advance`. The same seed and the same calls create
+the same node. Callers must hold `lock` while they access processes or values of devices; `advance` acquires it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import SimulatedDevice, build_devices
 from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.demo.roster import ROSTER, Workload
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["TICK_SECONDS", "Simulation"]
 
 TICK_SECONDS = 0.5
 MAX_CATCH_UP_TICKS = 20
-"""A simulation that was not advanced for longer (the machine slept) leaves the rest of that time out."""
+"""The most ticks in one call of `advance`; the rest of a longer pause (the machine slept) is skipped."""
 CLOCK_TICKS_PER_SECOND = 100
 UPTIME_SECONDS = 40 * 86400
-"""How long the simulated machine had been up when the demo began."""
+"""The uptime of the simulated machine when the demo starts."""
 PID_NAMESPACE = 4026531836
-"""The inode that Linux gives the first PID namespace."""
+"""The inode of the initial PID namespace on Linux."""
 PID_MAX = 4_194_304
 PID_MIN_LATER = 300
-"""Where Linux goes on when it has given out its last pid."""
+"""The first pid that Linux uses after it has reached PID_MAX."""
 SMOOTHING = 0.5
-"""How far a device's utilization moves towards its processes' in one tick."""
+"""The share by which a device's utilization approaches that of its processes in one tick."""
 
 
 @dataclass(slots=True)
-class _Place:
-    """A place in the roster, and the process that fills it now."""
+class _WorkloadInstance:
+    """One process slot of a workload, with its current process."""
 
     workload: Workload
     index: int
@@ -52,83 +52,83 @@ class Simulation:
     """The node.
 
     Args:
-        seed: chooses UUIDs, pids and everything that happens by chance.
-        now: the caller's clock, in seconds; `advance` takes the same.
-        roster: what runs on the node.
+        seed: determines UUIDs, pids and all random numbers.
+        now: the current time of the caller's clock in seconds, which `advance` also uses.
+        workloads: the workloads of the node.
     """
 
-    def __init__(self, seed: int, now: float, roster: Sequence[Workload] = ROSTER) -> None:
+    def __init__(self, seed: int, now: float, workloads: Sequence[Workload] = DEMO_WORKLOADS) -> None:
         self.lock = threading.Lock()
         self._seed = seed
-        self._rng = Random(f"{seed}:node")  # noqa: S311 - chance, not secrecy
+        self._rng = Random(f"{seed}:node")  # noqa: S311 - not for cryptography
         self.devices = build_devices(self._rng)
         self._by_uuid = {device.identity.uuid: device for device in self.devices}
         self._origin_seconds = now
         self._tick = 0
         self._next_pid = self._rng.randint(12_000, 60_000)
         self._by_pid: dict[int, SimulatedProcess] = {}
-        self._places = [
-            _Place(workload, index, starts_at_tick=-workload.warm_up_ticks)
-            for workload in roster
+        self._instances = [
+            _WorkloadInstance(workload, index, starts_at_tick=-workload.warm_up_ticks)
+            for workload in workloads
             for index in range(len(workload.placements))
         ]
         self._warm_up()
 
     def advance(self, now: float) -> None:
-        """Let time pass until `now`."""
+        """Advance the simulation to `now`."""
         target = int((now - self._origin_seconds) / TICK_SECONDS)
         with self.lock:
             for _ in range(min(target - self._tick, MAX_CATCH_UP_TICKS)):
                 self._tick += 1
-                for place in self._places:
-                    self._advance_place(place)
+                for instance in self._instances:
+                    self._advance_instance(instance)
                 self._measure_utilization()
             skipped_ticks = target - self._tick
             if skipped_ticks > 0:
                 self._origin_seconds += skipped_ticks * TICK_SECONDS
 
     def processes(self) -> tuple[SimulatedProcess, ...]:
-        """The processes that are there now; with the lock held."""
+        """Return the running processes."""
         return tuple(self._by_pid.values())
 
     def process(self, pid: int) -> SimulatedProcess | None:
-        """The process with that pid; with the lock held."""
+        """Return the process with a pid; None if there is none."""
         return self._by_pid.get(pid)
 
     def device(self, uuid: str) -> SimulatedDevice | None:
-        """The device with that UUID; with the lock held."""
+        """Return the device with a UUID; None if there is none."""
         return self._by_uuid.get(uuid)
 
     def _warm_up(self) -> None:
-        """Give every workload a past, so that the first look shows a node at work."""
-        self._tick = min((place.starts_at_tick for place in self._places), default=0)
+        """Run every workload for its warm-up time, so that the demo starts with a busy node."""
+        self._tick = min((instance.starts_at_tick for instance in self._instances), default=0)
         while self._tick < 0:
-            for place in self._places:
-                self._advance_place(place)
+            for instance in self._instances:
+                self._advance_instance(instance)
             self._tick += 1
         for _ in range(8):
             self._measure_utilization()
 
-    def _advance_place(self, place: _Place) -> None:
-        if place.program is None:
-            if self._tick < place.starts_at_tick:
+    def _advance_instance(self, instance: _WorkloadInstance) -> None:
+        if instance.program is None:
+            if self._tick < instance.starts_at_tick:
                 return
-            self._launch(place)
-        program, process = place.program, place.process
+            self._launch(instance)
+        program, process = instance.program, instance.process
         if program is None or process is None:
             return
         try:
             next(program)
         except StopIteration:
-            self._end(place, process, crashed=False)
+            self._end(instance, process, crashed=False)
         except SimulatedOutOfMemoryError:
-            self._end(place, process, crashed=True)
+            self._end(instance, process, crashed=True)
 
-    def _launch(self, place: _Place) -> None:
-        """Start a process in a place; one that does not even get its CUDA context is tried again later."""
-        workload, index = place.workload, place.index
-        place.launches += 1
-        rng = Random(f"{self._seed}:{workload.name}:{index}:{place.launches}")  # noqa: S311
+    def _launch(self, instance: _WorkloadInstance) -> None:
+        """Start a process; if there is no memory for its CUDA context, it is retried later."""
+        workload, index = instance.workload, instance.index
+        instance.launches += 1
+        rng = Random(f"{self._seed}:{workload.name}:{index}:{instance.launches}")  # noqa: S311
         pid = self._take_pid()
         started_seconds = UPTIME_SECONDS + self._tick * TICK_SECONDS
         start_time_ticks = int(started_seconds * CLOCK_TICKS_PER_SECOND)
@@ -153,19 +153,19 @@ class Simulation:
             rng=rng,
             clock=lambda: self._tick * TICK_SECONDS,
         )
-        place.process, place.program = process, workload.program(process)
+        instance.process, instance.program = process, workload.program(process)
         self._by_pid[pid] = process
         try:
             for device in range(len(workload.placements[index])):
                 process.load_libraries(workload.context_bytes, device=device)
         except SimulatedOutOfMemoryError:
-            self._end(place, process, crashed=True)
+            self._end(instance, process, crashed=True)
 
-    def _end(self, place: _Place, process: SimulatedProcess, *, crashed: bool) -> None:
+    def _end(self, instance: _WorkloadInstance, process: SimulatedProcess, *, crashed: bool) -> None:
         process.end(crashed=crashed)
         del self._by_pid[process.pid]
-        place.process = place.program = None
-        place.starts_at_tick = self._tick + place.workload.restart_ticks
+        instance.process = instance.program = None
+        instance.starts_at_tick = self._tick + instance.workload.restart_ticks
 
     def _take_pid(self) -> int:
         pid = self._next_pid
@@ -178,8 +178,8 @@ class Simulation:
         for device in self.devices:
             wanted = sum(process.busy_ratio for process in self._by_pid.values() if process.uses(device))
             wanted *= self._rng.uniform(0.9, 1.05)
-            moved = device.utilization_ratio + SMOOTHING * (min(wanted, 1.0) - device.utilization_ratio)
-            device.utilization_ratio = round(moved, 2)
+            smoothed = device.utilization_ratio + SMOOTHING * (min(wanted, 1.0) - device.utilization_ratio)
+            device.utilization_ratio = round(smoothed, 2)
 
 
 def _facts(workload: Workload, index: int, pid: int, start_time_ticks: int, rng: Random) -> ProcessFacts:

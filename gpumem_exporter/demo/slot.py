@@ -1,4 +1,4 @@
-"""One device as one simulated process uses it: what it holds there, by what it is for, and the peaks of its phases."""
+"""The memory of one simulated process on one device, its components, and the peaks of its phases."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from gpumem_exporter.core.allocator_model import Block, CachingAllocator
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.wire.protocol import DeviceResult, DeviceSample
 
-__all__ = ["DeviceSlot", "Held", "Tensor"]
+__all__ = ["DeviceSlot", "MemoryUse", "Tensor"]
 
 
 class Tensor:
-    """Memory that a program holds: a block of one device's cache."""
+    """The memory of a tensor: a block of one device's cache."""
 
     __slots__ = ("block", "component", "slot")
 
@@ -22,8 +22,8 @@ class Tensor:
         self.component = component
 
 
-class Held(NamedTuple):
-    """What a process holds on a device, and what is free there, in bytes."""
+class MemoryUse(NamedTuple):
+    """The memory of a process on a device, and the free memory of the device."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -31,10 +31,10 @@ class Held(NamedTuple):
 
 
 class DeviceSlot:
-    """One device of one process. The simulation's lock guards every call.
+    """One device of one process. The caller holds the simulation's lock.
 
     Args:
-        device: the device, which other processes use, too.
+        device: the device, which other processes may also use.
         allocator: the process' cache on it.
     """
 
@@ -50,20 +50,20 @@ class DeviceSlot:
 
     @property
     def phase(self) -> str:
-        """The phase that the program is in; empty outside of phases."""
+        """The current phase of the program; empty outside of phases."""
         return self._phase
 
     @property
     def limit_bytes(self) -> int:
-        """What the process may have of the device."""
+        """The most bytes of the device that the process may use."""
         own_limit_bytes = self.allocator.limit_bytes
         return self.device.usable_bytes if own_limit_bytes is None else own_limit_bytes
 
     def allocate(self, size_bytes: int, component: str) -> Tensor:
-        """Make a tensor; `component` is what it is for, empty where the program does not tell.
+        """Create a tensor; `component` is empty if the program names none.
 
         Raises:
-            SimulatedOutOfMemoryError: nothing is held.
+            SimulatedOutOfMemoryError: no memory is left.
         """
         block = self.allocator.allocate(size_bytes)
         if component:
@@ -71,31 +71,31 @@ class DeviceSlot:
         self._note_phase_peak()
         return Tensor(block, self, component)
 
-    def free(self, tensor: Tensor, *, used_elsewhere: bool) -> None:
-        """Drop a tensor of this device."""
+    def free(self, tensor: Tensor, *, used_by_other_stream: bool) -> None:
+        """Free a tensor of this device."""
         if tensor.component:
             self._component_bytes[tensor.component] -= tensor.block.size_bytes
-        self.allocator.free(tensor.block, used_elsewhere=used_elsewhere)
+        self.allocator.free(tensor.block, used_by_other_stream=used_by_other_stream)
 
-    def begin_phase(self, name: str) -> None:
-        """What follows belongs to that phase, to none where the name is empty."""
+    def start_phase(self, name: str) -> None:
+        """Start a phase; an empty name ends the current phase."""
         self._phase = name
         self._note_phase_peak()
 
     def reset_peaks(self) -> None:
-        """Let all peaks start anew; a phase's with its next beginning, or now if the process is in it."""
+        """Reset all peaks; the peak of a phase starts again with the next run of the phase, or now if it runs."""
         self.allocator.reset_peaks()
         self._phase_peak_bytes.clear()
         self._note_phase_peak()
 
-    def held(self) -> Held:
-        """What is held now."""
-        figures = self.allocator.figures
-        return Held(figures.reserved_bytes, figures.allocated_bytes, self.device.free_bytes)
+    def memory_use(self) -> MemoryUse:
+        """Return the current memory."""
+        statistics = self.allocator.statistics
+        return MemoryUse(statistics.reserved_bytes, statistics.allocated_bytes, self.device.free_bytes)
 
-    def compared(self, before: Held) -> DeviceResult:
-        """What a command did here, by what was held before it."""
-        after = self.held()
+    def result_since(self, before: MemoryUse) -> DeviceResult:
+        """Return the effect of a command on this device, given the memory before it."""
+        after = self.memory_use()
         return DeviceResult(
             uuid=self.device.identity.uuid,
             reserved_before_bytes=before.reserved_bytes,
@@ -108,28 +108,28 @@ class DeviceSlot:
         )
 
     def sample(self) -> DeviceSample:
-        """What a reporter would measure now. What no component was named for is `other`."""
-        figures = self.allocator.figures
+        """Return the sample that a reporter would take now. Memory without a component counts as `other`."""
+        statistics = self.allocator.statistics
         components = dict(self._component_bytes)
         if components:
-            components["other"] = figures.allocated_bytes - sum(components.values())
+            components["other"] = statistics.allocated_bytes - sum(components.values())
         return DeviceSample(
             uuid=self.device.identity.uuid,
-            allocated_bytes=figures.allocated_bytes,
-            reserved_bytes=figures.reserved_bytes,
-            active_bytes=figures.active_bytes,
-            inactive_split_bytes=figures.inactive_split_bytes,
-            requested_bytes=figures.requested_bytes,
-            allocated_peak_bytes=figures.allocated_peak_bytes,
-            reserved_peak_bytes=figures.reserved_peak_bytes,
-            peak_resets=figures.peak_resets,
-            private_pools_bytes=figures.private_pools_bytes,
+            allocated_bytes=statistics.allocated_bytes,
+            reserved_bytes=statistics.reserved_bytes,
+            active_bytes=statistics.active_bytes,
+            inactive_split_bytes=statistics.inactive_split_bytes,
+            requested_bytes=statistics.requested_bytes,
+            allocated_peak_bytes=statistics.allocated_peak_bytes,
+            reserved_peak_bytes=statistics.reserved_peak_bytes,
+            peak_resets=statistics.peak_resets,
+            private_pools_bytes=statistics.private_pools_bytes,
             reclaimable_bytes=self.allocator.reclaimable_bytes,
-            alloc_retries=figures.alloc_retries,
-            ooms=figures.ooms,
-            segments_allocated=figures.segments_allocated,
-            segments_freed=figures.segments_freed,
-            cache_flushes=figures.cache_flushes,
+            alloc_retries=statistics.alloc_retries,
+            ooms=statistics.ooms,
+            segments_allocated=statistics.segments_allocated,
+            segments_freed=statistics.segments_freed,
+            cache_flushes=statistics.cache_flushes,
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,
         )
@@ -137,4 +137,4 @@ class DeviceSlot:
     def _note_phase_peak(self) -> None:
         if self._phase:
             peak_bytes = self._phase_peak_bytes.get(self._phase, 0)
-            self._phase_peak_bytes[self._phase] = max(peak_bytes, self.allocator.figures.allocated_bytes)
+            self._phase_peak_bytes[self._phase] = max(peak_bytes, self.allocator.statistics.allocated_bytes)

@@ -1,6 +1,6 @@
-"""What the demo's processes do that train: they name their phases, and say what their memory is for.
+"""The programs of the demo's processes that train; they name their phases and the components of their memory.
 
-Programs as in `programs`: generators, each `yield` of which lets one tick of the simulation pass.
+As in `programs`, a program is a generator, and each `yield` ends one tick of the simulation.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ MIB = 1 << 20
 
 
 def pretraining(process: SimulatedProcess) -> Iterator[None]:
-    """Data-parallel training: the same sawtooth in each rank, close to the device's limit and never over it."""
+    """Data-parallel training: the memory of each rank follows the same sawtooth, just below the device's limit."""
     layers = 8
     process.pinned_host_bytes = 512 * MIB
-    process.planned_reserved_peak_bytes = 72_000 * MIB  # planned well, and a little too much
+    process.planned_reserved_peak_bytes = 72_000 * MIB  # a good plan, slightly too high
     process.hold(layers, 2080 * MIB, "parameters")
     process.step = 0
     while True:
@@ -44,23 +44,23 @@ def pretraining(process: SimulatedProcess) -> Iterator[None]:
                 process.free(scratch)
         yield
         with process.phase("optimizer"):
-            if process.step == 0:  # optimizers make their state at the first step
+            if process.step == 0:  # optimizers create their state in the first step
                 process.hold(layers, 4160 * MIB, "optimizer_state")
             process.free([process.tensor(1040 * MIB)])
         process.free(gradients)
         process.step += 1
         yield
-        if process.step % 120 == 0:  # a checkpoint is written, on the host's side
+        if process.step % 120 == 0:  # the process writes a checkpoint, which uses the CPU only
             process.busy_ratio = 0.08
             for _ in range(6):
                 yield
 
 
 def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
-    """Batches of every length, and small results that outlive them: the heap breaks into pieces.
+    """Batches of varying length, and small results that outlive them, fragment the heap.
 
-    The results hang in reference cycles with the batches' outputs, until Python's collector comes to its oldest
-    generation. A memory fraction keeps the program from taking all of the device.
+    The results are in reference cycles with the batches' outputs until Python's garbage collector reaches its oldest
+    generation. A memory fraction limits the program to a part of the device.
     """
     rng = process.rng
     process.pinned_host_bytes = 96 * MIB
@@ -100,7 +100,7 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
 
 
 def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
-    """One process on two devices; what it sends from one to the other stays active until the copy is done."""
+    """One process on two devices; a tensor that it sends between them stays active until the copy is complete."""
     process.busy_ratio = 0.7
     process.pinned_host_bytes = 256 * MIB
     stages = ((0, 4), (1, 2))
@@ -112,7 +112,7 @@ def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
             first = [process.tensor(730 * MIB, device=0) for _ in range(4)]
             sent = [process.tensor(192 * MIB, device=0)]
             second = [process.tensor(730 * MIB, device=1) for _ in range(2)]
-            process.free(sent, used_elsewhere=True)
+            process.free(sent, used_by_other_stream=True)
         yield
         gradients: list[Tensor] = []
         with process.phase("backward"):
@@ -131,10 +131,10 @@ def pipeline_training(process: SimulatedProcess) -> Iterator[None]:
 
 
 def mixture_of_experts_training(process: SimulatedProcess) -> Iterator[None]:
-    """Rank 1 has twice as many experts as rank 0, among them the favourites, which get most of the tokens.
+    """Rank 1 has twice the experts of rank 0, including the popular ones, which get most of the tokens.
 
-    It empties its cache after each validation. Where there is not enough memory for all shapes of the experts'
-    batches at a time, that costs it retries until the cache has settled again.
+    Each rank empties its cache after a validation. If the memory does not suffice for all shapes of the experts'
+    batches, this causes retries until the cache has filled again.
     """
     rng = process.rng
     experts, most_mib = (6, 3100) if process.identity.rank == "1" else (3, 600)
@@ -161,18 +161,18 @@ def mixture_of_experts_training(process: SimulatedProcess) -> Iterator[None]:
 
 
 def graph_network_training(process: SimulatedProcess) -> Iterator[None]:
-    """Calls `torch.cuda.empty_cache()` every few steps: flushes without retries, segments that come and go."""
+    """Calls `torch.cuda.empty_cache()` every four steps: flushes without retries, and new segments each time."""
     rng = process.rng
     process.busy_ratio = 0.35
     process.hold(2, 160 * MIB, "parameters")
     process.step = 0
     while True:
         with process.phase("forward"):
-            neighbours = [process.tensor(rng.randint(80, 640) * MIB) for _ in range(6)]
+            neighbors = [process.tensor(rng.randint(80, 640) * MIB) for _ in range(6)]
         yield
         with process.phase("backward"):
             gradients = [process.tensor(160 * MIB, "gradients") for _ in range(2)]
-            process.free(neighbours)
+            process.free(neighbors)
         with process.phase("optimizer"):
             if process.step == 0:
                 process.hold(2, 320 * MIB, "optimizer_state")
@@ -183,7 +183,7 @@ def graph_network_training(process: SimulatedProcess) -> Iterator[None]:
 
 
 def small_trial(process: SimulatedProcess) -> Iterator[None]:
-    """One of several small trials that share a device: hundreds of blocks in the pool of small ones."""
+    """One of several small trials that share a device, with hundreds of blocks in the small pool."""
     rng = process.rng
     process.busy_ratio = 0.4
     for _ in range(160):
@@ -201,4 +201,4 @@ def small_trial(process: SimulatedProcess) -> Iterator[None]:
             if process.step == 0:
                 process.hold(4, 220 * MIB, "optimizer_state")
         process.free(gradients)
-        process.step += 3  # three steps in a tick, of which one is looked at
+        process.step += 3  # three steps per tick, of which only one is simulated

@@ -1,7 +1,7 @@
-"""What happened on the node: out-of-memory errors, devices lost and returned, processes that came and went, actions.
+"""Events of the node: out-of-memory errors, lost and returned devices, started and ended processes, actions.
 
-`model` is the vocabulary; `ooms`, `processes`, `devices` and `actions` each turn one source into events; `recorder`
-brings the sources together; `log` is the queue and the one thread behind it; `storage` is SQLite, and it alone.
+`model` defines the types. `ooms`, `processes`, `devices`, `actions` and `policies` each convert one source to events.
+`recorder` combines the sources, `log` is the queue with its thread, and `storage` is the SQLite database.
 """
 
 from gpumem_exporter.events.log import EventLog, EventLogStatus

@@ -1,4 +1,4 @@
-"""Actions as events: when they are asked for, and when nothing more will become of them. And back again."""
+"""Convert requested and finished actions to events, and events to actions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ T = TypeVar("T")
 _COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
 
 MAX_RESULTS = 512
-"""Results that an event holds: the first ones of an action on more, and how many were left out."""
+"""The most results in an event; an action on more has the first ones and the number of those left out."""
 
 
 def action_event(action: Action, finished_unix_seconds: float) -> Event:
-    """The event of an action that has finished.
+    """Build the event of a finished action.
 
-    Its columns name the device or the process only where every result is about the same one.
+    Its columns have the device or the process only if all results have the same one.
     """
     results = action.results
     return Event(
@@ -41,7 +41,7 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
 
 
 def asked_event(asked: SubmittedAction) -> Event:
-    """The event of an action that begins."""
+    """Build the event of a requested action."""
     request = {name: value for name, value in asdict(asked.request).items() if name != "target"}
     return Event(
         "action_asked",
@@ -60,7 +60,7 @@ def asked_event(asked: SubmittedAction) -> Event:
 
 
 def read_asked(event: Event) -> SubmittedAction:
-    """What an `action_asked` event was made of."""
+    """Restore the requested action from an `action_asked` event."""
     detail = event.detail
     action = _action(detail, "queued")
     return SubmittedAction(
@@ -72,7 +72,7 @@ def read_asked(event: Event) -> SubmittedAction:
 
 
 def read_action(event: Event) -> Action:
-    """What an `action` event was made of, as far as it holds that."""
+    """Restore the action from an `action` event, without the results that the event left out."""
     detail = event.detail
     results = tuple(ActionResult(**result) for result in detail["results"])
     return replace(_action(detail, detail["state"]), results=results, duration_seconds=detail["duration_seconds"])
@@ -108,14 +108,14 @@ def _action(detail: Mapping[str, Any], state: str) -> Action:
 
 
 def about(results: Sequence[ActionResult]) -> dict[str, Any]:
-    """An event's columns for these results: the device and the process, where all are about the same one."""
+    """Return an event's columns for these results; a column is None unless all results have the same value."""
     return {name: _one_of([getattr(result, name) for result in results]) for name in _COLUMNS}
 
 
 def _one_of(values: Iterable[T]) -> T | None:
-    """The value that all are; None where they differ."""
-    different = set(values)
-    return different.pop() if len(different) == 1 else None
+    """Return the value that all have in common; None if they differ."""
+    distinct = set(values)
+    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _result(result: ActionResult) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Which devices were lost, and which came back, between two polls of the driver. Pure."""
+"""Compare two polls of the driver for lost and returned devices."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ __all__ = ["device_changes"]
 
 
 def device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[Event]:
-    """What became of the devices from one reading to a later one, both of a driver that answers.
+    """Return the events for devices that were lost or returned between two readings.
 
-    A device is lost when it does not answer, and returns when it does again. One that is no longer listed without
-    having been in trouble was taken away on purpose (a GPU unbound, a MIG device destroyed) and is not lost; while it
-    is being destroyed, a MIG device may fail once, so that of those only the second failure counts. The driver as a
-    whole going away is no device's loss. A device that the driver cannot name is left out: nothing would tell its
-    return.
+    A device is lost when it stops answering, and it returns when it answers again. These cases produce no event:
+
+    - A device without an error is no longer listed: it was removed on purpose (a GPU was unbound, a MIG device was
+      destroyed).
+    - A MIG device fails once. It may fail while it is being destroyed, so only the second failure counts.
+    - The whole driver stops answering.
+    - The driver cannot identify the device, so that its return could not be detected.
 
     Args:
-        before: the earlier reading; None when there is none: then a device's state is news if it is another than that
-            of its last event.
-        after: the later one.
+        before: the earlier reading, of a driver that answered. If None, a device's state is compared with its last
+            event.
+        after: the later reading.
     """
     if not after.up:
         return
@@ -33,8 +35,8 @@ def device_changes(before: NodeReading | None, after: NodeReading) -> Iterator[E
         known = earlier.get(device.uuid)
         if device.up:
             if before is None or (known is not None and not known.up):
-                unsure = before is None or device.parent_uuid
-                yield _event("device_returned", device, after, only_after="device_lost" if unsure else "")
+                loss_is_uncertain = before is None or device.parent_uuid
+                yield _event("device_returned", device, after, only_after="device_lost" if loss_is_uncertain else "")
         elif device.parent_uuid:
             if known is not None and not known.up:
                 yield _event("device_lost", device, after)

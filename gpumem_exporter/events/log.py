@@ -1,8 +1,8 @@
-"""The queue of events and the one thread, `gpumem-events`, that keeps them: nobody else waits for a disk.
+"""The queue of events, and the thread `gpumem-events` that stores them, so that no other thread waits for the disk.
 
-An event is acknowledged when it is committed, and not before: `EventLog.read` gives only what is committed, and the
-future of `EventLog.put` is true only then. What the disk does not take waits in the queue, in memory, and is tried
-again until it does; what finds the queue full is dropped and counted.
+An event is acknowledged only when it is committed: `EventLog.read` returns committed events only, and the future of
+`EventLog.put` is then true. If the disk fails, events stay in the queue in memory until a retry succeeds. If the queue
+is full, events are dropped and counted.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from typing import TypeVar
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events.model import Event, Page, Query
 from gpumem_exporter.events.storage import Storage
-from gpumem_exporter.nvml.trouble_log import TroubleLog
+from gpumem_exporter.nvml.failure_log import FailureLog
 
 __all__ = ["EventLog", "EventLogStatus"]
 
 T = TypeVar("T")
 
 MAX_WAITING = 4096
-"""Events that wait for the disk; an action on many processes is the largest, at some tens of KiB."""
+"""The most events in the queue. The largest event, an action on many processes, has tens of KiB."""
 MAX_READERS = 16
 _BATCH = 256
-"""Events of one commit."""
-_TEND_SECONDS = 60.0
+"""The most events in one commit."""
+_MAINTENANCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
-_TELL_SECONDS = 60.0
+_DROP_WARNING_SECONDS = 60.0
 _SLOW_SECONDS = 1.0
-"""A disk that takes longer is not waited for."""
+"""A disk operation that takes longer counts as slow, and no caller waits for it."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class EventLogStatus:
-    """How it is doing."""
+    """The state of the event log."""
 
     where: str
-    """`memory`, or the file."""
+    """`memory`, or the path of the file."""
     alive: bool
     error: str
-    """Why nothing can be kept at the moment; empty while it can."""
+    """Why events cannot be stored now; empty if they can."""
     busy_seconds: float | None
-    """How long the disk has been working; None while it does not."""
+    """The duration of the running disk operation so far; None if there is none."""
     waiting: int
-    """Events that are not kept yet."""
+    """The number of events in the queue."""
     dropped: int
-    """Events that were lost, since the exporter was started."""
-    put_aside: str
-    """Where a damaged file was put; empty when there was none."""
+    """The number of events dropped since the exporter started."""
+    damaged_file: str
+    """The path to which a damaged file was moved; empty if there was none."""
 
     @property
     def prompt(self) -> bool:
-        """Whoever waits for a commit will not wait long."""
+        """Whether a commit is expected soon."""
         return self.alive and not self.error and (self.busy_seconds is None or self.busy_seconds < _SLOW_SECONDS)
 
 
@@ -69,14 +69,15 @@ class _Waiting:
 
 
 class EventLog:
-    """Takes events from any thread, keeps them in its own, and gives them back.
+    """Stores and reads events in its own thread. Thread-safe.
 
     Args:
-        storage: where they are kept; only the log's thread uses it.
+        storage: stores the events; only the log's thread uses it.
         clock: monotonic seconds.
-        on_dropped: told how many events were lost; called in whichever thread lost them.
-        on_kept: told which events are kept now and were news, before anybody can read them; called in the log's thread.
-        retry_seconds: how soon a disk that failed is tried again.
+        on_dropped: receives the number of dropped events, in the thread that dropped them.
+        on_kept: receives the new events after a commit, before they can be read, in the log's thread.
+        retry_seconds: the time between two attempts after an error of the disk.
+        max_waiting: the most events in the queue.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class EventLog:
         self._on_kept = on_kept
         self._retry_seconds = retry_seconds
         self._max_waiting = max_waiting
-        self._troubles = TroubleLog(_log, clock)
+        self._failures = FailureLog(_log, clock)
         self._changed = threading.Condition()
         self._waiting: deque[_Waiting] = deque()
         self._waiting_events = 0
@@ -105,17 +106,18 @@ class EventLog:
         self._error = ""
         self._busy_since_seconds: float | None = None
         self._due_seconds = float("-inf")
-        """When the storage is to be opened, or tried again, or rid of what is old."""
-        self._one_by_one = 0
-        self._told_seconds = float("-inf")
+        """When the storage is next opened, retried or pruned."""
+        self._single_commits = 0
+        """The number of events that are committed one by one, to find the event that cannot be stored."""
+        self._drop_warned_seconds = float("-inf")
         self._thread = threading.Thread(target=self._run, name="gpumem-events", daemon=True)
 
     def start(self) -> None:
-        """Open the storage and begin to keep events. A log is started once."""
+        """Open the storage and start to store events. A log can be started once."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Keep what still waits and end; returns whether that was done within the timeout. Any thread may call it."""
+        """Store the queued events and stop; returns whether that finished within the timeout."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -125,41 +127,41 @@ class EventLog:
         return not self._thread.is_alive()
 
     def put(self, events: Sequence[Event]) -> Future[bool]:
-        """Have these kept, together. Never waits.
+        """Queue events for one common commit. Never blocks.
 
         Returns:
-            True once they are committed; False when that will take an unknown time, or will not come about.
+            True after the commit; False if the events are dropped, or if the disk fails and the commit is delayed.
         """
         kept: Future[bool] = Future()
         with self._changed:
-            taken = not self._stopping and self._waiting_events + len(events) <= self._max_waiting
-            if taken:
+            accepted = not self._stopping and self._waiting_events + len(events) <= self._max_waiting
+            if accepted:
                 self._waiting.append(_Waiting(tuple(events), kept))
                 self._waiting_events += len(events)
                 self._changed.notify_all()
-        if not taken:
+        if not accepted:
             self._drop([_Waiting(tuple(events), kept)])
         elif self._error:
             _resolve(kept, False)
         return kept
 
     def read(self, query: Query) -> Future[Page]:
-        """Ask for events. Never waits; the future may.
+        """Query events. Never blocks.
 
         The future raises:
-            StorageError: they cannot be read, or too many are reading.
+            StorageError: the events cannot be read, or there are too many queries.
         """
         page: Future[Page] = Future()
         with self._changed:
             if self._stopping or len(self._readers) >= MAX_READERS:
-                page.set_exception(StorageError("the exporter stops" if self._stopping else "too many are reading"))
+                page.set_exception(StorageError("the exporter is stopping" if self._stopping else "too many queries"))
             else:
                 self._readers.append((query, page))
                 self._changed.notify_all()
         return page
 
     def status(self) -> EventLogStatus:
-        """How it is doing now. Any thread may ask, and is not kept waiting."""
+        """Return the state of the log. Never blocks."""
         busy_since = self._busy_since_seconds
         return EventLogStatus(
             where=str(self._storage),
@@ -168,7 +170,7 @@ class EventLog:
             busy_seconds=None if busy_since is None else max(0.0, self._clock() - busy_since),
             waiting=self._waiting_events,
             dropped=self._dropped,
-            put_aside=self._storage.put_aside,
+            damaged_file=self._storage.damaged_file,
         )
 
     def _run(self) -> None:
@@ -184,11 +186,11 @@ class EventLog:
         self._end()
 
     def _has_work(self) -> bool:
-        # While the disk is in trouble, that something waits is no reason to try more often.
+        # If the disk has failed, queued events do not shorten the retry interval.
         return self._stopping or bool(self._readers) or (bool(self._waiting) and not self._error)
 
     def _write(self) -> bool:
-        """Keep the next batch, if there is one; False when the storage did not take it."""
+        """Store the next batch, or maintain the storage if that is due; returns False if the storage fails."""
         due = self._clock() >= self._due_seconds
         if self._error and not due:
             return False
@@ -196,30 +198,31 @@ class EventLog:
         if not batch and not due:
             return True
         self._due_seconds = self._clock() + self._retry_seconds
-        news: list[Event] = []
+        new_events: list[Event] = []
         try:
             if batch:
-                news = self._do(lambda: self._storage.append([event for each in batch for event in each.events]))
+                events = [event for each in batch for event in each.events]
+                new_events = self._timed(lambda: self._storage.append(events))
             else:
-                self._do(self._storage.tend)
+                self._timed(self._storage.maintain)
         except StorageError as error:
             self._fail(str(error))
             return False
-        except Exception:  # noqa: BLE001 - told below
-            # No fault of the disk: an event that cannot be written would stand in everybody's way for ever.
+        except Exception:  # noqa: BLE001 - logged below
+            # The disk works, but an event cannot be stored. It must not block the other events forever.
             if len(batch) > 1:
-                self._one_by_one = len(batch)
+                self._single_commits = len(batch)
                 return True
-            _log.exception("an event cannot be kept", extra={"fields": {"types": _types(batch)}})
+            _log.exception("an event cannot be stored", extra={"fields": {"types": _types(batch)}})
             self._remove(batch)
             self._drop(batch)
             return True
-        self._due_seconds = self._clock() + _TEND_SECONDS
+        self._due_seconds = self._clock() + _MAINTENANCE_SECONDS
         self._error = ""
-        self._troubles.end("events")
-        self._tell_what_was_put_aside()
+        self._failures.recovered("events")
+        self._log_damaged_file()
         self._remove(batch)
-        self._on_kept(news)
+        self._on_kept(new_events)
         for each in batch:
             _resolve(each.kept, True)
         return True
@@ -230,10 +233,10 @@ class EventLog:
             size = 0
             for each in self._waiting:
                 size += len(each.events)
-                if batch and (size > _BATCH or self._one_by_one):
+                if batch and (size > _BATCH or self._single_commits):
                     break
                 batch.append(each)
-            self._one_by_one = max(0, self._one_by_one - 1)
+            self._single_commits = max(0, self._single_commits - 1)
         return batch
 
     def _remove(self, batch: list[_Waiting]) -> None:
@@ -246,7 +249,7 @@ class EventLog:
         with self._changed:
             self._error = text
             waiting = list(self._waiting)
-        self._troubles.begin("events", text)
+        self._failures.failed("events", text)
         for each in waiting:
             _resolve(each.kept, False)
 
@@ -255,23 +258,24 @@ class EventLog:
             with self._changed:
                 query, page = self._readers.popleft()
             try:
-                found = self._do(lambda query=query: self._storage.read(query))  # type: ignore[misc]
-            except Exception as error:  # noqa: BLE001 - whoever asked is told
+                found = self._timed(lambda query=query: self._storage.read(query))  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - the caller gets the error
                 _refuse(page, error)
             else:
                 _resolve(page, found)
 
-    def _do(self, what: Callable[[], T]) -> T:
+    def _timed(self, operation: Callable[[], T]) -> T:
+        """Run an operation of the storage while `busy_seconds` shows its duration."""
         self._busy_since_seconds = self._clock()
         try:
-            return what()
+            return operation()
         finally:
             self._busy_since_seconds = None
 
-    def _tell_what_was_put_aside(self) -> None:
-        if self._storage.put_aside:
-            self._troubles.begin(
-                "events file", f"it was damaged and is now {self._storage.put_aside}; a new one begins"
+    def _log_damaged_file(self) -> None:
+        if self._storage.damaged_file:
+            self._failures.failed(
+                "events file", f"it was damaged and was moved to {self._storage.damaged_file}; a new file was created"
             )
 
     def _drop(self, lost: Sequence[_Waiting]) -> None:
@@ -280,12 +284,12 @@ class EventLog:
         with self._changed:
             self._dropped += count
             dropped = self._dropped
-            tell = now - self._told_seconds >= _TELL_SECONDS
-            if tell:
-                self._told_seconds = now
+            warn = now - self._drop_warned_seconds >= _DROP_WARNING_SECONDS
+            if warn:
+                self._drop_warned_seconds = now
         self._on_dropped(count)
-        if tell:
-            _log.warning("events are lost", extra={"fields": {"dropped": dropped, "reason": self._error}})
+        if warn:
+            _log.warning("events were dropped", extra={"fields": {"dropped": dropped, "reason": self._error}})
         for each in lost:
             _resolve(each.kept, False)
 
@@ -295,15 +299,15 @@ class EventLog:
             self._waiting_events = 0
             readers, self._readers = self._readers, deque()
         for _, page in readers:
-            _refuse(page, StorageError("the exporter stops"))
+            _refuse(page, StorageError("the exporter is stopping"))
         if lost:
-            self._told_seconds = float("-inf")
+            self._drop_warned_seconds = float("-inf")
             self._drop(lost)
         self._storage.close()
 
 
 def _resolve(future: Future[T], value: T) -> None:
-    """Whoever asked may have given up waiting."""
+    """Set the result, unless the caller has cancelled the future."""
     try:
         future.set_result(value)
     except InvalidStateError:

@@ -1,4 +1,4 @@
-"""What an event is, and what may be asked of those that are kept."""
+"""The types of events and of queries for stored events."""
 
 from __future__ import annotations
 
@@ -16,52 +16,56 @@ EVENT_TYPES = (
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened once. None where it is about no one device or process, or that cannot be known."""
+    """Something that happened once.
+
+    The columns `gpu`, `uuid`, `pid`, `workload` and `rank` are None if they are unknown or if the event is not about
+    a single device or process.
+    """
 
     type: str
     """One of `EVENT_TYPES`."""
     time_unix_seconds: float
-    """When it happened; events are kept in the order in which the exporter learnt of them."""
+    """When it happened. Events are stored in the order in which the exporter received them."""
     gpu: str | None = None
     uuid: str | None = None
     pid: int | str | None = None
-    """The process' name at that time, as `core.naming` has it: the pid that its series carried."""
+    """The name of the process at that time by `core.naming`, which is the `pid` label of its series."""
     workload: str | None = None
     rank: str | None = None
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """The rest, which differs from type to type; goes into JSON as it is."""
+    """The values that depend on the type; must be valid JSON."""
     id: int = 0
-    """Given when it is kept. Rises from event to event, also over a restart of the exporter; says nothing else."""
+    """Assigned when the event is stored. Increases from event to event, also after a restart of the exporter."""
     subject: str = ""
-    """What changes its state by this event. One whose subject's last event is of the same type is no news: it was told
-    before, to this exporter or to the one before it. Empty: always news."""
+    """The thing whose state the event changes. The event is a duplicate if the subject's last event has the same type,
+    also from before a restart. An event with an empty subject is never a duplicate."""
     only_after: str = ""
-    """News only where the subject's last event is of this type."""
+    """If not empty, the event is stored only if the subject's last event has this type."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """Which events are wanted, in the order of their ids. With neither `after` nor `since`: the last ones."""
+    """A query for events, in the order of their ids. Without `after` and `since`, it returns the last events."""
 
     after: int | None = None
-    """Those with a greater id."""
+    """Only events with a greater id."""
     since_unix_seconds: float | None = None
-    """Those that happened then or later."""
+    """Only events that happened at or after this time."""
     types: tuple[str, ...] = ()
-    """Of these types; empty for all."""
+    """Only events of these types; empty for all types."""
     pid: str | None = None
-    """Those about the process of this name; an action is about each process that it was meant for."""
+    """Only events about the process of this name. An action is about each of its target processes."""
     limit: int = 100
     newest_of_each: bool = False
-    """Of those that are wanted only the newest about each process on each device."""
+    """Only the newest event of each process on each device."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """Events, and where to go on."""
+    """The result of a query."""
 
     events: tuple[Event, ...]
     next_after: int
-    """`Query.after` of the next page, or of what is yet to happen."""
+    """`Query.after` for the next page or for future events."""
     more: bool
-    """There is a next page already."""
+    """Whether there is a next page now."""

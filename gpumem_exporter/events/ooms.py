@@ -1,4 +1,4 @@
-"""Out-of-memory errors, as reports tell them: each one once, as an event and as a log line."""
+"""Convert reported out-of-memory errors to events and log lines, each error once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpumem_exporter.core.samples import LastOom, ReportingProcess
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
-__all__ = ["OomIntake", "last_ooms"]
+__all__ = ["OomDeduplicator", "last_ooms"]
 
 _SESSIONS = 4096
 _SAMPLE_FIELDS = tuple(
@@ -21,33 +21,33 @@ _SAMPLE_FIELDS = tuple(
     for f in fields(DeviceSample)
     if f.name not in ("uuid", "phase_peak_bytes", "component_bytes", "planned_reserved_peak_bytes")
 )
-_OWN_FIGURES = ("requested_bytes", "device_free_bytes", "limit_bytes")
-_ALLOCATOR_FIGURES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
+_ERROR_VALUES = ("requested_bytes", "device_free_bytes", "limit_bytes")
+_ALLOCATOR_VALUES = ("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes")
 
 _log = logging.getLogger(__name__)
 
 
-class OomIntake:
-    """Takes the errors of each report and leaves out those that came before. One thread uses it.
+class OomDeduplicator:
+    """Finds the new errors in each report. Not thread-safe.
 
-    A report carries every error that no answer has acknowledged yet, so a session's numbers never come out of order:
-    those up to the highest seen are known. An exporter that was started in between knows none, and tells them from
-    what is kept: the event's subject is the session and the number.
+    A report repeats every error that the exporter has not acknowledged, so the numbers of a session arrive in order.
+    Errors up to the highest known number are known. A restarted exporter knows no numbers; the storage then detects
+    duplicates by the event's subject, which has the session and the number.
     """
 
     def __init__(self) -> None:
         self._highest: OrderedDict[str, int] = OrderedDict()
 
-    def take(
+    def new_events(
         self, process: ReportingProcess, pid: int | str, gpus: Mapping[str, str], received_unix_seconds: float
     ) -> list[Event]:
-        """The events of those errors of a process' report that are new.
+        """Return the events of the new errors in the last report of a process, and log them.
 
         Args:
-            process: with the report that came.
-            pid: the process' name.
+            process: the process with its last report.
+            pid: the name of the process.
             gpus: the NVML index of each device by uuid.
-            received_unix_seconds: when the report came.
+            received_unix_seconds: when the report was received.
         """
         ooms = process.report.ooms
         if not ooms:
@@ -58,24 +58,24 @@ class OomIntake:
         self._highest.move_to_end(session)
         while len(self._highest) > _SESSIONS:
             self._highest.popitem(last=False)
-        # A number that is sent twice, or out of order, is no second error.
+        # A number that is sent twice or out of order is the same error.
         new = {oom.number: oom for oom in reversed(ooms) if oom.number > seen}
         events = [
             _event(process, pid, oom, gpus.get(oom.uuid), received_unix_seconds) for _, oom in sorted(new.items())
         ]
         for event in events:
-            _tell(event)
+            _log_oom(event)
         return events
 
 
 def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: float) -> list[LastOom]:
-    """What is shown of errors that are events, with the very figures of these.
+    """Convert `oom` events to the records that the metrics page shows, with the same values.
 
     Args:
-        events: of type `oom`.
-        now_seconds: monotonic seconds of this moment.
-        now_unix_seconds: seconds of the Unix epoch at this moment. An event that is later by them (the clock was set
-            back) has happened now.
+        events: events of type `oom`.
+        now_seconds: the current time in monotonic seconds.
+        now_unix_seconds: the current time in seconds of the Unix epoch. An event in the future (the clock was set back)
+            counts as happening now.
     """
     return [
         LastOom(
@@ -88,8 +88,8 @@ def last_ooms(events: Iterable[Event], now_seconds: float, now_unix_seconds: flo
             number=event.detail["number"],
             happened_seconds=now_seconds - max(0.0, now_unix_seconds - event.time_unix_seconds),
             happened_unix_seconds=event.time_unix_seconds,
-            **{name: event.detail[name] for name in _OWN_FIGURES},
-            **{name: (event.detail["allocator"] or {}).get(name) for name in _ALLOCATOR_FIGURES},
+            **{name: event.detail[name] for name in _ERROR_VALUES},
+            **{name: (event.detail["allocator"] or {}).get(name) for name in _ALLOCATOR_VALUES},
         )
         for event in events
         if event.uuid is not None and event.pid is not None
@@ -101,7 +101,7 @@ def _event(
 ) -> Event:
     identity = process.report.process
     sample = oom.sample
-    # The allocator's own `requested_bytes` is another figure: it has a place of its own.
+    # The allocator's `requested_bytes` differs from that of the error, so its values are in an object of their own.
     allocator: dict[str, Any] | None = None
     if sample is not None:
         allocator = {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
@@ -128,7 +128,7 @@ def _event(
     )
 
 
-def _tell(event: Event) -> None:
+def _log_oom(event: Event) -> None:
     detail, allocator = event.detail, event.detail["allocator"] or {}
     _log.warning(
         "out of memory",

@@ -1,4 +1,4 @@
-"""Rules of a policy that have stopped acting somewhere, as events."""
+"""Convert stops of policy rules to events."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["policy_stopped_event"]
 
 
 def policy_stopped_event(stop: Stop, stopped_unix_seconds: float) -> Event:
-    """The event of a rule that leaves a process, or the ranks of a workload, alone since it has not helped there."""
+    """Build the event of a rule that stops acting on a process or the ranks of a workload, because it did not help."""
     return Event(
         "policy_stopped",
         stopped_unix_seconds,

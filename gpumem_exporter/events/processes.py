@@ -1,4 +1,4 @@
-"""Reporting processes that came and went, each that went with the last that was known of it."""
+"""Convert the starts and ends of reporting processes to events; an end has the last known values of the process."""
 
 from __future__ import annotations
 
@@ -27,59 +27,64 @@ _ROW = (
 
 
 @dataclass(slots=True)
-class _Stay:
+class _TrackedProcess:
     """A process from its first report to its end."""
 
     process: ReportingProcess
-    """As it reported last; its samples are those of the last report that had any."""
+    """The process with its last report; the samples are those of the last report with samples."""
     used: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """What the driver last said that it held, by uuid, and when: a process that ends leaves its devices one by one."""
+    """The driver's last value of the used bytes and its time, by uuid.
+
+    A process that exits leaves its devices one by one, so the times may differ.
+    """
     facts: ProcessFacts | None = None
 
 
 class ProcessHistory:
-    """Follows reporting processes. Any thread may call it.
+    """Tracks reporting processes. Thread-safe.
 
     Args:
-        name: what a process is called at the moment.
-        reading_expiry_seconds: what the driver said longer before a process' last report than this is not its last row.
+        name: returns the current name of a process.
+        reading_expiry_seconds: the driver's values that are older than the last report by more than this are left out.
     """
 
     def __init__(self, name: Callable[[ReportingProcess], int | str], *, reading_expiry_seconds: float) -> None:
         self._name = name
         self._reading_expiry_seconds = reading_expiry_seconds
         self._lock = threading.Lock()
-        self._stays: dict[ProcessKey, _Stay] = {}
+        self._tracked: dict[ProcessKey, _TrackedProcess] = {}
         self._gpus: dict[str, str] = {}
         self._reading: NodeReading | None = None
         self._used: dict[int, dict[str, tuple[int, float]]] = {}
-        """What the last poll said that each process held, by host pid and uuid, and when that was."""
+        """The used bytes of each process in the last reading and their time, by host pid and uuid."""
 
     def gpus(self) -> dict[str, str]:
-        """The NVML index of each device by uuid, as the driver last said it."""
+        """Return the NVML index of each device by uuid, from the last reading."""
         return self._gpus
 
     def take_report(self, process: ReportingProcess) -> list[Event]:
-        """A report was taken; gives the events that follow from it."""
+        """Record an accepted report and return its events."""
         identity = process.report.process
         with self._lock:
-            stay = self._stays.get(process.key)
-            if stay is None:
-                return [self._begin(process)]
-            last = stay.process.report
+            tracked = self._tracked.get(process.key)
+            if tracked is None:
+                return [self._start_tracking(process)]
+            last = tracked.process.report
             if last.process.session != identity.session:
-                reason = "its pid is another process' now"
+                reason = "another process has its pid"
                 if last.process.start_time_ticks == identity.start_time_ticks:
-                    reason = "another reporter speaks for it"
-                return [self._ended(stay, reason, process.received_unix_seconds), self._begin(process)]
+                    reason = "another reporter represents the process"
+                return [self._ended(tracked, reason, process.received_unix_seconds), self._start_tracking(process)]
             if process.report.sequence >= last.sequence:
-                if not process.report.devices:  # a farewell brings none, and the last row is that of the report before
+                if (
+                    not process.report.devices
+                ):  # the final report has no samples, so those of the report before it tracked
                     process = replace(process, report=replace(process.report, devices=last.devices))
-                stay.process = process
+                tracked.process = process
             return []
 
     def take_reading(self, reading: NodeReading) -> None:
-        """The driver was polled."""
+        """Record a reading of the driver."""
         if not reading.up:
             return
         used: dict[int, dict[str, tuple[int, float]]] = {}
@@ -90,48 +95,48 @@ class ProcessHistory:
         with self._lock:
             self._gpus = {device.uuid: device.gpu for device in reading.devices}
             self._reading, self._used = reading, used
-            for stay in self._stays.values():
-                self._look_up(stay)
+            for tracked in self._tracked.values():
+                self._apply_reading(tracked)
 
-    def gone(self, key: ProcessKey, reason: str, now_unix_seconds: float) -> list[Event]:
-        """A process is forgotten; unknown keys are fine."""
+    def remove(self, key: ProcessKey, reason: str, now_unix_seconds: float) -> list[Event]:
+        """Stop tracking a process and return its event; an unknown key is ignored."""
         with self._lock:
-            stay = self._stays.pop(key, None)
-            return [] if stay is None else [self._ended(stay, reason, now_unix_seconds)]
+            tracked = self._tracked.pop(key, None)
+            return [] if tracked is None else [self._ended(tracked, reason, now_unix_seconds)]
 
-    def keep_only(self, keys: Iterable[ProcessKey], reason: str, now_unix_seconds: float) -> list[Event]:
-        """These are all that still report: the others fell silent."""
+    def remove_except(self, keys: Iterable[ProcessKey], reason: str, now_unix_seconds: float) -> list[Event]:
+        """Stop tracking all processes except these, and return the events of the removed ones."""
         with self._lock:
-            silent = self._stays.keys() - set(keys)
-            return [self._ended(self._stays.pop(key), reason, now_unix_seconds) for key in sorted(silent)]
+            silent = self._tracked.keys() - set(keys)
+            return [self._ended(self._tracked.pop(key), reason, now_unix_seconds) for key in sorted(silent)]
 
-    def _begin(self, process: ReportingProcess) -> Event:
-        stay = self._stays[process.key] = _Stay(process)
-        self._look_up(stay)  # the driver may have listed it before it reported, and it may end before the next poll
+    def _start_tracking(self, process: ReportingProcess) -> Event:
+        tracked = self._tracked[process.key] = _TrackedProcess(process)
+        self._apply_reading(tracked)  # the process may exit before the next poll
         return self._started(process)
 
-    def _look_up(self, stay: _Stay) -> None:
-        """What the last poll says of a process."""
-        reading, host_pid = self._reading, stay.process.host_pid
+    def _apply_reading(self, tracked: _TrackedProcess) -> None:
+        """Copy the process' values from the last reading."""
+        reading, host_pid = self._reading, tracked.process.host_pid
         if reading is None or host_pid is None:
             return
-        if host_pid in self._used and reading.lists(stay.process):
-            stay.used.update(self._used[host_pid])
-            stay.facts = reading.facts.get(host_pid, stay.facts)
+        if host_pid in self._used and reading.pid_belongs_to(tracked.process):
+            tracked.used.update(self._used[host_pid])
+            tracked.facts = reading.facts.get(host_pid, tracked.facts)
 
-    def _ended(self, stay: _Stay, reason: str, now_unix_seconds: float) -> Event:
-        process = stay.process
+    def _ended(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> Event:
+        process = tracked.process
         expired = process.received_seconds - self._reading_expiry_seconds
-        used = {uuid: used_bytes for uuid, (used_bytes, seconds) in stay.used.items() if seconds >= expired}
+        used = {uuid: used_bytes for uuid, (used_bytes, seconds) in tracked.used.items() if seconds >= expired}
         samples = {sample.uuid: sample for sample in process.report.devices}
         return Event(
             "process_ended",
             now_unix_seconds,
-            **self._who(process),
+            **self._columns(process),
             detail={
                 "reason": reason,
-                "command": (stay.facts.command if stay.facts else "") or process.report.process.command,
-                **{name: getattr(stay.facts, name) if stay.facts else None for name in _FACTS},
+                "command": (tracked.facts.command if tracked.facts else "") or process.report.process.command,
+                **{name: getattr(tracked.facts, name) if tracked.facts else None for name in _FACTS},
                 "step": process.report.step,
                 "last_report_unix_seconds": process.received_unix_seconds,
                 "pinned_host_bytes": process.report.pinned_host_bytes,
@@ -148,7 +153,7 @@ class ProcessHistory:
         return Event(
             "process_started",
             process.received_unix_seconds,
-            **self._who(process),
+            **self._columns(process),
             detail={
                 "own_pid": identity.pid,
                 "host_pid": process.host_pid,
@@ -161,7 +166,7 @@ class ProcessHistory:
             subject=_subject(process),
         )
 
-    def _who(self, process: ReportingProcess) -> dict[str, Any]:
+    def _columns(self, process: ReportingProcess) -> dict[str, Any]:
         identity = process.report.process
         uuids = [sample.uuid for sample in process.report.devices]
         return {
@@ -178,7 +183,7 @@ def _subject(process: ReportingProcess) -> str:
 
 
 def _row(uuid: str, gpu: str | None, sample: DeviceSample | None, used_bytes: int | None) -> dict[str, Any]:
-    """The process' part of a device's ledger, as it last stood there."""
+    """Return the last known values of the process on one device."""
     reserved = sample.reserved_bytes if sample is not None else None
     return {
         "gpu": gpu,

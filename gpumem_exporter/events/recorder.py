@@ -1,4 +1,4 @@
-"""Where everything that happens is told, and becomes events."""
+"""Convert reports, readings and actions to events and queue them."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from gpumem_exporter.events.actions import action_event, asked_event
 from gpumem_exporter.events.devices import device_changes
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Event
-from gpumem_exporter.events.ooms import OomIntake
+from gpumem_exporter.events.ooms import OomDeduplicator
 from gpumem_exporter.events.processes import ProcessHistory
 
 __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Turns reports, readings and actions into events and has them kept; no call waits for that.
+    """Converts reports, readings and actions to events and queues them. No method waits for the disk.
 
-    For the event loop, but for `take_reading`, which the poller's thread calls.
+    The event loop calls all methods except `take_reading`, which the poller's thread calls.
 
     Args:
-        log: where the events go.
-        snapshot: all that is known now: what a process is called depends on the others.
-        report_expiry_seconds: a process that is silent for longer has ended, as far as its series go.
-        reading_expiry_seconds: for how long a poll of the driver is believed.
+        log: stores the events.
+        snapshot: returns the current snapshot; the name of a process depends on the other processes.
+        report_expiry_seconds: a process that does not report for longer counts as ended.
+        reading_expiry_seconds: the age at which a reading of the driver expires.
         wall_clock: seconds of the Unix epoch.
-        on_ooms: told of each out-of-memory error that becomes known, whether it can be kept or not.
+        on_ooms: receives each new out-of-memory error, even if it cannot be stored.
     """
 
     def __init__(
@@ -48,58 +48,65 @@ class Recorder:
         self._snapshot = snapshot
         self._on_ooms = on_ooms
         self._processes = ProcessHistory(self._name, reading_expiry_seconds=reading_expiry_seconds)
-        self._ooms = OomIntake()
+        self._ooms = OomDeduplicator()
         self._reading: NodeReading | None = None
-        self._told: dict[str, str] = {}
-        self._unkept: dict[str, Future[bool]] = {}
-        """By session, the errors that wait for the disk: one that is sent again must not be answered before."""
+        self._last_types: dict[str, str] = {}
+        """The type of the last event of each device, by subject."""
+        self._uncommitted: dict[str, Future[bool]] = {}
+        """By session, the errors that are not committed; a report that repeats them must not be acknowledged before."""
 
     def take_report(self, process: ReportingProcess) -> Future[bool] | None:
-        """A report was taken.
+        """Record an accepted report.
 
         Returns:
-            For one that tells of out-of-memory errors: what is true once they are kept; None when they are.
+            A future that is true once the report's out-of-memory errors are committed; None if there is nothing to wait
+            for.
         """
         self._put(self._processes.take_report(process))
         if not process.report.ooms:
             return None
         session = process.report.process.session
-        self._unkept = {known: kept for known, kept in self._unkept.items() if not kept.done()}
-        events = self._ooms.take(process, self._name(process), self._processes.gpus(), self._wall_clock())
+        self._uncommitted = {known: kept for known, kept in self._uncommitted.items() if not kept.done()}
+        events = self._ooms.new_events(process, self._name(process), self._processes.gpus(), self._wall_clock())
         if events:
-            self._on_ooms(events)  # first: whoever reads the event finds its series
-            self._unkept[session] = self.log.put(events)
-        return self._unkept.get(session)
+            self._on_ooms(events)  # before `put`, so that a client that reads the event finds its series
+            self._uncommitted[session] = self.log.put(events)
+        return self._uncommitted.get(session)
 
     def take_reading(self, reading: NodeReading) -> None:
-        """The driver was polled."""
+        """Record a reading of the driver."""
         self._processes.take_reading(reading)
         if not reading.up:
             return
         changes = [
-            event for event in device_changes(self._reading, reading) if self._told.get(event.subject) != event.type
+            event
+            for event in device_changes(self._reading, reading)
+            if self._last_types.get(event.subject) != event.type
         ]
         self._reading = reading
         present = {f"device:{device.uuid}" for device in reading.devices}
-        self._told = {subject: type_ for subject, type_ in self._told.items() if subject in present}
-        self._told.update({event.subject: event.type for event in changes})
+        self._last_types = {subject: type_ for subject, type_ in self._last_types.items() if subject in present}
+        self._last_types.update({event.subject: event.type for event in changes})
         self._put(changes)
 
     def process_gone(self, key: ProcessKey, reason: str) -> None:
-        """A process is forgotten."""
-        self._put(self._processes.gone(key, reason, self._wall_clock()))
+        """Record that a process was removed from the store."""
+        self._put(self._processes.remove(key, reason, self._wall_clock()))
 
     def sweep(self, snapshot: Snapshot) -> None:
-        """Whoever is not in the snapshot fell silent; called once a second."""
+        """Record the end of processes that are no longer in the snapshot, because their reports expired.
+
+        Called once a second.
+        """
         keys = [process.key for process in snapshot.processes]
-        self._put(self._processes.keep_only(keys, self._silent_reason, self._wall_clock()))
+        self._put(self._processes.remove_except(keys, self._silent_reason, self._wall_clock()))
 
     def action_asked(self, asked: SubmittedAction) -> Future[bool]:
-        """An action begins; true once that is kept."""
+        """Record a requested action; the future is true once the event is committed."""
         return self.log.put([asked_event(asked)])
 
     def action_finished(self, action: Action) -> Future[bool] | None:
-        """Nothing more will become of an action; true once that is kept. A dry run did nothing and is no event."""
+        """Record a finished action; the future is true once the event is committed. A dry run has no event."""
         return None if action.dry_run else self.log.put([action_event(action, self._wall_clock())])
 
     def _name(self, process: ReportingProcess) -> int | str:

@@ -1,10 +1,8 @@
-"""Events in SQLite: a file in the folder of `--storage.path`, or memory.
+"""The SQLite database of events: a file in the folder of `--storage.path`, or memory.
 
-A commit is on the disk before it is anything else: WAL with `synchronous=FULL` writes and syncs it before a reader, or
-whoever waits for it, can see it. So what was committed survives SIGKILL, and loss of power where the disk keeps its
-word. The file is locked for as long as it is open: a second exporter in the same folder is told so.
-
-One thread uses a storage.
+WAL mode with `synchronous=FULL` writes and syncs a commit before any reader sees it. Committed events therefore survive
+SIGKILL, and power loss if the disk honors syncs. The file is locked while it is open, so a second exporter on the same
+folder gets an error.
 """
 
 from __future__ import annotations
@@ -26,15 +24,15 @@ T = TypeVar("T")
 
 FILE_NAME = "events.db"
 MEMORY_BYTES = 8 << 20
-"""The most that is kept without a folder."""
+"""The largest size of the database without a folder."""
 
 _VERSION = 1
 _PAGE_BYTES = 4096
 _WAL_PAGES = 256
 _WAL_BYTES = 2 << 20
-"""What the write-ahead log may grow to between checkpoints, taken off the bound of the file itself."""
+"""The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file."""
 _PAGE_TEXT = 1 << 20
-"""Characters of detail in one page: an answer stays of a size that the event loop can bear."""
+"""The most characters of detail in one page, so that an answer does not block the event loop for long."""
 
 _SCHEMA = """
 CREATE TABLE events (
@@ -54,12 +52,14 @@ _OF_PID = """(pid = :pid OR (type = 'action' AND EXISTS (
 
 
 class Storage:
-    """Keeps events for a while, in a bounded space. What goes wrong closes the file; the next call opens it again.
+    """Stores events for a limited time in limited space. Not thread-safe.
+
+    An error closes the file, and the next call opens it again.
 
     Args:
-        folder: made if it is not there; None for memory.
-        retention_seconds: events older than this go.
-        max_bytes: the oldest events go when the file and its write-ahead log would become larger.
+        folder: the folder of the file, created if missing; None for memory.
+        retention_seconds: the age at which events are deleted.
+        max_bytes: the limit of the file and its write-ahead log; the oldest events are deleted to stay below it.
         wall_clock: seconds of the Unix epoch.
     """
 
@@ -72,62 +72,62 @@ class Storage:
         self._wall_clock = wall_clock
         self._connection: sqlite3.Connection | None = None
         self._inode = 0
-        self.put_aside = ""
-        """Where the last file went that was found damaged; empty when there was none."""
+        self.damaged_file = ""
+        """The path to which the last damaged file was moved; empty if there was none."""
 
     def __str__(self) -> str:
         return "memory" if self._path is None else str(self._path)
 
-    def tend(self) -> None:
-        """Open what is not open, and let go what is too old.
+    def maintain(self) -> None:
+        """Open the file if necessary, and delete expired events.
 
         Raises:
-            StorageError: it cannot be opened or written.
+            StorageError: the file cannot be opened or written.
         """
         self._attempt(lambda connection: self._transaction(connection, ()))
 
     def append(self, events: Sequence[Event]) -> list[Event]:
-        """Keep all of these that are news, or none of them. They are committed when this returns.
+        """Store the events that are not duplicates in one commit.
 
         Returns:
-            Those that were news.
+            The stored events.
 
         Raises:
-            StorageError: nothing of it was kept.
+            StorageError: no event was stored.
         """
         rows = [(event, _row(event)) for event in events]
         return self._attempt(lambda connection: self._transaction(connection, rows))
 
     def read(self, query: Query) -> Page:
-        """The events that are asked for.
+        """Return the events that match a query.
 
         Raises:
-            StorageError: they cannot be read.
+            StorageError: the events cannot be read.
         """
         return self._attempt(lambda connection: _read(connection, query))
 
     def close(self) -> None:
-        """Close the file. Memory forgets."""
+        """Close the file. Without a folder, all events are lost."""
         connection, self._connection = self._connection, None
         if connection is not None:
             with contextlib.suppress(sqlite3.Error):
                 connection.close()
 
-    def _attempt(self, what: Callable[[sqlite3.Connection], T]) -> T:
-        """Do something with the open file; a damaged one is put aside and a new one begun."""
+    def _attempt(self, operation: Callable[[sqlite3.Connection], T]) -> T:
+        """Run an operation on the open file. A damaged file is moved, and the operation runs on a new file."""
         try:
             try:
-                return what(self._open())
+                return operation(self._open())
             except sqlite3.DatabaseError as error:
-                # Python's own class for SQLITE_CORRUPT and SQLITE_NOTADB alone; all else is one of its subclasses.
+                # Python raises the base class only for SQLITE_CORRUPT and SQLITE_NOTADB, a subclass for other errors.
                 if type(error) is not sqlite3.DatabaseError or self._path is None:
                     raise
-                self._put_aside(self._path)
-                return what(self._open())
+                self._move_damaged_file(self._path)
+                return operation(self._open())
         except (sqlite3.Error, OSError) as error:
             if self._path is not None:
                 self.close()
-            raise StorageError(self._said(error)) from error
+            raise StorageError(self._error_text(error)) from error
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is not None and not self._was_replaced():
@@ -162,7 +162,7 @@ class Storage:
             connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
 
     def _was_replaced(self) -> bool:
-        """Somebody removed the file, or put another in its place: what is written to it now, nobody will find."""
+        """Return whether the file was removed or replaced, so that further writes to it would be lost."""
         if self._path is None:
             return False
         try:
@@ -170,37 +170,40 @@ class Storage:
         except FileNotFoundError:
             return True
 
-    def _put_aside(self, path: Path) -> None:
+    def _move_damaged_file(self, path: Path) -> None:
         self.close()
         damaged = path.with_name(path.name + ".damaged")
         for suffix in ("-wal", "-shm", ""):
             with contextlib.suppress(FileNotFoundError):
                 path.with_name(path.name + suffix).replace(damaged.with_name(damaged.name + suffix))
-        self.put_aside = str(damaged)
+        self.damaged_file = str(damaged)
 
     def _transaction(self, connection: sqlite3.Connection, rows: Sequence[tuple[Event, dict[str, Any]]]) -> list[Event]:
-        news: list[Event] = []
+        stored: list[Event] = []
         connection.execute("BEGIN IMMEDIATE")
         try:
             self._prune(connection, sum(_PAGE_BYTES + 2 * len(row["detail"]) for _, row in rows))
             (last,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
             for event, row in rows:
-                if _is_news(connection, event):
-                    # From the clock, so that ids rise also where the events before a restart were in memory.
+                if _is_new(connection, event):
+                    # Ids are based on the clock, so that they increase after a restart also without a folder.
                     last = row["id"] = max(last + 1, int(self._wall_clock() * 1000))
                     names = ", ".join(row)
                     values = ", ".join(f":{name}" for name in row)
-                    connection.execute(f"INSERT INTO events ({names}) VALUES ({values})", row)  # noqa: S608 - our names
-                    news.append(event)
+                    connection.execute(f"INSERT INTO events ({names}) VALUES ({values})", row)  # noqa: S608 - constant names
+                    stored.append(event)
             connection.execute("COMMIT")
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 connection.execute("ROLLBACK")
             raise
-        return news
+        return stored
 
     def _prune(self, connection: sqlite3.Connection, needed_bytes: int) -> None:
-        """Let the oldest go until there is room; what they took is used again, the file does not shrink."""
+        """Delete expired events, then the oldest events until there is room.
+
+        SQLite reuses the space; the file never shrinks.
+        """
         connection.execute("DELETE FROM events WHERE time < ?", (self._wall_clock() - self._retention_seconds,))
         while True:
             (pages,) = connection.execute("PRAGMA page_count").fetchone()
@@ -213,14 +216,15 @@ class Storage:
             oldest = "SELECT id FROM events ORDER BY id LIMIT ?"
             connection.execute(f"DELETE FROM events WHERE id IN ({oldest})", (max(1, count // 32),))  # noqa: S608
 
-    def _said(self, error: Exception) -> str:
+    def _error_text(self, error: Exception) -> str:
         if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
             return f"{self}: another exporter uses it"
         reason = error.strerror if isinstance(error, OSError) else ""
         return f"{self}: {reason or error}"
 
 
-def _is_news(connection: sqlite3.Connection, event: Event) -> bool:
+def _is_new(connection: sqlite3.Connection, event: Event) -> bool:
+    """Return whether an event is not a duplicate, by its `subject` and `only_after`."""
     if not event.subject:
         return True
     row = connection.execute(
@@ -246,7 +250,7 @@ def _row(event: Event) -> dict[str, Any]:
 
 
 def _text(value: str | None) -> str | None:
-    """As SQLite takes it: a name that the system gave as it found it may not be UTF-8."""
+    """Return a text that SQLite accepts; a name from the system may not be valid UTF-8."""
     return None if value is None else value.encode("utf-8", "replace").decode()
 
 
@@ -284,7 +288,7 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
 
 
 def _bounded(rows: sqlite3.Cursor, limit: int) -> Iterator[Event | None]:
-    """As many as fit, and None at the end if that was not all."""
+    """Yield the events that fit in a page, then None if there are more."""
     text = 0
     for number, row in enumerate(rows):
         text += len(row[8])

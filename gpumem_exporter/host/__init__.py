@@ -1,4 +1,4 @@
-"""What the operating system says of processes: who they are, and whether they still are."""
+"""The operating system's description of processes, and whether they still run."""
 
 from gpumem_exporter.host.linux import LinuxHost
 from gpumem_exporter.host.protocol import Host

@@ -1,4 +1,4 @@
-"""Which container and which Kubernetes pod a process is in, told by its cgroup. Pure."""
+"""Read the container id and the Kubernetes pod uid of a process from its cgroup."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 
 __all__ = ["container_id", "pod_uid"]
 
-# docker, containerd, CRI-O and podman all name a container's cgroup after its id, 64 hexadecimal digits: alone
-# (cgroupfs driver), or behind a prefix and before `.scope` (systemd driver), or behind a colon.
+# docker, containerd, CRI-O and podman all name a container's cgroup after its id of 64 hexadecimal digits: alone
+# (cgroupfs driver), between a prefix and `.scope` (systemd driver), or after a colon.
 _ID = re.compile(r"(?:^|[-:])([0-9a-f]{64})(?:\.scope)?$")
-# The monitor beside a container lives in a cgroup with the container's id in its name, and is not in the container.
+# The monitor process of a container is outside the container, but the name of its cgroup has the container's id.
 _MONITOR = "-conmon-"
 # The kubelet names a pod's cgroup after its uid: `podUID` (cgroupfs driver), or `kubepods-burstable-podUID.slice` with
 # the dashes of the uid as underscores (systemd driver). A static pod's uid is a hash without dashes.
@@ -19,7 +19,7 @@ _POD = re.compile(
 
 
 def container_id(cgroup_text: str) -> str:
-    """The id of the innermost container in the text of /proc/PID/cgroup, v1 or v2; empty outside of containers."""
+    """Return the id of the innermost container in a text of /proc/PID/cgroup (v1 or v2); empty if there is none."""
     for line in cgroup_text.splitlines():
         path = line.split(":", 2)[-1]
         for segment in reversed(path.split("/")):
@@ -30,7 +30,7 @@ def container_id(cgroup_text: str) -> str:
 
 
 def pod_uid(cgroup_text: str) -> str:
-    """The uid of the innermost pod in the text of /proc/PID/cgroup, as Kubernetes writes it; empty outside of pods."""
+    """Return the uid of the innermost pod in a text of /proc/PID/cgroup, as Kubernetes writes it; empty if none."""
     for line in cgroup_text.splitlines():
         for segment in reversed(line.split(":", 2)[-1].split("/")):
             found = _POD.search(segment)

@@ -1,4 +1,4 @@
-"""Reading /proc/PID of processes that may go at any moment, or be none of our business."""
+"""Read /proc/PID of processes that may exit at any time or belong to another user."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ _LONGEST_ENVIRONMENT = 1 << 22
 
 
 class HiddenError(Exception):
-    """The process is there, and the kernel does not let this user read the file."""
+    """The process exists, but this user may not read the file."""
 
 
 class ProcEntries:
-    """The files of /proc/PID. Stateless; any thread may call it.
+    """The files of /proc/PID. Thread-safe, without state.
 
     Args:
-        proc: where the proc file system is mounted.
+        proc: the mount point of the proc file system.
     """
 
     def __init__(self, proc: Path) -> None:
         self._proc = str(proc)
 
     def path(self, pid: int | str, name: str) -> str:
-        """The path of one file of a process."""
+        """Return the path of a file of a process."""
         return f"{self._proc}/{pid}/{name}"
 
     def read(self, pid: int | str, name: str, longest_bytes: int = _LONGEST_READ) -> bytes | None:
-        """Read the beginning of one file; None when there is no such process.
+        """Return the first `longest_bytes` of a file; None if the process does not exist.
 
         Raises:
-            HiddenError: the process is there and the file may not be read.
+            HiddenError: the process exists, but this user may not read the file.
         """
         try:
-            # Unbuffered and without pathlib: this runs for every process on every device, each second.
+            # Fast, without buffering and pathlib, because this runs each second for every process on every device.
             descriptor = os.open(self.path(pid, name), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 return os.read(descriptor, longest_bytes)
@@ -52,12 +52,12 @@ class ProcEntries:
             raise HiddenError(str(error)) from error
 
     def start_time_ticks(self, pid: int | str) -> int | None:
-        """Clock ticks after boot at which a process began; None when there is no such process, or it has ended.
+        """Return the start time in clock ticks after boot; None if the process does not exist or has exited.
 
-        A process that has ended and waits to be reaped, or whose parent never does that, uses nothing any more.
+        A zombie counts as exited, because it uses no resources.
 
         Raises:
-            HiddenError: the process is there and its `stat` may not be read.
+            HiddenError: the process exists, but this user may not read its `stat`.
         """
         stat = self.read(pid, "stat")
         if stat is None:
@@ -69,12 +69,12 @@ class ProcEntries:
             return None
 
     def variables(self, pid: int | str, names: Sequence[str]) -> tuple[str, ...]:
-        """These variables of the environment that a process was started with, empty where they are not set.
+        """Return variables of the initial environment of a process; empty if they are not set.
 
-        Nothing else of it is decoded, kept or returned: an environment holds secrets.
+        Other variables are neither decoded nor stored, because an environment may contain secrets.
 
         Raises:
-            HiddenError: the process is there and its environment may not be read.
+            HiddenError: the process exists, but this user may not read its environment.
         """
         environment = b"\0" + (self.read(pid, "environ", _LONGEST_ENVIRONMENT) or b"")
         values = []
@@ -84,7 +84,7 @@ class ProcEntries:
         return tuple(values)
 
     def pids(self) -> list[str]:
-        """The numbers of all processes that this user is shown."""
+        """Return the pids of all processes that are visible to this user."""
         try:
             return [name for name in os.listdir(self._proc) if name.isdigit()]  # noqa: PTH208 - as above
         except OSError:

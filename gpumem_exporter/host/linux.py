@@ -1,4 +1,4 @@
-"""The processes of a Linux host, told by /proc."""
+"""The processes of a Linux host, from /proc."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 
 __all__ = ["LinuxHost"]
 
-# PROC_PID_INIT_INO of the kernel's proc_ns.h: the namespace in which every process has the pid that the driver uses.
+# PROC_PID_INIT_INO in the kernel's proc_ns.h. The driver uses the pids of this namespace.
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 _READ_AGAIN_SECONDS = 60.0
 _JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
@@ -29,18 +29,18 @@ _JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
 class _Known:
     facts: ProcessFacts
     program: tuple[int, str, int]
-    """As `parse_stat_program`: another one after the pid was used again, or after an exec."""
+    """The result of `parse_stat_program`, which changes when the pid is reused and after an exec."""
     read_seconds: float
 
 
 class LinuxHost:
-    """What /proc says of processes. Thread-safe.
+    """Describes processes from /proc. Thread-safe.
 
-    A file that the kernel hides (another user's process, `hidepid`) costs its own fact and no other. Facts are kept for
-    as long as the process runs the same program, and for a minute at most, since it may rename itself.
+    If a file is not readable (another user's process, `hidepid`), only the facts from that file are missing. Facts are
+    cached until the process runs another program, but for at most a minute, because a process may rename itself.
 
     Args:
-        proc: where the proc file system is mounted; in a container with the host's PID namespace, /proc itself.
+        proc: the mount point of the proc file system.
         clock: monotonic seconds.
     """
 
@@ -54,16 +54,16 @@ class LinuxHost:
         self._known: dict[int, _Known] = {}
         self._users: dict[int, str] = {}
         self._nameless: dict[int, float] = {}
-        """Users whose name was not to be found, and when that was: a directory service may be away for a while."""
+        """Uids without a name, and when that was found; a directory service may be temporarily unavailable."""
         self._swept_seconds = clock()
 
     @property
     def sees_host_pids(self) -> bool:
-        """This is the host's own PID namespace: the pids that the driver gives mean the same processes here."""
+        """Whether this is the host's PID namespace, so that the driver's pids are valid here."""
         return self._own_namespace == _INITIAL_PID_NAMESPACE
 
     def facts(self, pid: int) -> ProcessFacts | None:
-        """Who a process is; None when there is no such process (any more). What cannot be read is left empty."""
+        """Return the description of a process; None if it does not exist. Facts that cannot be read are empty."""
         now = self._clock()
         self._sweep(now)
         program = self._program(pid)
@@ -71,38 +71,38 @@ class LinuxHost:
         if known is not None and known.program == program and now - known.read_seconds < _READ_AGAIN_SECONDS:
             return known.facts
         facts = None if program is None else self._read_facts(pid, program[0])
-        # It may have ended, or begun another program, while it was read: what was read may then be of either.
-        settled = facts is not None and program is not None and self._program(pid) == program
+        # If the process exited or started another program meanwhile, the facts may be a mixture of both.
+        consistent = facts is not None and program is not None and self._program(pid) == program
         with self._lock:
-            if facts is None or program is None or not settled:
+            if facts is None or program is None or not consistent:
                 self._known.pop(pid, None)
             else:
                 self._known[pid] = _Known(facts, program, now)
-        return facts if settled else None
+        return facts if consistent else None
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        """The pid by which the driver calls a reporter; None when it cannot be known, never a guess.
+        """Return the pid of a reporter in the driver's list; None if it cannot be known.
 
-        Believed in this order, and each only where the start time agrees: the kernel's word for the socket's other
-        end; the reporter's own pid where it shares this PID namespace; a process of another namespace that /proc
-        shows to have this pid there.
+        The candidates, in this order, are the socket's peer pid, the reporter's own pid if it shares this PID
+        namespace, and a process in /proc that has this pid in the reporter's namespace. The start time of a candidate
+        must be equal.
         """
         return self._translator.host_pid(identity, peer_pid)
 
     def program(self, host_pid: int) -> int | None:
-        """Where its stack begins, which every exec draws anew; the kernel shows that to those who may trace it."""
+        """Return the stack address, which every exec changes; None unless this user may trace the process."""
         program = self._program(host_pid)
         return program[2] or None if program is not None else None
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
-        """This very process still runs. One whose `stat` the kernel hides is there, for all that can be known."""
+        """Return whether this process still runs. A process whose `stat` is not readable counts as running."""
         try:
             return self._entries.start_time_ticks(host_pid) == start_time_ticks
         except HiddenError:
             return True
 
     def _sweep(self, now: float) -> None:
-        """Forget the processes that nobody has asked for since they were last due to be read again."""
+        """Drop cached facts that were not requested since they expired."""
         if now - self._swept_seconds < _READ_AGAIN_SECONDS:
             return
         with self._lock:
@@ -112,7 +112,7 @@ class LinuxHost:
                 del self._known[pid]
 
     def _program(self, pid: int) -> tuple[int, str, int] | None:
-        """Which process and program this is now, at the price of one read; None when there is none, or it has ended."""
+        """Read the identity of the running program; None if the process does not exist or has exited."""
         try:
             stat = self._entries.read(pid, "stat")
         except HiddenError:
@@ -120,7 +120,7 @@ class LinuxHost:
                 entry = os.stat(f"{self._proc}/{pid}")  # noqa: PTH116 - pathlib costs ten times as much
             except OSError:
                 return None
-            return (0, f"{entry.st_ino} {entry.st_ctime_ns}", 0)  # made anew for each process
+            return (0, f"{entry.st_ino} {entry.st_ctime_ns}", 0)  # the inode is new for each process
         return None if stat is None else parse_stat_program(stat.decode("utf-8", "replace"))
 
     def _read_facts(self, pid: int, start_time_ticks: int) -> ProcessFacts | None:
@@ -159,11 +159,11 @@ class LinuxHost:
             described = describe_command(split_cmdline(self._entries.read(pid, "cmdline") or b""))
         except HiddenError:
             described = ""
-        # A process that wiped its command line still has the short name that the kernel keeps.
+        # A process that cleared its command line still has the kernel's short name.
         return described or describe_command([self._text(pid, "comm").strip()])
 
     def _user(self, pid: int, owner_uid: int) -> str:
-        # The directory belongs to root for a process that may not be dumped, whoever runs it: ask `status` first.
+        # Root owns the directory of a process that is not dumpable, so `status` is read first.
         uid = owner_uid
         for line in self._text(pid, "status").splitlines():
             if line.startswith("Uid:"):

@@ -1,4 +1,4 @@
-"""How the driver calls a process that only says what it is called in its own PID namespace."""
+"""Translate a pid of another PID namespace to the pid in the driver's list."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _ASK_AGAIN_SECONDS = 10.0
 class PidTranslator:
     """Finds the pid of a reporter in the PID namespace of the exporter's /proc. Thread-safe.
 
-    What was found is remembered: the triple of namespace, pid and start time is one process for as long as it lives.
-    Processes of other namespaces are found by one scan of /proc for all of them, at most once a second, and one that a
-    scan did not find is looked for again after ten.
+    Results are cached by namespace, pid and start time, which together identify a process. One scan of /proc finds the
+    processes of all other namespaces. It runs at most once a second, and a process that it did not find is searched
+    again after ten seconds.
 
     Args:
         entries: the proc file system.
-        own_namespace: inode of the PID namespace that it shows.
+        own_namespace: the inode of the PID namespace of `entries`.
         clock: monotonic seconds.
     """
 
@@ -46,7 +46,7 @@ class PidTranslator:
         self._scanned_seconds: float | None = None
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        """As `Host.host_pid`: the start time must agree, whatever else speaks for a pid."""
+        """Return the same as `Host.host_pid`; a candidate must have the reporter's start time."""
         start_time_ticks = identity.start_time_ticks
         if start_time_ticks <= 0:
             return None
@@ -86,7 +86,7 @@ class PidTranslator:
         return pid
 
     def _scan(self) -> dict[_Identity, int]:
-        """Every process of another PID namespace that may be looked into, by how it calls itself."""
+        """Return the host pids of the readable processes of other PID namespaces, by their own identity."""
         found = {}
         for pid in self._entries.pids():
             namespace = pid_namespace(self._entries.path(pid, "").rstrip("/"))
@@ -103,7 +103,7 @@ class PidTranslator:
 
 
 def _innermost_pid(status: bytes) -> int | None:
-    """The last number of the line `NSpid:` of /proc/PID/status: the pid as the process itself sees it."""
+    """Return the process' own pid: the last number of the line `NSpid:` in /proc/PID/status."""
     for line in status.splitlines():
         if line.startswith(b"NSpid:"):
             return int(line.split()[-1])

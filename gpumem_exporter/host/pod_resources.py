@@ -1,8 +1,8 @@
-"""Asks the kubelet which container it has given which device: its pod-resources API, over gRPC on a unix socket.
+"""Query the kubelet's pod-resources API, which lists the devices of each container, over gRPC on a unix socket.
 
 https://kubernetes.io/docs/concepts/extend-kubernetes/compute-storage-net/device-plugins/#monitoring-device-plugin-resources
 
-grpcio and protobuf are the extra `kubernetes`; they are imported once there is a socket to ask, and not before.
+grpcio and protobuf belong to the extra `kubernetes`. They are imported only if the socket exists.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_exporter.core.samples import NodeReading
-from gpumem_exporter.host.pods import Container, Given, device_uuid, name_containers
+from gpumem_exporter.host.pods import Container, DeviceAssignments, device_uuid, name_containers
 
-__all__ = ["DEFAULT_SOCKET", "SOCKET_VARIABLE", "PodResources", "list_given"]
+__all__ = ["DEFAULT_SOCKET", "SOCKET_VARIABLE", "PodResources", "query_device_assignments"]
 
 DEFAULT_SOCKET = Path("/var/lib/kubelet/pod-resources/kubelet.sock")
-"""Where every kubelet has it, unless it was started with another --root-dir."""
+"""The path of the socket, unless the kubelet was started with another --root-dir."""
 SOCKET_VARIABLE = "GPUMEM_POD_RESOURCES_SOCKET"
 
-_ASK_AGAIN_SECONDS = 30.0
-_ASK_SOONEST_SECONDS = 2.0
+_QUERY_INTERVAL_SECONDS = 30.0
+_MIN_QUERY_INTERVAL_SECONDS = 2.0
 _DEADLINE_SECONDS = 5.0
-_BELIEVED_SECONDS = 90.0
-_LONGEST_ANSWER_BYTES = 16 << 20
+_ANSWER_EXPIRY_SECONDS = 90.0
+_MAX_ANSWER_BYTES = 16 << 20
 _METHOD = "/v1.PodResourcesLister/List"
-_MEND = "pip install 'gpumem-exporter[kubernetes]', or take the folder of the socket away"
+_HOW_TO_FIX = "install the extra gpumem-exporter[kubernetes], or remove the mount of the socket's folder"
 
 _log = logging.getLogger(__name__)
 
 
 class PodResources:
-    """Keeps what the kubelet last said, in a thread of its own called `gpumem-pod-resources`.
+    """Queries the kubelet in a thread named `gpumem-pod-resources` and stores its last answer.
 
-    A kubelet that is slow, absent or wrong costs the names of pods and nothing else. It is asked every half minute, and
-    sooner, though at most every two seconds, while a container is on a device that it did not know when it was asked.
+    If the kubelet is slow, missing or wrong, only the names of pods are missing. The query runs every 30 seconds. While
+    a device has a container that is newer than the last answer, it runs every 2 seconds.
 
     Args:
-        socket: the kubelet's; it may come and go.
-        ask: how it is asked; raises whatever it likes.
+        socket: the kubelet's socket, which need not exist.
+        query: performs one query; may raise any exception.
         clock: monotonic seconds.
     """
 
@@ -52,106 +52,107 @@ class PodResources:
         self,
         socket: Path,
         *,
-        ask: Callable[[Path, float], Given] | None = None,
+        query: Callable[[Path, float], DeviceAssignments] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.socket = socket
-        self._ask = ask or list_given
+        self._query = query or query_device_assignments
         self._clock = clock
-        self._given = Given()
+        self._assignments = DeviceAssignments()
         self._answered_seconds: float | None = None
-        self._trouble = ""
+        self._last_failure = ""
         self._stopping = threading.Event()
-        self._wanted = threading.Event()
+        self._query_needed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gpumem-pod-resources", daemon=True)
 
     @classmethod
     def of_this_node(cls, environ: Mapping[str, str] = os.environ) -> PodResources | None:
-        """The kubelet's of this node, or that which GPUMEM_POD_RESOURCES_SOCKET names; None where there is no kubelet.
+        """Create the client of this node's kubelet, or of GPUMEM_POD_RESOURCES_SOCKET; None if there is no kubelet.
 
-        The folder must be there when the exporter starts; the socket need not: a kubelet makes it anew at each start.
+        The folder of the socket must exist when the exporter starts. The socket may appear later, because the kubelet
+        creates it at each start.
         """
         socket = Path(environ.get(SOCKET_VARIABLE) or DEFAULT_SOCKET)
         return cls(socket) if socket.parent.is_dir() else None
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask no more. Does not wait for a question that is under way: that has its own deadline."""
+        """Stop the thread without waiting for a running query, which has its own deadline."""
         self._stopping.set()
-        self._wanted.set()
+        self._query_needed.set()
 
     def name(self, reading: NodeReading) -> NodeReading:
-        """The reading with the names of pods and containers as far as they can be known. Does not wait, nor raise."""
+        """Return the reading with the known names of pods and containers. Never blocks or raises."""
         answered = self._answered_seconds
-        given = self._given if answered is not None and self._clock() - answered < _BELIEVED_SECONDS else Given()
+        is_valid = answered is not None and self._clock() - answered < _ANSWER_EXPIRY_SECONDS
         try:
-            named, unknown = name_containers(reading, given)
-        except Exception:  # noqa: BLE001 - a poll must not be lost for the names of its pods
-            self._note("the pods cannot be told", exc_info=True)
+            named, has_new = name_containers(reading, self._assignments if is_valid else DeviceAssignments())
+        except Exception:  # noqa: BLE001 - missing pod names must not lose a poll
+            self._log_once("the names of the pods cannot be found", exc_info=True)
             return reading
-        if unknown:
-            self._wanted.set()
+        if has_new:
+            self._query_needed.set()
         return named
 
     def _run(self) -> None:
         while not self._stopping.is_set():
             if self.socket.exists():
                 try:
-                    self._given = self._ask(self.socket, _DEADLINE_SECONDS)
+                    self._assignments = self._query(self.socket, _DEADLINE_SECONDS)
                 except ImportError as error:
-                    self._note(f"the kubelet is not asked for pods: {error}; {_MEND}")
+                    self._log_once(f"the kubelet is not queried for pods: {error}; {_HOW_TO_FIX}")
                     return
-                except Exception as error:  # noqa: BLE001 - whatever a kubelet does, it costs the names alone
-                    self._note(f"the kubelet at {self.socket} does not tell its pods: {_told(error)}")
+                except Exception as error:  # noqa: BLE001 - a failing kubelet must affect only the names of pods
+                    self._log_once(f"the kubelet at {self.socket} does not list its pods: {_error_text(error)}")
                 else:
                     self._answered_seconds = self._clock()
-                    self._trouble = ""
-            self._stopping.wait(_ASK_SOONEST_SECONDS)
-            self._wanted.wait(_ASK_AGAIN_SECONDS - _ASK_SOONEST_SECONDS)
-            self._wanted.clear()
+                    self._last_failure = ""
+            self._stopping.wait(_MIN_QUERY_INTERVAL_SECONDS)
+            self._query_needed.wait(_QUERY_INTERVAL_SECONDS - _MIN_QUERY_INTERVAL_SECONDS)
+            self._query_needed.clear()
 
-    def _note(self, trouble: str, *, exc_info: bool = False) -> None:
-        """Say it once, not at each attempt."""
-        if trouble != self._trouble:
-            self._trouble = trouble
-            _log.warning("%s", trouble, exc_info=exc_info)
+    def _log_once(self, failure: str, *, exc_info: bool = False) -> None:
+        """Log a failure, but not if it is the same as the last one."""
+        if failure != self._last_failure:
+            self._last_failure = failure
+            _log.warning("%s", failure, exc_info=exc_info)
 
 
-def list_given(socket: Path, deadline_seconds: float) -> Given:
-    """Ask a kubelet once; waits no longer than the deadline.
+def query_device_assignments(socket: Path, deadline_seconds: float) -> DeviceAssignments:
+    """Query a kubelet once; waits at most for the deadline.
 
     Raises:
         ImportError: the extra `kubernetes` is not installed.
-        Exception: whatever gRPC raises for a kubelet that does not answer, or not with this message.
+        Exception: gRPC's error if the kubelet does not answer or its message is not valid.
     """
     import grpc
 
-    # The moment before the question: containers that are admitted while it is answered may be missing in the answer.
-    asked_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+    # The time is taken before the query, because a container that starts during the query may be missing in the answer.
+    queried_ticks = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
     options = (
-        ("grpc.default_authority", "localhost"),  # gRPC's own, the socket's path, is refused by servers written in Go
+        ("grpc.default_authority", "localhost"),  # Go servers reject gRPC's default, the path of the socket
         ("grpc.enable_http_proxy", 0),
-        ("grpc.max_receive_message_length", _LONGEST_ANSWER_BYTES),
+        ("grpc.max_receive_message_length", _MAX_ANSWER_BYTES),
     )
     with grpc.insecure_channel(f"unix:{socket}", options=options) as channel:
-        ask = channel.unary_unary(
+        list_pods = channel.unary_unary(
             _METHOD, request_serializer=lambda _: b"", response_deserializer=_response_class().FromString
         )
-        answer = ask(None, timeout=deadline_seconds)
+        answer = list_pods(None, timeout=deadline_seconds)
     by_device: dict[str, set[Container]] = defaultdict(set)
     for pod in answer.pod_resources:
         for container in pod.containers:
             for devices in container.devices:
                 for uuid in filter(None, map(device_uuid, devices.device_ids)):
                     by_device[uuid].add(Container(pod.namespace, pod.name, container.name))
-    return Given(asked_ticks, {uuid: frozenset(containers) for uuid, containers in by_device.items()})
+    return DeviceAssignments(queried_ticks, {uuid: frozenset(containers) for uuid, containers in by_device.items()})
 
 
 def _response_class() -> Any:
-    """`v1.ListPodResourcesResponse`, with the fields that are needed; a message's other fields are skipped."""
+    """Build the message class `v1.ListPodResourcesResponse` with the needed fields; protobuf skips the others."""
     from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
     field = descriptor_pb2.FieldDescriptorProto
@@ -174,8 +175,8 @@ def _response_class() -> Any:
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("v1.ListPodResourcesResponse"))
 
 
-def _told(error: Exception) -> str:
-    """Errors of gRPC print several lines; their code and details are what matters."""
+def _error_text(error: Exception) -> str:
+    """Return an error as one line; for a gRPC error, which prints several lines, the code and the details."""
     code, details = getattr(error, "code", None), getattr(error, "details", None)
     if callable(code) and callable(details):
         return f"{getattr(code(), 'name', code())}: {details()}"

@@ -1,15 +1,16 @@
-"""Which Kubernetes container a process is in, from what the kubelet has given to whom. Pure.
+"""Find the Kubernetes container of each process from the device assignments of the kubelet.
 
-The kubelet lists containers by name with the devices given to each. It says neither a container's id, nor a pod's uid,
-nor a pid. The cgroup of a process says container id and pod uid, and no names. What joins the two are the devices that
-the driver lists the process on: a container whose processes are on a device that was given to one container alone is
-that container. No name is given where that does not decide:
+The kubelet lists the names of containers and their devices, but no container ids, pod uids or pids. The cgroup of a
+process has the container id and the pod uid, but no names. The devices connect both: if a device is assigned to one
+container only, that is the container of the processes that the driver lists on the device. These cases are ambiguous or
+unknown and get no name:
 
-- a device that several containers share (time slicing, MPS): if all are of one pod, that pod, but no container;
-- two containers on a device that was given to one (one of them uses it without having asked the kubelet, or has just
-  been replaced): neither; the same for two pods that would have one name, or two names for one pod;
-- a container of which no process is older than the list: the list may not know it yet;
-- a process outside of pods, and devices given by a ResourceClaim (DRA), which the kubelet does not name by uuid.
+- Several containers share the device (time slicing, MPS). If all are in one pod, the process gets the pod's name, but
+  no container name.
+- The processes of two containers use a device that is assigned to one. One of them uses it without the kubelet, or has
+  just been replaced. The same applies to two pods that would get one name, and to two names for one pod.
+- All processes of the container started after the query, so that its answer may lack the container.
+- The process is outside of pods, or a ResourceClaim (DRA) assigned its device: the kubelet lists no uuid for these.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from typing import TypeVar
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 
-__all__ = ["Container", "Given", "device_uuid", "name_containers"]
+__all__ = ["Container", "DeviceAssignments", "device_uuid", "name_containers"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A container as the kubelet names it."""
+    """The names of a container in the kubelet's list."""
 
     namespace: str
     pod: str
@@ -36,45 +37,47 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
-    """What the kubelet has given to whom."""
+class DeviceAssignments:
+    """The containers to which the kubelet assigned each device."""
 
-    asked_ticks: int = 0
-    """When it was asked, in clock ticks after boot: it knows the containers of all processes that began before."""
+    queried_ticks: int = 0
+    """When the kubelet was queried, in clock ticks after boot; containers that started earlier are in the answer."""
     by_device: Mapping[str, frozenset[Container]] = field(default_factory=dict)
-    """By uuid, as NVML spells it."""
+    """By the device's NVML uuid."""
 
 
 def device_uuid(device_id: str) -> str | None:
-    """The device that an id of NVIDIA's device plugin means; None for an id that is no uuid.
+    """Return the uuid of the device in an id of NVIDIA's device plugin; None for an id that is not a uuid.
 
-    The copies of a shared device are called `GPU-…::0`, `GPU-…::1`. Other plugins name devices otherwise (`nvidia0`).
+    The ids of a shared device are `GPU-…::0`, `GPU-…::1` and so on. Other plugins use other names (`nvidia0`).
     """
     uuid = device_id.partition("::")[0]
     return uuid if uuid.startswith(("GPU-", "MIG-")) else None
 
 
-def name_containers(reading: NodeReading, given: Given) -> tuple[NodeReading, bool]:
-    """The reading with the names of its processes' pods and containers, as far as they can be known.
+def name_containers(reading: NodeReading, assignments: DeviceAssignments) -> tuple[NodeReading, bool]:
+    """Add the known names of pods and containers to the processes of a reading.
 
     Returns:
-        The reading, and whether it holds a container that is younger than what was given.
+        The reading, and whether it has a container that is newer than the assignments.
     """
-    on: dict[str, set[str]] = defaultdict(set)
+    devices_of: dict[str, set[str]] = defaultdict(set)
     members: dict[str, list[ProcessFacts]] = defaultdict(list)
     for device in reading.devices:
         for process in device.processes or ():
             facts = reading.facts.get(process.pid)
             if facts is not None and facts.container_id and facts.k8s_pod_uid:
-                on[facts.container_id].add(device.uuid)
+                devices_of[facts.container_id].add(device.uuid)
                 members[facts.container_id].append(facts)
     known = {
         container_id
         for container_id, processes in members.items()
-        if 0 < min(facts.start_time_ticks for facts in processes) < given.asked_ticks
+        if 0 < min(facts.start_time_ticks for facts in processes) < assignments.queried_ticks
     }
     candidates = {
-        container_id: frozenset.intersection(*(given.by_device.get(uuid, frozenset()) for uuid in on[container_id]))
+        container_id: frozenset.intersection(
+            *(assignments.by_device.get(uuid, frozenset()) for uuid in devices_of[container_id])
+        )
         for container_id in known
     }
     containers = _one_to_one(
@@ -85,7 +88,7 @@ def name_containers(reading: NodeReading, given: Given) -> tuple[NodeReading, bo
             (members[container_id][0].k8s_pod_uid, pod)
             for container_id, several in candidates.items()
             if (pod := _only((container.namespace, container.pod) for container in several)) is not None
-            # Two that claim one container cannot both be in its pod.
+            # If two pods match one container, at most one of them contains it.
             and (len(several) > 1 or container_id in containers)
         }
     )
@@ -105,13 +108,13 @@ def name_containers(reading: NodeReading, given: Given) -> tuple[NodeReading, bo
 
 
 def _only(values: Iterable[T]) -> T | None:
-    """The one value that there is."""
+    """Return the only distinct value; None if there are none or several."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
 
 
 def _one_to_one(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
-    """The pairs whose halves are in no other."""
+    """Return the pairs whose key and value occur in no other pair."""
     listed = list(pairs)
     keys, values = Counter(key for key, _ in listed), Counter(value for _, value in listed)
     return {key: value for key, value in listed if keys[key] == values[value] == 1}

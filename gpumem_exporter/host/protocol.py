@@ -1,4 +1,4 @@
-"""What the exporter asks of the operating system, whoever answers: /proc, or the demo's simulated node."""
+"""The interface of the operating system, implemented with /proc and by the demo's simulated node."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ __all__ = ["Host"]
 
 
 class Host(Protocol):
-    """The processes of a node. Thread-safe: the poller asks from its thread, everything else from the event loop."""
+    """The processes of a node. Thread-safe: the poller calls it from its thread, other callers from the event loop."""
 
     def facts(self, pid: int) -> ProcessFacts | None:
-        """Who a process is; None when there is no such process (any more). What cannot be read is left empty."""
+        """Return the description of a process; None if it does not exist. Facts that cannot be read are empty."""
         ...
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        """The pid by which the driver calls a reporter; None when it cannot be known, never a guess.
+        """Return the pid of a reporter in the driver's list; None if it cannot be known.
 
         Args:
-            identity: what the reporter says of itself, in its own PID namespace.
-            peer_pid: the kernel's word for the other end of its unix socket (SO_PEERCRED); None over TCP.
+            identity: the reporter's description of itself, in its own PID namespace.
+            peer_pid: the pid of the peer of its unix socket (SO_PEERCRED); None over TCP.
         """
         ...
 
     def program(self, host_pid: int) -> int | None:
-        """A number that is another after each exec of a process; None where it cannot be known, or it has ended."""
+        """Return a number that each exec of the process changes; None if it is unknown or the process has exited."""
         ...
 
     def alive(self, host_pid: int, start_time_ticks: int) -> bool:
-        """This very process still runs, not a later one with the same pid; one that waits to be reaped does not."""
+        """Return whether this process still runs, not a later one with the same pid. A zombie does not run."""
         ...

@@ -1,7 +1,7 @@
-"""The driver's side: the one fence round NVML, and the thread that polls it.
+"""Access to NVML, and the thread that polls it.
 
-`gpumem_exporter.nvml.pynvml_provider` is not imported here: it is the only module that imports pynvml, and only what
-composes an exporter on a real driver imports it.
+This package does not import `gpumem_exporter.nvml.pynvml_provider`, the only module that imports pynvml. Callers that
+need the real driver import that module.
 """
 
 from gpumem_exporter.nvml.poller import Poller, PollerStatus

@@ -1,4 +1,4 @@
-"""When to try again what failed: soon at first, then ever more rarely, never at the same moments as everybody else."""
+"""Exponential backoff with jitter for retries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Backoff"]
 
 
 class Backoff:
-    """Exponential backoff with jitter. Does no waiting itself; one thread uses it.
+    """Decides when a failed operation may be retried. It does not wait by itself. Not thread-safe.
 
     Args:
-        first_seconds: the delay after the first failure; each further one doubles it.
+        first_seconds: the delay after the first failure; each further failure doubles it.
         cap_seconds: the longest delay.
-        jitter: answers with 0 to 1; a delay is cut by up to half of itself.
+        jitter: returns 0 to 1; a delay is shortened by up to half of itself.
     """
 
     def __init__(
@@ -27,16 +27,16 @@ class Backoff:
         self._not_before_seconds: float | None = None
 
     def due(self, now_seconds: float) -> bool:
-        """Nothing failed yet, or the delay has passed."""
+        """Return whether an attempt may be made: there was no failure, or the delay has passed."""
         return self._not_before_seconds is None or now_seconds >= self._not_before_seconds
 
     def failed(self, now_seconds: float) -> None:
-        """It failed (again): hold off."""
+        """Record a failure, which starts the next delay."""
         delay_seconds = min(self._cap_seconds, self._first_seconds * 2.0 ** min(self._failures, 30))
         self._failures += 1
         self._not_before_seconds = now_seconds + delay_seconds * (1 - self._jitter() / 2)
 
     def succeeded(self) -> None:
-        """Start over with the first delay at the next failure."""
+        """Record a success: the next failure starts with the first delay again."""
         self._failures = 0
         self._not_before_seconds = None

@@ -1,4 +1,4 @@
-"""The thread that polls the driver. A driver that hangs, hangs this thread and nothing else."""
+"""The thread that polls the driver. If the driver hangs, only this thread hangs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 
 from gpumem_exporter.core.samples import NodeReading
 from gpumem_exporter.host.protocol import Host
+from gpumem_exporter.nvml.failure_log import FailureLog
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.nvml.reader import NodeReader
-from gpumem_exporter.nvml.trouble_log import TroubleLog
 
-__all__ = ["SOON_SECONDS", "Poller", "PollerStatus", "Release", "Schedule"]
+__all__ = ["MIN_POLL_SPACING_SECONDS", "Poller", "PollerStatus", "ReleaseRequest", "Schedule"]
 
 _logger = logging.getLogger(__name__)
 
-SOON_SECONDS = 0.05
-"""The least time between two polls, however many are asked for."""
+MIN_POLL_SPACING_SECONDS = 0.05
+"""The minimum time between two polls, however many polls are requested."""
 
 _STUCK_SECONDS = 5.0
 _STUCK_INTERVALS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Somebody wants the driver let go, until somebody wants it back."""
+class ReleaseRequest:
+    """A request to release NVML, which is in force until NVML is attached again."""
 
     requested_by: str
     requested_unix_seconds: float
@@ -40,32 +40,32 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class PollerStatus:
-    """How the poller is doing; durations in seconds."""
+    """The state of the poller."""
 
     alive: bool
-    """Its thread runs."""
+    """The thread runs."""
     polls: int
-    """How many polls have ended."""
+    """The number of completed polls."""
     busy_seconds: float | None
-    """How long the poll that is running has been running; None between two."""
+    """The duration of the running poll so far; None between polls."""
     last_finished_seconds: float | None
     """When the last poll ended, on the poller's clock; None before the first."""
     stuck: bool
-    """A poll has been running for longer than 5 s and than three intervals: the driver hangs."""
+    """The driver hangs: a poll has been running for longer than 5 s and longer than three intervals."""
     error: str
-    """Why the last poll found no driver; empty when it did."""
-    release: Release | None = None
-    """The request to let the driver go that is in force."""
-    settled: bool = True
-    """The last poll knew of the last request to release or to attach, and has done it."""
+    """Why the last poll found no driver; empty if it found one."""
+    release: ReleaseRequest | None = None
+    """The release request in force."""
+    request_applied: bool = True
+    """The last poll has applied the latest request to release or attach NVML."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
-    """What was asked for last."""
+class _DriverRequest:
+    """The latest request to release or attach NVML; `release` is None for attach."""
 
     number: int = 0
-    release: Release | None = None
+    release: ReleaseRequest | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +74,16 @@ class _Progress:
     busy_since_seconds: float | None = None
     last_finished_seconds: float | None = None
     error: str = ""
-    order: int = 0
-    """Number of the order that the last poll obeyed."""
+    request: int = 0
+    """The number of the request that the last poll applied."""
 
 
 class Schedule:
-    """Ticks at whole multiples of an interval: no drift, and ticks that were missed are not made up for.
+    """Ticks at whole multiples of an interval, without drift. Missed ticks are skipped.
 
     Args:
-        interval_seconds: from tick to tick.
-        start_seconds: the tick before the first, on a monotonic clock.
+        interval_seconds: the time between two ticks.
+        start_seconds: the time of tick 0, on a monotonic clock.
     """
 
     def __init__(self, interval_seconds: float, start_seconds: float) -> None:
@@ -92,23 +92,23 @@ class Schedule:
         self._tick = 0
 
     def seconds_to_next(self, now_seconds: float) -> float:
-        """Go on to the next tick that is still to come, and say how far away it is."""
+        """Advance to the next tick in the future and return the seconds until it."""
         passed = int((now_seconds - self._start_seconds) // self._interval_seconds)
         self._tick = max(self._tick, passed) + 1
         return max(0.0, self._start_seconds + self._tick * self._interval_seconds - now_seconds)
 
 
 class Poller:
-    """Polls a provider in a thread of its own, called `gpumem-poller`, and publishes each reading.
+    """Polls a provider in a thread named `gpumem-poller` and publishes each reading.
 
-    A reading is published at each poll, also while there is no driver: it then says so. The thread ends by `stop`
-    alone. It is a daemon: one that hangs in the driver does not keep the interpreter.
+    Each poll publishes a reading, which says so if there is no driver. Only `stop` ends the thread. It is a daemon
+    thread, so a hung driver does not prevent the interpreter from exiting.
 
     Args:
-        provider: the driver, closed; only this thread talks to it.
-        host: what the operating system says of processes.
-        publish: takes each reading, in the poller's thread.
-        interval_seconds: from the start of one poll to that of the next.
+        provider: the driver, closed; only the poller's thread calls it.
+        host: describes processes.
+        publish: receives each reading, in the poller's thread.
+        interval_seconds: the time from the start of one poll to the start of the next.
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
     """
@@ -127,53 +127,53 @@ class Poller:
         self._publish = publish
         self._interval_seconds = interval_seconds
         self._clock = clock
-        self._troubles = TroubleLog(_logger, clock)
+        self._failures = FailureLog(_logger, clock)
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._wall_clock = wall_clock
-        self._ordering = threading.Lock()
-        self._order = _Order()
-        self._progress = _Progress()  # replaced whole, by the poller's thread alone: readers need no lock
+        self._request_lock = threading.Lock()
+        self._request = _DriverRequest()
+        self._progress = _Progress()  # only the poller's thread replaces it, so readers need no lock
         self._thread = threading.Thread(target=self._run, name="gpumem-poller", daemon=True)
 
     def start(self) -> None:
-        """Start polling, at once. A poller is started once.
+        """Start polling immediately. A poller can be started once.
 
         Raises:
-            RuntimeError: it was started before.
+            RuntimeError: the poller was already started.
         """
         self._thread.start()
 
     def poll_soon(self) -> None:
-        """Poll before the interval is over: something has just changed what the driver says. Any thread may call it.
+        """Poll before the interval ends, because the state of the driver has changed. Thread-safe.
 
-        At most one poll in `SOON_SECONDS`, however often it is called.
+        Polls are at least `MIN_POLL_SPACING_SECONDS` apart, however often this method is called.
         """
         self._woken.set()
 
     def release(self, requested_by: str, reason: str = "") -> None:
-        """Have the driver let go at the next poll, which comes soon, and not taken up again before `attach`.
+        """Release NVML at the next poll, which follows immediately, until `attach` is called. Thread-safe.
 
-        Done once `status` says that it is settled, which a driver that hangs delays. While it is released, polls go on
-        and publish that there is no driver. Any thread may call it; a second request changes nothing.
+        NVML is released when `status` returns `request_applied`; a hung driver delays that. While NVML is released,
+        polls continue and publish readings without a driver. A second release request changes nothing.
         """
-        with self._ordering:
-            if self._order.release is None:
-                release = Release(requested_by, self._wall_clock(), reason)
-                self._order = _Order(self._order.number + 1, release)
+        with self._request_lock:
+            if self._request.release is None:
+                release = ReleaseRequest(requested_by, self._wall_clock(), reason)
+                self._request = _DriverRequest(self._request.number + 1, release)
         self._woken.set()
 
     def attach(self) -> None:
-        """Take a released driver up again, or look for a missing one at once. Any thread may call it."""
-        with self._ordering:
-            self._order = _Order(self._order.number + 1)
+        """Attach NVML at the next poll, which follows immediately, after a release or a failure. Thread-safe."""
+        with self._request_lock:
+            self._request = _DriverRequest(self._request.number + 1)
         self._woken.set()
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Ask the thread to end and wait for it, no longer than the timeout; any thread may call it, also twice.
+        """Stop the thread and wait for it, at most for the timeout. Thread-safe, and may be called again.
 
         Returns:
-            Whether it ended. One that hangs in the driver does not; it publishes nothing any more.
+            Whether the thread ended. A thread that hangs in the driver does not end, but it publishes nothing.
         """
         self._stopping.set()
         self._woken.set()
@@ -183,8 +183,8 @@ class Poller:
         return not self._thread.is_alive()
 
     def status(self, now_seconds: float) -> PollerStatus:
-        """How it is doing at this moment of its clock; any thread may ask, and is not kept waiting."""
-        progress, order = self._progress, self._order
+        """Return the state of the poller at this time of its clock. Thread-safe; never blocks."""
+        progress, request = self._progress, self._request
         busy_seconds = None
         if progress.busy_since_seconds is not None:
             busy_seconds = max(0.0, now_seconds - progress.busy_since_seconds)
@@ -196,8 +196,8 @@ class Poller:
             last_finished_seconds=progress.last_finished_seconds,
             stuck=busy_seconds is not None and busy_seconds > limit_seconds,
             error=progress.error,
-            release=order.release,
-            settled=progress.order == order.number,
+            release=request.release,
+            request_applied=progress.request == request.number,
         )
 
     def _run(self) -> None:
@@ -205,30 +205,30 @@ class Poller:
         while not self._stopping.is_set():
             self._poll()
             wait_seconds = schedule.seconds_to_next(self._clock())
-            self._stopping.wait(min(SOON_SECONDS, wait_seconds))
-            self._woken.wait(max(0.0, wait_seconds - SOON_SECONDS))
+            self._stopping.wait(min(MIN_POLL_SPACING_SECONDS, wait_seconds))
+            self._woken.wait(max(0.0, wait_seconds - MIN_POLL_SPACING_SECONDS))
             self._woken.clear()
         self._reader.close()
 
     def _poll(self) -> None:
-        before, order = self._progress, self._order
+        before, request = self._progress, self._request
         self._progress = replace(before, busy_since_seconds=self._clock())
         error = before.error
         try:
-            reading = self._read(order, is_new=order.number != before.order)
+            reading = self._read(request, is_new=request.number != before.request)
             error = reading.error
             if not self._stopping.is_set():
                 self._publish(reading)
-        except Exception as failure:  # noqa: BLE001 - the thread ends by stop() alone
+        except Exception as failure:  # noqa: BLE001 - only stop() ends the thread
             error = f"{type(failure).__name__}: {failure}"
-            self._troubles.begin("poll", error, exc_info=True)
+            self._failures.failed("poll", error, exc_info=True)
         else:
-            self._troubles.end("poll")
-        self._progress = _Progress(before.polls + 1, None, self._clock(), error, order.number)
+            self._failures.recovered("poll")
+        self._progress = _Progress(before.polls + 1, None, self._clock(), error, request.number)
 
-    def _read(self, order: _Order, *, is_new: bool) -> NodeReading:
-        if order.release is not None:
-            return self._reader.release(str(order.release))
+    def _read(self, request: _DriverRequest, *, is_new: bool) -> NodeReading:
+        if request.release is not None:
+            return self._reader.release(str(request.release))
         if is_new:
-            self._reader.attach_soon()
+            self._reader.retry_attach_now()
         return self._reader.read()

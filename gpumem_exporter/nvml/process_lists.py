@@ -1,7 +1,7 @@
-"""The driver's process lists of a device, merged, read with one call a list into a buffer that is kept.
+"""Read the driver's process lists of a device with one call per list into a reused buffer.
 
-pynvml asks each list twice (for its size, then for the data), races with processes that come in between, and builds an
-object per process: at 64 processes on each of 8 devices that is a hundred times the cost of one call and one unpack.
+pynvml calls the driver twice per list (for the size, then for the data), fails if a process starts between the calls,
+and creates an object per process. With 64 processes on each of 8 devices, that takes a hundred times as long.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 from gpumem_exporter.core.samples import ProcessMemory
 from gpumem_exporter.errors import NvmlError, NvmlNotSupportedError
-from gpumem_exporter.nvml.return_codes import FUNCTION_NOT_FOUND, INSUFFICIENT_SIZE, SUCCESS, error_of
+from gpumem_exporter.nvml.return_codes import FUNCTION_NOT_FOUND, INSUFFICIENT_SIZE, SUCCESS, error_for_code
 
 __all__ = ["ProcessLists", "known_bytes"]
 
-# nvmlProcessInfo_t: pid, usedGpuMemory, then (v2 on) gpuInstanceId and computeInstanceId, then (in some 535 drivers,
-# in the v3 call alone and under the same name) usedGpuCcProtectedMemory.
+# nvmlProcessInfo_t: pid, usedGpuMemory; since v2 also gpuInstanceId and computeInstanceId. The v3 call of some 535
+# drivers appends usedGpuCcProtectedMemory without changing the name of the structure.
 _ENTRY_V1 = struct.Struct("@IQ")
 _ENTRY = struct.Struct("@IQII")
 _ENTRY_PROTECTED = struct.Struct("@IQIIQ")
@@ -27,16 +27,16 @@ _MAX_ENTRIES = 1 << 16
 
 
 def known_bytes(value: int) -> int | None:
-    """A figure of the driver; None for NVML_VALUE_NOT_AVAILABLE (2^64 − 1) and whatever else cannot be a byte count."""
+    """Return a byte count of the driver; None for NVML_VALUE_NOT_AVAILABLE (2^64 − 1) and other impossible values."""
     return value if value < 1 << 63 else None
 
 
 class ProcessLists:
-    """Reads the lists of compute, graphics and MPS processes. Not thread-safe: its buffer is one.
+    """Reads the lists of compute, graphics and MPS processes. Not thread-safe, because the lists share a buffer.
 
     Args:
-        library: the loaded libnvidia-ml, as ctypes has it.
-        capacity: entries that the buffer holds at first; it grows with what the driver has.
+        library: the loaded libnvidia-ml, a ctypes library.
+        capacity: the initial number of entries in the buffer, which grows as needed.
     """
 
     def __init__(self, library: Any, capacity: int = 128) -> None:
@@ -48,11 +48,11 @@ class ProcessLists:
         self._buffer = _Buffer(capacity)
 
     def read(self, handle: Any) -> tuple[ProcessMemory, ...]:
-        """List the processes on a device, each once, in the driver's order.
+        """Return the processes on a device, each once, in the driver's order.
 
-        A process that is on several lists has the same figure on each, its whole use of the device: the largest is
-        taken, never the sum. A list of graphics or MPS processes that the device does not have holds none. An entry
-        with pid 0 names no process and is left out.
+        A process on several lists has the same value on each, which is all its memory on the device. The result has the
+        largest value, never the sum. A list of graphics or MPS processes that the device does not support counts as
+        empty. An entry with pid 0 is not a process and is left out.
 
         Raises:
             NvmlError: the list cannot be read.
@@ -66,18 +66,18 @@ class ProcessLists:
                 continue
         return tuple([ProcessMemory(pid, used_bytes) for pid, used_bytes in used.items()])
 
-    def _merge(self, used: dict[int, int | None], one: _List, handle: Any) -> None:
-        for pid, value in one.read(handle, self._buffer):
+    def _merge(self, used: dict[int, int | None], process_list: _List, handle: Any) -> None:
+        for pid, value in process_list.read(handle, self._buffer):
             if pid == 0:
                 continue
-            figure = known_bytes(value)
+            used_bytes = known_bytes(value)
             known = used.get(pid)
-            if known is None or (figure is not None and figure > known):
-                used[pid] = figure
+            if known is None or (used_bytes is not None and used_bytes > known):
+                used[pid] = used_bytes
 
 
 class _Buffer:
-    """Room for the driver to write entries to, of whichever layout, with a margin behind the last."""
+    """Memory for the driver's entries of either layout, with a margin after the last entry."""
 
     def __init__(self, capacity: int) -> None:
         self._allocate(capacity)
@@ -89,20 +89,20 @@ class _Buffer:
         self._view = memoryview(self.memory).cast("B")
 
     def make_room(self, count: int) -> None:
-        """Hold `count` entries and as many more: processes may come faster than the driver is asked again."""
+        """Grow to twice `count` entries, because more processes may start before the next call."""
         self._allocate(min(max(count, self.capacity) * 2, _MAX_ENTRIES))
 
     def clear(self) -> None:
         ctypes.memset(self.memory, _UNTOUCHED, self._size)
 
     def entries(self, count: int, entry: struct.Struct) -> list[tuple[int, int]]:
-        """The (pid, bytes) of the entries that the driver wrote."""
+        """Return (pid, bytes) of each entry that the driver wrote."""
         if entry is _ENTRY and self._has_protected_memory(count):
             entry = _ENTRY_PROTECTED
         return [(fields[0], fields[1]) for fields in entry.iter_unpack(self._view[: count * entry.size])]
 
     def _has_protected_memory(self, count: int) -> bool:
-        # Told by where the driver stopped writing; a driver's version says it less surely.
+        # The end of the written bytes shows the layout more reliably than the driver's version.
         short, long = count * _ENTRY.size, count * _ENTRY_PROTECTED.size
         margin = bytes([_UNTOUCHED]) * 8
         return (
@@ -113,7 +113,7 @@ class _Buffer:
 
 
 class _List:
-    """One of the driver's lists, by the newest of its functions that the library has."""
+    """One of the driver's lists, read by the newest version of its function that the library has."""
 
     def __init__(self, library: Any, name: str) -> None:
         self._name = name
@@ -126,7 +126,7 @@ class _List:
 
     def read(self, handle: Any, buffer: _Buffer) -> list[tuple[int, int]]:
         if self._function is None:
-            raise error_of(FUNCTION_NOT_FOUND, self._name)
+            raise error_for_code(FUNCTION_NOT_FOUND, self._name)
         for _ in range(_MAX_ATTEMPTS):
             buffer.clear()
             count = ctypes.c_uint(buffer.capacity)
@@ -134,6 +134,6 @@ class _List:
             if code == SUCCESS:
                 return buffer.entries(min(count.value, buffer.capacity), self._entry)
             if code != INSUFFICIENT_SIZE:
-                raise error_of(code, self._name)
+                raise error_for_code(code, self._name)
             buffer.make_room(count.value)
         raise NvmlError(f"{self._name}: the list outgrew {buffer.capacity} entries in {_MAX_ATTEMPTS} attempts")

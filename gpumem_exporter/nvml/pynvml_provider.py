@@ -1,6 +1,6 @@
-"""NVML, by the distribution nvidia-ml-py. The only module that imports pynvml.
+"""The NVML provider, based on the distribution nvidia-ml-py. Only this module imports pynvml.
 
-Everything here is called by the poller's thread alone; ctypes lets go of the GIL for as long as the driver takes.
+Only the poller's thread calls it. ctypes releases the GIL during calls to the driver.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.nvml.process_lists import ProcessLists, known_bytes
 from gpumem_exporter.nvml.provider import DeviceIdentity
-from gpumem_exporter.nvml.return_codes import LIB_RM_VERSION_MISMATCH, NOT_FOUND, error_of
+from gpumem_exporter.nvml.return_codes import LIB_RM_VERSION_MISMATCH, NOT_FOUND, error_for_code
 from gpumem_exporter.nvml.unified_memory import host_memory, is_integrated
 
 __all__ = ["PynvmlProvider"]
@@ -32,12 +32,12 @@ __all__ = ["PynvmlProvider"]
 class PynvmlProvider:
     """The real driver.
 
-    Every listing asks the driver for its devices anew, so no handle outlives a change of the devices or of a GPU's MIG
-    instances; the library answers count, handle and UUID from its own memory.
+    `devices` gets new handles at each call, so no handle outlives a change of the devices or of a GPU's MIG instances.
+    This is cheap, because the library has counts, handles and UUIDs in its own memory.
 
     Args:
-        nvml: the pynvml module, or what stands in for it.
-        meminfo: where the kernel tells of the host's memory.
+        nvml: the pynvml module, or a replacement in tests.
+        meminfo: the path of /proc/meminfo.
     """
 
     source = "nvml"
@@ -51,10 +51,10 @@ class PynvmlProvider:
         self._descriptions: dict[str, tuple[str, str, str]] = {}
 
     def open(self) -> None:
-        """Load libnvidia-ml.so.1 and initialise it.
+        """Load libnvidia-ml.so.1 and initialize it.
 
         Raises:
-            NvmlUnavailableError: no library, no driver, or it refuses; try again later.
+            NvmlUnavailableError: there is no library or no driver, or initialization fails; retry later.
         """
         if self._open:
             return
@@ -63,12 +63,12 @@ class PynvmlProvider:
         except self._nvml.NVMLError as error:
             if error.value == LIB_RM_VERSION_MISMATCH:
                 self._unload_library()
-            raise NvmlUnavailableError(str(error_of(error.value, "nvmlInit"))) from error
+            raise NvmlUnavailableError(str(error_for_code(error.value, "nvmlInit"))) from error
         self._process_lists = ProcessLists(self._nvml.nvmlLib)
         self._open = True
 
     def close(self) -> None:
-        """Shut NVML down; what it answers to that changes nothing."""
+        """Shut NVML down and ignore its errors."""
         if not self._open:
             return
         self._open = False
@@ -81,65 +81,66 @@ class PynvmlProvider:
             return
 
     def release(self) -> None:
-        """Close, and unload libnvidia-ml.so.1: the next `open` loads the one that lies there then."""
+        """Close and unload libnvidia-ml.so.1, so that the next `open` loads the library then installed."""
         self.close()
         self._unload_library()
 
     def driver_version(self) -> str:
-        """The driver's version, such as `580.159.04`.
+        """Return the driver's version, such as `580.159.04`.
 
         Raises:
-            NvmlError: it cannot be read.
+            NvmlError: the version cannot be read.
         """
         return str(self._ask(self._nvml.nvmlSystemGetDriverVersion))
 
     def devices(self) -> tuple[DeviceIdentity, ...]:
-        """List the GPUs, each one with MIG on replaced by its MIG devices; a GPU that fails is listed alone with why.
+        """Return the GPUs; a GPU with MIG on is replaced by its MIG devices.
 
-        A GPU whose handle this user may not have is not listed, as with nvidia-smi: it is not his to see.
+        A GPU that fails is listed with its error and without MIG devices. As in nvidia-smi, a GPU whose handle this
+        user may not get is not listed.
 
         Raises:
-            NvmlError: the GPUs cannot be counted, or NVML is gone for all of them.
+            NvmlError: the GPUs cannot be counted, or NVML is unavailable for all of them.
         """
         handles: dict[str, Any] = {}
         listed: list[DeviceIdentity] = []
-        gone: NvmlUnavailableError | None = None
+        unavailable: NvmlUnavailableError | None = None
         for index in range(self._ask(self._nvml.nvmlDeviceGetCount)):
             try:
                 handle = self._ask(self._nvml.nvmlDeviceGetHandleByIndex, index)
             except NvmlPermissionError:
                 continue
             except NvmlError as error:
-                gone = error if isinstance(error, NvmlUnavailableError) else gone
+                unavailable = error if isinstance(error, NvmlUnavailableError) else unavailable
                 listed.append(DeviceIdentity(gpu=str(index), uuid="", error=str(error)))
                 continue
             try:
                 found = list(self._devices_of(index, handle))
             except NvmlError as error:
-                gone = error if isinstance(error, NvmlUnavailableError) else gone
+                unavailable = error if isinstance(error, NvmlUnavailableError) else unavailable
                 listed.append(DeviceIdentity(gpu=str(index), uuid="", error=str(error)))
                 continue
             for identity, device in found:
                 listed.append(identity)
                 if not identity.error:
                     handles[identity.uuid] = device
-        if gone is not None and not handles:
-            raise gone
+        if unavailable is not None and not handles:
+            raise unavailable
         self._handles = handles
         self._descriptions = {uuid: text for uuid, text in self._descriptions.items() if uuid in handles}
         return tuple(listed)
 
     def read_memory(self, uuid: str) -> DeviceMemory:
-        """Read the frame-buffer memory of one device.
+        """Return the frame-buffer memory of a device.
 
-        All values are bytes of one `nvmlDeviceGetMemoryInfo_v2` call, so they agree with each other. A driver that has
-        only the first version of the call counts what it holds back as used: reserved is then unknown. Of an integrated
-        GPU, which NVML gives no memory, it is the host's.
+        All values come from one `nvmlDeviceGetMemoryInfo_v2` call, so they are consistent. A driver with only the first
+        version of the call counts reserved memory as used; reserved is then unknown. For an integrated GPU, which has
+        no memory of its own, the values are those of the host.
 
         Raises:
-            NvmlNotSupportedError: the device has no such figure.
+            NvmlNotSupportedError: the device does not provide the value.
             NvmlDeviceLostError: the device fell off the bus.
-            NvmlError: it does not answer.
+            NvmlError: the device does not answer.
         """
         handle = self._handle(uuid)
         try:
@@ -158,10 +159,10 @@ class PynvmlProvider:
         return _device_memory(memory.total, memory.free, known_bytes(memory.reserved))
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """List the processes on one device, whichever way they use it, each once.
+        """Return the compute, graphics and MPS processes on a device, each once.
 
         Raises:
-            NvmlError: the list is unknown; NvmlPermissionError and NvmlNotSupportedError leave the device readable.
+            NvmlError: the list cannot be read; after NvmlPermissionError and NvmlNotSupportedError, other values can.
         """
         handle = self._handle(uuid)
         if self._process_lists is None:
@@ -169,22 +170,22 @@ class PynvmlProvider:
         return self._process_lists.read(handle)
 
     def read_utilization_ratio(self, uuid: str) -> float:
-        """Share of the last sample period (1/6 s to 1 s) in which a kernel ran on the device, 0 to 1.
+        """Return the share of the last sample period (1/6 s to 1 s) in which a kernel ran on the device, 0 to 1.
 
         Raises:
-            NvmlNotSupportedError: the device does not have the figure; MIG devices do not.
-            NvmlError: it does not answer.
+            NvmlNotSupportedError: the device does not provide the value, as MIG devices do not.
+            NvmlError: the device does not answer.
         """
         percent = int(self._ask(self._nvml.nvmlDeviceGetUtilizationRates, self._handle(uuid)).gpu)
         if not 0 <= percent <= 100:
-            raise NvmlNotSupportedError(f"nvmlDeviceGetUtilizationRates: {percent} is no percentage")
+            raise NvmlNotSupportedError(f"nvmlDeviceGetUtilizationRates: {percent} is not a percentage")
         return percent / 100
 
     def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return function(*arguments)
         except self._nvml.NVMLError as error:
-            raise error_of(error.value, function.__name__) from error
+            raise error_for_code(error.value, function.__name__) from error
 
     def _handle(self, uuid: str) -> Any:
         try:
@@ -229,10 +230,10 @@ class PynvmlProvider:
             except self._nvml.NVMLError as error:
                 # Slots are not filled in order: an empty one is not the end.
                 if error.value != NOT_FOUND:
-                    raise error_of(error.value, "nvmlDeviceGetMigDeviceHandleByIndex") from error
+                    raise error_for_code(error.value, "nvmlDeviceGetMigDeviceHandleByIndex") from error
 
     def _describe(self, uuid: str, handle: Any, parent: Any) -> tuple[str, str, str]:
-        """Name, PCI bus id and MIG profile, asked once a device; empty where the driver does not say."""
+        """Return name, PCI bus id and MIG profile, read once per device; empty where the driver has no value."""
         known = self._descriptions.get(uuid)
         if known is not None:
             return known
@@ -242,33 +243,33 @@ class PynvmlProvider:
             bus_id = self._ask(self._nvml.nvmlDeviceGetPciInfo, parent).busId
         except (NvmlNotSupportedError, NvmlPermissionError):
             pass
-        # A MIG device's name is its GPU's with the profile behind: "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
+        # A MIG device's name is the name of its GPU and the profile: "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
         _, mig, profile = name.rpartition(" MIG ")
         self._descriptions[uuid] = described = (name, bus_id, profile if mig else "")
         return described
 
     def _unload_library(self) -> None:
-        # Of a driver that was replaced under a process that had loaded the old one's library, dlopen would go on
-        # answering with that, and this exporter would never attach again.
+        # If the driver was replaced while its old library is loaded, dlopen keeps returning the old library, with which
+        # the exporter could never attach again.
         library = self._nvml.nvmlLib
         self._nvml.nvmlLib = None
         self._nvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - it holds pointers into the library
         if library is not None:
             with contextlib.suppress(OSError):
-                _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no public way
+                _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no public API
 
 
 def _device_memory(total: int, free: int, reserved: int | None) -> DeviceMemory:
-    """What holds by NVML's definition, total = used + free + reserved, made to hold for what the driver said.
+    """Return the memory of a device such that total = used + free + reserved, which is NVML's definition.
 
-    Total and free are what CUDA programs see too. Used is what is left, which is NVML's own figure to the byte wherever
-    its figures agree; where they do not, a reserved that does not fit is unknown.
+    CUDA programs see the same total and free. Used is computed from the other values and equals NVML's value if NVML's
+    values are consistent. A reserved value that does not fit is unknown.
 
     Raises:
-        NvmlNotSupportedError: total and free are no memory of a device.
+        NvmlNotSupportedError: total and free are not valid.
     """
     if known_bytes(total) is None or total == 0 or free > total:
-        raise NvmlNotSupportedError(f"nvmlDeviceGetMemoryInfo: {free} bytes free of {total} is no memory of a device")
+        raise NvmlNotSupportedError(f"nvmlDeviceGetMemoryInfo: {free} bytes free of {total} is not valid")
     if reserved is not None and reserved > total - free:
         reserved = None
     return DeviceMemory(

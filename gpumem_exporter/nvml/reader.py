@@ -1,4 +1,4 @@
-"""One poll of the driver: attach where it must, list the devices, read each one alone, describe their processes."""
+"""One poll of the driver: attach NVML, list the devices, read each device, and describe its processes."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.host.protocol import Host
 from gpumem_exporter.nvml.backoff import Backoff
+from gpumem_exporter.nvml.device_registry import DeviceRegistry
+from gpumem_exporter.nvml.failure_log import FailureLog
 from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
-from gpumem_exporter.nvml.roster import Roster
-from gpumem_exporter.nvml.trouble_log import TroubleLog
 
 __all__ = ["NodeReader"]
 
 _logger = logging.getLogger(__name__)
 
 _ATTACH_FIRST_SECONDS, _ATTACH_CAP_SECONDS = 1.0, 30.0
-# A lost device comes back only when NVML is initialised again, which interrupts the healthy ones: more rarely.
+# A lost device recovers only when NVML is initialized again. That interrupts the other devices, so it is tried less
+# often.
 _LOST_FIRST_SECONDS, _LOST_CAP_SECONDS = 2.0, 60.0
 
 
 class NodeReader:
-    """Reads a node through a provider. One thread uses it, and it alone talks to the provider.
+    """Reads a node through a provider, which nothing else uses. Not thread-safe.
 
     Args:
         provider: the driver, closed.
-        host: what the operating system says of processes.
+        host: describes processes.
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
-        attach_backoff: paces the attempts to initialise a driver that is not there.
-        lost_backoff: paces the attempts to get a lost device back by initialising the driver again.
+        attach_backoff: limits the attempts to initialize a missing driver.
+        lost_backoff: limits the attempts to recover a lost device by initializing NVML again.
     """
 
     def __init__(
@@ -56,48 +57,48 @@ class NodeReader:
         self._wall_clock = wall_clock
         self._attach_backoff = attach_backoff or Backoff(_ATTACH_FIRST_SECONDS, _ATTACH_CAP_SECONDS)
         self._lost_backoff = lost_backoff or Backoff(_LOST_FIRST_SECONDS, _LOST_CAP_SECONDS)
-        self._roster = Roster()
-        self._troubles = TroubleLog(_logger, clock)
+        self._registry = DeviceRegistry()
+        self._failures = FailureLog(_logger, clock)
         self._attached = False
         self._error = ""
         self._driver_version = ""
         self._reattach_wanted = False
 
     def read(self) -> NodeReading:
-        """Poll once. A driver that does not answer is a reading too: not up, with why. Blocks as the driver does."""
+        """Poll the driver once. If it does not answer, the reading is not up and has the error. May block."""
         started = self._clock()
         try:
             self._attach()
             devices = self._read_devices()
-        except Exception as error:  # noqa: BLE001 - whatever a driver does, the next poll must come
+        except Exception as error:  # noqa: BLE001 - polling must continue after any error
             self._fail(error)
             return self._reading(started, up=False)
-        self._troubles.end("NVML")
+        self._failures.recovered("NVML")
         self._want_reattach(devices)
         return self._reading(started, up=True, devices=devices)
 
-    def attach_soon(self) -> None:
-        """Try a driver that is not there at the next poll, however lately it was tried."""
+    def retry_attach_now(self) -> None:
+        """Try to attach at the next poll, without waiting for the backoff."""
         self._attach_backoff.succeeded()
 
     def release(self, reason: str) -> NodeReading:
-        """Let go of the driver and of its library, and say so in a reading; the next `read` attaches again.
+        """Release NVML, and return a reading that says so; the next `read` attaches again.
 
-        What was known of devices is forgotten: they may be others when the driver comes back.
+        The known devices are forgotten, because they may be different after the next attach.
         """
         started = self._clock()
         self.close()
         self._provider.release()
-        self._roster = Roster()
+        self._registry = DeviceRegistry()
         self._reattach_wanted = False
         self._lost_backoff.succeeded()
         self._attach_backoff.succeeded()
         self._error = reason
-        self._troubles.retain(set())
+        self._failures.retain(set())
         return self._reading(started, up=False)
 
     def close(self) -> None:
-        """End the session with the driver."""
+        """Shut NVML down."""
         self._attached = False
         self._provider.close()
 
@@ -137,12 +138,15 @@ class NodeReader:
             return
         expected = isinstance(error, NvmlError)
         self._error = str(error) if expected else f"{type(error).__name__}: {error}"
-        self._troubles.begin("NVML", self._error, exc_info=not expected)
+        self._failures.failed("NVML", self._error, exc_info=not expected)
         self.close()
         self._attach_backoff.failed(self._clock())
 
     def _want_reattach(self, devices: tuple[DeviceReading, ...]) -> None:
-        """Initialise NVML again some time if a device is lost or there is none: it shows what comes only then."""
+        """Schedule another initialization of NVML if a device is lost or there is no device.
+
+        Recovered and added devices appear only after NVML is initialized again.
+        """
         self._attach_backoff.succeeded()
         wanted = not devices or any(device.error for device in devices)
         if wanted and not self._reattach_wanted:
@@ -152,14 +156,14 @@ class NodeReader:
         self._reattach_wanted = wanted
 
     def _read_devices(self) -> tuple[DeviceReading, ...]:
-        identities = self._roster.merge(self._provider.devices())
+        identities = self._registry.merge(self._provider.devices())
         unavailable: list[NvmlUnavailableError] = []
         readings = tuple(self._read_device(identity, unavailable) for identity in identities)
         if unavailable and not any(reading.up for reading in readings):
             raise unavailable[0]
         errors = {reading.uuid: reading.error for reading in readings if reading.error}
-        self._roster.note_errors(errors)
-        self._tell(readings)
+        self._registry.note_errors(errors)
+        self._log_failures(readings)
         return readings
 
     def _read_device(self, identity: DeviceIdentity, unavailable: list[NvmlUnavailableError]) -> DeviceReading:
@@ -176,7 +180,7 @@ class NodeReader:
                 if isinstance(failure, NvmlUnavailableError):
                     unavailable.append(failure)
                 error = str(failure)
-            except Exception as failure:  # noqa: BLE001 - a device fails alone, whatever it does
+            except Exception as failure:  # noqa: BLE001 - one device must not affect the others
                 error = f"{type(failure).__name__}: {failure}"
         lost = bool(error)
         return DeviceReading(
@@ -193,7 +197,7 @@ class NodeReader:
         )
 
     def _memory(self, identity: DeviceIdentity) -> DeviceMemory | None:
-        """The device's memory; None where it has no such figure. Any other failure is the device's."""
+        """Return the device's memory; None if the device does not provide it. Other errors count as device failures."""
         try:
             return self._provider.read_memory(identity.uuid)
         except (NvmlNotSupportedError, NvmlPermissionError):
@@ -206,9 +210,9 @@ class NodeReader:
         except (NvmlDeviceLostError, NvmlUnavailableError):
             raise
         except NvmlError as error:
-            self._troubles.begin(subject, str(error))
+            self._failures.failed(subject, str(error))
             return None
-        self._troubles.end(subject)
+        self._failures.recovered(subject)
         return processes
 
     def _utilization_ratio(self, identity: DeviceIdentity) -> float | None:
@@ -219,16 +223,16 @@ class NodeReader:
         except NvmlError:
             return None
 
-    def _tell(self, readings: Iterable[DeviceReading]) -> None:
-        subjects = {"NVML", "processes' facts"}
+    def _log_failures(self, readings: Iterable[DeviceReading]) -> None:
+        subjects = {"NVML", "process facts"}
         for reading in readings:
             subject = f"device {reading.gpu} {reading.uuid}".rstrip()
             subjects |= {subject, f"processes of device {reading.gpu}"}
             if reading.error:
-                self._troubles.begin(subject, reading.error)
+                self._failures.failed(subject, reading.error)
             else:
-                self._troubles.end(subject)
-        self._troubles.retain(subjects)
+                self._failures.recovered(subject)
+        self._failures.retain(subjects)
 
     def _facts(self, devices: Iterable[DeviceReading]) -> dict[int, ProcessFacts]:
         facts = {}
@@ -238,10 +242,10 @@ class NodeReader:
                 found = self._host.facts(pid)
                 if found is not None:
                     facts[pid] = found
-        except Exception as error:  # noqa: BLE001 - what the host fails to say must not cost what the driver said
-            self._troubles.begin("processes' facts", f"{type(error).__name__}: {error}", exc_info=True)
+        except Exception as error:  # noqa: BLE001 - a failing host must not lose the driver's reading
+            self._failures.failed("process facts", f"{type(error).__name__}: {error}", exc_info=True)
         else:
-            self._troubles.end("processes' facts")
+            self._failures.recovered("process facts")
         return facts
 
 

@@ -1,7 +1,7 @@
-"""The one place where NVML's return codes become errors of this package.
+"""Map NVML's return codes to the errors of this package.
 
-The codes are NVML's binary interface and do not change; a code that a newer driver adds and this table lacks becomes a
-plain `NvmlError`, and a test fails as soon as pynvml knows a code on which nothing has been decided here.
+The codes are part of NVML's binary interface and do not change. A code that is not in the table becomes a plain
+`NvmlError`. A test fails if pynvml has a code that is not in the table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
     "RETURN_CODES",
     "SUCCESS",
     "ReturnCode",
-    "error_of",
+    "error_for_code",
 ]
 
 SUCCESS = 0
@@ -39,7 +39,7 @@ ARGUMENT_VERSION_MISMATCH = 25
 
 
 class ReturnCode(NamedTuple):
-    """A return code: its name in nvml.h without `NVML_ERROR_`, what it means here, and that in words."""
+    """A return code: its name in nvml.h without `NVML_ERROR_`, its error class, and its description."""
 
     name: str
     error: type[NvmlError]
@@ -48,11 +48,11 @@ class ReturnCode(NamedTuple):
 
 RETURN_CODES: Mapping[int, ReturnCode] = MappingProxyType(
     {
-        1: ReturnCode("UNINITIALIZED", NvmlUnavailableError, "NVML is not initialised"),
+        1: ReturnCode("UNINITIALIZED", NvmlUnavailableError, "NVML is not initialized"),
         2: ReturnCode("INVALID_ARGUMENT", NvmlError, "invalid argument"),
         3: ReturnCode("NOT_SUPPORTED", NvmlNotSupportedError, "not supported"),
         4: ReturnCode("NO_PERMISSION", NvmlPermissionError, "no permission"),
-        5: ReturnCode("ALREADY_INITIALIZED", NvmlError, "already initialised"),
+        5: ReturnCode("ALREADY_INITIALIZED", NvmlError, "already initialized"),
         NOT_FOUND: ReturnCode("NOT_FOUND", NvmlError, "not found"),
         INSUFFICIENT_SIZE: ReturnCode("INSUFFICIENT_SIZE", NvmlError, "the answer did not fit"),
         8: ReturnCode("INSUFFICIENT_POWER", NvmlError, "external power cables are not attached"),
@@ -87,8 +87,8 @@ RETURN_CODES: Mapping[int, ReturnCode] = MappingProxyType(
 )
 
 
-def error_of(code: int, call: str) -> NvmlError:
-    """The error that a return code stands for; its text says the call, the words and the code."""
+def error_for_code(code: int, call: str) -> NvmlError:
+    """Return the error for a return code; its text has the call, the description and the code."""
     known = RETURN_CODES.get(code)
     if known is None:
         return NvmlError(f"{call}: NVML return code {code}")

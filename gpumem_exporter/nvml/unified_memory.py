@@ -1,9 +1,9 @@
-"""Integrated GPUs, which have no memory of their own: the host's memory is theirs.
+"""The memory of integrated GPUs, which use the host's memory.
 
-NVML answers NOT_SUPPORTED to the memory calls there, and has no call that says that a GPU is integrated; so does it for
-some that are not (a GPU passed on to a virtual machine, for instance). A fallback is sound only where the product is
-known, hence the names: Grace-Blackwell GB10 (DGX Spark) and the Jetson modules. `MemAvailable`, not `MemFree`, is what
-CUDA can come to hold there: the page cache gives way to it (NVIDIA's own advice for DGX Spark).
+NVML returns NOT_SUPPORTED for the memory of an integrated GPU, and also for some other GPUs (such as a GPU passed to a
+virtual machine). NVML has no call that says that a GPU is integrated, so this module knows the product names:
+Grace-Blackwell GB10 (DGX Spark) and the Jetson modules. CUDA can allocate `MemAvailable`, not only `MemFree`, because
+the kernel shrinks the page cache; NVIDIA recommends this for DGX Spark.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ _LINE = re.compile(r"^(MemTotal|MemAvailable): +(\d+) kB$", re.MULTILINE)
 
 
 def is_integrated(name: str) -> bool:
-    """Whether a GPU of this product name shares the host's memory."""
+    """Return whether a GPU with this product name uses the host's memory."""
     return _INTEGRATED.search(name) is not None
 
 
 def host_memory(meminfo: Path) -> DeviceMemory:
-    """The host's memory as a device's: free is what is available.
+    """Return the host's memory as the memory of a device; free is `MemAvailable`.
 
     Args:
-        meminfo: /proc/meminfo. In a container it still tells of the whole host.
+        meminfo: the path of /proc/meminfo, which describes the whole host also in a container.
 
     Raises:
-        NvmlNotSupportedError: the kernel does not tell.
+        NvmlNotSupportedError: the file cannot be read or lacks a value.
     """
     try:
-        figures = {name: int(kib) * 1024 for name, kib in _LINE.findall(meminfo.read_text(encoding="ascii"))}
-        total, available = figures["MemTotal"], figures["MemAvailable"]
+        values = {name: int(kib) * 1024 for name, kib in _LINE.findall(meminfo.read_text(encoding="ascii"))}
+        total, available = values["MemTotal"], values["MemAvailable"]
     except (OSError, UnicodeDecodeError, KeyError) as error:
-        raise NvmlNotSupportedError(f"{meminfo} does not tell the host's memory, which this GPU shares") from error
+        raise NvmlNotSupportedError(f"{meminfo} does not have the host's memory, which this GPU uses") from error
     return DeviceMemory(
         total_bytes=total, used_bytes=total - available, free_bytes=available, reserved_bytes=None, of_host=True
     )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from gpumem_exporter.demo.roster import ROSTER
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
 from tests.support.alert_history import Alerts, alerts_over, metrics_in_rules
 from tests.support.demo_history import demo_history
 
@@ -57,8 +57,8 @@ def by_subject(alerts: Alerts) -> dict[str, set[str]]:
 
 
 def test_the_table_names_the_twelve_workloads() -> None:
-    assert len(ROSTER) == 12
-    assert set(WORKLOADS) == {workload.name for workload in ROSTER}
+    assert len(DEMO_WORKLOADS) == 12
+    assert set(WORKLOADS) == {workload.name for workload in DEMO_WORKLOADS}
 
 
 def test_each_workload_raises_the_alerts_that_it_should_and_no_others(alerts: Alerts) -> None:
@@ -69,18 +69,18 @@ def test_a_device_that_many_small_workloads_hold_is_underused_and_they_are_well(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Four hours are what the alert looks back, so only the processes of the devices that it is about live so long."""
-    roster = [
+    workloads = [
         workload
-        for workload in ROSTER
+        for workload in DEMO_WORKLOADS
         if all(str(device) in DEVICES for devices in workload.placements for device in devices)
     ]
-    assert {workload.name for workload in roster} == {
+    assert {workload.name for workload in workloads} == {
         "demo-chat-server",
         "demo-gnn-train",
         "demo-nightly-eval",
         "demo-sweep",
     }
-    history = demo_history(seconds=16_500, interval_seconds=60, names=metrics_in_rules(), roster=roster)
+    history = demo_history(seconds=16_500, interval_seconds=60, names=metrics_in_rules(), workloads=workloads)
     found = alerts_over(history, tmp_path_factory.mktemp("devices"))
     assert by_subject(found) == {f"GPU {gpu}": names for gpu, names in DEVICES.items()}
 

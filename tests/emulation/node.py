@@ -302,7 +302,7 @@ class EmulatedNode:
         """Every NVML call on the device answers the code; its handle cannot be got either. 0 heals it.
 
         A device that was lost (15) stays lost, once healed, to each NVML session that was open at the time: the program
-        has to shut NVML down and initialise it again.
+        has to shut NVML down and initialize it again.
         """
         self._control.emu_control_set_device_error(self._handle, self._entry(device), code)
 

@@ -1,6 +1,6 @@
 """Small programs on an emulated node, without torch: they start in a twentieth of a second.
 
-Each is Python source behind one of two preambles, `CUDA` (the runtime through ctypes) or `NVML` (pynvml, initialised).
+Each is Python source behind one of two preambles, `CUDA` (the runtime through ctypes) or `NVML` (pynvml, initialized).
 In both `say(value)` answers one JSON line, and `wait()` returns when the test calls `go()`.
 """
 

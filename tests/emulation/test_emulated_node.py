@@ -444,7 +444,7 @@ uuids(); wait(); say(code(nvml.nvmlDeviceGetCount)); nvml.nvmlShutdown(); nvml.n
         assert program.heard() == [[node.uuid(1), 0], [node.uuid(0), 1]]
 
 
-def test_a_session_has_the_drivers_file_open_until_it_is_shut_down_as_often_as_initialised(node: EmulatedNode) -> None:
+def test_a_session_has_the_drivers_file_open_until_it_is_shut_down_as_often_as_initialized(node: EmulatedNode) -> None:
     code = """
 def held():
     files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]

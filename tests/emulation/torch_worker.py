@@ -143,7 +143,7 @@ class Worker:
         torch.cuda.empty_cache()
 
     def stats(self, device: int = 0) -> dict[str, int]:
-        """`torch.cuda.memory_stats`, flat, as the process itself sees it; {} before CUDA is initialised."""
+        """`torch.cuda.memory_stats`, flat, as the process itself sees it; {} before CUDA is initialized."""
         return dict(torch.cuda.memory_stats(device))
 
     def reset_peak(self, device: int = 0) -> None:

@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
-from gpumem_exporter.host.pod_resources import PodResources, list_given
+from gpumem_exporter.host.pod_resources import PodResources, query_device_assignments
 from gpumem_exporter.host.pods import Container
 from tests.support.builders import UUIDS, device
 from tests.support.kubelet import Kubelet
@@ -48,20 +48,20 @@ def test_each_device_is_given_to_the_containers_that_the_kubelet_lists(socket: P
             ("gke", "named-otherwise", "x"): ("nvidia0",),
         }
         before = time.clock_gettime(time.CLOCK_BOOTTIME) * 100
-        given = list_given(socket, 30)
+        given = query_device_assignments(socket, 30)
     assert given.by_device == {
         UUIDS[0]: {Container(*TRAINER)},
         UUIDS[1]: {Container(*TRAINER)},
         UUIDS[2]: {Container(*SERVER), Container("web", "chat-1", "server")},
     }
-    assert before - 1 <= given.asked_ticks <= time.clock_gettime(time.CLOCK_BOOTTIME) * 100
+    assert before - 1 <= given.queried_ticks <= time.clock_gettime(time.CLOCK_BOOTTIME) * 100
 
 
 def test_a_kubelet_that_hangs_is_left_at_the_deadline(socket: Path) -> None:
     with Kubelet(socket) as kubelet:
         kubelet.hanging.set()
         with pytest.raises(grpc.RpcError) as caught:
-            list_given(socket, 0.2)
+            query_device_assignments(socket, 0.2)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
@@ -91,7 +91,7 @@ def test_a_kubelet_that_comes_goes_fails_and_comes_again_costs_the_names_alone(
         pods.stop()
 
 
-def test_without_a_socket_grpc_is_never_imported_and_without_grpc_the_mend_is_said(socket: Path) -> None:
+def test_grpc_is_imported_only_with_a_socket_and_its_absence_is_logged_with_a_fix(socket: Path) -> None:
     code = (
         "import logging, sys, time\n"
         "class Refuse:\n"
@@ -119,5 +119,5 @@ def test_without_a_socket_grpc_is_never_imported_and_without_grpc_the_mend_is_sa
     socket.touch()
     present = run()
     assert present.stdout == "False\n"
-    assert "pip install 'gpumem-exporter[kubernetes]'" in present.stderr
+    assert "install the extra gpumem-exporter[kubernetes]" in present.stderr
     assert len(present.stderr.splitlines()) == 1

@@ -18,8 +18,8 @@ from fastapi import FastAPI
 
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.demo.roster import ROSTER, Workload
 from gpumem_exporter.demo.simulation import TICK_SECONDS
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
@@ -67,20 +67,20 @@ def demo_history(
     seconds: int,
     interval_seconds: int,
     names: Collection[str],
-    roster: Sequence[Workload] = ROSTER,
+    workloads: Sequence[Workload] = DEMO_WORKLOADS,
 ) -> History:
     """Let the demo live for so long, and scrape these metrics of it from its beginning on."""
-    return asyncio.run(_live(seconds, interval_seconds, names, roster))
+    return asyncio.run(_live(seconds, interval_seconds, names, workloads))
 
 
-async def _live(seconds: int, interval_seconds: int, names: Collection[str], roster: Sequence[Workload]) -> History:
+async def _live(seconds: int, interval_seconds: int, names: Collection[str], workloads: Sequence[Workload]) -> History:
     now = 0.0
 
     def clock() -> float:
         return now
 
     rng = Random(0)
-    node = DemoNode(clock=clock, roster=roster)
+    node = DemoNode(clock=clock, workloads=workloads)
     app = create_app(load_settings({}, {}), provider=node.provider, host=node.host, clock=clock, wall_clock=clock)
     runtime = app.state.runtime
     reporters: dict[int, _Reporter] = {}
@@ -135,7 +135,7 @@ class _Reporter:
         self._sequence += 1
         report = self.process.report(self._sequence, (), hold_seconds=0.0, final=self.process.ended)
         await request(self._app, "POST", REPORTS_PATH, to_wire(report))
-        self.process.answered(report)
+        self.process.acknowledge(report)
 
 
 async def request(app: FastAPI, method: str, path: str, document: Any = None) -> bytes:

@@ -17,7 +17,7 @@ from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, require_in_time
 from gpumem_exporter.cli.fleet.asks import Ask, Failure, Nodes
 from gpumem_exporter.cli.fleet.choosing import Member, member
 from gpumem_exporter.cli.fleet.naming import Place
-from gpumem_exporter.core.steps import Pace, step_ahead
+from gpumem_exporter.core.steps import StepRate, first_common_step
 from gpumem_exporter.errors import GroupIncompleteError
 
 __all__ = ["ASKING_SECONDS", "GROUP_TIMEOUT_SECONDS", "Group", "Reading", "gather", "ranks_query"]
@@ -99,7 +99,7 @@ def gather(
             or is on none of them; or the step would end after the deadline. Nothing has been asked.
     """
     members: list[Member] = []
-    paces: list[Pace] = []
+    rates: list[StepRate] = []
     lacking: list[str] = []
     by_rank: dict[str, list[str]] = {}
     world_size = 0
@@ -123,7 +123,7 @@ def gather(
                 lacking.append(f"{who} makes no steps")
             else:
                 since = process["sample_age_seconds"] + now - reading.asked_seconds
-                paces.append(Pace(step, step_seconds, since))
+                rates.append(StepRate(step, step_seconds, since))
     for rank, several in by_rank.items():
         if rank and len(several) > 1:
             lacking.append(f"rank {rank} is there {len(several)} times, {', '.join(several)}: these are several jobs")
@@ -132,8 +132,8 @@ def gather(
         raise GroupIncompleteError(f"not every rank can take part: {'; '.join(lacking)}; nothing was asked")
     if not members:
         raise GroupIncompleteError(f"no exporter has a process of the workload {workload} any more; nothing was asked")
-    at_step = step_ahead(paces, ASKING_SECONDS + GROUP_LEAD_SECONDS)
-    require_in_time(paces, at_step, deadline_seconds)
+    at_step = first_common_step(rates, ASKING_SECONDS + GROUP_LEAD_SECONDS)
+    require_in_time(rates, at_step, deadline_seconds)
     return Group(tuple(members), at_step, now)
 
 

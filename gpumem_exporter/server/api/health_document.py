@@ -81,7 +81,7 @@ def _events_check(events: EventLogStatus) -> dict[str, str]:
         return _check("degraded", f"nothing keeps events{lost}")
     if not events.prompt:
         return _check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
-    aside = f"; a damaged file was put aside as {events.put_aside}" if events.put_aside else ""
+    aside = f"; a damaged file was put aside as {events.damaged_file}" if events.damaged_file else ""
     return _check("ok", f"kept in {events.where}{aside}{lost}")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.nvml.holdings import driver_holdings
+from gpumem_exporter.nvml.open_driver_files import open_driver_files
 from gpumem_exporter.server.api.nvml_schema import NvmlBody, driver_state, nvml_document, read_nvml_request
 from gpumem_exporter.server.api.state import json_response
 from gpumem_exporter.server.runtime import Runtime
@@ -75,14 +75,14 @@ async def _settled(runtime: Runtime, wait_seconds: float) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + wait_seconds
     while True:  # the poller is a thread, and may hang
-        if runtime.poller.status(runtime.clock()).settled or loop.time() >= end:
+        if runtime.poller.status(runtime.clock()).request_applied or loop.time() >= end:
             return
         await asyncio.sleep(_LOOK_AGAIN_SECONDS)
 
 
 def _held() -> tuple[str, ...] | None:
     try:
-        return driver_holdings()
+        return open_driver_files()
     except OSError:
         return None
 

@@ -40,8 +40,8 @@ def read_nvml_request(body: bytes) -> NvmlBody:
 def driver_state(poller: PollerStatus) -> str:
     """`attached`, `absent` (looked for, not there), `attaching`, `releasing` or `released`."""
     if poller.release is not None:
-        return "released" if poller.settled else "releasing"
-    if not poller.settled or poller.polls == 0:
+        return "released" if poller.request_applied else "releasing"
+    if not poller.request_applied or poller.polls == 0:
         return "attaching"
     return "absent" if poller.error else "attached"
 

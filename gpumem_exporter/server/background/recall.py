@@ -6,7 +6,7 @@ import asyncio
 import logging
 from dataclasses import replace
 
-from gpumem_exporter.core.last_ooms import KEPT, SHOWN_SECONDS
+from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import Event, Query, last_ooms
 from gpumem_exporter.server.api.event_writes import read_events
@@ -40,7 +40,7 @@ async def recall_ooms(runtime: Runtime) -> None:
 
 async def _recall(runtime: Runtime) -> None:
     query = Query(
-        since_unix_seconds=runtime.wall_clock() - SHOWN_SECONDS, types=("oom",), newest_of_each=True, limit=KEPT
+        since_unix_seconds=runtime.wall_clock() - SHOWN_SECONDS, types=("oom",), newest_of_each=True, limit=MAX_SHOWN
     )
     kept: list[Event] = []
     while True:
@@ -50,4 +50,4 @@ async def _recall(runtime: Runtime) -> None:
             break
         query = replace(query, after=page.next_after)
     # All together: the oldest come first, and would be shown for a moment though later ones push them out.
-    runtime.store.recall_ooms(last_ooms(kept, runtime.clock(), runtime.wall_clock()))
+    runtime.store.restore_ooms(last_ooms(kept, runtime.clock(), runtime.wall_clock()))

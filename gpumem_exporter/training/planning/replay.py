@@ -34,7 +34,7 @@ class _Device:
     def __init__(self, free_bytes: int | None) -> None:
         self.free_bytes = free_bytes
 
-    def take(self, size_bytes: int) -> bool:
+    def allocate(self, size_bytes: int) -> bool:
         if self.free_bytes is None:
             return True
         if size_bytes > self.free_bytes:
@@ -42,7 +42,7 @@ class _Device:
         self.free_bytes -= size_bytes
         return True
 
-    def give(self, size_bytes: int) -> None:
+    def free(self, size_bytes: int) -> None:
         if self.free_bytes is not None:
             self.free_bytes += size_bytes
 
@@ -63,5 +63,5 @@ def replay(trace: Trace, free_bytes: int | None = None) -> Peaks:
             except SimulatedOutOfMemoryError:
                 out_of_memory = True
                 break
-    figures = allocator.figures
-    return Peaks(figures.allocated_peak_bytes, figures.reserved_peak_bytes, figures.alloc_retries, out_of_memory)
+    stats = allocator.statistics
+    return Peaks(stats.allocated_peak_bytes, stats.reserved_peak_bytes, stats.alloc_retries, out_of_memory)

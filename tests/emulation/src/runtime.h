@@ -9,7 +9,7 @@ enum { EMU_PAGE = 2 << 20 }; /* the driver hands out device memory in 2 MiB page
 
 /* Remembers an error for cudaGetLastError, as the runtime does for each thread; returns it. */
 HIDDEN cudaError_t rt_fail(cudaError_t error);
-/* Begins a call that needs no context: initialises on first use, refuses a forked child, applies the node's rules. */
+/* Begins a call that needs no context: initializes on first use, refuses a forked child, applies the node's rules. */
 HIDDEN cudaError_t rt_enter(const char *function);
 /* The same, and creates the primary context of the thread's current device. */
 HIDDEN cudaError_t rt_enter_context(const char *function);

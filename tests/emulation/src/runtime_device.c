@@ -11,7 +11,7 @@
 #include <unistd.h>
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
-static int initialised, forked, slot = -1, visible[EMU_MAX_DEVICES], visible_count;
+static int initialized, forked, slot = -1, visible[EMU_MAX_DEVICES], visible_count;
 static cudaError_t init_result;
 static uint64_t contexts; /* bit per visible device */
 static __thread int current;
@@ -32,7 +32,7 @@ int emu_own_slot(void) { return forked ? -1 : slot; }
 /* The parent's contexts are of no use in a forked child, and CUDA says so at each call. */
 static void in_forked_child(void) {
     pthread_mutex_init(&mutex, NULL);
-    if (initialised) forked = 1;
+    if (initialized) forked = 1;
 }
 
 /* The entry that one word of CUDA_VISIBLE_DEVICES names (an index, or a UUID's unique beginning), or -1. */
@@ -85,14 +85,14 @@ static void choose_devices(struct emu_state *state) {
 
 cudaError_t rt_enter(const char *function) {
     if (forked) return cudaErrorInitializationError;
-    if (!__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) {
+    if (!__atomic_load_n(&initialized, __ATOMIC_ACQUIRE)) {
         pthread_mutex_lock(&mutex);
-        if (!initialised) {
+        if (!initialized) {
             pthread_atfork(NULL, NULL, in_forked_child);
             struct emu_node *node = emu_node();
             if (node) choose_devices(node->state);
             init_result = node && visible_count ? cudaSuccess : cudaErrorNoDevice;
-            __atomic_store_n(&initialised, 1, __ATOMIC_RELEASE);
+            __atomic_store_n(&initialized, 1, __ATOMIC_RELEASE);
         }
         pthread_mutex_unlock(&mutex);
     }

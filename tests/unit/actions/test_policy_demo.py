@@ -11,7 +11,7 @@ import pytest
 
 from gpumem_exporter.actions.model import DEFAULT_ACTIONS
 from gpumem_exporter.actions.policy.file import read_policy
-from gpumem_exporter.demo.roster import ROSTER
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
 from tests.support.policy_demo import START, DemoBench
 
 SECONDS = 250.0
@@ -20,7 +20,7 @@ SECONDS = 250.0
 
 def running(program: str) -> str:
     """The workload that runs a program of the demo."""
-    (name,) = {workload.name for workload in ROSTER if workload.program.__name__ == program}
+    (name,) = {workload.name for workload in DEMO_WORKLOADS if workload.program.__name__ == program}
     return name
 
 
@@ -84,7 +84,7 @@ def acted(bench: DemoBench) -> Iterator[tuple[str, str]]:
 
 
 def test_it_clears_the_hoarder_and_the_fragmented_one_and_leaves_the_steady_ones_alone(runs: Runs) -> None:
-    assert len({workload.name for workload in ROSTER}) == 12
+    assert len({workload.name for workload in DEMO_WORKLOADS}) == 12
     assert set(acted(runs.real)) == {("hoarded", HOARDER), ("fragmented", FRAGMENTED), ("slack", UNHELPED)}
     freed: dict[str, int] = {}
     for action in runs.real.finished:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.collectors.collector import GpumemCollector
 from gpumem_exporter.collectors.exposition import Exposition
-from gpumem_exporter.core.last_ooms import KEPT, SHOWN_SECONDS
+from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, Query, Recorder, Storage, last_ooms
@@ -78,7 +78,7 @@ class Bench:
         self.recorder.take_report(process)
 
     def recall(self, *events: Event) -> None:
-        self.store.recall_ooms(last_ooms(events, self.now, self.unix))
+        self.store.restore_ooms(last_ooms(events, self.now, self.unix))
 
     def shown(self, name: str = "requested_bytes") -> dict[str, str]:
         """The value of each series of that name by pid, as it is written; no pid has two of them."""
@@ -207,15 +207,15 @@ def test_a_later_process_with_the_same_pid_takes_the_series_over() -> None:
 
 def test_so_many_are_shown_and_the_oldest_leave_first() -> None:
     bench = Bench()
-    for pid in range(1, KEPT + 11):
+    for pid in range(1, MAX_SHOWN + 11):
         bench.report(pid, oom(), session=str(pid))
         bench.wait(1)
-    assert bench.shown().keys() == {str(pid) for pid in range(11, KEPT + 11)}
-    bench.report(999, oom(age_seconds=KEPT + 5.0), session="late to tell")
-    assert bench.shown().keys() == {str(pid) for pid in range(11, KEPT + 11)}
+    assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
+    bench.report(999, oom(age_seconds=MAX_SHOWN + 5.0), session="late to tell")
+    assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
     bench.report(11, oom(2), session="11", sequence=2)  # the oldest is the youngest now
     bench.report(1000, oom(), session="1000")
-    assert bench.shown().keys() == {"11", *(str(pid) for pid in range(13, KEPT + 11)), "1000"}
+    assert bench.shown().keys() == {"11", *(str(pid) for pid in range(13, MAX_SHOWN + 11)), "1000"}
 
 
 # --- after a restart
@@ -322,7 +322,7 @@ def test_no_series_is_ever_doubled_and_each_is_of_the_last_hour(
     bench = Bench()
     held: dict[tuple[str, str], LastOom] = {}
     for how, ooms in taken:
-        (bench.store.put_ooms if how == "put" else bench.store.recall_ooms)(ooms)
+        (bench.store.put_ooms if how == "put" else bench.store.restore_ooms)(ooms)
         for each in ooms:
             last = held.get((each.uuid, each.pid))
             same = last is not None and last.session == each.session

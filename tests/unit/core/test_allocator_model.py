@@ -57,13 +57,13 @@ class Memory:
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
 
-    def take(self, size_bytes: int) -> bool:
+    def allocate(self, size_bytes: int) -> bool:
         if size_bytes > self.free_bytes:
             return False
         self.free_bytes -= size_bytes
         return True
 
-    def give(self, size_bytes: int) -> None:
+    def free(self, size_bytes: int) -> None:
         self.free_bytes += size_bytes
 
 
@@ -131,7 +131,7 @@ def test_the_model_says_to_the_byte_what_pytorch_said_of_the_same_work(
     rows = []
     for done, _ in enumerate(drive(allocator, 7, 2000), start=1):
         if done % 200 == 0:
-            row = [getattr(allocator.figures, column) for column in COLUMNS]
+            row = [getattr(allocator.statistics, column) for column in COLUMNS]
             rows.append(" ".join(map(str, [*row, FREE_AT_FIRST - memory.free_bytes])))
     assert rows == torch_said.strip().splitlines()
 
@@ -143,13 +143,13 @@ def test_at_any_moment_a_clear_gives_back_exactly_what_was_reclaimable(kind: typ
     allocator = kind(memory)
     clears = 0
     for done, _ in enumerate(drive(allocator, seed, 600), start=1):
-        assert memory.free_bytes + allocator.figures.reserved_bytes == FREE_AT_FIRST
+        assert memory.free_bytes + allocator.statistics.reserved_bytes == FREE_AT_FIRST
         if done % 60 == 0:
-            free_before, reserved_before = memory.free_bytes, allocator.figures.reserved_bytes
+            free_before, reserved_before = memory.free_bytes, allocator.statistics.reserved_bytes
             reclaimable_bytes = allocator.reclaimable_bytes
             assert allocator.empty_cache() == reclaimable_bytes
             assert memory.free_bytes - free_before == reclaimable_bytes
-            assert reserved_before - allocator.figures.reserved_bytes == reclaimable_bytes
+            assert reserved_before - allocator.statistics.reserved_bytes == reclaimable_bytes
             assert allocator.reclaimable_bytes == 0
             clears += reclaimable_bytes > 0
     assert clears > 0
@@ -173,8 +173,8 @@ def test_sizes_are_rounded_and_segments_cut_as_pytorch_does(
 ) -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
     block = allocator.allocate(requested_bytes)
-    assert (block.size_bytes, allocator.figures.reserved_bytes) == (block_bytes, segment_bytes)
-    assert allocator.figures.requested_bytes == requested_bytes
+    assert (block.size_bytes, allocator.statistics.reserved_bytes) == (block_bytes, segment_bytes)
+    assert allocator.statistics.requested_bytes == requested_bytes
     assert rounded_bytes(requested_bytes) <= block_bytes
 
 
@@ -182,10 +182,10 @@ def test_a_refusal_flushes_the_cache_once_and_counts_a_retry() -> None:
     allocator = CachingAllocator(Memory(100 * MIB))
     allocator.free(allocator.allocate(60 * MIB))
     allocator.allocate(80 * MIB)
-    figures = allocator.figures
-    assert (figures.alloc_retries, figures.ooms, figures.cache_flushes) == (1, 0, 1)
-    assert (figures.segments_allocated, figures.segments_freed) == (2, 1)
-    assert figures.reserved_bytes == 80 * MIB
+    statistics = allocator.statistics
+    assert (statistics.alloc_retries, statistics.ooms, statistics.cache_flushes) == (1, 0, 1)
+    assert (statistics.segments_allocated, statistics.segments_freed) == (2, 1)
+    assert statistics.reserved_bytes == 80 * MIB
 
 
 def test_an_out_of_memory_error_is_counted_and_takes_nothing() -> None:
@@ -194,17 +194,17 @@ def test_an_out_of_memory_error_is_counted_and_takes_nothing() -> None:
     allocator.allocate(60 * MIB)
     with pytest.raises(SimulatedOutOfMemoryError):
         allocator.allocate(80 * MIB)
-    figures = allocator.figures
-    assert (figures.alloc_retries, figures.ooms) == (1, 1)
-    assert (figures.allocated_bytes, figures.reserved_bytes, memory.free_bytes) == (60 * MIB, 60 * MIB, 40 * MIB)
+    statistics = allocator.statistics
+    assert (statistics.alloc_retries, statistics.ooms) == (1, 1)
+    assert (statistics.allocated_bytes, statistics.reserved_bytes, memory.free_bytes) == (60 * MIB, 60 * MIB, 40 * MIB)
 
 
 def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation() -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
-    allocator.free(allocator.allocate(64 * MIB), used_elsewhere=True)
-    assert (allocator.figures.allocated_bytes, allocator.figures.active_bytes) == (0, 64 * MIB)
+    allocator.free(allocator.allocate(64 * MIB), used_by_other_stream=True)
+    assert (allocator.statistics.allocated_bytes, allocator.statistics.active_bytes) == (0, 64 * MIB)
     allocator.allocate(512)
-    assert allocator.figures.active_bytes == 512
+    assert allocator.statistics.active_bytes == 512
 
 
 def test_a_clear_leaves_the_private_pool_of_a_graph_alone() -> None:
@@ -213,7 +213,7 @@ def test_a_clear_leaves_the_private_pool_of_a_graph_alone() -> None:
     allocator.free(allocator.allocate(50 * MIB))
     assert allocator.reclaimable_bytes == 50 * MIB
     assert allocator.empty_cache() == 50 * MIB
-    assert (allocator.figures.private_pools_bytes, allocator.figures.reserved_bytes) == (102 * MIB, 102 * MIB)
+    assert (allocator.statistics.private_pools_bytes, allocator.statistics.reserved_bytes) == (102 * MIB, 102 * MIB)
 
 
 def test_peaks_stay_until_they_are_reset_and_then_begin_at_what_is_held() -> None:
@@ -221,10 +221,10 @@ def test_peaks_stay_until_they_are_reset_and_then_begin_at_what_is_held() -> Non
     allocator.allocate(30 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
     allocator.empty_cache()
-    figures = allocator.figures
-    assert (figures.allocated_peak_bytes, figures.reserved_peak_bytes) == (70 * MIB, 70 * MIB)
+    statistics = allocator.statistics
+    assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (70 * MIB, 70 * MIB)
     allocator.reset_peaks()
-    assert (figures.allocated_peak_bytes, figures.reserved_peak_bytes) == (30 * MIB, 30 * MIB)
+    assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (30 * MIB, 30 * MIB)
 
 
 def test_a_process_that_ends_gives_everything_back() -> None:

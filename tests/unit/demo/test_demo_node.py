@@ -10,8 +10,8 @@ from gpumem_exporter.core.ledger import fragmented_bytes, node_ledgers
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.demo.roster import ROSTER, Workload
 from gpumem_exporter.demo.simulation import TICK_SECONDS
+from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.errors import NvmlDeviceLostError
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, Command, DeviceSample, Report, to_wire
 
@@ -26,7 +26,8 @@ def node() -> DemoNode:
 
 def only(chosen: Callable[[Workload], bool]) -> DemoNode:
     """A node on which only some of the workloads run."""
-    return DemoNode(seed=1, clock=lambda: START, roster=[workload for workload in ROSTER if chosen(workload)])
+    workloads = [workload for workload in DEMO_WORKLOADS if chosen(workload)]
+    return DemoNode(seed=1, clock=lambda: START, workloads=workloads)
 
 
 def named(node: DemoNode, workload: str) -> list[SimulatedProcess]:
@@ -287,13 +288,13 @@ def test_an_out_of_memory_error_is_told_until_it_is_answered_and_never_again() -
         pass
     (again,) = report(speech).ooms
     assert (again.number, again.age_seconds, again.sample) == (1, 130.0, oom.sample)
-    speech.answered(first)
+    speech.acknowledge(first)
     assert report(speech).ooms == ()
     told: list[int] = []
     for _ in advance(node, 3600.0, since=START + 10.0):
         now = report(speech)
         told += [error.number for error in now.ooms]
-        speech.answered(now)
+        speech.acknowledge(now)
     assert len(told) > 5
     assert told == list(range(2, 2 + len(told)))
     assert report(speech).devices[0].ooms == told[-1]

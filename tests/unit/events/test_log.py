@@ -36,9 +36,9 @@ class ScriptedDisk(Storage):
         if self.error:
             raise StorageError(self.error)
 
-    def tend(self) -> None:
+    def maintain(self) -> None:
         self._trouble()
-        super().tend()
+        super().maintain()
 
     def append(self, events: Sequence[Event]) -> list[Event]:
         self._trouble()

@@ -149,7 +149,7 @@ def test_old_events_go(bench: Bench) -> None:
     bench.now += 6 * DAY
     bench.put(2)
     bench.now += 2 * DAY
-    bench.storage.tend()
+    bench.storage.maintain()
     assert bench.numbers() == [2]
     bench.storage.close()
 
@@ -217,9 +217,9 @@ def test_a_second_exporter_in_the_same_folder_is_told_so_until_the_first_has_end
     bench.put(1)
     other = Storage(tmp_path, retention_seconds=DAY, max_bytes=64 << 20, wall_clock=lambda: bench.now)
     with pytest.raises(StorageError, match=re.escape(str(tmp_path))):
-        other.tend()
+        other.maintain()
     bench.storage.close()
-    other.tend()
+    other.maintain()
     assert [event.detail["number"] for event in other.read(Query()).events] == [1]
     other.close()
 
@@ -238,7 +238,7 @@ def test_a_full_disk_loses_nothing_that_was_kept_and_takes_more_when_there_is_ro
 
 
 @pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "a page is spoilt"])
-def test_a_damaged_file_is_put_aside_and_a_new_one_begun(tmp_path: Path, damage: bytes | None) -> None:
+def test_a_damaged_file_is_damaged_file_and_a_new_one_begun(tmp_path: Path, damage: bytes | None) -> None:
     bench = Bench(tmp_path)
     bench.put(*range(200))
     bench.storage.close()
@@ -249,8 +249,8 @@ def test_a_damaged_file_is_put_aside_and_a_new_one_begun(tmp_path: Path, damage:
     bench.again()
     bench.put(1000)
     assert bench.numbers() == [1000]
-    assert bench.storage.put_aside == str(tmp_path / (FILE_NAME + ".damaged"))
-    assert Path(bench.storage.put_aside).read_bytes() == (damage or content)
+    assert bench.storage.damaged_file == str(tmp_path / (FILE_NAME + ".damaged"))
+    assert Path(bench.storage.damaged_file).read_bytes() == (damage or content)
     bench.storage.close()
 
 
@@ -261,7 +261,7 @@ def test_a_file_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     with pytest.raises(StorageError, match=r"\bversion\b"):
         bench.put(1)
-    assert bench.storage.put_aside == ""
+    assert bench.storage.damaged_file == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
 
 

@@ -10,7 +10,7 @@ import pytest
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts
 from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.pod_resources import PodResources
-from gpumem_exporter.host.pods import Container, Given, device_uuid, name_containers
+from gpumem_exporter.host.pods import Container, DeviceAssignments, device_uuid, name_containers
 from tests.support.builders import UUIDS, device, node
 from tests.support.waiting import wait_for
 
@@ -111,11 +111,12 @@ def reading(*processes: ProcessFacts, on: dict[int, tuple[int, ...]]) -> NodeRea
     return dataclasses.replace(node(*devices), facts={process.pid: process for process in processes})
 
 
-def given(**by_device: tuple[Container, ...]) -> Given:
-    return Given(ASKED, {UUIDS[int(name[1:])]: frozenset(containers) for name, containers in by_device.items()})
+def given(**by_device: tuple[Container, ...]) -> DeviceAssignments:
+    by_uuid = {UUIDS[int(name[1:])]: frozenset(containers) for name, containers in by_device.items()}
+    return DeviceAssignments(ASKED, by_uuid)
 
 
-def named(reading: NodeReading, given: Given) -> dict[int, tuple[str, str, str]]:
+def named(reading: NodeReading, given: DeviceAssignments) -> dict[int, tuple[str, str, str]]:
     after, _ = name_containers(reading, given)
     return {
         pid: (found.k8s_namespace, found.k8s_pod, found.k8s_container)
@@ -172,7 +173,7 @@ def test_the_devices_of_all_of_a_containers_processes_decide_together() -> None:
         ),
     ],
 )
-def test_what_the_devices_do_not_decide_has_no_name(known: NodeReading, list_of_the_kubelet: Given) -> None:
+def test_what_the_devices_do_not_decide_has_no_name(known: NodeReading, list_of_the_kubelet: DeviceAssignments) -> None:
     assert named(known, list_of_the_kubelet) == {}
 
 
@@ -206,10 +207,10 @@ def test_what_the_kubelet_said_long_ago_is_not_believed(tmp_path: Path) -> None:
     socket.touch()
     now = [100.0]
 
-    def ask(path: Path, deadline_seconds: float) -> Given:
+    def query(path: Path, deadline_seconds: float) -> DeviceAssignments:
         return given(d0=(TRAINER,))
 
-    pods = PodResources(socket, ask=ask, clock=lambda: now[0])
+    pods = PodResources(socket, query=query, clock=lambda: now[0])
     known = reading(facts(1, "c1", "p1"), on={1: (0,)})
     assert pods.name(known).facts[1].k8s_pod == ""
     pods.start()

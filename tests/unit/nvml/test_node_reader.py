@@ -205,7 +205,7 @@ def test_a_driver_that_was_found_and_goes_again_is_sought_soon(reader: NodeReade
     poll_for(reader, node, 60)
     node.failures.clear()
     assert poll_for(reader, node, 30).up
-    node.failures["devices", ""] = NvmlUnavailableError("uninitialised")
+    node.failures["devices", ""] = NvmlUnavailableError("uninitialized")
     assert not poll_for(reader, node, 1).up
     node.failures.clear()
     assert poll_for(reader, node, 1).up
@@ -321,7 +321,7 @@ def test_a_mig_device_that_is_destroyed_while_it_is_read_is_gone_at_the_next_pol
     assert [reading.uuid for reading in reader.read().devices] == ["GPU-0", "MIG-0"]
 
 
-def test_a_lost_device_is_sought_by_initialising_the_driver_ever_more_rarely(reader: NodeReader, node: Node) -> None:
+def test_a_lost_device_is_sought_by_initializing_the_driver_ever_more_rarely(reader: NodeReader, node: Node) -> None:
     reader.read()
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
     poll_for(reader, node, 200)
@@ -357,7 +357,7 @@ def test_a_driver_without_devices_is_up_and_asked_again_for_some(reader: NodeRea
 
 
 def test_nvml_gone_for_one_device_is_that_devices_trouble(reader: NodeReader, node: Node) -> None:
-    node.failures["memory", "GPU-3"] = NvmlUnavailableError("NVML is not initialised")
+    node.failures["memory", "GPU-3"] = NvmlUnavailableError("NVML is not initialized")
     reading = reader.read()
     assert reading.up
     assert len(up(reading)) == 7
@@ -366,9 +366,9 @@ def test_nvml_gone_for_one_device_is_that_devices_trouble(reader: NodeReader, no
 def test_nvml_gone_for_every_device_is_the_drivers_trouble(reader: NodeReader, node: Node) -> None:
     reader.read()
     for i in range(8):
-        node.failures["memory", f"GPU-{i}"] = NvmlUnavailableError("NVML is not initialised")
+        node.failures["memory", f"GPU-{i}"] = NvmlUnavailableError("NVML is not initialized")
     reading = reader.read()
-    assert (reading.up, reading.error, reading.devices) == (False, "NVML is not initialised", ())
+    assert (reading.up, reading.error, reading.devices) == (False, "NVML is not initialized", ())
     assert not node.is_open
 
 
@@ -449,7 +449,7 @@ def test_a_driver_that_is_asked_for_is_tried_however_lately_it_was_tried(reader:
     poll_for(reader, node, 20)
     node.failures.clear()
     assert not reader.read().up
-    reader.attach_soon()
+    reader.retry_attach_now()
     assert reader.read().up
 
 

@@ -215,7 +215,7 @@ def test_a_release_is_done_by_its_thread_soon_and_told_in_every_reading_until_it
     published.wait_for(1)
     poller.release("ada", "new driver")
     poller.release("bob")  # changes nothing
-    while not (status := poller.status(0.0)).settled:
+    while not (status := poller.status(0.0)).request_applied:
         published.wait_for(len(published.readings) + 1)
     assert status.release is not None
     assert (status.release.requested_by, status.release.requested_unix_seconds) == ("ada", 1e9)
@@ -225,7 +225,7 @@ def test_a_release_is_done_by_its_thread_soon_and_told_in_every_reading_until_it
     published.wait_for(since + 2)
     assert {(reading.up, reading.error) for reading in published.readings[since:]} == {(False, status.error)}
     poller.attach()
-    while not (status := poller.status(0.0)).settled:
+    while not (status := poller.status(0.0)).request_applied:
         published.wait_for(len(published.readings) + 1)
     assert (status.release, status.error) == (None, "")
     assert published.readings[-1].up
@@ -244,7 +244,7 @@ def test_a_release_waits_for_a_driver_that_hangs_and_says_that_it_does(start: St
     assert hanging.wait(SOON)
     poller.release("ada")
     status = poller.status(0.0)
-    assert (status.settled, status.release is not None, provider.released) == (False, True, 0)
+    assert (status.request_applied, status.release is not None, provider.released) == (False, True, 0)
     go_on.set()
     published.wait_for(2)
     assert not published.readings[-1].up
@@ -263,7 +263,7 @@ def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: 
     published.wait_for(1)
     missing = False
     poller.attach()
-    while not poller.status(0.0).settled:
+    while not poller.status(0.0).request_applied:
         published.wait_for(len(published.readings) + 1)
     assert published.readings[-1].up
 

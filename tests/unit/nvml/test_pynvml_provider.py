@@ -17,7 +17,7 @@ from gpumem_exporter import errors
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
-from gpumem_exporter.nvml.return_codes import RETURN_CODES, error_of
+from gpumem_exporter.nvml.return_codes import RETURN_CODES, error_for_code
 
 GIB = 1 << 30
 NOT_AVAILABLE = (1 << 64) - 1
@@ -172,8 +172,8 @@ def test_every_exception_class_that_pynvml_has_has_been_decided_on() -> None:
 
 
 def test_a_return_code_that_nobody_knows_is_an_nvml_error_that_says_it() -> None:
-    assert type(error_of(4242, "nvmlSomething")) is errors.NvmlError
-    assert re.search(r"^nvmlSomething: .*\b4242\b", str(error_of(4242, "nvmlSomething")))
+    assert type(error_for_code(4242, "nvmlSomething")) is errors.NvmlError
+    assert re.search(r"^nvmlSomething: .*\b4242\b", str(error_for_code(4242, "nvmlSomething")))
 
 
 def test_devices_are_listed_in_the_drivers_order_with_their_identity(provider: PynvmlProvider) -> None:
@@ -356,7 +356,7 @@ def test_a_gpu_that_knows_nothing_of_mig_is_one_device(provider: PynvmlProvider,
 
 
 @pytest.mark.parametrize("code", [1, 4, 9, 12, 15, 18, 999])
-def test_whatever_keeps_nvml_from_initialising_makes_it_unavailable(
+def test_whatever_keeps_nvml_from_initializing_makes_it_unavailable(
     library: Library, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_ctypes, "dlclose", lambda handle: None)
@@ -404,7 +404,7 @@ def test_a_released_driver_is_shut_down_and_its_library_unloaded_and_the_next_at
     assert uuids(provider) == ["GPU-9"]
 
 
-def test_a_library_whose_driver_did_not_initialise_is_unloaded_on_release(
+def test_a_library_whose_driver_did_not_initialize_is_unloaded_on_release(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unloaded: list[int] = []

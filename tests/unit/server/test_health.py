@@ -14,7 +14,7 @@ from tests.support.builders import UUIDS, device, node, reporting
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, last_finished_seconds=1.0, stuck=False, error="")
 
-KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, put_aside="")
+KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, damaged_file="")
 
 
 def health(snapshot: Snapshot, **poller: Any) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_events_that_cannot_be_kept_are_degraded_and_said_why(events: dict[str, 
 
 
 def test_a_damaged_file_that_was_put_aside_is_told_and_no_trouble() -> None:
-    events = dataclasses.replace(KEEPING, put_aside="/e/events.db.damaged")
+    events = dataclasses.replace(KEEPING, damaged_file="/e/events.db.damaged")
     document = health_document(Snapshot(0.0, node(device())), WELL, events, source="nvml", version="1")
     assert document["status"] == "ok"
     assert "/e/events.db.damaged" in document["checks"]["events"]["detail"]

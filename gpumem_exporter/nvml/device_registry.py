@@ -1,4 +1,4 @@
-"""Which devices there are: what the driver lists now, and what it no longer knows by name since it lost it."""
+"""The devices of the node: those that the driver lists, and lost devices that it no longer identifies."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import replace
 
 from gpumem_exporter.nvml.provider import DeviceIdentity
 
-__all__ = ["Roster"]
+__all__ = ["DeviceRegistry"]
 
 
-class Roster:
-    """Gives lost devices back their identity, so that a device in trouble is told apart from one that is not there.
+class DeviceRegistry:
+    """Keeps the identity of lost devices, so that a lost device differs from a removed one. Not thread-safe.
 
-    A GPU that fell off the bus may no longer say its UUID; the driver may not even count it once it was initialised
-    again. A device that goes without having been in trouble (a GPU unbound, a MIG instance destroyed) is gone.
-    One thread uses it.
+    The driver may not return the UUID of a GPU that fell off the bus, and may not count the GPU after NVML is
+    initialized again. A device that disappears without an earlier error was removed: a GPU was unbound, or a MIG
+    instance was destroyed.
     """
 
     def __init__(self) -> None:
@@ -23,12 +23,12 @@ class Roster:
         self._lost: dict[str, DeviceIdentity] = {}
 
     def merge(self, listed: Sequence[DeviceIdentity]) -> tuple[DeviceIdentity, ...]:
-        """All devices: those listed, with names where the driver has none, and the lost ones that it leaves out.
+        """Return the listed devices, completed from earlier calls, and the lost devices that the driver leaves out.
 
-        The driver counts anew without those. A lost one whose index is another's now has none: an action for that index
-        must not mean both.
+        The driver may assign the index of a lost device to another device. The lost device then has no index, because
+        an action for that index must have one target.
         """
-        named = {identity.uuid for identity in listed if identity.uuid}
+        identified = {identity.uuid for identity in listed if identity.uuid}
         merged: list[DeviceIdentity] = []
         for identity in listed:
             if identity.uuid:
@@ -37,7 +37,7 @@ class Roster:
             remembered = [
                 replace(known, error=identity.error)
                 for known in self._known.values()
-                if known.uuid not in named and _is_or_is_part_of(known.gpu, identity.gpu)
+                if known.uuid not in identified and _is_or_is_part_of(known.gpu, identity.gpu)
             ]
             merged.extend(remembered or [identity])
         present = {identity.uuid for identity in merged}
@@ -47,11 +47,11 @@ class Roster:
         return (*merged, *(replace(lost, gpu="") if _gpu_of(lost) in taken else lost for lost in left_out))
 
     def note_errors(self, errors: Mapping[str, str]) -> None:
-        """Remember which of the devices just merged are lost: those listed with an error, and those in `errors`.
+        """Record which of the merged devices are lost: those listed with an error, and those in `errors`.
 
         Args:
-            errors: why a device that was listed could not be read, by uuid. A MIG device that cannot be read may just
-                have been destroyed, so it is lost only together with its GPU.
+            errors: by uuid, why a listed device could not be read. A MIG device that cannot be read may have been
+                destroyed, so it is lost only together with its GPU.
         """
         self._lost = {}
         for uuid, identity in self._known.items():
@@ -61,7 +61,7 @@ class Roster:
 
 
 def _gpu_of(identity: DeviceIdentity) -> str:
-    """The index of the GPU that it is, or is a part of."""
+    """Return the index of the GPU, for a MIG device that of its parent."""
     return identity.gpu.partition(":")[0]
 
 

@@ -1,31 +1,31 @@
-"""What of the driver this process has open: what would keep an administrator from unloading or replacing it."""
+"""The driver files that this process has open, which prevent unloading or replacing the driver."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["driver_holdings"]
+__all__ = ["open_driver_files"]
 
 _LIBRARY = "libnvidia-ml.so"
 _DEVICE_FILES = "/dev/nvidia"
 _PATH_COLUMN = 5
-"""Of a line of /proc/PID/maps: address, permissions, offset, device, inode, path."""
+"""The index of the path in a line of /proc/PID/maps: address, permissions, offset, device, inode, path."""
 
 
-def driver_holdings(process: Path = Path("/proc/self")) -> tuple[str, ...]:
-    """The driver's device files that are open or mapped, and its library if it is loaded; each once, sorted.
+def open_driver_files(process: Path = Path("/proc/self")) -> tuple[str, ...]:
+    """Return the driver's device files that are open or mapped and its loaded library, sorted and without duplicates.
 
     Args:
-        process: its folder in /proc.
+        process: the process' folder in /proc.
 
     Raises:
         OSError: the folder cannot be read.
     """
-    return tuple(sorted({path for path in (*_open_files(process), *_mapped_files(process)) if _is_drivers(path)}))
+    return tuple(sorted({path for path in (*_open_files(process), *_mapped_files(process)) if _is_driver_file(path)}))
 
 
-def _is_drivers(path: str) -> bool:
+def _is_driver_file(path: str) -> bool:
     return path.startswith(_DEVICE_FILES) or path.rpartition("/")[2].startswith(_LIBRARY)
 
 
@@ -33,7 +33,7 @@ def _open_files(process: Path) -> Iterator[str]:
     for descriptor in (process / "fd").iterdir():
         try:
             yield str(descriptor.readlink())
-        except FileNotFoundError:  # closed since it was listed
+        except FileNotFoundError:  # closed after it was listed
             continue
 
 

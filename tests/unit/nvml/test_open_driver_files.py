@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.nvml.holdings import driver_holdings
+from gpumem_exporter.nvml.open_driver_files import open_driver_files
 
 MAPS = """\
 00400000-00452000 r-xp 00000000 08:02 173521 /usr/bin/python3
@@ -24,7 +24,7 @@ def process(tmp_path: Path) -> Path:
 
 
 def test_a_process_without_the_driver_holds_nothing_of_it(process: Path) -> None:
-    assert driver_holdings(process) == ()
+    assert open_driver_files(process) == ()
 
 
 def test_open_and_mapped_device_files_and_the_library_are_named_once(process: Path) -> None:
@@ -37,14 +37,14 @@ def test_open_and_mapped_device_files_and_the_library_are_named_once(process: Pa
         "7f0c1c000000-7f0c1c001000 rw-s 00000000 00:06 12 /dev/nvidia-uvm",
     ]
     (process / "maps").write_text(MAPS.format("\n".join(lines)))
-    assert driver_holdings(process) == ("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl", library)
+    assert open_driver_files(process) == ("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl", library)
 
 
 def test_a_library_that_was_replaced_on_disk_is_still_held(process: Path) -> None:
     line = "7f0c1b000000-7f0c1b021000 r-xp 00000000 08:02 99 /usr/lib/libnvidia-ml.so.1 (deleted)"
     (process / "maps").write_text(MAPS.format(line))
-    assert driver_holdings(process) == ("/usr/lib/libnvidia-ml.so.1 (deleted)",)
+    assert open_driver_files(process) == ("/usr/lib/libnvidia-ml.so.1 (deleted)",)
 
 
 def test_this_very_process_can_be_asked() -> None:
-    assert not [path for path in driver_holdings() if path.startswith("/dev/nvidia") and not Path(path).exists()]
+    assert not [path for path in open_driver_files() if path.startswith("/dev/nvidia") and not Path(path).exists()]

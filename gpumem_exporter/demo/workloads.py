@@ -1,4 +1,4 @@
-"""The demo's workloads: which program runs where, under which name, for whom."""
+"""The demo's workloads: their programs, devices, names and users."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass
 from gpumem_exporter.demo import programs, trainings
 from gpumem_exporter.demo.programs import Program
 
-__all__ = ["ROSTER", "Workload"]
+__all__ = ["DEMO_WORKLOADS", "Workload"]
 
 MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One workload: one process, or one for each rank."""
+    """One workload of one or more processes."""
 
     name: str
-    """The label `workload`. It says that it is a demo's, on every series that carries it."""
+    """The label `workload`, which starts with `demo-` so that simulated series can be recognized."""
     program: Program
     command: str
     user: str
     placements: tuple[tuple[int, ...], ...]
-    """For each process the devices it uses."""
+    """The devices of each process."""
     ranks: bool = False
-    """The processes are the ranks of one job."""
+    """Whether the processes are the ranks of one job."""
     reports: bool = True
     torch_version: str = "2.9.1+cu128"
     allocator_settings: str = ""
     context_bytes: int = 520 * MIB
-    """What CUDA, cuBLAS and NCCL take on each device, outside the allocator."""
+    """The memory of CUDA, cuBLAS and NCCL on each device, outside the allocator."""
     warm_up_ticks: int = 40
-    """How long it has run already when the demo begins."""
+    """How long the workload has run when the demo starts."""
     restart_ticks: int = 20
-    """How long after its end another process takes its place."""
+    """The time from the end of a process to the start of the next one."""
     k8s_pod: str = ""
-    """Where it runs in a pod: the pod's name without its ordinal."""
+    """The name of the pod without its ordinal; empty for a workload outside of pods."""
     k8s_namespace: str = ""
 
 
-ROSTER = (
+DEMO_WORKLOADS = (
     Workload(
         "demo-llm-pretrain",
         trainings.pretraining,
@@ -159,6 +159,6 @@ ROSTER = (
         context_bytes=440 * MIB,
     ),
 )
-"""Devices 0 to 3 are full and well. On 4 the leak takes what three others leave. 5 has far more than its workloads
-need. On 6 the fragmented heap stays within its memory fraction. On 7 the notebook's cache is what the fuller rank of
-the mixture of experts lacks."""
+"""Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that three other processes leave.
+Device 5 has much more memory than its workloads need. On device 6, a fragmented heap stays within its memory fraction.
+On device 7, the notebook's cache is the memory that the larger rank of the mixture of experts lacks."""

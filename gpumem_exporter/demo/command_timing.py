@@ -1,4 +1,4 @@
-"""When a simulated process runs a command that waits for a step or for a rest: as the real reporter decides it."""
+"""Runs commands of a simulated process at a step or during a pause, with the scheduler of the real reporter."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Sequence
 from gpumem_exporter.client.commands.scheduler import Waiting
 from gpumem_exporter.wire.protocol import Command, CommandResult
 
-__all__ = ["Moments"]
+__all__ = ["CommandTiming"]
 
 _QUIET_SECONDS = 2.0
 
 
-class Moments:
-    """Holds the commands of one process and runs each at its moment. The simulation's lock guards every call.
+class CommandTiming:
+    """Queues the commands of one process until their time. The caller holds the simulation's lock.
 
     Args:
-        actions: what the process can run.
-        execute: runs one of them on the model, in whichever moment it is called.
-        known: the result of a command that has had one.
-        settle: makes this a command's result.
-        clock: the simulation's time, in seconds.
+        actions: the actions that the process supports.
+        execute: runs a command on the model immediately.
+        known: returns the result of a command that was run before.
+        settle: stores the result of a command.
+        clock: the simulation's time in seconds.
     """
 
     def __init__(
@@ -37,8 +37,8 @@ class Moments:
         self.settle = settle
         self.capturing = self.flushing = False
         self.step: int | None = None
-        self.moved = 0
-        """How often anything was allocated or freed."""
+        self.allocation_changes = 0
+        """The number of allocations and frees."""
         self._execute = execute
         self._clock = clock
         self._stepped_seconds: float | None = None
@@ -47,11 +47,11 @@ class Moments:
 
     @property
     def step_seconds(self) -> float | None:
-        """How long the last step took; None while none run."""
+        """The duration of the last step; None if no steps run."""
         return self._step_seconds if self.steps_run() else None
 
     def stepped(self, step: int | None) -> None:
-        """A step has ended; its number."""
+        """Record the end of a step with this number."""
         before, self.step = self.step, step
         if step is None or before is None or step <= before:
             return
@@ -62,13 +62,13 @@ class Moments:
         self.waiting.at_step(step)
 
     def steps_run(self) -> bool:
-        """Steps are being made."""
+        """Return whether training steps run."""
         if self._stepped_seconds is None:
             return False
         return self._clock() - self._stepped_seconds < max(3 * (self._step_seconds or 0.0), _QUIET_SECONDS)
 
     def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
-        """Run a command that has waited; not one whose deadline has passed."""
+        """Run a queued command, unless its deadline has passed."""
         if self._clock() >= expires_seconds:
             return self.settle(CommandResult(command.id, "expired", "its deadline had passed when its turn came"))
         return self._execute(command)
@@ -76,9 +76,9 @@ class Moments:
     run_if_free = run
 
     def devices(self) -> Sequence[int]:
-        """One stands for all: what moves is counted for the process."""
+        """Return one device index for all devices, because allocations are counted per process."""
         return (0,)
 
     def allocations(self, index: int) -> tuple[int, int]:
-        """How often the heap has moved."""
-        return self.moved, index
+        """Return the number of allocations and frees."""
+        return self.allocation_changes, index
