@@ -1,1 +1,1 @@
-"""From a snapshot to the metrics page: the catalog of metrics, the fast page, and the same as a collector."""
+"""The metrics page: the catalog of metrics, the samples of a snapshot, and their text formats."""

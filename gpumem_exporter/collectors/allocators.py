@@ -1,4 +1,4 @@
-"""Series of PyTorch's allocators, as the processes reported them."""
+"""Samples of PyTorch's allocators from the reports of the processes."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ REPORTED = tuple(
     for metric in catalog.SCRAPED
     if metric.name.startswith("gpumem_torch_") and metric is not catalog.TORCH_NON_TORCH
 )
-"""The families that follow from a report alone, in the order of the page."""
+"""The families that depend on a report only, in the order of the page."""
 
 
 def allocator_samples(view: View) -> Iterator[Sample]:
-    """Everything of every process that follows from its report."""
+    """Yield the samples from the report of each process."""
     for pid, process in view.reporting:
         yield from report_samples(process, pid, view.gpu_by_uuid)
 
 
 def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> Iterator[Sample]:
-    """What follows from one process' report alone.
+    """Yield the samples from the report of one process.
 
     Args:
         process: the process.
-        pid: the pid it carries on the page.
-        gpu_by_uuid: the index of each device; one that is not in it has `gpu=""`.
+        pid: the name of the process on the page.
+        gpu_by_uuid: the index of each device; other devices get `gpu=""`.
     """
     report = process.report
-    who = (pid, report.process.workload, report.process.rank)
+    process_labels = (pid, report.process.workload, report.process.rank)
     for sample in _distinct(report.devices):
-        labels = (gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *who)
+        labels = (gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *process_labels)
         reserved = sample.reserved_bytes
         fragmented = fragmented_bytes(sample)
         for metric, value in (
@@ -75,11 +75,11 @@ def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str
         for component, value in sorted(sample.component_bytes.items()):
             yield catalog.TORCH_COMPONENT, (*labels, component), value
     if report.pinned_host_bytes is not None:
-        yield catalog.TORCH_PINNED_HOST, who, report.pinned_host_bytes
+        yield catalog.TORCH_PINNED_HOST, process_labels, report.pinned_host_bytes
 
 
 def _distinct(samples: tuple[DeviceSample, ...]) -> tuple[DeviceSample, ...]:
-    """One a device, the first, as everywhere."""
+    """Return the first sample of each device."""
     if len({sample.uuid for sample in samples}) == len(samples):
         return samples
     return tuple(reversed({sample.uuid: sample for sample in reversed(samples)}.values()))

@@ -1,7 +1,7 @@
-"""The one table of every metric: name, type, help, labels. Nothing else in the package spells a metric's name.
+"""The table of all metrics: name, type, help and labels. No other module contains a metric's name.
 
-Names and labels are the public surface; dashboards, rules and their tests are held against this table. The order here
-is the order on the page. Bytes are bytes, seconds are seconds, ratios run from 0 to 1, but that of an error.
+Names and labels are public; tests compare dashboards and rules with this table. The order of the table is the order of
+the page. Ratios are from 0 to 1, except the ratio of an error.
 """
 
 from __future__ import annotations
@@ -18,78 +18,79 @@ _REPORTER = ("pid", "workload", "rank")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """One metric family. There is one object for each: families are compared and hashed by identity."""
+    """One metric family. Each family has one object; families are compared and hashed by identity."""
 
     name: str
-    """As its series are called, in both formats; a counter's ends in `_total`."""
+    """The name of the series in both formats; that of a counter ends in `_total`."""
     type: Literal["gauge", "counter", "histogram"]
     help: str
-    """What the number is, for somebody who has never seen it. Holds nothing that either format would have escaped."""
+    """The HELP text. It has no characters that either format escapes."""
     labels: tuple[str, ...] = ()
 
     @property
     def family(self) -> str:
-        """The family's name in OpenMetrics, which names a counter without its `_total`."""
+        """The name of the family in OpenMetrics: for a counter, without `_total`."""
         return self.name.removesuffix("_total") if self.type == "counter" else self.name
 
 
-# --- devices, as NVML sees them
+# --- devices, from NVML
 
 DEVICE_INFO = Metric(
     "gpumem_device_info",
     "gauge",
-    "What the device is; always 1, the labels tell. mig_profile and parent_uuid are filled for a MIG device. Join on"
+    "Description of the device; the value is always 1. mig_profile and parent_uuid are set for a MIG device. Join on"
     " uuid.",
     (*_DEVICE, "name", "driver_version", "pci_bus_id", "mig_profile", "parent_uuid"),
 )
 DEVICE_UP = Metric(
     "gpumem_device_up",
     "gauge",
-    "1 while the driver answers for the device, 0 when it does not (fell off the bus, cannot be read); its other"
-    " figures are absent then.",
+    "1 if the driver answers for the device, else 0 (it fell off the bus or cannot be read). Its other series are"
+    " absent while it is 0.",
     _DEVICE,
 )
 DEVICE_TOTAL = Metric(
     "gpumem_device_memory_total_bytes",
     "gauge",
-    "Memory of the device in bytes, as NVML counts it: used + free + reserved. Somewhat less than the size on the data"
+    "Memory of the device in bytes (NVML total): used + free + reserved. Slightly less than the size on the data"
     " sheet.",
     _DEVICE,
 )
 DEVICE_USED = Metric(
     "gpumem_device_memory_used_bytes",
     "gauge",
-    "Bytes in use on the device by whatever process: tensors, allocators' caches, CUDA contexts, libraries (NVML used)."
-    " A full device need not be a busy one: see gpumem_ledger_bytes for what could be given back. Includes what the"
-    " driver holds back only where gpumem_device_memory_reserved_bytes is absent.",
+    "Bytes that all processes use on the device: tensors, allocator caches, CUDA contexts, libraries (NVML used). A"
+    " full device is not necessarily a busy one: gpumem_ledger_bytes shows the reclaimable part. Includes the driver's"
+    " reserved memory only if gpumem_device_memory_reserved_bytes is absent.",
     _DEVICE,
 )
 DEVICE_FREE = Metric(
     "gpumem_device_memory_free_bytes",
     "gauge",
-    "Bytes of the device that nobody holds (NVML free). What PyTorch caches is not in it, though PyTorch can use it.",
+    "Bytes of the device that no process uses (NVML free). PyTorch's cache does not count as free, although PyTorch"
+    " can reuse it.",
     _DEVICE,
 )
 DEVICE_RESERVED = Metric(
     "gpumem_device_memory_reserved_bytes",
     "gauge",
-    "Bytes that driver and firmware hold back for themselves (NVML reserved). Not PyTorch's reserved: that is"
-    " gpumem_torch_reserved_bytes. Absent where the driver does not tell it apart from used.",
+    "Bytes reserved by driver and firmware (NVML reserved). PyTorch's reserved bytes are gpumem_torch_reserved_bytes."
+    " Absent if the driver includes these bytes in used.",
     _DEVICE,
 )
 DEVICE_HOST_MEMORY = Metric(
     "gpumem_device_memory_is_host",
     "gauge",
-    "1 for an integrated GPU, which has no memory of its own: total, free and used are the host's then (MemTotal and"
-    " MemAvailable of /proc/meminfo), and what programs on the CPU use is in used and in the ledger's unattributed."
-    " Absent for every other device.",
+    "1 for an integrated GPU, which uses the host's memory. Total, free and used are then those of the host (MemTotal"
+    " and MemAvailable in /proc/meminfo), and the memory of CPU programs counts as used and, in the ledger, as"
+    " unattributed. Absent for other devices.",
     _DEVICE,
 )
 DEVICE_UTILIZATION = Metric(
     "gpumem_device_utilization_ratio",
     "gauge",
-    "Share of the driver's last sampling period (up to a second) in which at least one kernel ran, 0 to 1. Busy time,"
-    " not bytes, and not how much of the chip the kernels filled.",
+    "Share of the driver's last sampling period (up to a second) in which at least one kernel ran, 0 to 1. It measures"
+    " time, not memory, and not how much of the chip the kernels used.",
     _DEVICE,
 )
 
@@ -98,13 +99,12 @@ DEVICE_UTILIZATION = Metric(
 LEDGER = Metric(
     "gpumem_ledger_bytes",
     "gauge",
-    "Where every byte of a device is; the categories of a device add up to gpumem_device_memory_total_bytes."
-    " torch_allocated: in tensors. torch_reclaimable: cached, empty_cache gives it back. torch_fragmented: the"
-    " rest of the cache: empty_cache cannot give it back, or is not known to. non_torch: CUDA context, NCCL and"
-    " libraries of processes that report."
-    " other_processes: processes that do not report. driver_reserved: held back by the driver. unattributed: used, but"
-    " of no process that the driver lists; signed, since driver and processes are read moments apart. free: nobody's."
-    " A category that cannot be known is absent.",
+    "Every byte of the device by category; the categories add up to gpumem_device_memory_total_bytes. torch_allocated:"
+    " in tensors. torch_reclaimable: cached, and empty_cache can release it. torch_fragmented: the rest of the cache,"
+    " which empty_cache cannot release or may not be able to release. non_torch: CUDA context, NCCL and libraries of"
+    " reporting processes. other_processes: processes that do not report. driver_reserved: reserved by the driver."
+    " unattributed: used, but by no process that the driver lists; signed, because the driver reads device and"
+    " processes at different times. free: used by no process. An unknown category is absent.",
     (*_DEVICE, "category"),
 )
 
@@ -113,17 +113,17 @@ LEDGER = Metric(
 PROCESS_USED = Metric(
     "gpumem_process_memory_used_bytes",
     "gauge",
-    "Bytes that a process holds on a device, as NVML counts them: tensors, cache, CUDA context, NCCL and libraries."
-    " Absent where the driver does not tell. pid is the host's.",
+    "Bytes that the process uses on the device (NVML): tensors, cache, CUDA context, NCCL and libraries. Absent if the"
+    " driver does not report it. pid is the host's.",
     (*_DEVICE, "pid"),
 )
 PROCESS_INFO = Metric(
     "gpumem_process_info",
     "gauge",
-    "What a process on the devices is; always 1, one series a pid, the labels tell. reporting is true while it reports"
-    " its allocator. command is program and script without arguments. pid is the host's; where that cannot be known,"
-    " the process' own, followed by @ and the inode of its PID namespace if another process here has the same. Join on"
-    " pid.",
+    "Description of a process on the devices; the value is always 1, with one series per pid. reporting is true while"
+    " the process reports its allocator. command is program and script without arguments. pid is the host's. If that"
+    " is unknown, it is the process' own pid, followed by @ and the inode of its PID namespace if another process on"
+    " the node has the same pid. Join on pid.",
     (
         *_REPORTER,
         "command",
@@ -141,235 +141,237 @@ PROCESS_INFO = Metric(
     ),
 )
 
-# --- PyTorch's caching allocator, as each process reports it
+# --- PyTorch's caching allocator, from the report of each process
 
 TORCH_ALLOCATED = Metric(
     "gpumem_torch_allocated_bytes",
     "gauge",
-    "Bytes handed out to tensors, rounded up to the allocator's blocks (torch.cuda.memory_allocated).",
+    "Bytes allocated to tensors, rounded up to the allocator's blocks (torch.cuda.memory_allocated).",
     _TORCH,
 )
 TORCH_RESERVED = Metric(
     "gpumem_torch_reserved_bytes",
     "gauge",
-    "Bytes that PyTorch's caching allocator holds from the driver: tensors plus cache (torch.cuda.memory_reserved). Not"
-    " NVML's reserved.",
+    "Bytes that PyTorch's caching allocator has reserved from the driver: tensors and cache"
+    " (torch.cuda.memory_reserved). Not NVML's reserved.",
     _TORCH,
 )
 TORCH_ACTIVE = Metric(
     "gpumem_torch_active_bytes",
     "gauge",
-    "Bytes in tensors or freed but still in use on another CUDA stream (active_bytes.all.current).",
+    "Bytes in tensors, or freed but still in use on another CUDA stream (active_bytes.all.current).",
     _TORCH,
 )
 TORCH_INACTIVE_SPLIT = Metric(
     "gpumem_torch_inactive_split_bytes",
     "gauge",
-    "Free bytes in segments that also hold live blocks, so that they cannot go back to the driver"
+    "Free bytes in segments with live blocks, which the allocator cannot release to the driver"
     " (inactive_split_bytes.all.current). Always 0 with expandable segments: see gpumem_torch_fragmented_bytes.",
     _TORCH,
 )
 TORCH_REQUESTED = Metric(
     "gpumem_torch_requested_bytes",
     "gauge",
-    "Bytes that the program asked for, before rounding (requested_bytes.all.current); allocated less requested is lost"
-    " to rounding.",
+    "Bytes that the program requested, before rounding (requested_bytes.all.current). Allocated minus requested is"
+    " lost to rounding.",
     _TORCH,
 )
 TORCH_ALLOCATED_PEAK = Metric(
     "gpumem_torch_allocated_peak_bytes",
     "gauge",
-    "Highest gpumem_torch_allocated_bytes since whoever last reset the peaks in this process: the program, a library"
-    " or a reset_peak action; the exporter never resets them by itself.",
+    "Highest gpumem_torch_allocated_bytes since the last reset of the peaks in this process, by the program, a library"
+    " or a reset_peak action. The exporter itself never resets peaks.",
     _TORCH,
 )
 TORCH_RESERVED_PEAK = Metric(
     "gpumem_torch_reserved_peak_bytes",
     "gauge",
-    "Highest gpumem_torch_reserved_bytes since whoever last reset the peaks in this process: the program, a library or"
-    " a reset_peak action; the exporter never resets them by itself.",
+    "Highest gpumem_torch_reserved_bytes since the last reset of the peaks in this process, by the program, a library"
+    " or a reset_peak action. The exporter itself never resets peaks.",
     _TORCH,
 )
 TORCH_PLANNED_RESERVED_PEAK = Metric(
     "gpumem_torch_planned_reserved_peak_bytes",
     "gauge",
-    "What the plan of the job, which was made before it ran, expects of gpumem_torch_reserved_peak_bytes. A plan is for"
-    " one device a process; of several it stands at the one with the highest peak. Absent without a plan.",
+    "Expected gpumem_torch_reserved_peak_bytes according to the plan that was made before the job ran. A plan covers"
+    " one device per process; with several devices, the series is on the one with the highest peak. Absent without a"
+    " plan.",
     _TORCH,
 )
 TORCH_PLAN_ERROR_RATIO = Metric(
     "gpumem_torch_plan_error_ratio",
     "gauge",
-    "gpumem_torch_planned_reserved_peak_bytes / gpumem_torch_reserved_peak_bytes - 1. Signed: 0.05 is 5 % too much"
-    " planned, -0.05 is 5 % too little. Absent without a plan, until the second step has ended, and where steps are not"
-    " counted. A reset of the peaks leaves it as it is unless the cache was emptied, too: then it is of what was"
-    " reserved since.",
+    "gpumem_torch_planned_reserved_peak_bytes / gpumem_torch_reserved_peak_bytes - 1. Signed: 0.05 means that the plan"
+    " is 5 % too high, -0.05 that it is 5 % too low. Absent without a plan, before the end of the second step, and if"
+    " steps are not counted. A reset of the peaks changes it only if the cache was emptied as well; it then refers to"
+    " the bytes reserved since.",
     _TORCH,
 )
 TORCH_RECLAIMABLE = Metric(
     "gpumem_torch_reclaimable_bytes",
     "gauge",
-    "Bytes that torch.cuda.empty_cache would give back to the driver now. Exact, but for heaps of more than some 4,000"
-    " blocks with expandable segments or private pools: those are walked every few seconds, and what could not be"
-    " returned then is taken off in between. Absent where it cannot be known.",
+    "Bytes that torch.cuda.empty_cache would release to the driver now. Exact, except for heaps of more than about"
+    " 4,000 blocks with expandable segments or private pools: those are examined every few seconds, and the bytes that"
+    " could not be released then are subtracted in between. Absent if unknown.",
     _TORCH,
 )
 TORCH_FRAGMENTED = Metric(
     "gpumem_torch_fragmented_bytes",
     "gauge",
-    "Bytes in no tensor that empty_cache cannot give back: reserved less allocated less reclaimable. Absent where"
-    " reclaimable is.",
+    "Cached bytes that empty_cache cannot release: reserved minus allocated minus reclaimable. Absent if reclaimable"
+    " is absent.",
     _TORCH,
 )
 TORCH_PRIVATE_POOLS = Metric(
     "gpumem_torch_private_pools_bytes",
     "gauge",
-    "Bytes reserved by live private pools (CUDA graphs, torch.cuda.MemPool), part of gpumem_torch_reserved_bytes;"
-    " empty_cache leaves them alone. Absent where PyTorch does not tell.",
+    "Bytes reserved by live private pools (CUDA graphs, torch.cuda.MemPool), included in gpumem_torch_reserved_bytes."
+    " empty_cache does not release them. Absent if PyTorch does not report it.",
     _TORCH,
 )
 TORCH_PINNED_HOST = Metric(
     "gpumem_torch_pinned_host_bytes",
     "gauge",
-    "Page-locked host memory held by the process' caching host allocator: main memory, on no device.",
+    "Page-locked host memory of the process' caching host allocator. It is main memory, not device memory.",
     _REPORTER,
 )
 TORCH_SLACK_RATIO = Metric(
     "gpumem_torch_slack_ratio",
     "gauge",
-    "Share of the reserved bytes that is in no tensor, 0 to 1: cache, be it reclaimable or fragmented. High after a"
-    " peak; not fragmentation by itself. Absent while nothing is reserved.",
+    "Share of the reserved bytes that is not in tensors, 0 to 1: the cache, reclaimable or fragmented. High after a"
+    " peak; it does not show fragmentation by itself. Absent while nothing is reserved.",
     _TORCH,
 )
 TORCH_FRAGMENTATION_RATIO = Metric(
     "gpumem_torch_fragmentation_ratio",
     "gauge",
-    "Share of the reserved bytes that is in no tensor and that empty_cache cannot give back, 0 to 1. Absent while"
+    "Share of the reserved bytes that is not in tensors and that empty_cache cannot release, 0 to 1. Absent while"
     " nothing is reserved.",
     _TORCH,
 )
 TORCH_ALLOC_RETRIES = Metric(
     "gpumem_torch_alloc_retries_total",
     "counter",
-    "Allocations that failed at first, upon which the allocator flushed its cache and tried again: each stalls the"
-    " program, and an out-of-memory error is near.",
+    "Allocations that failed at first, so that the allocator flushed its cache and retried. Each retry stalls the"
+    " program and shows that an out-of-memory error is near.",
     _TORCH,
 )
 TORCH_OOMS = Metric(
     "gpumem_torch_ooms_total",
     "counter",
-    "Out-of-memory errors that the allocator raised in this process, caught ones included.",
+    "Out-of-memory errors that the allocator raised in this process, including caught ones.",
     _TORCH,
 )
 TORCH_SEGMENTS_ALLOCATED = Metric(
     "gpumem_torch_segments_allocated_total",
     "counter",
-    "Segments ever taken from the driver (segment.all.allocated). A steady rate in a steady loop means that the cache"
-    " does not hold.",
+    "Segments allocated from the driver so far (segment.all.allocated). A steady rate in a steady training loop means"
+    " that the cache does not keep its segments.",
     _TORCH,
 )
 TORCH_SEGMENTS_FREED = Metric(
     "gpumem_torch_segments_freed_total",
     "counter",
-    "Segments ever given back to the driver (segment.all.freed); giving back waits for the device.",
+    "Segments released to the driver so far (segment.all.freed). A release waits for the device.",
     _TORCH,
 )
 TORCH_CACHE_FLUSHES = Metric(
     "gpumem_torch_cache_flushes_total",
     "counter",
-    "Times that the allocator waited for all streams to flush its cache, asked for or forced (num_sync_all_streams)."
-    " Absent where PyTorch does not count them.",
+    "Times that the allocator waited for all streams to flush its cache, on request or after a failed allocation"
+    " (num_sync_all_streams). Absent if PyTorch does not count them.",
     _TORCH,
 )
 TORCH_PEAK_RESETS = Metric(
     "gpumem_torch_peak_resets_total",
     "counter",
-    "Times that this process' peaks were seen to have been reset, by the program, a library or a reset_peak action: a"
-    " peak that fell between two samples. One that rose again in between is not seen. Begins anew with the reporter.",
+    "Detected resets of this process' peaks, by the program, a library or a reset_peak action. A reset is detected if"
+    " a peak is lower than in the last sample; a peak that rose again in between hides it. Starts at 0 with the"
+    " reporter.",
     _TORCH,
 )
 TORCH_STEP = Metric(
     "gpumem_torch_step",
     "gauge",
-    "The training step that the process was at when it took its last sample. Absent where steps are not counted.",
+    "Training step of the process at its last sample. Absent if steps are not counted.",
     _TORCH,
 )
 TORCH_PHASE_PEAK = Metric(
     "gpumem_torch_phase_peak_bytes",
     "gauge",
-    "Highest known peak of the allocated bytes within each phase that the program names (forward, backward, ...), since"
-    " the peaks were last reset. Exact where the phase raised the allocator's own peak or asked for a reset, else a"
-    " lower bound.",
+    "Highest known peak of the allocated bytes within each phase that the program names (forward, backward, ...),"
+    " since the last reset of the peaks. Exact if the phase raised the allocator's own peak or requested a reset,"
+    " otherwise a lower bound.",
     (*_TORCH, "phase"),
 )
 TORCH_COMPONENT = Metric(
     "gpumem_torch_component_bytes",
     "gauge",
-    "Allocated bytes by what they are for: parameters, gradients, optimizer_state, other.",
+    "Allocated bytes by component: parameters, gradients, optimizer_state, other.",
     (*_TORCH, "component"),
 )
 TORCH_NON_TORCH = Metric(
     "gpumem_torch_non_torch_bytes",
     "gauge",
-    "What NVML says the process uses less what its allocator reserved: CUDA context, NCCL, libraries, other allocators."
-    " Signed: negative for as long as the report is ahead of the driver's last reading.",
+    "Memory of the process according to NVML minus the bytes that its allocator reserved: CUDA context, NCCL,"
+    " libraries, other allocators. Signed: negative while the report is newer than the driver's last reading.",
     _TORCH,
 )
 
-# --- the last out-of-memory error of each process on a device
+# --- the last out-of-memory error of each process on each device
 
 LAST_OOM_TIMESTAMP = Metric(
     "gpumem_last_oom_timestamp_seconds",
     "gauge",
-    "When the process last ran out of memory on the device, caught errors included, in seconds since the epoch. Stays"
-    " for an hour, also when the process died of it; gpu and pid are as they were then. At most 256 errors are shown,"
-    " the last ones.",
+    "Time of the process' last out-of-memory error on the device, including caught errors, in seconds since the epoch."
+    " Present for an hour, also if the process exited; gpu and pid are those at the time of the error. At most 256"
+    " errors are shown, the newest ones.",
     _TORCH,
 )
 LAST_OOM_REQUESTED = Metric(
     "gpumem_last_oom_requested_bytes",
     "gauge",
-    "Bytes that the allocator asked the driver for when the process last ran out of memory: the program's request,"
-    " rounded up to a segment.",
+    "Bytes that the allocator requested from the driver at the process' last out-of-memory error: the program's"
+    " request, rounded up to a segment.",
     _TORCH,
 )
 LAST_OOM_DEVICE_FREE = Metric(
     "gpumem_last_oom_device_free_bytes",
     "gauge",
-    "Bytes that nobody held on the device when the process last ran out of memory, as the driver said.",
+    "Free bytes of the device according to the driver at the process' last out-of-memory error.",
     _TORCH,
 )
 LAST_OOM_LIMIT = Metric(
     "gpumem_last_oom_limit_bytes",
     "gauge",
-    "Bytes that the process could have had at most when it last ran out of memory: the device's memory, or what the"
-    " process' memory fraction leaves of it.",
+    "The most bytes that the process could have at its last out-of-memory error: the memory of the device, or the"
+    " process' memory fraction of it.",
     _TORCH,
 )
 LAST_OOM_ALLOCATED = Metric(
     "gpumem_last_oom_allocated_bytes",
     "gauge",
-    "gpumem_torch_allocated_bytes when the process last ran out of memory.",
+    "gpumem_torch_allocated_bytes at the process' last out-of-memory error.",
     _TORCH,
 )
 LAST_OOM_RESERVED = Metric(
     "gpumem_last_oom_reserved_bytes",
     "gauge",
-    "gpumem_torch_reserved_bytes when the process last ran out of memory, after the allocator had flushed its cache.",
+    "gpumem_torch_reserved_bytes at the process' last out-of-memory error, after the allocator had flushed its cache.",
     _TORCH,
 )
 LAST_OOM_RECLAIMABLE = Metric(
     "gpumem_last_oom_reclaimable_bytes",
     "gauge",
-    "gpumem_torch_reclaimable_bytes when the process last ran out of memory, after the allocator had flushed its cache."
-    " Absent where it cannot be known.",
+    "gpumem_torch_reclaimable_bytes at the process' last out-of-memory error, after the allocator had flushed its"
+    " cache. Absent if unknown.",
     _TORCH,
 )
 LAST_OOM_FRAGMENTED = Metric(
     "gpumem_last_oom_fragmented_bytes",
     "gauge",
-    "gpumem_torch_fragmented_bytes when the process last ran out of memory: where these and the device's free bytes"
-    " together would have held the request, fragmentation is why it failed. Absent where reclaimable is.",
+    "gpumem_torch_fragmented_bytes at the process' last out-of-memory error. If these and the device's free bytes"
+    " together exceed the request, fragmentation is the reason that it failed. Absent if reclaimable is absent.",
     _TORCH,
 )
 
@@ -378,115 +380,115 @@ LAST_OOM_FRAGMENTED = Metric(
 BUILD_INFO = Metric(
     "gpumem_exporter_build_info",
     "gauge",
-    "The exporter; always 1. version is its own, python the interpreter's; source is nvml for real devices, demo for"
-    " simulated ones.",
+    "The exporter; the value is always 1. version is that of the exporter, python that of the interpreter. source is"
+    " nvml for real devices, demo for simulated ones.",
     ("version", "source", "python"),
 )
 NVML_UP = Metric(
     "gpumem_nvml_up",
     "gauge",
-    "1 if the driver's library answered at the last poll and that poll is recent, else 0: then no series of devices"
-    " and processes is shown.",
+    "1 if NVML answered the last poll and that poll is recent, else 0; the series of devices and processes are then"
+    " absent.",
 )
-POLL_DURATION = Metric("gpumem_poll_duration_seconds", "gauge", "How long the last poll of all devices took.")
+POLL_DURATION = Metric("gpumem_poll_duration_seconds", "gauge", "Duration of the last poll of all devices.")
 POLL_TIMESTAMP = Metric(
     "gpumem_poll_timestamp_seconds",
     "gauge",
-    "When the last poll of the devices ended, in seconds since the epoch: what NVML says on this page is of that"
-    " moment. Absent once the poll is too old to be shown.",
+    "Time at which the last poll of the devices ended, in seconds since the epoch; the NVML values on this page are"
+    " from that time. Absent if the poll has expired.",
 )
 REPORTER_UP = Metric(
     "gpumem_reporter_up",
     "gauge",
-    "1 while the process reports; 0 when it fell silent for longer than the report expiry though it is not known to"
-    " have ended: its torch series are gone then.",
+    "1 while the process reports; 0 if its last report has expired and it is not known to have exited. Its torch"
+    " series are then absent.",
     _REPORTER,
 )
 REPORTER_TIMESTAMP = Metric(
     "gpumem_reporter_last_report_timestamp_seconds",
     "gauge",
-    "When the exporter took the process' last report, in seconds since the epoch. What it reports may be older: see"
-    " gpumem_reporter_sample_timestamp_seconds.",
+    "Time at which the exporter received the process' last report, in seconds since the epoch. The sample in the"
+    " report may be older: see gpumem_reporter_sample_timestamp_seconds.",
     _REPORTER,
 )
 SAMPLE_TIMESTAMP = Metric(
     "gpumem_reporter_sample_timestamp_seconds",
     "gauge",
-    "When the process took the sample that its torch series show, in seconds since the epoch by the exporter's clock."
-    " While training steps run that is the last step's end, so that with long steps it may be a minute old.",
+    "Time of the sample that the process' torch series show, in seconds since the epoch by the exporter's clock."
+    " During training it is the end of the last step, so it may be a minute old if steps are long.",
     _REPORTER,
 )
 COLLECTOR_SUCCESS = Metric(
     "gpumem_scrape_collector_success",
     "gauge",
-    "1 if this part of the page could be made at this scrape, 0 if it failed: its series are absent then, the others"
-    " stay right.",
+    "1 if this part of the page was created in this scrape, 0 if it failed. Its series are then absent; other parts"
+    " are not affected.",
     ("collector",),
 )
 COLLECTOR_DURATION = Metric(
     "gpumem_scrape_collector_duration_seconds",
     "gauge",
-    "How long this part of the page took at this scrape. What was prepared as reports came in is not in it.",
+    "Time to create this part of the page in this scrape. Work done when reports arrived is not included.",
     ("collector",),
 )
 REPORTS = Metric(
     "gpumem_reports_total",
     "counter",
-    "Reports that processes sent, by what became of them.",
+    "Reports that processes sent to the exporter, by outcome.",
     ("outcome",),
 )
 PROCESSES_DROPPED = Metric(
     "gpumem_processes_dropped_total",
     "counter",
-    "Reports turned away because as many processes report already as are allowed (--report.max-processes); each is a"
+    "Reports rejected because the maximum number of processes report already (--report.max-processes). Each is from a"
     " process that this page does not show.",
 )
 ACTIONS = Metric(
     "gpumem_actions_total",
     "counter",
-    "What became of actions in the processes they were meant for: one a process, dry runs left out.",
+    "Actions by outcome, counted once per target process, without dry runs.",
     ("action", "outcome"),
 )
 ACTION_FREED = Metric(
     "gpumem_action_freed_bytes_total",
     "counter",
-    "Bytes that actions gave back to the driver, as measured in the processes; dry runs left out.",
+    "Bytes that actions released to the driver, as measured in the processes, without dry runs.",
     ("action",),
 )
 ACTION_DURATION = Metric(
     "gpumem_action_duration_seconds",
     "histogram",
-    "From the request of an action to its last result; dry runs left out.",
+    "Time from the request of an action to its last result, without dry runs.",
     ("action",),
 )
 EVENTS = Metric(
     "gpumem_events_total",
     "counter",
-    "What happened on the node since the exporter was started, by type of event, each once. An event counts once it is"
-    " kept, so that /api/v1/events has it; gpumem_events_dropped_total counts those that could not be.",
+    "Events on the node since the exporter started, by type. An event counts once it is stored and available at"
+    " /api/v1/events; gpumem_events_dropped_total counts the others.",
     ("type",),
 )
 EVENTS_DROPPED = Metric(
     "gpumem_events_dropped_total",
     "counter",
-    "Events that could not be kept: the disk took none, and too many waited for it. /health says why.",
+    "Events that could not be stored, because the disk failed and the queue was full. /health has the reason.",
 )
 HELD_REQUESTS = Metric(
     "gpumem_held_requests",
     "gauge",
-    "Requests that are held open until there is something to say: reports that wait for commands, actions that wait for"
-    " their end, live pages. About one for each process that reports.",
+    "Open requests that wait for data: reports that wait for commands, actions that wait for their end, live pages."
+    " About one per reporting process.",
 )
 POLICY_EVALUATIONS = Metric(
     "gpumem_policy_evaluations_total",
     "counter",
-    "Evaluations of the rules of the policy file, each on a process on a device, by rule and result.",
+    "Evaluations of the rules in the policy file, one per process and device, by rule and result.",
     ("rule", "result"),
 )
 ALERTS = Metric(
     "gpumem_alerts_total",
     "counter",
-    "Alerts that Alertmanager sent, by what became of them; a body that is no such message counts once, as invalid.",
+    "Alerts that Alertmanager sent, by outcome. A body that is not a valid message counts once, as invalid.",
     ("outcome",),
 )
 
@@ -545,7 +547,7 @@ SCRAPED: tuple[Metric, ...] = (
     COLLECTOR_SUCCESS,
     COLLECTOR_DURATION,
 )
-"""What a snapshot shows, in the order of the page."""
+"""The metrics of a snapshot, in the order of the page."""
 
 METRICS: tuple[Metric, ...] = (
     *SCRAPED,
@@ -560,4 +562,4 @@ METRICS: tuple[Metric, ...] = (
     POLICY_EVALUATIONS,
     ALERTS,
 )
-"""Every metric there is; those after `SCRAPED` are counted by the exporter as things happen."""
+"""All metrics; those after `SCRAPED` are the exporter's own counters, gauges and histograms."""

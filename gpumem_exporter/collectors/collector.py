@@ -1,4 +1,4 @@
-"""The same series as a `prometheus_client` collector, for whoever embeds the exporter in a registry of their own."""
+"""The samples of a snapshot as a `prometheus_client` collector, for use in another registry."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["GpumemCollector"]
 
 
 class GpumemCollector(Collector):
-    """Yields what a snapshot shows. Any thread may collect; collecting does not raise.
+    """Collects the metrics of a snapshot. Thread-safe; collecting never raises.
 
-    It gives the exporter's own counters no home: those are `Instruments`, registered beside it.
+    The exporter's own counters are not included. `Instruments` registers them separately.
 
     Args:
-        snapshot: gives what is known at this moment; called once a scrape, in the scraping thread.
-        version: the exporter's.
+        snapshot: returns the current snapshot; called once per scrape, in the scraping thread.
+        version: the version of the exporter.
         source: "nvml" or "demo".
         clock: monotonic seconds.
     """
@@ -44,11 +44,11 @@ class GpumemCollector(Collector):
         self._runner = SubjectRunner(clock)
 
     def describe(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-        """The families it may yield, empty: a registry refuses a second collector of the same names by them."""
+        """Return all families without samples, so that a registry can reject duplicate names."""
         return [_family(metric) for metric in catalog.SCRAPED]
 
     def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
-        """The families that have samples, in the order of the catalog."""
+        """Return the families that have samples, in the order of the catalog."""
         outcomes: list[Sample] = []
         samples: list[Sample] = [self._build]
         view = self._runner.run("view", lambda: View.of(self._snapshot()), outcomes)

@@ -1,4 +1,4 @@
-"""Series of the devices, as the driver gave them at the last poll."""
+"""Samples of the devices and their ledgers."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Column, Sample
-from gpumem_exporter.collectors.view import Devices, View
+from gpumem_exporter.collectors.view import OrderedDevices, View
 from gpumem_exporter.core.ledger import node_ledgers, non_torch_bytes
 from gpumem_exporter.core.samples import NodeReading
 
 __all__ = ["device_samples", "ledger_samples"]
 
 
-def device_samples(node: NodeReading | None, on: Devices) -> Iterator[Sample]:
-    """What each device is and holds; one that cannot be read says that it is down, and nothing else."""
+def device_samples(node: NodeReading | None, ordered: OrderedDevices) -> Iterator[Sample]:
+    """Yield the samples of each device. A device that cannot be read has only its info and `up` 0."""
     if node is None:
         return
-    for device in on.devices:
+    for device in ordered.devices:
         labels = (device.gpu, device.uuid)
         info = (device.name, node.driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
         yield catalog.DEVICE_INFO, (*labels, *info), 1
@@ -36,11 +36,8 @@ def device_samples(node: NodeReading | None, on: Devices) -> Iterator[Sample]:
 
 
 def ledger_samples(view: View) -> Iterator[Sample | Column]:
-    """The ledger of each device whose memory is known; a category that is not known is not there.
-
-    With it what the ledger says of a process: NVML's figure less what torch reserved.
-    """
-    who = {
+    """Yield the known categories of each device's ledger, and the non-torch memory of each process."""
+    labels_by_pid = {
         process.host_pid: (pid, process.report.process.workload, process.report.process.rank)
         for pid, process in view.reporting
         if process.host_pid is not None
@@ -49,12 +46,12 @@ def ledger_samples(view: View) -> Iterator[Sample | Column]:
     for device in view.devices:
         ledger = ledgers.get(device.uuid)
         if ledger is not None:
-            beyond = ledger.non_torch
+            non_torch = ledger.non_torch
             for category, value in ledger.categories.items():
                 yield catalog.LEDGER, (device.gpu, device.uuid, category), value
         elif view.node is not None:
-            beyond = non_torch_bytes(view.node, view.names, device)
+            non_torch = non_torch_bytes(view.node, view.names, device)
         else:
             continue
-        rows = tuple([who[pid] for pid in beyond])
-        yield Column(catalog.TORCH_NON_TORCH, (device.gpu, device.uuid), rows, list(beyond.values()))
+        rows = tuple([labels_by_pid[pid] for pid in non_torch])
+        yield Column(catalog.TORCH_NON_TORCH, (device.gpu, device.uuid), rows, list(non_torch.values()))

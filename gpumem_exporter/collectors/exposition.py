@@ -1,8 +1,8 @@
-"""The metrics page, written directly.
+"""Renders the metrics page without `prometheus_client`.
 
-`prometheus_client` takes 8 to 10 µs a series; a node of 64 processes on 8 devices has 20,000. Here the series that
-make up nine tenths of the page are written as reports and readings come in, and the rest at the scrape with remembered
-labels. `GpumemCollector` offers the same samples, made by the same functions, to any registry.
+`prometheus_client` takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000 series. This
+module renders nine tenths of the page when reports and readings arrive, and the rest in the scrape with cached label
+texts. `GpumemCollector` provides the same samples to any registry.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from prometheus_client import CollectorRegistry
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.devices import device_samples
 from gpumem_exporter.collectors.lines import Column, LineWriter, Sample, header
-from gpumem_exporter.collectors.own import OwnPage
 from gpumem_exporter.collectors.prepared import PreparedReports
 from gpumem_exporter.collectors.processes import info_samples, used_samples
 from gpumem_exporter.collectors.reporters import build_sample
+from gpumem_exporter.collectors.self_metrics import RegistryPage
 from gpumem_exporter.collectors.subjects import DEVICE, PROCESS, SUBJECTS, TORCH, Subject, SubjectRunner
-from gpumem_exporter.collectors.view import Devices, View, gpu_by_uuid
+from gpumem_exporter.collectors.view import OrderedDevices, View, gpu_by_uuid
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
 
 __all__ = ["CONTENT_TYPE_OPENMETRICS", "CONTENT_TYPE_TEXT", "Exposition"]
@@ -36,22 +36,22 @@ _EOF = b"# EOF\n"
 
 @dataclass(frozen=True, slots=True)
 class _PreparedReading:
-    """A reading, its devices in order, and the lines that follow from it alone."""
+    """A reading, its devices in order, and the lines that depend on the reading only."""
 
     node: NodeReading
-    on: Devices
+    ordered: OrderedDevices
     device: Mapping[catalog.Metric, bytes]
     used: Mapping[catalog.Metric, bytes]
 
 
 class Exposition:
-    """Writes the page. One thread at a time: the event loop's.
+    """Renders the page. Only the event loop uses it, except `prepare_reading`.
 
     Args:
-        own: the exporter's own counters and histograms; they follow at the end of the page.
-        version: the exporter's.
+        own: the registry of the exporter's own metrics, which are at the end of the page.
+        version: the version of the exporter.
         source: "nvml" or "demo".
-        max_prepared_processes: of how many processes the lines are kept ready; 5 to 12 KB for each process and device.
+        max_prepared_processes: the most processes whose lines are cached; 5 to 12 KB for each process and device.
         clock: monotonic seconds.
     """
 
@@ -64,7 +64,7 @@ class Exposition:
         max_prepared_processes: int = 1024,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._own = OwnPage(own)
+        self._own = RegistryPage(own)
         self._build = build_sample(version, source)
         self._prepared = PreparedReports(max_processes=max_prepared_processes)
         self._writer = LineWriter()
@@ -77,33 +77,35 @@ class Exposition:
         }
 
     def prepare(self, process: ReportingProcess, node: NodeReading | None) -> None:
-        """Write a process' lines now that its report is there, so that a scrape has only to join them.
+        """Render a process' lines when its report arrives, so that a scrape only joins them.
 
-        Leaving it out, or another `node` at the scrape, costs time and nothing else.
+        The call is optional: the page is the same without it, or with another `node` at the scrape, but takes longer.
         """
         self._prepared.prepare(process, gpu_by_uuid(node))
 
     def prepare_reading(self, node: NodeReading) -> None:
-        """Write what follows from a reading of the driver alone, so that a scrape of it has only to join that.
+        """Render the lines that depend on a reading only, so that a scrape only joins them.
 
-        Called in the poller's thread, for one reading after the other. Leaving it out costs time and nothing else.
+        The poller's thread calls it. The call is optional: the page is the same without it, but takes longer.
         """
         prepared = None
-        with contextlib.suppress(Exception):  # the page writes these lines itself then, and says what is wrong
-            on, write = Devices.of(node), self._reading_writer.write
-            prepared = _PreparedReading(node, on, write(device_samples(node, on)), write(used_samples(on)))
+        with contextlib.suppress(Exception):  # `render` then renders these lines and logs the error
+            ordered, write = OrderedDevices.of(node), self._reading_writer.write
+            prepared = _PreparedReading(
+                node, ordered, write(device_samples(node, ordered)), write(used_samples(ordered))
+            )
             self._reading_writer.end_page()
         self._reading = prepared
 
     def render(self, snapshot: Snapshot, *, openmetrics: bool) -> bytes:
-        """The whole page in OpenMetrics 1.0 or in Prometheus' text format 0.0.4. Does not raise."""
+        """Return the page in OpenMetrics 1.0 or in Prometheus' text format 0.0.4. Never raises."""
         outcomes: list[Sample] = []
         families: dict[catalog.Metric, Iterable[bytes]] = {}
-        reading = self._reading  # the poller's thread may put another in its place
+        reading = self._reading  # the poller's thread may replace it
         if reading is not None and reading.node is not snapshot.node:
             reading = None
         view = self._runner.run(
-            "view", partial(View.of, snapshot, reading.on if reading is not None else None), outcomes
+            "view", partial(View.of, snapshot, reading.ordered if reading is not None else None), outcomes
         )
         if view is not None:
             for name, subject in SUBJECTS:

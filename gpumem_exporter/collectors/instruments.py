@@ -1,4 +1,4 @@
-"""The exporter's own counters and histograms: what happens between scrapes."""
+"""The exporter's own counters, gauges and histograms."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from gpumem_exporter.actions.model import ACTIONS, Action
 from gpumem_exporter.actions.policy.model import RESULTS
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.own import Unchanging
+from gpumem_exporter.collectors.self_metrics import CachedMetric
 from gpumem_exporter.events.model import EVENT_TYPES, Event
 from gpumem_exporter.wire.protocol import OUTCOMES
 
@@ -21,17 +21,17 @@ _ACTION_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 
 
 def process_registry() -> CollectorRegistry:
-    """A registry that has the `process_` metrics of this process already: its memory, CPU time and open files."""
+    """Create a registry with the `process_` metrics of this process: memory, CPU time and open files."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     return registry
 
 
 class Instruments:
-    """Counts what the exporter does. Any thread may call it.
+    """Counts the exporter's work. Thread-safe.
 
     Args:
-        registry: where the metrics are registered, once.
+        registry: the registry for the metrics, which can be registered once.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -44,7 +44,7 @@ class Instruments:
         metric = catalog.ACTION_DURATION
         duration = Histogram(metric.name, metric.help, metric.labels, registry=None, buckets=_ACTION_SECONDS)
 
-        # A counter that starts with its first event hides that event from rate(); these are few and known beforehand.
+        # These labels are few and known, so their series start at 0. Otherwise rate() would miss the first event.
         for action in ACTIONS:
             freed.labels(action)
             duration.labels(action)
@@ -55,75 +55,75 @@ class Instruments:
         for type_ in EVENT_TYPES:
             events.labels(type_)
 
-        self._dropped = Unchanging(_counter(catalog.PROCESSES_DROPPED), registry)
-        self._actions = Unchanging(actions, registry)
-        self._freed = Unchanging(freed, registry)
-        self._events = Unchanging(events, registry)
-        self._events_dropped = Unchanging(_counter(catalog.EVENTS_DROPPED), registry)
-        self._policy = Unchanging(_counter(catalog.POLICY_EVALUATIONS), registry)
-        self._alerts = Unchanging(alerts, registry)
-        self._duration = Unchanging(duration, registry)
+        self._dropped = CachedMetric(_counter(catalog.PROCESSES_DROPPED), registry)
+        self._actions = CachedMetric(actions, registry)
+        self._freed = CachedMetric(freed, registry)
+        self._events = CachedMetric(events, registry)
+        self._events_dropped = CachedMetric(_counter(catalog.EVENTS_DROPPED), registry)
+        self._policy = CachedMetric(_counter(catalog.POLICY_EVALUATIONS), registry)
+        self._alerts = CachedMetric(alerts, registry)
+        self._duration = CachedMetric(duration, registry)
 
     def show_held_requests(self, count: Callable[[], int]) -> None:
-        """Show how many requests are held open; `count` is called at each scrape, by whoever renders the page."""
+        """Export the number of held requests, which `count` returns; it is called in each scrape."""
         metric = catalog.HELD_REQUESTS
         Gauge(metric.name, metric.help, registry=self._registry).set_function(count)
 
     def count_report(self, outcome: str) -> None:
-        """A report came; `outcome` is one of a few words: it becomes a label."""
+        """Count a report; `outcome` becomes a label, so it must have few values."""
         self._reports.labels(outcome).inc()
 
     def count_dropped(self) -> None:
-        """A report was turned away because too many processes report."""
-        with self._dropped.changing() as counter:
+        """Count a report that was rejected because the maximum number of processes report."""
+        with self._dropped.modify() as counter:
             counter.inc()
 
     def count_events(self, events: Iterable[Event]) -> None:
-        """These happened: each is given once, and news."""
+        """Count new events."""
         for event in events:
-            with self._events.changing() as counter:
+            with self._events.modify() as counter:
                 counter.labels(event.type).inc()
 
     def count_events_dropped(self, count: int) -> None:
-        """So many events could not be kept."""
-        with self._events_dropped.changing() as counter:
+        """Count events that could not be stored."""
+        with self._events_dropped.modify() as counter:
             counter.inc(count)
 
-    def know_policy(self, rule: str) -> None:
-        """A rule is in force: it has done nothing yet, which is known."""
-        with self._policy.changing() as counter:
+    def add_policy_rule(self, rule: str) -> None:
+        """Start the series of a policy rule at 0."""
+        with self._policy.modify() as counter:
             for result in RESULTS:
                 counter.labels(rule, result)
 
-    def forget_policy(self, rule: str) -> None:
-        """A rule is no longer there, and takes its series with it."""
-        with self._policy.changing() as counter:
+    def remove_policy_rule(self, rule: str) -> None:
+        """Remove the series of a policy rule."""
+        with self._policy.modify() as counter:
             for result in RESULTS:
                 counter.remove(rule, result)
 
     def count_policy(self, rule: str, result: str, count: int) -> None:
-        """A rule was evaluated so often with this result."""
-        with self._policy.changing() as counter:
+        """Count evaluations of a policy rule with one result."""
+        with self._policy.modify() as counter:
             counter.labels(rule, result).inc(count)
 
     def count_alert(self, outcome: str) -> None:
-        """An alert came; `outcome` is one of `ALERT_OUTCOMES`."""
-        with self._alerts.changing() as counter:
+        """Count an alert; `outcome` is one of `ALERT_OUTCOMES`."""
+        with self._alerts.modify() as counter:
             counter.labels(outcome).inc()
 
     def observe_action(self, action: Action) -> None:
-        """An action is finished. A dry run did nothing and is not counted."""
+        """Count a finished action; a dry run is not counted."""
         if action.dry_run:
             return
-        # A process on several devices has a result for each of them, and one outcome.
-        with self._actions.changing() as actions:
+        # A process on several devices has one result per device, but one outcome.
+        with self._actions.modify() as actions:
             for *_, outcome in {(row.pid, row.workload, row.rank, row.outcome) for row in action.results}:
                 actions.labels(action.action, outcome).inc()
-        # A process may have taken memory meanwhile; what one took is not taken off what another gave back.
-        with self._freed.changing() as freed:
+        # A negative value means that the process allocated memory meanwhile; it must not reduce the sum.
+        with self._freed.modify() as freed:
             freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
         if action.duration_seconds is not None:
-            with self._duration.changing() as duration:
+            with self._duration.modify() as duration:
                 duration.labels(action.action).observe(action.duration_seconds)
 
 

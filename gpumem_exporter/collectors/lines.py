@@ -1,4 +1,4 @@
-"""Samples into lines of either text format: the two differ in the header of a counter and in `# EOF`, nowhere else."""
+"""Renders samples as lines of the text formats, which differ only in the header of a counter and in `# EOF`."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ Sample: TypeAlias = "tuple[Metric, tuple[str, ...], int | float]"
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Samples of one metric whose labels are the same from page to page, as those of all processes on a device are.
+    """Samples of one metric with labels that rarely change, such as those of all processes on a device.
 
-    Their text is looked up once for all of them: that is what makes a page of a thousand such lines cheap.
+    The label texts of a column are cached together, so one lookup serves all its lines.
     """
 
     metric: Metric
     head: tuple[str, ...]
-    """The values of the leading labels, which all have. On a page no other column of the metric has the same."""
+    """The values of the leading labels, which all samples share; unique among the metric's columns on a page."""
     rows: tuple[Any, ...]
-    """What the other labels of each follow from: as long as these are the same, so is the text."""
+    """One key per sample, from which `tail` computes the other labels; equal keys have equal label texts."""
     values: Sequence[int | float | None]
-    """One for each of `rows`; None where there is no sample."""
+    """One value for each of `rows`; None where there is no sample."""
     tail: Callable[[Any], tuple[str, ...]] = tuple
-    """The values of the other labels of a row."""
+    """Computes the values of the other labels from a row."""
 
     def labels(self) -> Iterator[tuple[str, ...]]:
-        """The values of all labels of each."""
+        """Yield the values of all labels of each row."""
         return ((*self.head, *self.tail(row)) for row in self.rows)
 
     def samples(self) -> Iterator[Sample]:
-        """One by one."""
+        """Yield the samples one by one."""
         for labels, value in zip(self.labels(), self.values, strict=True):
             if value is not None:
                 yield self.metric, labels, value
 
 
 def single_samples(samples: Iterable[Sample | Column]) -> Iterator[Sample]:
-    """The same, columns taken apart."""
+    """Yield samples, with each column expanded to its samples."""
     for sample in samples:
         if isinstance(sample, Column):
             yield from sample.samples()
@@ -52,38 +52,37 @@ def single_samples(samples: Iterable[Sample | Column]) -> Iterator[Sample]:
 
 
 def printable(text: str) -> str:
-    """The text as UTF-8 can carry it: half of a surrogate pair (`os.fsdecode` makes them of odd bytes) becomes `?`."""
+    """Replace lone surrogates, which UTF-8 cannot encode, by `?`; `os.fsdecode` creates them for invalid bytes."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")
 
 
 def escape(value: str) -> str:
-    r"""A label's value between its quotes: `\`, newline and `"` are escaped, nothing else may be."""
+    r"""Escape `\`, newline and `"` in a label value; the formats allow no other escapes."""
     return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 def label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
-    """`{name="value",…} `, or a blank where there are no labels."""
+    """Return `{name="value",…} `, or a space if there are no labels."""
     if not names:
         return " "
     return "{" + ",".join([f'{name}="{escape(value)}"' for name, value in zip(names, values, strict=True)]) + "} "
 
 
 def header(metric: Metric, *, openmetrics: bool) -> bytes:
-    """HELP and TYPE of a family."""
+    """Return the HELP and TYPE lines of a family."""
     name = metric.family if openmetrics else metric.name
     return f"# HELP {name} {metric.help}\n# TYPE {name} {metric.type}\n".encode()
 
 
 _ColumnKey: TypeAlias = "tuple[Metric, tuple[str, ...]]"
 _ColumnTexts: TypeAlias = "tuple[tuple[Any, ...], list[str]]"
-"""The rows that were written, and the texts of their labels."""
+"""The rendered rows and their label texts."""
 
 
 class LineWriter:
-    """Writes lines and remembers the text of their labels from one page to the next.
+    """Renders lines and caches their label texts from page to page. Not thread-safe.
 
-    Bounded: of columns it remembers what its last page had, of other families at most about twice that. Not
-    thread-safe.
+    The cache is bounded. It has the columns of the last page, and at most about twice the series of other families.
     """
 
     def __init__(self) -> None:
@@ -97,7 +96,7 @@ class LineWriter:
         return sum(map(len, texts))
 
     def write(self, samples: Iterable[Sample | Column]) -> dict[Metric, bytes]:
-        """The lines of each family, in the samples' order. A family is written in one call a page."""
+        """Render the lines of each family in the order of the samples. All samples of a family must be in one call."""
         lines: dict[Metric, list[str]] = {}
         current: Metric | None = None
         for sample in samples:
@@ -127,10 +126,7 @@ class LineWriter:
         return [f"{text}{value}\n" for text, value in zip(known[1], column.values, strict=True) if value is not None]
 
     def end_page(self) -> None:
-        """Forget the columns that were not on this page, and the texts of a family of which more than half were not.
-
-        The next page makes its own.
-        """
+        """Drop cached columns that were not on this page, and families of which less than half was on this page."""
         for metric, texts in list(self._texts.items()):
             if len(texts) > 2 * self._written.get(metric, 0):
                 del self._texts[metric]

@@ -1,4 +1,4 @@
-"""Series of the out-of-memory errors of the last hour: what happened, whether or not its process is still there."""
+"""Samples of the out-of-memory errors of the last hour, also of processes that have exited."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gpumem_exporter.collectors.view import View, pid_order
 
 __all__ = ["oom_samples"]
 
-_FIGURES = tuple(
+_VALUES = tuple(
     (metric, attrgetter(name))
     for metric, name in (
         (catalog.LAST_OOM_TIMESTAMP, "happened_unix_seconds"),
@@ -27,13 +27,13 @@ _FIGURES = tuple(
 
 
 def oom_samples(view: View) -> Iterator[Sample]:
-    """The last error of each process on each device. Its names are those that the process and the device had then.
+    """Yield the last error of each process on each device, with the labels at the time of the error.
 
-    A device whose index was not known then, since nobody had asked the driver yet, has the one that it has now.
+    If the index of the device was unknown then, because the driver had not been polled, the current index is used.
     """
     for oom in sorted(view.snapshot.ooms, key=lambda oom: (pid_order(oom.pid), oom.uuid)):
         labels = (oom.gpu or view.gpu_by_uuid.get(oom.uuid, ""), oom.uuid, oom.pid, oom.workload, oom.rank)
-        for metric, figure in _FIGURES:
-            value = figure(oom)
+        for metric, get_value in _VALUES:
+            value = get_value(oom)
             if value is not None:
                 yield metric, labels, value

@@ -1,7 +1,7 @@
-"""The lines of the processes' reports, written when a report comes in, so that a scrape has only to put them together.
+"""Renders the lines of a report when it arrives, so that a scrape only joins them.
 
-All lines of a family stand together on the page, so a process' lines are kept as one piece of bytes a family. A page's
-family is the processes' pieces one after the other, which costs a scrape about as much as copying them.
+All lines of a family are consecutive on the page. The lines of a process are therefore stored as one piece of bytes per
+family, and a scrape joins the pieces of all processes, which takes little longer than copying them.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ __all__ = ["PreparedReports"]
 
 
 _Texts: TypeAlias = "Mapping[tuple[tuple[str, ...], tuple[str, ...]], str]"
-"""Text of labels by their names and values: a phase and a component may be called alike."""
+"""The text of labels by their names and values; names are needed because a phase and a component may be equal."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """One process' lines, and all that they follow from."""
+    """The lines of one process, and the values that they depend on."""
 
     process: ReportingProcess
     pid: str
     gpu_by_uuid: Mapping[str, str]
-    """What the page's labels `gpu` were made of."""
+    """The source of the `gpu` labels."""
     gpus: tuple[str, ...]
     pieces: tuple[bytes, ...]
-    """One a family, in the order of `REPORTED`."""
+    """The lines of each family, in the order of `REPORTED`."""
     texts: _Texts
-    """The text of each set of labels in them: the next report has the same."""
+    """The text of each set of labels, which the next report usually reuses."""
 
 
 class PreparedReports:
-    """Keeps the lines of each process' last report. One thread at a time.
+    """Caches the lines of each process' last report. Not thread-safe.
 
     Args:
-        max_processes: how many processes' lines are kept at most; of more, those that reported last. The lines of
-            others are written again at each scrape.
+        max_processes: the most processes in the cache; those that reported last stay. The lines of other processes are
+            rendered in each scrape.
     """
 
     def __init__(self, *, max_processes: int) -> None:
@@ -56,17 +56,17 @@ class PreparedReports:
         return len(self._prepared)
 
     def prepare(self, process: ReportingProcess, gpu_by_uuid: Mapping[str, str]) -> None:
-        """Write a process' lines. Pid and device index are guessed to be those of the last page: a page checks them."""
+        """Render a process' lines with the pid and the device indexes of the last page; `families` verifies both."""
         last = self._prepared.get(process.key)
         pid = last.pid if last is not None and last.process.host_pid == process.host_pid else process.label_pid
-        # What was shown is kept as one object for as long as it is the same: a page then knows it without looking.
+        # An unchanged mapping stays the same object, so that `families` can compare it by identity.
         shown = self._shown_gpus
         self._keep(_prepared(process, pid, shown if shown == gpu_by_uuid else {**gpu_by_uuid, **shown}, last))
 
     def families(self, view: View) -> dict[Metric, Iterable[bytes]]:
-        """The pieces of each family, processes in the view's order; what was not prepared, or otherwise, is written.
+        """Return the pieces of each family in the view's order; renders lines that are missing or outdated.
 
-        Forgets the processes that the view does not have.
+        Removes processes that are not in the view from the cache.
         """
         if self._shown_gpus != view.gpu_by_uuid:
             self._shown_gpus = view.gpu_by_uuid
@@ -101,14 +101,14 @@ def _gpus(process: ReportingProcess, gpu_by_uuid: Mapping[str, str]) -> tuple[st
 
 def _prepared(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str], last: _Prepared | None) -> _Prepared:
     gpus = _gpus(process, gpu_by_uuid)
-    if last is not None and last.pid == pid and last.gpus == gpus and _says_the_same(last.process, process):
+    if last is not None and last.pid == pid and last.gpus == gpus and _has_same_values(last.process, process):
         return replace(last, process=process, gpu_by_uuid=gpu_by_uuid)
     samples = report_samples(process, pid, gpu_by_uuid)
     return _Prepared(process, pid, gpu_by_uuid, gpus, *_write(samples, last.texts if last is not None else {}))
 
 
-def _says_the_same(one: ReportingProcess, other: ReportingProcess) -> bool:
-    """A process at rest sends the same report again and again."""
+def _has_same_values(one: ReportingProcess, other: ReportingProcess) -> bool:
+    """Return whether two reports have the same lines, as those of an idle process do."""
     return (
         one.report.devices == other.report.devices
         and one.report.step == other.report.step
@@ -126,7 +126,7 @@ def _write(samples: Iterable[Sample], known: _Texts) -> tuple[tuple[bytes, ...],
     used: dict[tuple[tuple[str, ...], tuple[str, ...]], str] = {}
     written: tuple[str, ...] | None = None
     for metric, labels, value in samples:
-        if labels is not written:  # the figures of a device share one tuple, and its text
+        if labels is not written:  # the samples of a device share one tuple and its text
             names = metric.labels
             text = used[names, labels] = known.get((names, labels)) or label_text(names, labels)
             written = labels

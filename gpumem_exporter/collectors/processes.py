@@ -1,4 +1,4 @@
-"""Series of the processes on the devices: as NVML sees them, and what host and reporter say that they are."""
+"""Samples of the processes on the devices: their memory from NVML, their description from host and reporter."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Iterator, Mapping
 
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.lines import Column
-from gpumem_exporter.collectors.view import Devices, View, pid_order
+from gpumem_exporter.collectors.view import OrderedDevices, View, pid_order
 from gpumem_exporter.core.samples import ProcessFacts
 
 __all__ = ["info_samples", "process_samples", "used_samples"]
 
 
 def process_samples(view: View) -> Iterator[Column]:
-    """What each process uses, and what it is."""
-    yield from used_samples(view.on)
+    """Yield the used bytes and the description of each process."""
+    yield from used_samples(view.ordered)
     yield from info_samples(view)
 
 
-def used_samples(on: Devices) -> Iterator[Column]:
-    """What each process uses of each device, as the driver says."""
-    for device, listed in zip(on.devices, on.listed, strict=True):
+def used_samples(ordered: OrderedDevices) -> Iterator[Column]:
+    """Yield the driver's value of the bytes that each process uses on each device."""
+    for device, listed in zip(ordered.devices, ordered.listed, strict=True):
         pids = tuple([process.pid for process in listed])
         used = [process.used_bytes for process in listed]
         yield Column(catalog.PROCESS_USED, (device.gpu, device.uuid), pids, used, _pid_label)
 
 
 def info_samples(view: View) -> Iterator[Column]:
-    """One info series for each pid: those the driver lists and those that report.
+    """Yield one info series for each pid that the driver lists or that reports.
 
-    What reporters say of themselves does not need the driver.
+    Reporters are included even if the driver does not answer.
     """
-    listed_pids = {process.pid for listed in view.on.listed for process in listed}
+    listed_pids = {process.pid for listed in view.ordered.listed for process in listed}
     yield from _infos(view, view.node.facts if view.node is not None else {}, listed_pids)
 
 
@@ -60,7 +60,7 @@ def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: se
         facts = facts_by_pid.get(listed_pid)
         rows.setdefault(str(listed_pid), ("", "", *_host_labels(facts), *_jobs(facts), "false", "", ""))
     only_reporting = len(rows) == len(view.reporting)
-    pids = rows if only_reporting else sorted(rows, key=pid_order)  # those that report are in order
+    pids = rows if only_reporting else sorted(rows, key=pid_order)  # reporting processes are already in order
     tails = tuple([(pid, *rows[pid]) for pid in pids])
     yield Column(catalog.PROCESS_INFO, (), tails, [1] * len(tails))
 
@@ -68,13 +68,13 @@ def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: se
 def _facts(
     facts_by_pid: Mapping[int, ProcessFacts], host_pid: int | None, start_time_ticks: int
 ) -> ProcessFacts | None:
-    """What the host says of this very process, not of another that had or has its pid."""
+    """Return the host's facts of a process; None if they are of another process with the same pid."""
     facts = facts_by_pid.get(host_pid) if host_pid is not None else None
     return facts if facts is not None and facts.start_time_ticks == start_time_ticks else None
 
 
 def _host_labels(facts: ProcessFacts | None, command: str = "") -> tuple[str, ...]:
-    """Command to k8s_container. `command` is what the process says of itself, for where the host says nothing."""
+    """Return the labels from command to k8s_container; `command` is the reported one, used if the host has none."""
     if facts is None:
         return (command, "", "", "", "", "", "")
     return (
@@ -89,7 +89,7 @@ def _host_labels(facts: ProcessFacts | None, command: str = "") -> tuple[str, ..
 
 
 def _jobs(facts: ProcessFacts | None, slurm_job_id: str = "", ray_job_id: str = "") -> tuple[str, str]:
-    """Slurm's and Ray's job: what the process says of itself, else what the host could read."""
+    """Return the Slurm and Ray job ids: the reported ones, otherwise those from the host."""
     if facts is None:
         return (slurm_job_id, ray_job_id)
     return (slurm_job_id or facts.slurm_job_id, ray_job_id or facts.ray_job_id)

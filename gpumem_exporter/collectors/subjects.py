@@ -1,4 +1,4 @@
-"""The parts of a page. Each is one pure function of a view, and each fails alone."""
+"""The parts of a page. Each is a pure function of a view, and a failing part does not affect the others."""
 
 from __future__ import annotations
 
@@ -23,42 +23,39 @@ T = TypeVar("T")
 DEVICE, PROCESS, TORCH = "device", "process", "torch"
 SUBJECTS: tuple[tuple[str, Subject], ...] = (
     ("poll", poll_samples),
-    (DEVICE, lambda view: device_samples(view.node, view.on)),
+    (DEVICE, lambda view: device_samples(view.node, view.ordered)),
     ("ledger", ledger_samples),
     (PROCESS, process_samples),
     (TORCH, allocator_samples),
     ("oom", oom_samples),
     ("reporter", reporter_samples),
 )
-"""The value of the label `collector`, and what makes its samples."""
+"""The value of the label `collector`, and the function that returns its samples."""
 
 _log = logging.getLogger(__name__)
 
 
 class SubjectRunner:
-    """Runs subjects so that one that fails costs nobody else, and says once when one begins to fail.
-
-    Any thread may call it.
-    """
+    """Runs subjects so that a failing one does not affect the others. It logs the first failure. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._failing: set[str] = set()
 
     def run(self, name: str, make: Callable[[], T], outcomes: list[Sample]) -> T | None:
-        """What `make` returns, or None if it raises. What became of it is added to `outcomes`."""
-        begun = self._clock()
+        """Return the result of `make`, or None if it raises; adds success and duration to `outcomes`."""
+        started = self._clock()
         made: T | None = None
         success = 0
         try:
             made = make()
-        except Exception:  # noqa: BLE001 - whatever is wrong with one subject, the page is made without it
+        except Exception:  # noqa: BLE001 - one failing subject must not lose the page
             if name not in self._failing:
                 self._failing.add(name)
-                _log.exception("The metrics of collector %r cannot be made and are left out until they can", name)
+                _log.exception("collector %r failed; its metrics are left out until it succeeds", name)
         else:
             success = 1
             self._failing.discard(name)
         outcomes.append((catalog.COLLECTOR_SUCCESS, (name,), success))
-        outcomes.append((catalog.COLLECTOR_DURATION, (name,), self._clock() - begun))
+        outcomes.append((catalog.COLLECTOR_DURATION, (name,), self._clock() - started))
         return made

@@ -1,6 +1,6 @@
-"""What all subjects of a scrape share: the devices in order, and the name that each process carries on the page.
+"""A snapshot in the order of the page: the devices, and the processes with their names.
 
-The names are those of `core.naming`: Prometheus refuses a whole page for one doubled series.
+The names are those of `core.naming`, because Prometheus rejects a page with a duplicate series.
 """
 
 from __future__ import annotations
@@ -19,69 +19,69 @@ from gpumem_exporter.core.samples import (
     Snapshot,
 )
 
-__all__ = ["Devices", "View", "gpu_by_uuid", "pid_order"]
+__all__ = ["OrderedDevices", "View", "gpu_by_uuid", "pid_order"]
 
 
 @dataclass(frozen=True, slots=True)
-class Devices:
+class OrderedDevices:
     """The devices of a reading, in order."""
 
     devices: tuple[DeviceReading, ...]
     listed: tuple[tuple[ProcessMemory, ...], ...]
-    """The processes on each of `devices`, in the same order, by pid, each once; none where the list is not known."""
+    """The processes on each of `devices`, sorted by pid and without duplicates; empty if the list is unknown."""
 
     @classmethod
-    def of(cls, node: NodeReading | None) -> Devices:
-        """Put a reading in order; nothing where the driver did not answer."""
+    def of(cls, node: NodeReading | None) -> OrderedDevices:
+        """Sort the devices and processes of a reading; empty if the driver did not answer."""
         devices = _in_order(node.devices) if node is not None and node.up else ()
         return cls(devices, tuple([_listed(device) for device in devices]))
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A snapshot, put in order: devices by index, processes by pid."""
+    """A snapshot with its devices sorted by index and its processes sorted by pid."""
 
     snapshot: Snapshot
     node: NodeReading | None
-    """The last poll, if it is recent and the driver answered it."""
-    on: Devices
+    """The last poll, if it has not expired and the driver answered."""
+    ordered: OrderedDevices
     gpu_by_uuid: Mapping[str, str]
     names: Names
 
     @property
     def devices(self) -> tuple[DeviceReading, ...]:
-        """Those of `node`, in order."""
-        return self.on.devices
+        """The devices of `node` in order."""
+        return self.ordered.devices
 
     @property
     def reporting(self) -> tuple[tuple[str, ReportingProcess], ...]:
-        """Each with the pid it carries."""
+        """The reporting processes with their names."""
         return self.names.reporting
 
     @property
     def silent(self) -> tuple[tuple[str, SilentReporter], ...]:
-        """Each with the pid it carries."""
+        """The silent reporters with their names."""
         return self.names.silent
 
     @classmethod
-    def of(cls, snapshot: Snapshot, on: Devices | None = None) -> View:
-        """Put a snapshot in order.
+    def of(cls, snapshot: Snapshot, ordered: OrderedDevices | None = None) -> View:
+        """Sort a snapshot.
 
         Args:
-            snapshot: what is known.
-            on: the devices of its reading, where the caller has them in order already.
+            snapshot: the node and its reports.
+            ordered: the sorted devices of its reading; computed if None.
         """
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
-        return cls(snapshot, node, on or Devices.of(node), gpu_by_uuid(node), Names.of(snapshot))
+        return cls(snapshot, node, ordered or OrderedDevices.of(node), gpu_by_uuid(node), Names.of(snapshot))
 
 
 def gpu_by_uuid(node: NodeReading | None) -> dict[str, str]:
-    """The `gpu` label of each device; empty while the driver does not answer."""
+    """Return the `gpu` label of each device; empty if the driver does not answer."""
     return {} if node is None or not node.up else {device.uuid: device.gpu for device in node.devices}
 
 
 def _listed(device: DeviceReading) -> tuple[ProcessMemory, ...]:
-    """By pid; one that the driver lists twice counts once, the first time that its figure is known."""
+    """Return the processes of a device by pid; of duplicates, the first one with a known value."""
     processes = device.processes or ()
     pids = [process.pid for process in processes]
     if pids == sorted(set(pids)):
@@ -102,7 +102,7 @@ def _in_order(devices: Iterable[DeviceReading]) -> tuple[DeviceReading, ...]:
 
 
 def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:
-    """By number, `0:2` (a MIG device) after `0` and before `1`; what is no number comes first, by its text."""
+    """Return a sort key: by number, with `0:2` (a MIG device) after `0` and before `1`; other texts come first."""
     parts = device.gpu.split(":")
     numbers = tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else ()
     return numbers, device.gpu, device.uuid

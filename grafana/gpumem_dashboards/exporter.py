@@ -130,7 +130,7 @@ def _polls_and_scrapes() -> list[Any]:
     return [
         graph(
             "Poll of the driver",
-            "How long the last poll of all devices took. Absent while the driver does not answer.",
+            "Duration of the last poll of all devices. Absent while the driver does not answer.",
             units.Seconds,
             [(f"gpumem_poll_duration_seconds{{{NODE}}}", "{{instance}}")],
         ).min(0),
@@ -227,7 +227,7 @@ def _actions() -> list[Any]:
 
     outcomes = graph(
         "Actions, by outcome",
-        "What became of actions in the processes they were meant for: one a process, dry runs left out.",
+        "Actions by outcome, counted once per target process, without dry runs.",
         units.Short,
         [
             (

@@ -179,7 +179,7 @@ def golden_page(*, openmetrics: bool) -> str:
     for outcome in ("accepted", "accepted", "invalid"):
         instruments.count_report(outcome)
     instruments.count_dropped()
-    instruments.know_policy("idle-cache")
+    instruments.add_policy_rule("idle-cache")
     instruments.count_policy("idle-cache", "unmet", 3)
     instruments.count_alert("acted")
     instruments.count_events([Event("process_started", 1.7e9), Event("oom", 1.7e9), Event("oom", 1.7e9)])

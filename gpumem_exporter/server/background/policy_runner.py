@@ -122,9 +122,9 @@ class PolicyKeeper:
         names = {rule.name for rule in rules}
         for rule in self._engine.rules:
             if rule.name not in names:
-                self._instruments.forget_policy(rule.name)
+                self._instruments.remove_policy_rule(rule.name)
         for rule in rules:
-            self._instruments.know_policy(rule.name)
+            self._instruments.add_policy_rule(rule.name)
         self._engine = engine
         _log.info(
             "policy in force",

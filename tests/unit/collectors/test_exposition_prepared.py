@@ -52,7 +52,7 @@ def test_a_prepared_reading_is_put_in_order_and_written_when_it_is_made_and_only
         raise AssertionError("done at the scrape")
 
     monkeypatch.setattr("gpumem_exporter.collectors.processes.used_samples", again)
-    monkeypatch.setattr("gpumem_exporter.collectors.view.Devices.of", again)
+    monkeypatch.setattr("gpumem_exporter.collectors.view.OrderedDevices.of", again)
 
     known = snapshot(process(7, SAMPLE), on=reading)
     assert writer.render(known, openmetrics=False).decode().splitlines() == expected

@@ -71,7 +71,7 @@ def test_a_pid_has_one_info_series_whoever_carries_it(known: Snapshot) -> None:
 def test_lines_of_a_family_stand_together_below_one_header(known: Snapshot) -> None:
     text = exposition().render(known, openmetrics=False).decode()
 
-    # A family is one run of lines: its name comes up once when neighbours are merged.
+    # A family is one run of lines: its name comes up once when neighbors are merged.
     names = [line.split("{")[0].split(" ")[0] for line in text.split("\n") if line and not line.startswith("#")]
     runs = [name for name, _ in itertools.groupby(names)]
     assert len(runs) == len(set(runs))

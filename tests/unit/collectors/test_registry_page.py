@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Summary, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
-from gpumem_exporter.collectors.own import OwnPage, Unchanging
+from gpumem_exporter.collectors.self_metrics import CachedMetric, RegistryPage
 
 
 def expected(registry: CollectorRegistry, *, openmetrics: bool) -> bytes:
@@ -42,7 +42,7 @@ def registry() -> CollectorRegistry:
 def test_every_kind_is_written_as_the_library_writes_it_also_the_second_time(
     registry: CollectorRegistry, openmetrics: bool
 ) -> None:
-    page = OwnPage(registry)
+    page = RegistryPage(registry)
     for _ in range(2):
         assert page.write(openmetrics=openmetrics) == expected(registry, openmetrics=openmetrics)
 
@@ -51,17 +51,17 @@ def test_every_kind_is_written_as_the_library_writes_it_also_the_second_time(
 def test_every_number_is_written_as_the_library_writes_it(value: float) -> None:
     registry = CollectorRegistry()
     Gauge("g", "A gauge", registry=registry).set(value)
-    assert OwnPage(registry).write(openmetrics=False) == expected(registry, openmetrics=False)
+    assert RegistryPage(registry).write(openmetrics=False) == expected(registry, openmetrics=False)
 
 
 def test_what_seldom_changes_is_collected_again_after_a_change_and_only_then(registry: CollectorRegistry) -> None:
     counter = Counter("rare_total", "What seldom happens", ["k"], registry=None)
-    rare = Unchanging(counter, registry)
-    page = OwnPage(registry)
+    rare = CachedMetric(counter, registry)
+    page = RegistryPage(registry)
     before = page.write(openmetrics=False)
     counter.labels("past the gate").inc()
     assert page.write(openmetrics=False) == before
-    with rare.changing() as changed:
+    with rare.modify() as changed:
         changed.labels("a").inc(3)
     for openmetrics in (False, True):
         written = page.write(openmetrics=openmetrics)
@@ -71,10 +71,10 @@ def test_what_seldom_changes_is_collected_again_after_a_change_and_only_then(reg
 
 
 def test_a_change_that_fails_half_way_is_shown_as_far_as_it_went(registry: CollectorRegistry) -> None:
-    rare = Unchanging(Counter("rare_total", "What seldom happens", registry=None), registry)
-    page = OwnPage(registry)
+    rare = CachedMetric(Counter("rare_total", "What seldom happens", registry=None), registry)
+    page = RegistryPage(registry)
     page.write(openmetrics=False)
-    with suppress(RuntimeError), rare.changing() as counter:
+    with suppress(RuntimeError), rare.modify() as counter:
         counter.inc()
         raise RuntimeError
     assert b"rare_total 1.0" in page.write(openmetrics=False)

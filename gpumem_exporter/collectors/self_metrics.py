@@ -1,8 +1,8 @@
-"""The exporter's own counters and histograms, written as `prometheus_client` writes them, at a tenth of its price.
+"""Renders the metrics of a `prometheus_client` registry in a tenth of the time that `prometheus_client` takes.
 
-They are a few hundred series: at 8 µs each they would take as long as all the rest of a page. Most of them count what
-happens a few times a day, and are made and written again only after a change (`Unchanging`). What is not a plain
-counter, gauge or histogram is left to `prometheus_client` itself.
+The exporter's own metrics have a few hundred series. At 8 µs each they would take as long as the rest of the page. Most
+of them change a few times a day and are rendered again only after a change (`CachedMetric`). `prometheus_client`
+renders types other than plain counters, gauges and histograms.
 """
 
 from __future__ import annotations
@@ -22,60 +22,58 @@ from prometheus_client.utils import floatToGoString
 
 from gpumem_exporter.collectors.lines import label_text
 
-__all__ = ["OwnPage", "Unchanging"]
+__all__ = ["CachedMetric", "RegistryPage"]
 
 M = TypeVar("M", bound=MetricWrapperBase)
 
 _EOF = b"# EOF\n"
 _PLAIN = ("counter", "gauge", "histogram")
 _SHORT = 1e6
-"""Below it a number is written as Python writes it."""
+"""Numbers below this limit have the same text in Python and in `prometheus_client`."""
 
 
-class Unchanging(Collector, Generic[M]):
-    """A metric that seldom changes: while it does not, it is collected as the very same objects.
-
-    Any thread may call it.
+class CachedMetric(Collector, Generic[M]):
+    """A metric that rarely changes: between changes, `collect` returns the same objects. Thread-safe.
 
     Args:
-        metric: not registered itself; whoever changes it goes through `changing`.
-        registry: where this is registered in its place.
+        metric: the metric, which is not registered itself; all changes must use `modify`.
+        registry: the registry for this object, in place of the metric.
     """
 
     def __init__(self, metric: M, registry: CollectorRegistry) -> None:
         self._metric = metric
-        self._state = object()  # a new one after each change: unlike a number it cannot be set back by a race
+        self._state = object()  # replaced after each change; unlike a counter, it cannot lose an update in a race
         self._collected: tuple[object, list[Metric]] | None = None
         registry.register(self)
 
     @contextmanager
-    def changing(self) -> Iterator[M]:
-        """The metric, to be changed."""
+    def modify(self) -> Iterator[M]:
+        """Return the metric for a change."""
         try:
             yield self._metric
         finally:
             self._state = object()
 
     def describe(self) -> Iterable[Metric]:
-        """Name and type, for the registry."""
+        """Return name and type for the registry."""
         return self._metric.describe()
 
     def collect(self) -> Iterable[Metric]:
-        """As `prometheus_client` does; not to be altered."""
+        """Return the families of the metric, which the caller must not change."""
         state, collected = self._state, self._collected
         if collected is None or collected[0] is not state:
             collected = self._collected = state, list(self._metric.collect())
         return collected[1]
 
 
-class OwnPage:
-    """Writes the metrics of a registry, without the `_created` series that double the number of counters.
+class RegistryPage:
+    """Renders the metrics of a registry, without the `_created` series of counters. Not thread-safe.
 
-    Remembers the lines of each family until it is collected as another object, and the text of each series' name and
-    labels: the exporter's own have few labels, known beforehand. Not thread-safe.
+    It caches the lines of a family until `collect` returns another object, and the text of each series' name and
+    labels. The cache stays small, because the exporter's own metrics have few labels.
 
     Args:
-        registry: the exporter's own.
+        registry: the registry of the exporter's own metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -84,7 +82,7 @@ class OwnPage:
         self._families: dict[tuple[str, bool], tuple[Metric, str]] = {}
 
     def write(self, *, openmetrics: bool) -> bytes:
-        """All families, without an end mark."""
+        """Return the lines of all families, without `# EOF`."""
         texts: list[str] = []
         for metric in self._registry.collect():
             key = metric.name, openmetrics
@@ -113,7 +111,7 @@ class OwnPage:
         return text
 
 
-class _One(Collector):
+class _SingleMetric(Collector):
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
 
@@ -125,9 +123,9 @@ def _by_prometheus_client(metric: Metric, samples: list[Sample], *, openmetrics:
     metric = copy(metric)
     metric.samples = samples
     if openmetrics:
-        page: bytes = generate_openmetrics(_One(metric))  # type: ignore[no-untyped-call]
+        page: bytes = generate_openmetrics(_SingleMetric(metric))  # type: ignore[no-untyped-call]
         return page.removesuffix(_EOF).decode()
-    return generate_latest(_One(metric)).decode()
+    return generate_latest(_SingleMetric(metric)).decode()
 
 
 def _header(metric: Metric, *, openmetrics: bool) -> str:
