@@ -30,7 +30,7 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
         finished_unix_seconds,
         **about(results),
         detail={
-            **_told(action),
+            **_common_detail(action),
             "state": action.state,
             "duration_seconds": action.duration_seconds,
             "freed_bytes": action.freed_bytes,
@@ -50,7 +50,7 @@ def asked_event(asked: SubmittedAction) -> Event:
         workload=_one_of(workload for _, workload, _ in asked.processes),
         rank=_one_of(rank for _, _, rank in asked.processes),
         detail={
-            **_told(asked.action),
+            **_common_detail(asked.action),
             "request": request,
             "idempotency_key": asked.idempotency_key,
             "processes": [list(process) for process in asked.processes[:MAX_RESULTS]],
@@ -78,7 +78,7 @@ def read_action(event: Event) -> Action:
     return replace(_action(detail, detail["state"]), results=results, duration_seconds=detail["duration_seconds"])
 
 
-def _told(action: Action) -> dict[str, Any]:
+def _common_detail(action: Action) -> dict[str, Any]:
     return {
         "id": action.id,
         "action": action.action,

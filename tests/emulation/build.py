@@ -1,6 +1,6 @@
-"""Builds the emulated node's libraries with gcc, once for each state of their sources, of torch and of pynvml.
+"""Build the emulated node's libraries with gcc, once for each version of their sources, torch and pynvml.
 
-Run as a program it builds (if need be) and prints the folder: `python -m tests.emulation.build`.
+`python -m tests.emulation.build` builds them if necessary and prints their folder.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ _UNITS = {
     NVML: ("node.c", "nvml.c"),
     CONTROL: ("node.c", "control.c"),
 }
-# Units whose names must not leave their library: each library has a mapping of the node of its own.
+# The symbols of these units must stay local, because each library has its own mapping of the node.
 _PRIVATE = {"node.c", "control.c"}
 _NEWEST_NVML = (
     "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetGraphicsRunningProcesses_v3",
     "nvmlDeviceGetMPSComputeRunningProcesses_v3",
 )
-# The same library as older drivers have it: in a folder of that name, without these functions.
+# The library of older drivers, which lacks these functions; each version is in a folder of its name.
 _OLD_NVML = {
     "v2": _NEWEST_NVML,
     "v1": (*_NEWEST_NVML, "nvmlDeviceGetMemoryInfo_v2", *(name.replace("_v3", "_v2") for name in _NEWEST_NVML)),
 }
 _TORCH_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.so", "libtorch_python.so")
-# Plain text lookups, which need no device: the real libraries answer them.
+# The real libraries serve these text lookups, which need no device.
 _LEFT_TO_THE_REAL = re.compile(r"cudaGetError(Name|String)|cublas(Lt)?GetStatus(Name|String)")
 
 _UNMET_RUNTIME = """\
@@ -67,7 +67,7 @@ int session_valid(void);
 
 
 class EmulationBuildError(RuntimeError):
-    """The libraries cannot be built here; the text says what is missing."""
+    """The libraries cannot be built on this machine; the text says what is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ def _run(command: list[str]) -> str:
 
 
 def _names(tools: _Toolchain, flags: list[str], files: list[Path]) -> set[str]:
-    """The symbols that nm lists, without their versions."""
+    """Return the symbols that nm lists, without their versions."""
     out = _run([tools.nm, *flags, *map(str, files)])
     return {fields[-1].split("@")[0] for line in out.splitlines() if len(fields := line.split()) >= 2}
 
@@ -182,7 +182,7 @@ def _build_into(tools: _Toolchain, folder: Path) -> None:
     objects[RUNTIME].append(_generated(tools, folder, "unmet_runtime.c", _UNMET_RUNTIME, runtime))
     objects[RUNTIME].append(_generated(tools, folder, "cublas.c", _SUCCEEDING, cublas))
 
-    # torch looks its driver functions up by name, so they stand in its data.
+    # torch looks up driver functions by name, so the names are in its data.
     named = set(
         re.findall(rb"\0(cu[A-Z][A-Za-z0-9]+(?:_v\d)?)(?=\0)", (tools.torch / "lib" / "libc10_cuda.so").read_bytes())
     )
@@ -207,12 +207,12 @@ def _build_into(tools: _Toolchain, folder: Path) -> None:
 
 
 def build() -> Path:
-    """The folder that holds the four libraries and the hammer; builds them if that has not been done.
+    """Return the folder of the four libraries and the hammer program; builds them if necessary.
 
-    Any number of processes may call it at once: each builds aside, and one folder wins.
+    Processes may call it concurrently: each builds in a folder of its own, and the first result is kept.
 
     Raises:
-        EmulationBuildError: gcc, torch's CUDA build or pynvml is missing, or the compiler refused.
+        EmulationBuildError: gcc, torch's CUDA build or pynvml is missing, or the compiler failed.
     """
     tools = _find_toolchain()
     digest = hashlib.sha256(tools.versions.encode())
@@ -238,7 +238,7 @@ def build() -> Path:
 
 @functools.cache
 def built() -> Path:
-    """The same folder, looked for once in this process."""
+    """Return the folder of `build`, cached for this process."""
     return build()
 
 

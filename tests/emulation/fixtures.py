@@ -24,7 +24,7 @@ def emulation() -> Path:
 
 @pytest.fixture
 def make_node(tmp_path: Path, emulation: Path) -> Iterator[MakeNode]:
-    """Makes nodes (arguments of EmulatedNode but for the path) and closes them after the test."""
+    """Create nodes with the arguments of EmulatedNode except `path`, and close them after the test."""
     nodes: list[EmulatedNode] = []
 
     def make(**options: Any) -> EmulatedNode:
@@ -38,15 +38,15 @@ def make_node(tmp_path: Path, emulation: Path) -> Iterator[MakeNode]:
 
 @pytest.fixture
 def node(make_node: MakeNode) -> EmulatedNode:
-    """A fresh node: two GPUs of 8 GiB, 256 MiB of each reserved by the driver, 512 MiB a context."""
+    """A new node with two GPUs of 8 GiB; the driver reserves 256 MiB of each, and a context uses 512 MiB."""
     return make_node()
 
 
 @pytest.fixture
 def start_torch(node: EmulatedNode) -> Iterator[StartTorch]:
-    """Starts PyTorch processes on `node` (or on the one given), and reaps them after the test.
+    """Start PyTorch processes on `node` or on another node, and end them after the test.
 
-    `start_torch(PYTORCH_CUDA_ALLOC_CONF="…")` adds to the environment; a value of None takes a variable away.
+    `start_torch(PYTORCH_CUDA_ALLOC_CONF="…")` adds to the environment; a value of None removes a variable.
     """
     processes: list[TorchProcess] = []
 

@@ -1,4 +1,4 @@
-"""The emulated node as a test sees it: made, changed while programs run on it, and read to the byte."""
+"""The interface of the emulated node for tests, which create it, change it and read its accounts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _ControlDevice(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class MigSlice:
-    """One MIG device to make: its profile as NVML writes it (`1g.10gb`) and its memory."""
+    """A MIG device to create: its NVML profile (`1g.10gb`) and its memory."""
 
     profile: str
     total_bytes: int
@@ -58,16 +58,16 @@ class MigSlice:
 
 @dataclass(frozen=True, slots=True)
 class DeviceBook:
-    """What the node itself knows of one device, in bytes.
+    """The node's accounts of one device, in bytes.
 
     Attributes:
-        index: NVML index; of a MIG device its parent's.
+        index: NVML index; for a MIG device, that of its parent.
         uuid: `GPU-…` or `MIG-…`.
-        parent_uuid: of a MIG device, else empty.
-        used_bytes: what NVML calls used: the processes' bytes and the unattributed ones.
-        unattributed_bytes: used that no process owns; negative when the driver's two answers disagree that way.
-        processes: bytes of each process by the pid that NVML gives it, its context included.
-        gone: a MIG device that was destroyed.
+        parent_uuid: the uuid of a MIG device's parent; empty for a GPU.
+        used_bytes: NVML's used: the bytes of the processes and the unattributed bytes.
+        unattributed_bytes: used bytes that belong to no process; may be negative, as with a real driver.
+        processes: the bytes of each process, including its context, by the pid in NVML.
+        gone: whether the device is a MIG device that was destroyed.
     """
 
     index: int
@@ -88,7 +88,7 @@ class DeviceBook:
 
 @dataclass(frozen=True, slots=True)
 class Books:
-    """All devices of the node at one instant: the physical ones in NVML's order, then the MIG devices."""
+    """The accounts of all devices at one time: the GPUs in NVML's order, then the MIG devices."""
 
     devices: tuple[DeviceBook, ...]
 
@@ -99,12 +99,12 @@ class Books:
         return next(device for device in self.devices if device.uuid == uuid)
 
     def used_by(self, pid: int) -> int:
-        """What a process holds on all devices, its contexts included."""
+        """Return the bytes of a process on all devices, including its contexts."""
         return sum(device.processes.get(pid, 0) for device in self.devices)
 
 
 class Rule:
-    """One thing that happens to matching calls until `remove()`. Also a context manager."""
+    """A change to matching calls until `remove()`; also a context manager."""
 
     def __init__(self, node: EmulatedNode, number: int) -> None:
         self._node = node
@@ -114,28 +114,28 @@ class Rule:
 
     @property
     def hits(self) -> int:
-        """How many calls have met the rule."""
+        """The number of calls that matched the rule."""
         if self._active:
             self._hits = int(self._node._control.emu_control_rule_hits(self._node._handle, self._number))
         return self._hits
 
     @property
     def waiting(self) -> int:
-        """How many calls hang in it now."""
+        """The number of calls that hang in the rule now."""
         if not self._active:
             return 0
         return int(self._node._control.emu_control_rule_waiting(self._node._handle, self._number))
 
     def wait_for_waiting(self, calls: int = 1, timeout_seconds: float = 10) -> None:
-        """Returns once that many calls hang in the rule."""
+        """Wait until this number of calls hangs in the rule."""
         _wait(lambda: self.waiting >= calls, timeout_seconds, f"{calls} call(s) to hang")
 
     def wait_for_hits(self, calls: int = 1, timeout_seconds: float = 10) -> None:
-        """Returns once that many calls have met the rule."""
+        """Wait until this number of calls has matched the rule."""
         _wait(lambda: self.hits >= calls, timeout_seconds, f"{calls} call(s) to meet the rule")
 
     def remove(self) -> None:
-        """Ends it; calls that hang in it go on. Doing it twice is doing it once."""
+        """Remove the rule; hung calls continue. May be called again."""
         if self._active:
             self._hits = self.hits
             self._active = False
@@ -153,20 +153,20 @@ def _wait(condition: Callable[[], bool], timeout_seconds: float, what: str) -> N
 
 
 class EmulatedNode:
-    """One node: a state file in `path`, and the handles by which a test changes it.
+    """One node: a state file in `path`, and methods to change it.
 
-    A fresh folder for each node. Programs join it through `environment()`. Every method may be called from any thread,
-    but for the rules (`fail`, `slow`, `hang`), which belong to one thread at a time.
+    Each node needs a new folder. Programs use the node through `environment()`. All methods are thread-safe, except for
+    the rules (`fail`, `slow`, `hang`).
 
     Args:
-        path: folder that the state lies in; made when missing.
-        devices: how many GPUs.
-        total_bytes: NVML's total of each GPU, or one for each.
-        reserved_bytes: what the driver keeps for itself on each GPU (and on each MIG device).
-        context_bytes: what a process' first use of a device costs beyond its tensors.
-        mig: for a device's index, the MIG devices it is split into.
-        nvml: an older driver's library: "v2" lacks the third version of the process lists, "v1" also the second, and
-            the second of the memory call.
+        path: the folder of the state, created if missing.
+        devices: the number of GPUs.
+        total_bytes: NVML's total of all GPUs, or one value for each.
+        reserved_bytes: the bytes that the driver reserves on each GPU and on each MIG device.
+        context_bytes: the bytes of a process' context on a device.
+        mig: the MIG devices of a GPU, by the GPU's index.
+        nvml: the version of the library: "v2" lacks the third version of the process lists; "v1" also lacks the second
+            one and the second version of the memory call.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class EmulatedNode:
         )
 
     def close(self) -> None:
-        """Lets every hanging call go, and the state with it. Programs that still run keep their mapping."""
+        """Release all hung calls and the state. Programs that still run keep their mapping."""
         if self._handle is not None:
             self.release()
             handle, self._handle = self._handle, None
@@ -250,7 +250,7 @@ class EmulatedNode:
         self.close()
 
     def environment(self, base: Mapping[str, str] | None = None, **extra: str) -> dict[str, str]:
-        """The environment of a program on this node: `base` (default: this process') and what joins it to the node."""
+        """Return `base` (default: the environment of this process) with the variables for programs on this node."""
         joined = dict(os.environ if base is None else base)
         for name, value, sep in (
             ("LD_LIBRARY_PATH", self._search, ":"),
@@ -261,10 +261,10 @@ class EmulatedNode:
         joined.update(extra)
         return joined
 
-    # What the node knows
+    # Accounts
 
     def books(self) -> Books:
-        """Every device and every process on it, read at one instant under the node's lock."""
+        """Return the accounts of every device and process at one time, read under the node's lock."""
         room = 4096
         devices = (_ControlDevice * self._entries)()
         on, pids, used = (ctypes.c_int32 * room)(), (ctypes.c_int32 * room)(), (ctypes.c_uint64 * room)()
@@ -293,53 +293,53 @@ class EmulatedNode:
         )
 
     def uuid(self, device: int) -> str:
-        """A device's UUID as NVML spells it; the MIG devices follow the physical ones."""
+        """Return the NVML UUID of a device; the MIG devices follow the GPUs."""
         return self._uuids[device]
 
-    # The driver's troubles
+    # Failures of the driver
 
     def set_device_error(self, device: int, code: int) -> None:
-        """Every NVML call on the device answers the code; its handle cannot be got either. 0 heals it.
+        """Make every NVML call on the device, including that for its handle, return a code; 0 restores the device.
 
-        A device that was lost (15) stays lost, once healed, to each NVML session that was open at the time: the program
-        has to shut NVML down and initialize it again.
+        A lost device (15) that is restored stays lost in each NVML session that was open at the time, until the program
+        initializes NVML again.
         """
         self._control.emu_control_set_device_error(self._handle, self._entry(device), code)
 
     def lose_device(self, device: int) -> None:
-        """The device falls off the bus."""
+        """Make the device fall off the bus."""
         self.set_device_error(device, NVML_ERROR_GPU_IS_LOST)
 
     def heal_device(self, device: int) -> None:
-        """The device answers again."""
+        """Restore the device."""
         self.set_device_error(device, 0)
 
     def set_init_error(self, code: int) -> None:
-        """What nvmlInit answers from now on (9: the driver is not loaded); 0: it succeeds. Open sessions go on."""
+        """Make nvmlInit return a code (9: the driver is not loaded; 0: success). Open sessions are not affected."""
         self._control.emu_control_set_init_error(self._handle, code)
 
     def restart_driver(self) -> None:
-        """Voids every open NVML session: all its calls answer UNINITIALIZED until it is shut down and opened again."""
+        """Invalidate every open NVML session: its calls return UNINITIALIZED until NVML is initialized again."""
         self._control.emu_control_restart_driver(self._handle)
 
     def restart_driver_reordered(self, order: Sequence[int]) -> None:
-        """The driver restarts, and its index i is from now on the device that was made as number `order[i]`."""
+        """Restart the driver; its index i is then the device that was created as number `order[i]`."""
         if sorted(order) != list(range(self.device_count)):
-            raise ValueError(f"{order} is no order of {self.device_count} devices")
+            raise ValueError(f"{order} is not an order of {self.device_count} devices")
         self._control.emu_control_restart_reordered(self._handle, (ctypes.c_int32 * len(order))(*order))
 
-    # MIG while programs run. A device's number is never given to another.
+    # MIG while programs run. The number of a device is never reused.
 
     def set_mig(self, device: int, enabled: bool) -> None:
-        """Switches a GPU's MIG mode.
+        """Switch a GPU's MIG mode.
 
         Raises:
-            OSError: EBUSY while a process has a context on it, or it still has MIG devices.
+            OSError: EBUSY if a process has a context on the GPU, or if the GPU has MIG devices.
         """
         _check(self._control.emu_control_set_mig(self._handle, self._entry(device), int(enabled)), f"device {device}")
 
     def create_mig(self, device: int, part: MigSlice) -> int:
-        """Makes a MIG device in the GPU's first free slot; answers its number."""
+        """Create a MIG device in the GPU's first free slot and return its number."""
         made = self._mig_device(self._entry(device), part, self._entries)
         number = int(self._control.emu_control_create_mig(self._handle, ctypes.byref(made)))
         _check(max(0, -number), f"device {device}")
@@ -348,69 +348,69 @@ class EmulatedNode:
         return number
 
     def destroy_mig(self, number: int) -> None:
-        """Ends a MIG device.
+        """Destroy a MIG device.
 
         Raises:
-            OSError: EBUSY while a process has a context on it.
+            OSError: EBUSY if a process has a context on it.
         """
         _check(self._control.emu_control_destroy_mig(self._handle, self._entry(number)), f"device {number}")
 
     @property
     def nvml_device_file(self) -> Path:
-        """What a program has open for as long as its NVML session lasts, as it has /dev/nvidiactl on a real node."""
+        """The file that a program has open during its NVML session, like /dev/nvidiactl on a real node."""
         return self.state_file.with_name(f"{self.state_file.name}.nvidiactl")
 
     def set_utilization(self, device: int, percent: int | None) -> None:
-        """GPU utilisation that NVML gives; None: not supported."""
+        """Set the GPU utilization in NVML; None for not supported."""
         self._control.emu_control_set_utilization(self._handle, self._entry(device), -1 if percent is None else percent)
 
     def hide_process_memory(self, device: int, hidden: bool = True) -> None:
-        """NVML lists the device's processes, but calls their memory not available."""
+        """Make NVML list the device's processes with unavailable memory values."""
         self._control.emu_control_hide_processes(self._handle, self._entry(device), int(hidden))
 
     def hide_memory(self, device: int, hidden: bool = True) -> None:
-        """NVML answers NVML_VALUE_NOT_AVAILABLE for every figure of the device's memory."""
+        """Make NVML return NVML_VALUE_NOT_AVAILABLE for all memory values of the device."""
         self._control.emu_control_hide_memory(self._handle, self._entry(device), int(hidden))
 
     def set_unattributed(self, device: int, nbytes: int) -> None:
-        """Memory that NVML calls used and no process owns; may be negative."""
+        """Set the bytes that NVML counts as used and that belong to no process; may be negative."""
         self._control.emu_control_set_unattributed(self._handle, self._entry(device), nbytes)
 
     # Processes
 
     def set_process(self, pid: int, device: int, nbytes: int) -> None:
-        """A process that runs nothing here (any pid) holds that many bytes of the device, until it is removed.
+        """Add an artificial process (any pid) that uses this number of bytes until it is removed.
 
         Raises:
-            MemoryError: the device has not that much free.
+            MemoryError: the device does not have enough free memory.
         """
         _check(self._control.emu_control_set_foreign(self._handle, pid, self._entry(device), nbytes), f"process {pid}")
 
     def remove_process(self, pid: int) -> None:
-        """Ends a process made by `set_process`, on all devices."""
+        """Remove a process of `set_process` from all devices."""
         _check(self._control.emu_control_remove_foreign(self._handle, pid), f"process {pid}")
 
     def show_pid_as(self, pid: int, shown: int | None) -> None:
-        """NVML calls a running process (by the pid it has itself) by another pid, as from another PID namespace."""
+        """Make NVML list a running process with another pid, as for another PID namespace; None for its own pid."""
         _check(self._control.emu_control_show_as(self._handle, pid, shown or 0), f"process {pid}")
 
-    # Calls that fail, drag or hang. `function` is a name or a pattern of names, in any of the three libraries:
-    # "nvmlDeviceGetMemoryInfo*", "cudaFree", "nvml*". Versions are part of the name.
+    # Calls that fail, take longer or hang. `function` is a name or a pattern of names in any of the three libraries:
+    # "nvmlDeviceGetMemoryInfo*", "cudaFree", "nvml*". The version is part of the name.
 
     def fail(self, function: str, code: int, device: int | None = None) -> Rule:
-        """The call answers the error code (of NVML or of CUDA, whichever the function belongs to)."""
+        """Make the call return an error code, of NVML or CUDA depending on the function."""
         return self._rule(function, device, _ERROR, code)
 
     def slow(self, function: str, milliseconds: int, device: int | None = None) -> Rule:
-        """The call takes that much longer."""
+        """Make the call take longer."""
         return self._rule(function, device, _DELAY, milliseconds)
 
     def hang(self, function: str = "nvml*", device: int | None = None) -> Rule:
-        """The call does not return before the rule is removed, `release()` is called or the node is closed."""
+        """Make the call hang until the rule is removed, `release()` is called or the node is closed."""
         return self._rule(function, device, _HANG, 0)
 
     def release(self) -> None:
-        """Removes every rule."""
+        """Remove all rules."""
         while self._rules:
             self._rules.pop().remove()
 
@@ -432,7 +432,7 @@ class EmulatedNode:
 
 def _check(code: int, what: object) -> None:
     if code == errno.ENOMEM:
-        raise MemoryError(f"{what}: the device has not that much free")
+        raise MemoryError(f"{what}: the device does not have enough free memory")
     if code:
         raise OSError(code, os.strerror(code), str(what))
 
@@ -476,7 +476,7 @@ def _load_control(path: Path) -> ctypes.CDLL:
 
 
 def main(folder: str, devices: str = "2", total_gib: str = "8") -> None:
-    """Makes a node that outlives this program, and prints what joins a shell to it."""
+    """Create a node that outlives this program, and print the environment for a shell."""
     node = EmulatedNode(Path(folder), int(devices), int(total_gib) * GIB)
     for name, value in node.environment({}).items():
         print(f"export {name}={value}")

@@ -1,7 +1,7 @@
-"""Small programs on an emulated node, without torch: they start in a twentieth of a second.
+"""Small programs on an emulated node without torch, which start in 50 ms.
 
-Each is Python source behind one of two preambles, `CUDA` (the runtime through ctypes) or `NVML` (pynvml, initialized).
-In both `say(value)` answers one JSON line, and `wait()` returns when the test calls `go()`.
+A program is Python source after one of two preambles: `CUDA` (the runtime through ctypes) or `NVML` (pynvml,
+initialized). In both, `say(value)` writes one JSON line, and `wait()` returns when the test calls `go()`.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def processes(device):
 
 
 class Program:
-    """One running program. Use as a context manager: it is killed and reaped at the end.
+    """One running program; a context manager, which kills and reaps it at the end.
 
     Args:
-        launcher: what stands before the interpreter, such as `("unshare", "--pid", "--fork")`.
-        command: another program than Python; it speaks JSON lines and reads stdin likewise.
+        launcher: a command prefix, such as `("unshare", "--pid", "--fork")`.
+        command: a program other than Python, which writes JSON lines and reads stdin in the same way.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Program:
         self.pid = self._popen.pid
 
     def heard(self, timeout_seconds: float = 30) -> Any:
-        """The next value that the program says."""
+        """Return the next value of the program."""
         end = time.monotonic() + patient(timeout_seconds)
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
@@ -128,26 +128,26 @@ class Program:
         return json.loads(line)
 
     def silent(self, for_seconds: float) -> bool:
-        """Whether it says nothing in that time."""
+        """Return whether the program writes nothing in this time."""
         return not self._buffer and not select.select([self._answers], [], [], for_seconds)[0]
 
     def go(self) -> None:
-        """Lets the program's `wait()` return."""
+        """Make the program's `wait()` return."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(b"\n")
         self._popen.stdin.flush()
 
     def stderr(self) -> str:
-        """What it wrote there so far."""
+        """Return the stderr of the program so far."""
         fd = self._stderr.fileno()
         return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
 
     def finish(self, timeout_seconds: float = 30) -> int:
-        """Waits for its own end; returns its exit status."""
+        """Wait for the end of the program and return its exit status."""
         return self._popen.wait(timeout=patient(timeout_seconds))
 
     def kill(self) -> None:
-        """SIGKILL to all of it, and waits."""
+        """Send SIGKILL to the process group and wait."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait(timeout=patient(30))
@@ -165,12 +165,12 @@ class Program:
 
 
 def hammer(node: EmulatedNode, threads: int, operations: int) -> Program:
-    """A process that allocates and frees as fast as it can (see src/hammer.c); starts at `go()`. 0: without end."""
+    """Start a process that allocates and frees as fast as possible (src/hammer.c) after `go()`; 0 means no end."""
     return Program(node, command=(str(node.libraries / build.HAMMER), str(threads), str(operations)))
 
 
 def run(node: EmulatedNode, code: str, preamble: str = CUDA, **environment: str) -> Any:
-    """Runs a program to its end and returns what it said last."""
+    """Run a program to its end and return its last value."""
     with Program(node, code, preamble, environment) as program:
         value = program.heard()
         if status := program.finish():

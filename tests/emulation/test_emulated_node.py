@@ -1,4 +1,4 @@
-"""The emulated driver's own rules, seen by small programs without torch."""
+"""The rules of the emulated driver, tested with small programs without torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CAPTURE_UNSUPPORTED, CAPTURE_INVALIDATED = 900, 901
 LOST, UNINITIALIZED, NOT_SUPPORTED, NO_PERMISSION = 15, 1, 3, 4
 
 
-def test_looking_at_devices_takes_no_memory_and_the_first_use_takes_a_context(node: EmulatedNode) -> None:
+def test_listing_devices_uses_no_memory_and_the_first_use_creates_a_context(node: EmulatedNode) -> None:
     code = """
 device_count(); name_of(0); name_of(1)
 say([has_context(0), has_context(1)]); wait()
@@ -43,7 +43,7 @@ say([has_context(0), has_context(1)]); wait()
         assert [device.used_bytes for device in node.books().devices] == [CONTEXT, CONTEXT]
 
 
-def test_cuda_nvml_and_the_books_tell_the_same(node: EmulatedNode) -> None:
+def test_cuda_nvml_and_the_node_have_the_same_values(node: EmulatedNode) -> None:
     node.set_process(4711, 0, GIB)
     with Program(node, "malloc(300 << 20); say(memory()); wait()") as program:
         code, free, total = program.heard()
@@ -60,7 +60,7 @@ def test_cuda_nvml_and_the_books_tell_the_same(node: EmulatedNode) -> None:
     assert {pid: used for pid, used, _ in seen[1]} == book.processes
 
 
-def test_racing_threads_and_processes_never_overdraw_and_lose_no_byte(make_node: MakeNode) -> None:
+def test_concurrent_threads_and_processes_account_for_every_byte(make_node: MakeNode) -> None:
     node = make_node(devices=1, total_bytes=GIB, reserved_bytes=64 * MIB, context_bytes=32 * MIB)
     with ExitStack() as stack:
         hammers = [stack.enter_context(hammer(node, threads=2, operations=10_000)) for _ in range(4)]
@@ -95,7 +95,7 @@ def test_a_context_that_does_not_fit_is_out_of_memory(node: EmulatedNode) -> Non
     assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [0, 1]
 
 
-def test_a_killed_process_gives_its_memory_back(node: EmulatedNode) -> None:
+def test_the_memory_of_a_killed_process_is_released(node: EmulatedNode) -> None:
     code = "say(1); wait(); say(malloc(6 << 30)[0]); wait()"
     with Program(node, "malloc(6 << 30); say(1); wait()") as first, Program(node, code) as second:
         first.heard()
@@ -108,7 +108,7 @@ def test_a_killed_process_gives_its_memory_back(node: EmulatedNode) -> None:
         assert node.books()[0].processes == {second.pid: CONTEXT + 6 * GIB}
 
 
-def test_processes_killed_in_the_middle_of_their_calls_leave_the_books_right(node: EmulatedNode) -> None:
+def test_processes_killed_during_calls_leave_correct_accounts(node: EmulatedNode) -> None:
     with ExitStack() as stack:
         for _ in range(12):
             victims = [stack.enter_context(hammer(node, threads=2, operations=0)) for _ in range(4)]
@@ -123,8 +123,8 @@ def test_processes_killed_in_the_middle_of_their_calls_leave_the_books_right(nod
     assert run(node, "say(malloc(7 << 30)[0])") == 0
 
 
-def test_a_process_that_becomes_another_program_holds_nothing_any_more(node: EmulatedNode) -> None:
-    """The pid lives on, as a reused one does, and so does the start time that /proc tells."""
+def test_an_exec_releases_all_memory_of_a_process(node: EmulatedNode) -> None:
+    """The pid and the start time in /proc stay the same."""
     code = """
 malloc(1 << 30); say(1); wait()
 os.execv(sys.executable, [sys.executable, "-c", "import sys; print(2, flush=True); sys.stdin.readline()"])
@@ -137,7 +137,7 @@ os.execv(sys.executable, [sys.executable, "-c", "import sys; print(2, flush=True
         assert node.books()[0].processes == {}
 
 
-def test_a_forked_child_counts_nothing_twice_and_takes_nothing_with_it(node: EmulatedNode) -> None:
+def test_a_forked_child_does_not_change_the_accounts(node: EmulatedNode) -> None:
     code = """
 malloc(1 << 30)
 reader, writer = os.pipe()
@@ -158,7 +158,7 @@ say("the child has ended"); time.sleep(60)
         assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
 
 
-def test_starting_a_program_that_closes_every_descriptor_leaves_the_memory_with_its_owner(node: EmulatedNode) -> None:
+def test_a_child_that_closes_every_descriptor_does_not_release_memory(node: EmulatedNode) -> None:
     code = """
 malloc(1 << 30)
 import subprocess
@@ -171,7 +171,7 @@ say(1); wait()
         assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
 
 
-def test_a_parent_that_dies_before_its_forked_child_still_gives_its_memory_back(node: EmulatedNode) -> None:
+def test_a_parent_that_exits_before_its_child_releases_its_memory(node: EmulatedNode) -> None:
     code = """
 malloc(1 << 30)
 if os.fork():
@@ -200,7 +200,7 @@ say(os.getpid()); time.sleep(60)
         ("0,0", []),
     ],
 )
-def test_cuda_visible_devices_chooses_and_orders(make_node: MakeNode, chosen: str, seen: list[int]) -> None:
+def test_cuda_visible_devices_selects_and_orders_devices(make_node: MakeNode, chosen: str, seen: list[int]) -> None:
     node = make_node(devices=2, total_bytes=[8 * GIB, 16 * GIB])
     spelled = {"uuid": node.uuid(1), "uuid-beginning": node.uuid(1)[:12]}.get(chosen, chosen)
     code = """
@@ -218,7 +218,7 @@ say([error, totals]); wait()
         assert [i for i in (0, 1) if books[i].processes] == sorted(seen)
 
 
-def test_a_hanging_nvml_call_returns_when_it_is_released(node: EmulatedNode) -> None:
+def test_a_hung_nvml_call_returns_when_it_is_released(node: EmulatedNode) -> None:
     code = """
 say(1); wait(); say(memory(1)["used"]); say(memory(0)["used"])
 """
@@ -242,7 +242,7 @@ def test_any_nvml_call_can_hang_and_closing_the_node_releases_it(node: EmulatedN
         assert program.heard() == 2
 
 
-def test_single_nvml_calls_can_be_refused(node: EmulatedNode) -> None:
+def test_single_nvml_calls_can_fail(node: EmulatedNode) -> None:
     code = """
 handle = nvml.nvmlDeviceGetHandleByIndex(0)
 say([code(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2), code(nvml.nvmlDeviceGetMemoryInfo, handle),
@@ -257,7 +257,7 @@ say([code(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2), cod
     assert run(node, code, NVML) == [0, 0, 0]
 
 
-def test_a_slow_cuda_free_takes_its_time(node: EmulatedNode) -> None:
+def test_a_slow_cuda_free_has_the_configured_duration(node: EmulatedNode) -> None:
     code = """
 _, pointer = malloc(2 << 20)
 start = time.monotonic(); free(pointer); say(time.monotonic() - start)
@@ -266,7 +266,7 @@ start = time.monotonic(); free(pointer); say(time.monotonic() - start)
         assert run(node, code) >= 0.08
 
 
-def test_a_lost_device_leaves_the_others_right_and_stays_lost_to_open_sessions(node: EmulatedNode) -> None:
+def test_a_lost_device_does_not_affect_others_and_stays_lost_in_open_sessions(node: EmulatedNode) -> None:
     code = """
 handle = nvml.nvmlDeviceGetHandleByIndex(0)
 def look():
@@ -288,7 +288,7 @@ look()
         assert program.heard() == [0, 0, 0, 2]
 
 
-def test_a_driver_that_comes_later_and_one_that_restarts(node: EmulatedNode) -> None:
+def test_a_driver_can_be_loaded_later_and_can_restart(node: EmulatedNode) -> None:
     code = """
 nvml.nvmlShutdown(); say(1); wait()
 say(code(nvml.nvmlInit)); wait()
@@ -311,7 +311,7 @@ say(code(nvml.nvmlDeviceGetCount))
         assert program.heard() == 0
 
 
-def test_nvml_tells_utilization_hidden_memory_and_unattributed_bytes(node: EmulatedNode) -> None:
+def test_nvml_reports_utilization_hidden_memory_and_unattributed_bytes(node: EmulatedNode) -> None:
     node.set_process(4711, 0, GIB)
     node.hide_process_memory(0)
     node.set_unattributed(0, -10 * MIB)
@@ -333,7 +333,7 @@ def test_a_process_can_be_shown_under_the_pid_of_another_namespace(node: Emulate
         assert node.books()[0].processes == {77001: CONTEXT + 2 * MIB}
 
 
-def test_nvml_calls_a_process_in_another_pid_namespace_by_its_outer_pid(node: EmulatedNode) -> None:
+def test_nvml_lists_a_process_of_another_pid_namespace_with_its_outer_pid(node: EmulatedNode) -> None:
     launcher = ("unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
     with Program(node, "malloc(2 << 20); say(os.getpid()); wait()", launcher=launcher) as program:
         assert program.heard() == 1
@@ -342,7 +342,7 @@ def test_nvml_calls_a_process_in_another_pid_namespace_by_its_outer_pid(node: Em
         assert run(node, "say(processes(0))", NVML) == [[outer, CONTEXT + 2 * MIB, 2**32 - 1]]
 
 
-def test_a_capture_refuses_unsafe_calls_of_every_thread_and_is_spoiled_by_them(node: EmulatedNode) -> None:
+def test_unsafe_calls_of_any_thread_fail_and_invalidate_a_capture(node: EmulatedNode) -> None:
     code = """
 stream, graph = ctypes.c_void_p(), ctypes.c_void_p()
 cuda.cudaStreamCreateWithFlags(ctypes.byref(stream), 1)
@@ -366,7 +366,7 @@ def test_a_call_that_is_not_emulated_fails_by_name(node: EmulatedNode) -> None:
         assert program.stderr() == "emulated node: cudaIpcGetMemHandle is not emulated\n"
 
 
-def test_mig_devices_have_their_own_books_inside_their_gpu(make_node: MakeNode) -> None:
+def test_mig_devices_have_their_own_accounts_within_their_gpu(make_node: MakeNode) -> None:
     node = make_node(mig={1: [MigSlice("1g.10gb", GIB), MigSlice("2g.20gb", 2 * GIB)]})
     mig = node.uuid(3)
     assert mig.startswith("MIG-")
@@ -391,7 +391,7 @@ say([nvml.nvmlDeviceGetCount(), nvml.nvmlDeviceGetMigMode(whole), [nvml.nvmlDevi
         assert node.books().by_uuid(mig).parent_uuid == node.uuid(1)
 
 
-def test_mig_is_switched_and_sliced_anew_while_programs_run_but_not_under_them(make_node: MakeNode) -> None:
+def test_mig_can_be_changed_while_programs_run_but_not_on_devices_in_use(make_node: MakeNode) -> None:
     node = make_node(mig={1: [MigSlice("1g.10gb", GIB), MigSlice("1g.10gb", GIB)]})
     code = """
 whole = nvml.nvmlDeviceGetHandleByIndex(1)
@@ -429,7 +429,7 @@ say(nvml.nvmlDeviceGetMigMode(whole))
         assert watcher.heard() == [0, 0]
 
 
-def test_a_driver_that_restarts_can_count_its_devices_in_another_order(node: EmulatedNode) -> None:
+def test_a_driver_that_restarts_can_reorder_its_devices(node: EmulatedNode) -> None:
     code = """
 def uuids():
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]
@@ -444,7 +444,7 @@ uuids(); wait(); say(code(nvml.nvmlDeviceGetCount)); nvml.nvmlShutdown(); nvml.n
         assert program.heard() == [[node.uuid(1), 0], [node.uuid(0), 1]]
 
 
-def test_a_session_has_the_drivers_file_open_until_it_is_shut_down_as_often_as_initialized(node: EmulatedNode) -> None:
+def test_a_session_keeps_the_drivers_file_open_until_its_last_shutdown(node: EmulatedNode) -> None:
     code = """
 def held():
     files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
@@ -459,7 +459,7 @@ say(found)
     assert node.nvml_device_file.exists()
 
 
-def test_memory_figures_can_be_not_available(node: EmulatedNode) -> None:
+def test_memory_values_can_be_unavailable(node: EmulatedNode) -> None:
     node.hide_memory(0)
     assert run(node, "say([set(memory(0).values()) == {2**64 - 1}, memory(1)['total']])", NVML) == [True, 8 * GIB]
 
@@ -492,7 +492,7 @@ def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:
     assert "1536 /  8192 MB" in shown.stdout
 
 
-def test_building_at_the_same_time_gives_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_builds_create_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "CACHE", tmp_path)
     folders: list[Path] = []
     threads = [threading.Thread(target=lambda: folders.append(build.build())) for _ in range(2)]
@@ -513,7 +513,7 @@ def test_building_at_the_same_time_gives_one_folder(tmp_path: Path, monkeypatch:
     }
 
 
-def test_without_a_compiler_the_build_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_a_compiler_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(build.EmulationBuildError, match="gcc, which is not installed"):
         build.build()

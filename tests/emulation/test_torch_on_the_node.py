@@ -1,4 +1,4 @@
-"""Real PyTorch on the emulated node: its allocator's own numbers against the node's books, to the byte."""
+"""Compares the statistics of real PyTorch on the emulated node with the node's accounts, to the byte."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterato
 
 @pytest.fixture
 def lab(shared: Lab) -> Lab:
-    """A node of two 8 GiB GPUs and a PyTorch process on it that holds a context on both and no tensor.
+    """A node of two 8 GiB GPUs and a PyTorch process with a context on both and without tensors.
 
-    One process for the whole module. The contexts are made here, so that no test needs another one to have run before.
+    The module shares one process. This fixture creates the contexts, so that no test depends on another test.
     """
     _, process = shared
     process.exec("for device in (0, 1): torch.empty(1, device=f'cuda:{device}')")
@@ -41,7 +41,7 @@ def reserved(process: TorchProcess, device: int = 0) -> int:
     return int(process.call("stats", device=device)["reserved_bytes.all.current"])
 
 
-def test_the_books_are_what_the_real_allocator_reserved_and_its_context(lab: Lab) -> None:
+def test_the_accounts_are_the_reserved_bytes_and_the_context(lab: Lab) -> None:
     node, process = lab
     for seed in range(5):
         for device in (0, 1):
@@ -66,13 +66,13 @@ pynvml.nvmlShutdown()
     assert seen == {str(process.pid): CONTEXT + 100 * MIB} == {str(k): v for k, v in node.books()[0].processes.items()}
 
 
-def test_torch_sees_the_devices_by_the_uuids_that_nvml_gives(lab: Lab) -> None:
+def test_torch_and_nvml_use_the_same_uuids(lab: Lab) -> None:
     node, process = lab
     assert process.call("uuids") == [node.uuid(0), node.uuid(1)]
 
 
 @pytest.mark.parametrize("model", ["linear", "transformer"])
-def test_training_has_its_memory_pattern(lab: Lab, model: str) -> None:
+def test_training_has_the_expected_memory_pattern(lab: Lab, model: str) -> None:
     node, process = lab
     process.call("train", steps=2, model=model)
     process.call("reset_peak")
@@ -84,7 +84,7 @@ def test_training_has_its_memory_pattern(lab: Lab, model: str) -> None:
     assert node.books()[0].processes[process.pid] == CONTEXT + reserved(process)
 
 
-def test_running_out_of_memory_tells_all_that_torch_tells(lab: Lab) -> None:
+def test_an_out_of_memory_error_has_the_text_of_torch(lab: Lab) -> None:
     node, process = lab
     node.set_process(4711, 0, GIB)
     try:
@@ -106,7 +106,7 @@ def test_running_out_of_memory_tells_all_that_torch_tells(lab: Lab) -> None:
     assert (stats["num_ooms"], stats["num_alloc_retries"] > 0) == (ooms + 1, True)
 
 
-def test_a_mem_pool_keeps_its_memory_until_it_goes(lab: Lab) -> None:
+def test_a_mem_pool_keeps_its_memory_until_it_is_deleted(lab: Lab) -> None:
     node, process = lab
     process.exec("""
 pool = torch.cuda.MemPool()
@@ -120,7 +120,7 @@ torch.cuda.empty_cache()
     assert reserved(process) == 0 == node.books()[0].used_bytes - CONTEXT
 
 
-def test_pinned_memory_is_pinned_and_takes_nothing_of_the_device(lab: Lab) -> None:
+def test_pinned_memory_uses_no_device_memory(lab: Lab) -> None:
     node, process = lab
     before = node.books()[0].used_bytes
     code = """
@@ -132,14 +132,14 @@ result = [pinned.is_pinned(), torch.empty(4).is_pinned(), pinned.to("cuda:0").cp
     assert before == CONTEXT
 
 
-def test_a_broken_command_tells_what_happened_there(lab: Lab) -> None:
+def test_a_failed_command_has_the_remote_error(lab: Lab) -> None:
     _, process = lab
     with pytest.raises(RemoteError, match="ZeroDivisionError: division by zero"):
         process.exec("1 / 0")
     assert process.exec("result = given + 1", given=41) == 42
 
 
-def test_eight_processes_at_random_never_overdraw_and_their_bytes_add_up(make_node: MakeNode) -> None:
+def test_the_bytes_of_eight_random_processes_add_up(make_node: MakeNode) -> None:
     node = make_node(devices=2, total_bytes=6 * GIB, context_bytes=256 * MIB)
     limits = [book.total_bytes - book.reserved_bytes for book in node.books().devices]
     with ExitStack() as stack:
@@ -172,9 +172,7 @@ def test_eight_processes_at_random_never_overdraw_and_their_bytes_add_up(make_no
         assert processes[3].pid not in node.books()[0].processes
 
 
-def test_expandable_segments_take_and_give_back_memory_page_by_page(
-    node: EmulatedNode, start_torch: StartTorch
-) -> None:
+def test_expandable_segments_map_and_unmap_memory_page_by_page(node: EmulatedNode, start_torch: StartTorch) -> None:
     process = start_torch(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
     for seed in range(5):
         process.call("random_heap", seed=seed, blocks=60, largest_bytes=128 * MIB, keep=0.3)
@@ -190,7 +188,9 @@ def test_expandable_segments_take_and_give_back_memory_page_by_page(
     assert node.books()[0].processes == {}
 
 
-def test_the_asynchronous_backend_works_with_what_it_can_tell(node: EmulatedNode, start_torch: StartTorch) -> None:
+def test_the_asynchronous_backend_works_without_the_missing_statistics(
+    node: EmulatedNode, start_torch: StartTorch
+) -> None:
     process = start_torch(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
     process.call("random_heap", blocks=60)
     assert node.books()[0].processes == {process.pid: CONTEXT + reserved(process)}
@@ -199,7 +199,7 @@ def test_the_asynchronous_backend_works_with_what_it_can_tell(node: EmulatedNode
     assert node.books()[0].processes == {process.pid: CONTEXT}
 
 
-def test_a_graph_capture_works_and_another_threads_empty_cache_spoils_it(start_torch: StartTorch) -> None:
+def test_empty_cache_in_another_thread_invalidates_a_graph_capture(start_torch: StartTorch) -> None:
     process = start_torch()
     captured = process.exec("""
 x = torch.randn(1000, device="cuda")

@@ -1,4 +1,4 @@
-"""A real Python process with real PyTorch on an emulated node, told what to do line by line (see torch_worker.py)."""
+"""A real Python process with real PyTorch on an emulated node, which runs commands of a test (see torch_worker.py)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ START_TIMEOUT_SECONDS = patient(90.0)  # importing torch, on a busy machine
 
 
 class TorchProcessError(AssertionError):
-    """The process ended, or did not answer in time; the text carries its stderr."""
+    """The process ended or did not answer in time; the text has its stderr."""
 
 
 class RemoteError(Exception):
     """A command raised in the process.
 
     Attributes:
-        type: name of the exception's class there (`OutOfMemoryError`).
-        message: its text there.
+        type: the name of the remote exception's class (`OutOfMemoryError`).
+        message: the text of the remote exception.
     """
 
     def __init__(self, type_: str, message: str, traceback: str) -> None:
@@ -43,13 +43,13 @@ class RemoteError(Exception):
 
 
 class TorchProcess:
-    """One process. It starts at once and imports torch while the caller goes on: the first `call` waits for that.
+    """One process. It starts immediately and imports torch in the background; the first `call` waits for that.
 
     Args:
-        node: where it runs; None: a machine without an emulated driver.
-        environment: added to the node's environment; a None value takes a variable away.
-        launcher: what stands before the interpreter, such as `("gpumem-exporter", "run", "--")`.
-        fresh: whether it needs an interpreter of its own, instead of a fork of one that has imported torch.
+        node: the node of the process; None for a machine without an emulated driver.
+        environment: additions to the node's environment; a value of None removes a variable.
+        launcher: a command prefix, such as `("gpumem-exporter", "run", "--")`.
+        fresh: whether to start a new interpreter, instead of a fork of one that has imported torch.
     """
 
     def __init__(
@@ -87,11 +87,11 @@ class TorchProcess:
 
     @property
     def pid(self) -> int:
-        """The pid that the process itself knows; waits until it runs."""
+        """The process' own pid; waits until it runs."""
         return int(self.wait_until_started()["pid"])
 
     def wait_until_started(self) -> dict[str, Any]:
-        """Waits until torch is imported there; returns what the process is (`pid`, `torch`, `python`)."""
+        """Wait until the process has imported torch, and return its `pid`, `torch` and `python`."""
         if not self._hello:
             end = time.monotonic() + START_TIMEOUT_SECONDS
             self._hello = json.loads(self._line(end, START_TIMEOUT_SECONDS))["value"]
@@ -99,30 +99,30 @@ class TorchProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs (or its launcher does)."""
+        """None while the process or its launcher runs."""
         return self._popen.poll()
 
     def stderr(self) -> str:
-        """All that it has written to stderr and stdout."""
+        """Return everything that the process has written to stderr and stdout."""
         with os.fdopen(os.dup(self._stderr.fileno()), "rb", closefd=True) as copy:
             size = os.fstat(copy.fileno()).st_size
             return os.pread(copy.fileno(), size, 0).decode(errors="replace")
 
     def call(self, command: str, /, timeout_seconds: float = 60, **arguments: Any) -> Any:
-        """Runs a command of torch_worker.Worker and returns its answer.
+        """Run a command of torch_worker.Worker and return its answer.
 
         Raises:
             RemoteError: the command raised.
-            TorchProcessError: no answer in time, or the process ended.
+            TorchProcessError: there was no answer in time, or the process ended.
         """
         return self.receive(self.send(command, **arguments), timeout_seconds)
 
     def exec(self, code: str, /, timeout_seconds: float = 60, **variables: Any) -> Any:
-        """Runs Python there (names: torch, worker, the variables, what earlier code left); returns `result`."""
+        """Run Python code with the names torch, worker, the variables and those of earlier code; return `result`."""
         return self.call("exec", timeout_seconds=timeout_seconds, code=code, **variables)
 
     def send(self, command: str, /, **arguments: Any) -> int:
-        """Asks without waiting; `receive` with the number returned gets the answer. Answers come in the order asked."""
+        """Send a command and return its number for `receive`. Answers arrive in the order of the commands."""
         number = self._next_id
         self._next_id += 1
         line = json.dumps({"id": number, "command": command, "arguments": arguments}) + "\n"
@@ -131,11 +131,11 @@ class TorchProcess:
             self._popen.stdin.write(line.encode())
             self._popen.stdin.flush()
         except OSError as error:
-            raise self._trouble(f"{command!r} could not be sent ({error})") from error
+            raise self._error(f"{command!r} could not be sent ({error})") from error
         return number
 
     def receive(self, number: int, timeout_seconds: float = 60) -> Any:
-        """Waits for the answer to a request."""
+        """Wait for the answer to a command."""
         self.wait_until_started()
         timeout_seconds = patient(timeout_seconds)
         end = time.monotonic() + timeout_seconds
@@ -149,33 +149,33 @@ class TorchProcess:
         return answer["value"]
 
     def answered(self, timeout_seconds: float = 0) -> bool:
-        """Whether an answer lies there to be received (or comes within that time), or the process has ended."""
+        """Return whether an answer is available or arrives within this time, or the process has ended."""
         self.wait_until_started()
         return b"\n" in self._buffer or bool(select.select([self._answers], [], [], timeout_seconds)[0])
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process itself, not to its launcher."""
+        """Send a signal to the process, not to its launcher."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and waits until it is gone."""
+        """Send SIGKILL and wait for the end of the process."""
         if self._popen.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait(timeout=patient(30))
 
     def finish(self, timeout_seconds: float = 30) -> int:
-        """Ends it as a program ends by itself (its stdin closes) and returns its exit status."""
+        """Close the stdin of the process, so that it ends normally, and return its exit status."""
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._popen.stdin.close()
         try:
             return self._popen.wait(timeout=patient(timeout_seconds))
         except subprocess.TimeoutExpired:
-            raise self._trouble(f"did not end within {timeout_seconds} s of being asked") from None
+            raise self._error(f"did not end within {timeout_seconds} s of being asked") from None
 
     def close(self) -> None:
-        """Kills it if it runs, and frees what it held here."""
+        """Kill the process if it runs, and close its files."""
         self.kill()
         for stream in (self._popen.stdin, self._popen.stdout):
             assert stream is not None
@@ -193,16 +193,16 @@ class TorchProcess:
         while b"\n" not in self._buffer:
             ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
             if not ready:
-                raise self._trouble(f"did not answer within {timeout_seconds} s")
+                raise self._error(f"did not answer within {timeout_seconds} s")
             part = os.read(self._answers, 1 << 20)
             if not part:
                 self._popen.wait(timeout=patient(30))
-                raise self._trouble(f"ended with {self._popen.returncode}")
+                raise self._error(f"ended with {self._popen.returncode}")
             self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _trouble(self, what: str) -> TorchProcessError:
+    def _error(self, what: str) -> TorchProcessError:
         if self._popen.poll() is None and self._hello:
             with contextlib.suppress(OSError):
                 os.kill(self._hello["pid"], signal.SIGUSR2)  # every thread's stack, to stderr

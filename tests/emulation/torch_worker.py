@@ -1,7 +1,7 @@
-"""A PyTorch program that does what a test tells it: one JSON request a line on stdin, one JSON answer a line back.
+"""A PyTorch program that runs commands of a test: one JSON request per line on stdin, one JSON answer per line.
 
-Started by `torch_process.TorchProcess`; says who it is (answer 0) once torch is imported. Answers go to the descriptor
-that was stdout at the start; whatever the program or a library prints goes to stderr. A request is
+`torch_process.TorchProcess` starts it. It describes itself in answer 0 after the import of torch. Answers go to the
+original stdout; all other output of the program and its libraries goes to stderr. A request is
 `{"id", "command", "arguments"}`, an answer `{"id", "value"}` or `{"id", "error": {"type", "message", "traceback"}}`.
 """
 
@@ -23,7 +23,7 @@ import torch
 
 
 class Worker:
-    """The commands. Tensors it holds have numbers, so that a test can free them one by one."""
+    """The commands. Tensors have numbers, so that a test can free them one by one."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
@@ -32,14 +32,14 @@ class Worker:
         self.churning: tuple[threading.Thread, threading.Event, dict[str, int]] | None = None
         self.models: dict[str, tuple[Any, Any]] = {}
 
-    # Of the process
+    # The process
 
     def hello(self) -> dict[str, Any]:
-        """Who this is."""
+        """Describe the process."""
         return {"pid": os.getpid(), "torch": torch.__version__, "python": sys.version}
 
     def exec(self, code: str, **variables: Any) -> Any:
-        """Runs Python in a namespace that lasts; the value of `result` afterwards is the answer."""
+        """Run Python code in a permanent namespace and return the value of `result`."""
         self.namespace.pop("result", None)
         self.namespace.update(variables)
         exec(compile(code, "<from the test>", "exec"), self.namespace)
@@ -48,14 +48,14 @@ class Worker:
     # The allocator
 
     def alloc(self, nbytes: int, device: int = 0) -> int:
-        """A tensor of that many bytes; answers its number."""
+        """Allocate a tensor and return its number."""
         number = self.next_number
         self.tensors[number] = torch.empty(nbytes, dtype=torch.uint8, device=f"cuda:{device}")
         self.next_number += 1
         return number
 
     def free(self, numbers: list[int] | None = None) -> int:
-        """Drops tensors (None: all); answers how many."""
+        """Free tensors (None: all) and return their count."""
         chosen = list(self.tensors) if numbers is None else numbers
         for number in chosen:
             del self.tensors[number]
@@ -64,7 +64,7 @@ class Worker:
     def random_heap(
         self, device: int = 0, seed: int = 0, blocks: int = 100, largest_bytes: int = 32 << 20, keep: float = 0.5
     ) -> list[int]:
-        """Allocates blocks of random sizes (as likely small as large) and drops some; answers the numbers kept."""
+        """Allocate blocks of random small and large sizes, free some, and return the numbers of the others."""
         rng = random.Random(seed)
         numbers = [self.alloc(self._size(rng, largest_bytes), device) for _ in range(blocks)]
         kept = [number for number in numbers if rng.random() < keep]
@@ -80,7 +80,7 @@ class Worker:
         held: int = 40,
         clear_every: int = 0,
     ) -> dict[str, int]:
-        """Allocates and frees at random; answers how many allocations there were and how many found no memory."""
+        """Allocate and free at random; return the number of allocations and the number that ran out of memory."""
         counts = {"allocations": 0, "ooms": 0}
         self._churn(
             random.Random(seed), devices, operations, largest_bytes, held, clear_every, counts, threading.Event()
@@ -88,7 +88,7 @@ class Worker:
         return counts
 
     def start_churn(self, devices: list[int], seed: int = 0, largest_bytes: int = 64 << 20, held: int = 40) -> None:
-        """The same on a thread of its own, until `stop_churn`."""
+        """Run `churn` in a thread until `stop_churn`."""
         if self.churning is not None:
             raise RuntimeError("already churning")
         stop, counts = threading.Event(), {"allocations": 0, "ooms": 0}
@@ -98,7 +98,7 @@ class Worker:
         thread.start()
 
     def stop_churn(self) -> dict[str, int]:
-        """Ends it and drops what it held; answers its counts."""
+        """Stop the thread of `start_churn`, free its tensors, and return its counts."""
         if self.churning is None:
             raise RuntimeError("not churning")
         thread, stop, counts = self.churning
@@ -139,38 +139,38 @@ class Worker:
                 torch.cuda.empty_cache()
 
     def empty_cache(self) -> None:
-        """Gives every wholly free segment back."""
+        """Call `torch.cuda.empty_cache`."""
         torch.cuda.empty_cache()
 
     def stats(self, device: int = 0) -> dict[str, int]:
-        """`torch.cuda.memory_stats`, flat, as the process itself sees it; {} before CUDA is initialized."""
+        """Return `torch.cuda.memory_stats`; empty before CUDA is initialized."""
         return dict(torch.cuda.memory_stats(device))
 
     def reset_peak(self, device: int = 0) -> None:
-        """Sets the peaks to the present."""
+        """Set the peaks to the current values."""
         torch.cuda.reset_peak_memory_stats(device)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """`torch.cuda.memory_snapshot`: every segment and its blocks."""
+        """Return `torch.cuda.memory_snapshot`: every segment with its blocks."""
         return torch.cuda.memory_snapshot()
 
     def mem_get_info(self, device: int = 0) -> dict[str, int]:
-        """What the driver says; creates a context on the device."""
+        """Return the driver's free and total bytes; creates a context on the device."""
         free, total = torch.cuda.mem_get_info(device)
         return {"free": free, "total": total}
 
     def contexts(self) -> list[int]:
-        """The devices on which this process has a primary context."""
+        """Return the devices on which this process has a primary context."""
         return [i for i in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(i)]
 
     def uuids(self) -> list[str]:
-        """The UUIDs of the devices it sees, as NVML spells those of whole GPUs."""
+        """Return the UUIDs of the visible devices in NVML's format for GPUs."""
         return ["GPU-" + str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
 
     # Training
 
     def train(self, steps: int = 1, device: int = 0, model: str = "linear") -> dict[str, int]:
-        """Optimizer steps of a small model that stays alive; answers bytes allocated now and at the peak."""
+        """Train a small model, which is kept, and return the allocated bytes and their peak."""
         key = f"{model} {device}"
         if key not in self.models:
             made = self._linear() if model == "linear" else self._transformer()
@@ -198,41 +198,41 @@ class Worker:
     # The client
 
     def start_client(self, **arguments: Any) -> None:
-        """`gpumem_exporter.client.start(...)`."""
+        """Call `gpumem_exporter.client.start(...)`."""
         from gpumem_exporter import client
 
         client.start(**arguments)
 
     def stop_client(self) -> None:
-        """`gpumem_exporter.client.stop()`."""
+        """Call `gpumem_exporter.client.stop()`."""
         from gpumem_exporter import client
 
         client.stop()
 
     def client_step(self) -> None:
-        """`gpumem_exporter.client.step()`."""
+        """Call `gpumem_exporter.client.step()`."""
         from gpumem_exporter import client
 
         client.step()
 
     def installed(self, distribution: str) -> str:
-        """The version of an installed distribution."""
+        """Return the version of an installed distribution."""
         return importlib.metadata.version(distribution)
 
 
 def answer(worker: Worker, line: str) -> dict[str, Any]:
-    """Does what one line asks."""
+    """Run the request of one line."""
     request = json.loads(line)
     try:
         command: Callable[..., Any] = getattr(worker, request["command"])
         return {"id": request["id"], "value": command(**request["arguments"])}
-    except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
+    except BaseException as error:  # noqa: BLE001 - the test gets every error
         told = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         return {"id": request["id"], "error": told}
 
 
 def main() -> None:
-    """Serves until stdin ends."""
+    """Run requests until stdin ends."""
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""The table of metrics is one table: complete, free of doubles, and named as Prometheus has it."""
+"""The catalog of metrics is complete, has no duplicates, and follows Prometheus' naming rules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_every_metric_that_is_defined_is_in_the_table_once() -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda metric: metric.name)
-def test_a_metric_is_named_after_its_unit_and_its_type(metric: Metric) -> None:
+def test_a_metric_name_ends_in_its_unit_and_type(metric: Metric) -> None:
     assert re.fullmatch(r"gpumem_[a-z][a-z0-9_]*", metric.name)
     assert metric.name.endswith("_total") == (metric.type == "counter")
     assert not re.search(r"_(ms|mib|mb|gib|kb|percent|milliseconds|megabytes)(_|$)", metric.name)
@@ -42,7 +42,7 @@ def test_no_label_clashes_with_those_that_prometheus_and_its_service_discovery_a
     assert all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in metric.labels)
 
 
-def test_workload_metadata_stands_on_info_series_only() -> None:
+def test_workload_metadata_is_on_info_series_only() -> None:
     metadata = {"command", "user", "container_id", "k8s_namespace", "k8s_pod", "k8s_container"}
 
     assert [metric.name for metric in METRICS if metadata & set(metric.labels)] == ["gpumem_process_info"]

@@ -1,4 +1,4 @@
-"""The metrics page: its two formats, and that no failure ever takes it away."""
+"""The two formats of the metrics page, and the page when a part of it fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.exposition_builders import (
 )
 
 
-def test_counters_are_named_as_each_format_has_it() -> None:
+def test_counters_have_the_name_that_each_format_requires() -> None:
     writer = exposition()
     text = writer.render(snapshot(process(7, SAMPLE)), openmetrics=False).decode()
     openmetrics = writer.render(snapshot(process(7, SAMPLE)), openmetrics=True).decode()
@@ -40,7 +40,7 @@ def test_counters_are_named_as_each_format_has_it() -> None:
 
 
 @pytest.mark.parametrize("openmetrics", [True, False])
-def test_the_own_registry_follows_without_created_series_and_the_page_ends_once(openmetrics: bool) -> None:
+def test_the_own_registry_is_at_the_end_without_created_series(openmetrics: bool) -> None:
     own = CollectorRegistry()
     Instruments(own).count_report("accepted")
 
@@ -52,7 +52,7 @@ def test_the_own_registry_follows_without_created_series_and_the_page_ends_once(
     assert text.endswith("# EOF\n") == openmetrics
 
 
-def test_a_counter_of_the_own_registry_that_is_called_created_stays() -> None:
+def test_a_counter_named_created_in_the_own_registry_is_kept() -> None:
     own = CollectorRegistry()
     Counter("files_created", "Files.", registry=own).inc()
 
@@ -65,7 +65,7 @@ def test_label_values_are_escaped() -> None:
     assert shown == [r'gpumem_reporter_up{pid="70",workload="a\\b\"c\nd",rank="0"} 1']
 
 
-def test_bytes_that_are_no_utf8_cost_neither_page_anything_but_themselves() -> None:
+def test_bytes_that_are_not_utf8_are_replaced_in_both_formats() -> None:
     known = snapshot(process(7, SAMPLE, workload=b"w\xff".decode("utf-8", "surrogateescape")))
     embedded = CollectorRegistry()
     embedded.register(GpumemCollector(lambda: known, version="1", source="nvml"))
@@ -75,11 +75,11 @@ def test_bytes_that_are_no_utf8_cost_neither_page_anything_but_themselves() -> N
     assert 'workload="w?"' in generate_latest(embedded).decode()
 
 
-# --- one failure never costs the page
+# --- a failure affects only its part of the page
 
 
 class _Broken:
-    """Facts of a process that cannot be told."""
+    """Facts of a process whose attributes raise."""
 
     start_time_ticks = 0
 
@@ -87,7 +87,7 @@ class _Broken:
         raise RuntimeError("broken")
 
 
-def test_a_subject_that_fails_is_left_out_and_told_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
     writer = exposition()
     sound = snapshot(process(7, SAMPLE), on=node(device(processes={70: 50})))
     broken = replace(sound, node=replace(sound.node, facts={70: _Broken()}))  # type: ignore[type-var, dict-item]
@@ -113,7 +113,7 @@ class _Raising(Collector):
 
 
 @pytest.mark.parametrize("openmetrics", [True, False])
-def test_an_own_registry_that_fails_costs_its_own_series_only(openmetrics: bool) -> None:
+def test_a_failing_own_registry_affects_only_its_own_series(openmetrics: bool) -> None:
     own = CollectorRegistry()
     own.register(_Raising())
 
@@ -124,7 +124,7 @@ def test_an_own_registry_that_fails_costs_its_own_series_only(openmetrics: bool)
     assert text.endswith("# EOF\n") == openmetrics
 
 
-def test_each_part_of_the_page_tells_how_long_it_took() -> None:
+def test_each_part_of_the_page_has_its_duration() -> None:
     ticks = itertools.count()
     writer = Exposition(CollectorRegistry(), version="1", source="nvml", clock=lambda: next(ticks) * 0.25)
 
@@ -133,10 +133,10 @@ def test_each_part_of_the_page_tells_how_long_it_took() -> None:
     assert 'gpumem_scrape_collector_duration_seconds{collector="device"} 0.25\n' in text
 
 
-# --- embedded in another's registry
+# --- in another registry
 
 
-def test_an_embedder_gets_every_series_once_beside_the_instruments() -> None:
+def test_another_registry_gets_every_series_once_beside_the_instruments() -> None:
     known = snapshot(process(7, SAMPLE), on=node(device(processes={70: 150})))
     registry = CollectorRegistry()
     Instruments(registry)
@@ -147,7 +147,7 @@ def test_an_embedder_gets_every_series_once_beside_the_instruments() -> None:
     assert samples["gpumem_nvml_up", frozenset()] == 1
 
 
-def test_a_registry_refuses_a_second_collector_of_the_same_names() -> None:
+def test_a_registry_rejects_a_second_collector_with_the_same_names() -> None:
     registry = CollectorRegistry()
     registry.register(GpumemCollector(snapshot, version="1", source="nvml"))
 
@@ -155,7 +155,7 @@ def test_a_registry_refuses_a_second_collector_of_the_same_names() -> None:
         registry.register(GpumemCollector(snapshot, version="1", source="nvml"))
 
 
-def test_collecting_does_not_raise_when_there_is_no_snapshot_to_be_had(caplog: pytest.LogCaptureFixture) -> None:
+def test_collecting_does_not_raise_without_a_snapshot(caplog: pytest.LogCaptureFixture) -> None:
     def unavailable() -> Snapshot:
         raise RuntimeError("stopped")
 

@@ -1,4 +1,4 @@
-"""Who is who on the metrics page."""
+"""Names and descriptions of processes on the metrics page."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.exposition_builders import (
 
 
 def info(known: Snapshot) -> dict[str, dict[str, str]]:
-    """The labels of each pid's info series."""
+    """Return the labels of each pid's info series."""
     return {
         sample.labels["pid"]: dict(sample.labels)
         for family in parse_text("\n".join(page(known)))
@@ -30,7 +30,7 @@ def info(known: Snapshot) -> dict[str, dict[str, str]]:
     }
 
 
-def test_processes_are_described_by_the_host_where_it_knows_them_and_by_themselves_where_not() -> None:
+def test_a_process_is_described_by_the_host_or_otherwise_by_its_report() -> None:
     known = snapshot(
         process(7, SAMPLE, host_pid=70),
         process(8, SAMPLE, host_pid=80),
@@ -63,7 +63,7 @@ def test_processes_are_described_by_the_host_where_it_knows_them_and_by_themselv
     assert shown["75"]["workload"] == ""
 
 
-def test_what_the_host_says_of_another_process_with_the_same_pid_is_not_shown() -> None:
+def test_host_facts_of_another_process_with_the_same_pid_are_not_shown() -> None:
     earlier = {70: ProcessFacts(70, 2, "somebody else", "mallory")}
     known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=earlier))
 
@@ -73,7 +73,7 @@ def test_what_the_host_says_of_another_process_with_the_same_pid_is_not_shown() 
     assert lines(known, "gpumem_torch_non_torch_bytes") == [], "the driver's figure is of the process before"
 
 
-def test_nothing_of_a_reporter_is_shown_once_its_pid_has_another_process() -> None:
+def test_a_reporter_whose_pid_was_reused_is_not_shown() -> None:
     later = {70: ProcessFacts(70, 10_000_000, "somebody else", "mallory")}
     known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=later))
 
@@ -83,7 +83,7 @@ def test_nothing_of_a_reporter_is_shown_once_its_pid_has_another_process() -> No
     assert any("other_processes" in line and line.endswith(" 999") for line in lines(known, "gpumem_ledger_bytes"))
 
 
-def test_processes_of_one_own_pid_in_two_namespaces_are_both_shown_under_names_of_their_own() -> None:
+def test_processes_with_one_pid_in_two_namespaces_have_different_names() -> None:
     known = snapshot(
         process(1, SAMPLE, host_pid=None, namespace=11),
         process(1, SAMPLE, host_pid=None, namespace=12),
@@ -93,7 +93,7 @@ def test_processes_of_one_own_pid_in_two_namespaces_are_both_shown_under_names_o
     assert [line.split('"')[5] for line in lines(known, "gpumem_torch_ooms_total")] == ["1@11", "1@12", "2"]
 
 
-def test_an_own_pid_never_passes_for_a_pid_of_the_driver() -> None:
+def test_a_reporters_own_pid_is_never_shown_as_the_drivers_pid() -> None:
     reporter = process(70, SAMPLE, host_pid=None, namespace=11)
 
     known = snapshot(reporter, on=node(device(processes={70: 500})))
@@ -103,7 +103,7 @@ def test_an_own_pid_never_passes_for_a_pid_of_the_driver() -> None:
     assert info(known)["70@11"]["reporting"] == "true"
 
 
-def test_of_two_reporters_with_one_host_pid_the_one_that_reported_last_is_shown() -> None:
+def test_the_last_of_two_reporters_with_one_host_pid_is_shown() -> None:
     known = snapshot(
         process(1, SAMPLE, host_pid=70, namespace=11, received=6.0, workload="new"),
         process(1, SAMPLE, host_pid=70, namespace=12, received=5.0, workload="old"),

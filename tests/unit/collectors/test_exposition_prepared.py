@@ -1,4 +1,4 @@
-"""Lines that were written when a report or a reading came in are never shown once they are wrong."""
+"""Lines that were rendered when a report or a reading arrived are never shown after they have become outdated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.exposition_builders import (
 Change = Callable[[ReportingProcess, NodeReading], tuple[ReportingProcess, NodeReading]]
 
 
-def test_a_prepared_process_is_written_when_its_report_comes_and_only_joined_at_the_scrape(
+def test_the_lines_of_a_report_are_rendered_once_before_the_scrape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reporter, reading = process(7, SAMPLE), node(device(processes={70: 150}))
@@ -40,7 +40,7 @@ def test_a_prepared_process_is_written_when_its_report_comes_and_only_joined_at_
     assert writer.render(snapshot(reporter, on=reading), openmetrics=False).decode().splitlines() == expected
 
 
-def test_a_prepared_reading_is_put_in_order_and_written_when_it_is_made_and_only_joined_at_the_scrape(
+def test_the_lines_of_a_reading_are_rendered_once_before_the_scrape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading = node(device("1", "GPU-1", {70: 150}), device("0", "GPU-0", {71: 5, 70: None}))
@@ -59,14 +59,14 @@ def test_a_prepared_reading_is_put_in_order_and_written_when_it_is_made_and_only
 
 
 @pytest.mark.parametrize("later", [node(device(processes={70: 151})), node(up=False), None])
-def test_a_prepared_reading_is_not_shown_for_another(later: NodeReading | None) -> None:
+def test_the_lines_of_a_reading_are_not_used_for_another(later: NodeReading | None) -> None:
     writer = exposition()
     writer.prepare_reading(node(device(processes={70: 150, 72: 1})))
     known = snapshot(process(7, SAMPLE), on=later)
     assert writer.render(known, openmetrics=False).decode().splitlines() == page(known)
 
 
-def test_a_reading_that_cannot_be_prepared_is_left_to_the_page_which_says_what_is_wrong(
+def test_a_reading_that_cannot_be_prepared_fails_in_the_scrape(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reading = node(device(processes={70: 150}))
@@ -98,7 +98,7 @@ def test_a_reading_that_cannot_be_prepared_is_left_to_the_page_which_says_what_i
     ids=["figures", "host pid", "no host pid", "workload", "rank", "step", "pinned", "index", "driver gone"],
 )
 @pytest.mark.parametrize("prepared_again", [True, False])
-def test_prepared_lines_are_not_shown_once_anything_in_them_has_changed(change: Change, prepared_again: bool) -> None:
+def test_prepared_lines_are_rendered_again_after_any_change(change: Change, prepared_again: bool) -> None:
     reporter, reading = process(7, SAMPLE), node(device())
     writer = exposition()
     writer.prepare(reporter, reading)
@@ -113,7 +113,7 @@ def test_prepared_lines_are_not_shown_once_anything_in_them_has_changed(change: 
     assert after != before
 
 
-def test_lines_and_labels_of_a_process_that_has_gone_are_forgotten() -> None:
+def test_lines_and_labels_of_a_removed_process_are_dropped() -> None:
     writer = exposition()
     everybody = [process(pid, SAMPLE, host_pid=pid) for pid in range(1, 50)]
     reading = node(device(processes=dict.fromkeys(range(1, 50), 200)))
@@ -129,7 +129,7 @@ def test_lines_and_labels_of_a_process_that_has_gone_are_forgotten() -> None:
     assert len(writer._writer) <= 2 * len(fresh._writer)
 
 
-def test_reports_without_any_scrape_do_not_pile_up_and_the_page_is_whole_all_the_same() -> None:
+def test_prepared_lines_are_bounded_without_a_scrape_and_the_page_is_complete() -> None:
     writer = exposition(max_prepared_processes=3)
     everybody = [process(pid, SAMPLE, host_pid=pid) for pid in range(1, 11)]
     for reporter in everybody:

@@ -1,4 +1,4 @@
-"""The metrics page of random nodes, in which pids, namespaces and devices clash."""
+"""The metrics page of random nodes with conflicting pids, namespaces and devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.random_snapshots import SNAPSHOTS
 
 @given(SNAPSHOTS)
 @settings(deadline=None, max_examples=60)
-def test_both_formats_are_read_back_as_exactly_the_samples_of_the_collector(known: Snapshot) -> None:
+def test_both_formats_parse_to_exactly_the_samples_of_the_collector(known: Snapshot) -> None:
     expected = read(iter(GpumemCollector(lambda: known, version="1", source="nvml", clock=lambda: 0.0).collect()))
     writer = exposition()
 
@@ -35,7 +35,7 @@ def test_both_formats_are_read_back_as_exactly_the_samples_of_the_collector(know
 
 @given(st.lists(st.tuples(SNAPSHOTS, st.sets(st.integers(0, 3)), st.booleans()), min_size=2, max_size=4))
 @settings(deadline=None, max_examples=40)
-def test_a_page_is_the_same_whatever_was_prepared_and_shown_before(
+def test_a_page_does_not_depend_on_what_was_prepared_or_rendered_before(
     history: list[tuple[Snapshot, set[int], bool]],
 ) -> None:
     writer = exposition()
@@ -53,7 +53,7 @@ def test_a_page_is_the_same_whatever_was_prepared_and_shown_before(
 
 @given(SNAPSHOTS)
 @settings(deadline=None, max_examples=40)
-def test_a_pid_has_one_info_series_whoever_carries_it(known: Snapshot) -> None:
+def test_each_pid_has_one_info_series(known: Snapshot) -> None:
     text = exposition().render(known, openmetrics=False).decode()
 
     pids = [
@@ -68,10 +68,10 @@ def test_a_pid_has_one_info_series_whoever_carries_it(known: Snapshot) -> None:
 
 @given(SNAPSHOTS)
 @settings(deadline=None, max_examples=40)
-def test_lines_of_a_family_stand_together_below_one_header(known: Snapshot) -> None:
+def test_lines_of_a_family_are_consecutive_below_one_header(known: Snapshot) -> None:
     text = exposition().render(known, openmetrics=False).decode()
 
-    # A family is one run of lines: its name comes up once when neighbors are merged.
+    # The lines of a family are consecutive, so its name occurs once after equal neighbors are merged.
     names = [line.split("{")[0].split(" ")[0] for line in text.split("\n") if line and not line.startswith("#")]
     runs = [name for name, _ in itertools.groupby(names)]
     assert len(runs) == len(set(runs))

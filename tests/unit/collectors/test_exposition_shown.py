@@ -1,4 +1,4 @@
-"""What stands on the metrics page, and what is left out because it is not known."""
+"""The series on the metrics page, and those that are left out because their value is unknown."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_every_device_shows_its_memory_in_integers() -> None:
     ]
 
 
-def test_a_lost_device_says_that_it_is_down_and_shows_no_figure() -> None:
+def test_a_lost_device_is_down_and_has_no_values() -> None:
     lost = DeviceReading("1", "GPU-1", name="H100", error="fell off the bus")
 
     shown = [line for line in page(snapshot(on=node(device(), lost))) if 'uuid="GPU-1"' in line]
@@ -44,7 +44,7 @@ def test_a_lost_device_says_that_it_is_down_and_shows_no_figure() -> None:
     assert [line.split("{")[0] for line in shown] == ["gpumem_device_info", "gpumem_device_up"]
 
 
-def test_devices_stand_by_number_and_a_mig_device_after_its_parent() -> None:
+def test_devices_are_sorted_by_number_with_mig_devices_after_their_parent() -> None:
     gpus = ["10", "2", "0:11", "0:2", "0", ""]
 
     shown = lines(snapshot(on=node(*(device(gpu, f"GPU-{gpu}") for gpu in gpus))), "gpumem_device_up")
@@ -52,13 +52,13 @@ def test_devices_stand_by_number_and_a_mig_device_after_its_parent() -> None:
     assert [line.split('"')[1] for line in shown] == ["", "0", "0:2", "0:11", "2", "10"]
 
 
-def test_processes_stand_by_number() -> None:
+def test_processes_are_sorted_by_number() -> None:
     known = snapshot(*(process(pid, SAMPLE, host_pid=pid) for pid in (100, 9, 20)))
 
     assert [line.split('"')[5] for line in lines(known, "gpumem_torch_ooms_total")] == ["9", "20", "100"]
 
 
-def test_the_ledger_adds_up_on_the_page_and_leaves_out_what_is_not_known() -> None:
+def test_the_ledger_on_the_page_adds_up_without_unknown_categories() -> None:
     reporter = process(7, replace(SAMPLE, reserved_bytes=100), host_pid=70)
     shown = lines(snapshot(reporter, on=node(device(processes={70: 400, 71: 50}))), "gpumem_ledger_bytes")
     assert sum(int(line.split(" ")[-1]) for line in shown) == 1000 * MIB
@@ -92,13 +92,13 @@ def test_ratios_are_absent_while_nothing_is_reserved(reserved: int | None) -> No
     assert lines(snapshot(process(7, sample)), "gpumem_torch_slack_ratio", "gpumem_torch_fragmentation_ratio") == []
 
 
-def test_what_a_reporter_does_not_know_has_no_series() -> None:
+def test_unknown_values_of_a_report_have_no_series() -> None:
     shown = [line.split("{")[0] for line in page(snapshot(process(7, DeviceSample(UUID, reserved_bytes=5))))]
 
     assert [name for name in shown if name.startswith("gpumem_torch_")] == ["gpumem_torch_reserved_bytes"]
 
 
-def test_pinned_memory_is_the_process_and_on_no_device() -> None:
+def test_pinned_memory_is_per_process_without_a_device() -> None:
     known = snapshot(process(7, SAMPLE, replace(SAMPLE, uuid="GPU-1"), pinned=5))
 
     assert lines(known, "gpumem_torch_pinned_host_bytes") == [
@@ -106,7 +106,7 @@ def test_pinned_memory_is_the_process_and_on_no_device() -> None:
     ]
 
 
-def test_a_phase_and_a_component_of_one_name_are_kept_apart() -> None:
+def test_a_phase_and_a_component_may_have_the_same_name() -> None:
     sample = DeviceSample(UUID, phase_peak_bytes={"other": 1}, component_bytes={"other": 2})
     writer = exposition()
     for reporter in (process(7, sample), process(7, replace(sample, phase_peak_bytes={"other": 3}))):
@@ -118,7 +118,7 @@ def test_a_phase_and_a_component_of_one_name_are_kept_apart() -> None:
         assert f'rank="0",phase="other"}} {reporter.report.devices[0].phase_peak_bytes["other"]}\n' in shown
 
 
-def test_non_torch_is_what_the_driver_says_less_what_torch_reserved_and_signed() -> None:
+def test_non_torch_is_the_drivers_value_minus_reserved_and_signed() -> None:
     known = snapshot(
         process(7, SAMPLE, host_pid=70), process(8, SAMPLE, host_pid=80), on=node(device(processes={70: 150, 80: 60}))
     )
@@ -128,7 +128,7 @@ def test_non_torch_is_what_the_driver_says_less_what_torch_reserved_and_signed()
     assert [line.split(" ")[-1] for line in shown] == ["50", "-40"]
 
 
-def test_non_torch_is_absent_where_the_driver_or_the_report_lacks_the_figure() -> None:
+def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> None:
     unknown = snapshot(
         process(7, SAMPLE, host_pid=70),
         process(8, replace(SAMPLE, reserved_bytes=None), host_pid=80),
@@ -149,7 +149,7 @@ def test_a_process_that_the_driver_lists_twice_counts_once() -> None:
 
 
 @pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
-def test_without_the_driver_torch_series_stay_with_no_index_and_the_rest_goes(reading: NodeReading | None) -> None:
+def test_without_the_driver_only_torch_series_stay_without_an_index(reading: NodeReading | None) -> None:
     known = snapshot(process(7, SAMPLE), on=reading)
 
     assert lines(known, "gpumem_torch_ooms_total") == [
@@ -162,7 +162,7 @@ def test_without_the_driver_torch_series_stay_with_no_index_and_the_rest_goes(re
     assert [line for line in page(known) if line.startswith(gone)] == []
 
 
-def test_the_last_poll_is_dated_and_timed_until_it_is_too_old() -> None:
+def test_the_last_poll_has_its_time_and_duration_until_it_expires() -> None:
     assert "gpumem_poll_duration_seconds 0.5" in page(snapshot(on=node()))
     assert "gpumem_poll_timestamp_seconds 1000000000.0" in page(snapshot(on=node()))
     assert not [line for line in page(snapshot()) if "gpumem_poll_" in line]

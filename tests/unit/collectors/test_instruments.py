@@ -19,7 +19,7 @@ def result(pid: int, uuid: str, outcome: str = "done", freed: int | None = None)
     return ActionResult(pid, "w", "0", "0", uuid, outcome, freed_bytes=freed)
 
 
-def test_an_action_counts_once_a_process_and_its_freed_bytes_add_up() -> None:
+def test_an_action_counts_once_per_process_and_its_freed_bytes_add_up() -> None:
     own = CollectorRegistry()
     instruments = Instruments(own)
 
@@ -35,7 +35,7 @@ def test_an_action_counts_once_a_process_and_its_freed_bytes_add_up() -> None:
     assert own.get_sample_value("gpumem_action_duration_seconds_sum", {"action": "empty_cache"}) == 0.02
 
 
-def test_counters_of_actions_are_there_before_the_first_action() -> None:
+def test_counters_of_actions_exist_before_the_first_action() -> None:
     own = CollectorRegistry()
     Instruments(own)
 

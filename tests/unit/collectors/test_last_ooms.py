@@ -1,4 +1,4 @@
-"""The last out-of-memory errors: which are shown, for how long, with which figures, and that each is shown once."""
+"""The series of the last out-of-memory errors: which errors they show, their values, and their lifetime."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES += tuple(f"{name}_bytes" for name in ("reserved", "reclaimable", "fragment
 
 
 class Log:
-    """Stands for the log: keeps the events in a list."""
+    """Replaces the event log: stores the events in a list."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -42,7 +42,7 @@ class Log:
 
 
 class Bench:
-    """Reports come in, and a page is written, on clocks that stand until they are moved."""
+    """Accepts reports and renders a page, with clocks that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -81,7 +81,7 @@ class Bench:
         self.store.restore_ooms(last_ooms(events, self.now, self.unix))
 
     def shown(self, name: str = "requested_bytes") -> dict[str, str]:
-        """The value of each series of that name by pid, as it is written; no pid has two of them."""
+        """Return the text of each series' value by pid; each pid has at most one."""
         text = self.page.render(self.snapshot(), openmetrics=False).decode()
         lines = [line for line in text.splitlines() if line.startswith(f"gpumem_last_oom_{name}{{")]
         found = {line.split('pid="')[1].split('"')[0]: line.rsplit(" ", 1)[1] for line in lines}
@@ -97,7 +97,7 @@ def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> OutOfMemory:
     return OutOfMemory(**{"uuid": uuid, "number": number, "requested_bytes": 1000 + number, **changes})
 
 
-def test_the_series_have_the_figures_of_the_event() -> None:
+def test_the_series_have_the_values_of_the_event() -> None:
     bench = Bench()
     bench.reading(device(gpu="3"))
     bench.unix = 1_700_000_000.123
@@ -115,7 +115,7 @@ def test_the_series_have_the_figures_of_the_event() -> None:
     assert figures["timestamp"] == 1_700_000_000.123 - 0.7
 
 
-def test_a_figure_that_is_not_known_is_absent() -> None:
+def test_an_unknown_value_is_absent() -> None:
     bench = Bench()
     bench.report(7, oom(requested_bytes=None), oom(2, UUIDS[1], sample=sample(UUIDS[1], MIB)))
     (first,) = [line for line in bench.lines() if UUIDS[0] in line]
@@ -124,7 +124,7 @@ def test_a_figure_that_is_not_known_is_absent() -> None:
     assert second == [name for name in NAMES if name not in ("device_free_bytes", "limit_bytes")]
 
 
-def test_an_embedder_s_registry_shows_the_same() -> None:
+def test_another_registry_has_the_same_series() -> None:
     bench = Bench()
     bench.report(7, oom(sample=sample()))
     embedded = CollectorRegistry()
@@ -135,10 +135,10 @@ def test_an_embedder_s_registry_shows_the_same() -> None:
     assert len(found) == len(NAMES) - 2
 
 
-# --- how long
+# --- lifetime
 
 
-def test_an_error_is_shown_for_an_hour_from_when_it_happened_whatever_becomes_of_its_process() -> None:
+def test_an_error_is_shown_for_an_hour_even_after_its_process_exits() -> None:
     bench = Bench()
     bench.report(7, oom(age_seconds=100.0))
     bench.report(8, oom(age_seconds=4000.0))
@@ -151,7 +151,7 @@ def test_an_error_is_shown_for_an_hour_from_when_it_happened_whatever_becomes_of
     assert bench.lines() == []
 
 
-def test_a_wall_clock_that_is_set_neither_hides_nor_prolongs_it() -> None:
+def test_setting_the_wall_clock_does_not_change_how_long_an_error_is_shown() -> None:
     bench = Bench()
     bench.report(7, oom())
     for step in (1e6, -2e6):
@@ -161,7 +161,7 @@ def test_a_wall_clock_that_is_set_neither_hides_nor_prolongs_it() -> None:
     assert bench.lines() == []
 
 
-def test_a_lost_device_keeps_the_index_that_it_had() -> None:
+def test_the_error_of_a_lost_device_keeps_its_index() -> None:
     bench = Bench()
     bench.reading(device(gpu="3"))
     bench.report(7, oom())
@@ -172,10 +172,10 @@ def test_a_lost_device_keeps_the_index_that_it_had() -> None:
     assert bench.lines()
 
 
-# --- which
+# --- selection
 
 
-def test_of_one_process_and_device_the_last_is_shown_and_a_repeated_one_changes_nothing() -> None:
+def test_the_last_error_of_a_process_and_device_is_shown() -> None:
     bench = Bench()
     bench.report(7, oom(1), oom(2, UUIDS[1]), sequence=1)
     before = bench.lines()
@@ -187,14 +187,14 @@ def test_of_one_process_and_device_the_last_is_shown_and_a_repeated_one_changes_
     assert sorted(line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line) == ["1002", "1003"]
 
 
-def test_of_errors_in_one_report_the_highest_number_is_the_last_and_a_doubled_number_one_error() -> None:
+def test_the_last_error_in_a_report_is_the_one_with_the_highest_number() -> None:
     bench = Bench()
     bench.report(7, oom(3), oom(1), oom(2), oom(3, requested_bytes=0))
     assert bench.shown() == {"7": "1003"}
     assert [event.detail["number"] for event in bench.log.ooms] == [1, 2, 3]
 
 
-def test_a_later_process_with_the_same_pid_takes_the_series_over() -> None:
+def test_the_error_of_a_later_process_with_the_same_pid_replaces_the_earlier() -> None:
     bench = Bench()
     bench.report(7, oom(5), session="old", workload="first")
     bench.wait(1)
@@ -205,7 +205,7 @@ def test_a_later_process_with_the_same_pid_takes_the_series_over() -> None:
     assert all('workload="second"' in line for line in bench.lines())
 
 
-def test_so_many_are_shown_and_the_oldest_leave_first() -> None:
+def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
     bench = Bench()
     for pid in range(1, MAX_SHOWN + 11):
         bench.report(pid, oom(), session=str(pid))
@@ -213,7 +213,7 @@ def test_so_many_are_shown_and_the_oldest_leave_first() -> None:
     assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
     bench.report(999, oom(age_seconds=MAX_SHOWN + 5.0), session="late to tell")
     assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
-    bench.report(11, oom(2), session="11", sequence=2)  # the oldest is the youngest now
+    bench.report(11, oom(2), session="11", sequence=2)  # the oldest process now has the newest error
     bench.report(1000, oom(), session="1000")
     assert bench.shown().keys() == {"11", *(str(pid) for pid in range(13, MAX_SHOWN + 11)), "1000"}
 
@@ -221,14 +221,14 @@ def test_so_many_are_shown_and_the_oldest_leave_first() -> None:
 # --- after a restart
 
 
-def test_errors_that_were_kept_are_shown_again_as_they_were_told_first() -> None:
+def test_stored_errors_are_shown_after_a_restart_with_their_first_time() -> None:
     before = Bench()
     before.report(7, oom(1), oom(2))
     before.report(8, oom(1), session="other")
     before.wait(0.3)
     after = Bench()
     after.now, after.unix = 5.0, before.unix + 10
-    after.report(7, oom(2, age_seconds=9.0))  # not answered before the restart, so it is told again
+    after.report(7, oom(2, age_seconds=9.0))  # not acknowledged before the restart, so it is reported again
     after.report(9, oom(1), session="since")
     told_again = after.shown("timestamp_seconds")["7"]
     after.recall(*before.log.ooms[1:])
@@ -240,7 +240,7 @@ def test_errors_that_were_kept_are_shown_again_as_they_were_told_first() -> None
     assert after.shown().keys() == {"9"}
 
 
-def test_what_was_kept_does_not_replace_what_happened_since() -> None:
+def test_a_stored_error_does_not_replace_a_newer_one() -> None:
     before = Bench()
     before.report(7, oom(1))
     before.report(8, oom(4), session="old")
@@ -251,7 +251,7 @@ def test_what_was_kept_does_not_replace_what_happened_since() -> None:
     assert after.shown() == {"7": "1002", "8": "1001"}
 
 
-def test_one_from_the_future_is_shown_for_an_hour() -> None:
+def test_an_error_in_the_future_is_shown_for_an_hour() -> None:
     before = Bench()
     before.unix += 1e6
     before.report(7, oom())
@@ -269,7 +269,7 @@ def storage() -> Iterator[Storage]:
     storage.close()
 
 
-def test_of_each_process_on_each_device_the_newest_event_is_read_page_by_page(storage: Storage) -> None:
+def test_the_newest_event_of_each_process_and_device_is_read_page_by_page(storage: Storage) -> None:
     storage.append([Event("oom", 50.0, uuid="a", pid=9, detail={"number": 1})])
     told = [("a", 1), ("b", 1), ("a", "1@5"), ("a", 1), ("a", 2)]
     storage.append([Event("oom", 100.0, uuid=uuid, pid=pid, detail={"at": at}) for at, (uuid, pid) in enumerate(told)])
@@ -281,7 +281,7 @@ def test_of_each_process_on_each_device_the_newest_event_is_read_page_by_page(st
     assert [event.detail["at"] for event in (*first.events, *rest.events)] == [1, 2, 3, 4]
 
 
-def test_what_comes_back_from_the_storage_is_shown_as_before(storage: Storage) -> None:
+def test_errors_from_the_storage_have_the_same_series(storage: Storage) -> None:
     before = Bench()
     before.reading(device(gpu="3"))
     then = sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB)
@@ -295,7 +295,7 @@ def test_what_comes_back_from_the_storage_is_shown_as_before(storage: Storage) -
     assert after.lines() == before.lines()
 
 
-# --- whatever comes, in whatever order
+# --- random order
 
 _ooms = st.builds(
     LastOom,
@@ -316,9 +316,7 @@ _ooms = st.builds(
     st.lists(st.tuples(st.sampled_from(["put", "recall"]), st.lists(_ooms, max_size=4)), max_size=8),
     st.lists(st.floats(0, SHOWN_SECONDS), max_size=3).map(sorted),
 )
-def test_no_series_is_ever_doubled_and_each_is_of_the_last_hour(
-    taken: list[tuple[str, list[LastOom]]], moments: list[float]
-) -> None:
+def test_series_are_unique_and_of_the_last_hour(taken: list[tuple[str, list[LastOom]]], moments: list[float]) -> None:
     bench = Bench()
     held: dict[tuple[str, str], LastOom] = {}
     for how, ooms in taken:

@@ -1,4 +1,4 @@
-"""The exporter's own metrics are written as `prometheus_client` writes them, byte for byte, but for `_created`."""
+"""The page of the exporter's own metrics equals that of `prometheus_client`, except for `_created`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def registry() -> CollectorRegistry:
 
 
 @pytest.mark.parametrize("openmetrics", [False, True])
-def test_every_kind_is_written_as_the_library_writes_it_also_the_second_time(
+def test_every_type_is_rendered_as_by_the_library_also_from_the_cache(
     registry: CollectorRegistry, openmetrics: bool
 ) -> None:
     page = RegistryPage(registry)
@@ -48,13 +48,13 @@ def test_every_kind_is_written_as_the_library_writes_it_also_the_second_time(
 
 
 @given(st.floats())
-def test_every_number_is_written_as_the_library_writes_it(value: float) -> None:
+def test_every_number_is_rendered_as_by_the_library(value: float) -> None:
     registry = CollectorRegistry()
     Gauge("g", "A gauge", registry=registry).set(value)
     assert RegistryPage(registry).write(openmetrics=False) == expected(registry, openmetrics=False)
 
 
-def test_what_seldom_changes_is_collected_again_after_a_change_and_only_then(registry: CollectorRegistry) -> None:
+def test_a_cached_metric_is_collected_again_only_after_a_change(registry: CollectorRegistry) -> None:
     counter = Counter("rare_total", "What seldom happens", ["k"], registry=None)
     rare = CachedMetric(counter, registry)
     page = RegistryPage(registry)
@@ -70,7 +70,7 @@ def test_what_seldom_changes_is_collected_again_after_a_change_and_only_then(reg
     assert registry.get_sample_value("rare_total", {"k": "a"}) == 3
 
 
-def test_a_change_that_fails_half_way_is_shown_as_far_as_it_went(registry: CollectorRegistry) -> None:
+def test_a_partial_change_that_raises_is_rendered(registry: CollectorRegistry) -> None:
     rare = CachedMetric(Counter("rare_total", "What seldom happens", registry=None), registry)
     page = RegistryPage(registry)
     page.write(openmetrics=False)

@@ -10,8 +10,8 @@ from gpumem_exporter.demo.expandable import ExpandableAllocator
 
 MIB = 1 << 20
 
-# What torch 2.15.0 says of the 2000 operations of `operations(7, 2000)`, after every 200th: its own caching allocator
-# ran them on a device with 1280 MiB free. The columns are COLUMNS; the last is what the device's free memory fell by.
+# The statistics of torch 2.15.0 for `operations(7, 2000)` after every 200 operations, from its own caching allocator on
+# a device with 1280 MiB free. The columns are COLUMNS and the decrease of the device's free memory.
 COLUMNS = (
     "allocated_bytes",
     "reserved_bytes",
@@ -68,9 +68,9 @@ class Memory:
 
 
 def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
-    """Random work for an allocator: ("allocate", bytes), ("free", which live one) or ("clear", 0).
+    """Yield random operations: ("allocate", bytes), ("free", index of a live block) or ("clear", 0).
 
-    Whoever drives it sends whether an allocation succeeded. Only `random()` is used, whose values Python guarantees.
+    The caller sends whether an allocation succeeded. Only `random()` is used, whose values Python guarantees.
     """
     rng = Random(seed)
     live = 0
@@ -94,7 +94,7 @@ def operations(seed: int, count: int) -> Generator[tuple[str, int], bool, None]:
 
 
 def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple[str, int], None, None]:
-    """Run the operations; yields the kind of each, and the bytes that a clear gave back, after it was done."""
+    """Run the operations; after each, yield its kind and the bytes that a clear released."""
     live: list[Block] = []
     work = operations(seed, count)
     operation = next(work, None)
@@ -123,7 +123,7 @@ def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple
     [(CachingAllocator, TORCH_CLASSIC), (ExpandableAllocator, TORCH_EXPANDABLE)],
     ids=["classic", "expandable"],
 )
-def test_the_model_says_to_the_byte_what_pytorch_said_of_the_same_work(
+def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations(
     kind: type[CachingAllocator], torch_said: str
 ) -> None:
     memory = Memory(FREE_AT_FIRST)
@@ -138,7 +138,7 @@ def test_the_model_says_to_the_byte_what_pytorch_said_of_the_same_work(
 
 @pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
 @pytest.mark.parametrize("seed", range(5))
-def test_at_any_moment_a_clear_gives_back_exactly_what_was_reclaimable(kind: type[CachingAllocator], seed: int) -> None:
+def test_a_clear_always_releases_exactly_the_reclaimable_bytes(kind: type[CachingAllocator], seed: int) -> None:
     memory = Memory(FREE_AT_FIRST)
     allocator = kind(memory)
     clears = 0
@@ -164,11 +164,11 @@ def test_at_any_moment_a_clear_gives_back_exactly_what_was_reclaimable(kind: typ
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
         (10 * MIB, 10 * MIB, 10 * MIB),
-        (21 * MIB, 22 * MIB, 22 * MIB),  # what is left is too small to be split off
+        (21 * MIB, 22 * MIB, 22 * MIB),  # the rest is too small to be split off
         (21 * MIB + 1, 22 * MIB, 22 * MIB),
     ],
 )
-def test_sizes_are_rounded_and_segments_cut_as_pytorch_does(
+def test_sizes_and_segments_are_rounded_as_in_pytorch(
     requested_bytes: int, block_bytes: int, segment_bytes: int
 ) -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
@@ -178,7 +178,7 @@ def test_sizes_are_rounded_and_segments_cut_as_pytorch_does(
     assert rounded_bytes(requested_bytes) <= block_bytes
 
 
-def test_a_refusal_flushes_the_cache_once_and_counts_a_retry() -> None:
+def test_a_failed_allocation_flushes_the_cache_once_and_counts_a_retry() -> None:
     allocator = CachingAllocator(Memory(100 * MIB))
     allocator.free(allocator.allocate(60 * MIB))
     allocator.allocate(80 * MIB)
@@ -188,7 +188,7 @@ def test_a_refusal_flushes_the_cache_once_and_counts_a_retry() -> None:
     assert statistics.reserved_bytes == 80 * MIB
 
 
-def test_an_out_of_memory_error_is_counted_and_takes_nothing() -> None:
+def test_an_out_of_memory_error_is_counted_and_allocates_nothing() -> None:
     memory = Memory(100 * MIB)
     allocator = CachingAllocator(memory)
     allocator.allocate(60 * MIB)
@@ -207,7 +207,7 @@ def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation
     assert allocator.statistics.active_bytes == 512
 
 
-def test_a_clear_leaves_the_private_pool_of_a_graph_alone() -> None:
+def test_a_clear_does_not_release_the_private_pool_of_a_graph() -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
     allocator.capture_graph(101 * MIB)
     allocator.free(allocator.allocate(50 * MIB))
@@ -216,7 +216,7 @@ def test_a_clear_leaves_the_private_pool_of_a_graph_alone() -> None:
     assert (allocator.statistics.private_pools_bytes, allocator.statistics.reserved_bytes) == (102 * MIB, 102 * MIB)
 
 
-def test_peaks_stay_until_they_are_reset_and_then_begin_at_what_is_held() -> None:
+def test_a_reset_sets_the_peaks_to_the_current_values() -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
     allocator.allocate(30 * MIB)
     allocator.free(allocator.allocate(40 * MIB))
@@ -227,7 +227,7 @@ def test_peaks_stay_until_they_are_reset_and_then_begin_at_what_is_held() -> Non
     assert (statistics.allocated_peak_bytes, statistics.reserved_peak_bytes) == (30 * MIB, 30 * MIB)
 
 
-def test_a_process_that_ends_gives_everything_back() -> None:
+def test_a_process_that_ends_releases_all_its_memory() -> None:
     for kind in (CachingAllocator, ExpandableAllocator):
         memory = Memory(FREE_AT_FIRST)
         allocator = kind(memory)

@@ -12,7 +12,7 @@ from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 
 def device_ledger(reading: DeviceReading, processes: list[ReportingProcess]) -> DeviceLedger | None:
-    """The ledger of one device of a node that has no other."""
+    """The ledger of the only device of a node."""
     snapshot = Snapshot(taken_seconds=0.0, node=node(reading), processes=tuple(processes))
     return node_ledgers(snapshot).get(reading.uuid)
 
@@ -34,7 +34,7 @@ def _devices(draw: st.DrawFn) -> DeviceReading:
     processes = draw(st.none() | st.dictionaries(_PIDS, st.none() | _BYTES, max_size=8))
     reading = device(total=total, reserved=reserved, processes=processes)
     assert reading.memory is not None
-    # `used` is the driver's own figure and need not agree with the other three
+    # `used` is the driver's own value and may be inconsistent with the other three
     memory = dataclasses.replace(reading.memory, free_bytes=free, used_bytes=draw(_BYTES))
     return dataclasses.replace(reading, memory=memory)
 
@@ -46,7 +46,7 @@ def _processes(draw: st.DrawFn) -> list[ReportingProcess]:
 
 
 @given(_devices(), _processes())
-def test_categories_add_up_to_the_total_whatever_the_driver_and_the_processes_say(
+def test_categories_add_up_to_the_total_for_any_values(
     reading: DeviceReading, processes: list[ReportingProcess]
 ) -> None:
     ledger = device_ledger(reading, processes)
@@ -55,7 +55,7 @@ def test_categories_add_up_to_the_total_whatever_the_driver_and_the_processes_sa
     assert list(ledger.categories) == [name for name in CATEGORIES if name in ledger.categories]
 
 
-def test_each_byte_stands_in_the_category_of_its_owner() -> None:
+def test_each_byte_is_in_the_category_of_its_owner() -> None:
     reading = device(total=1000, used=700, reserved=50, processes={1: 400, 2: 250})
     trainer = reporting(1, devices=(sample(allocated=200, reclaimable=70, fragmented=30),))
     ledger = device_ledger(reading, [trainer])
@@ -72,7 +72,7 @@ def test_each_byte_stands_in_the_category_of_its_owner() -> None:
     }
 
 
-def test_the_residual_is_signed_when_a_report_is_ahead_of_the_driver() -> None:
+def test_unattributed_is_negative_when_a_report_is_ahead_of_the_driver() -> None:
     reading = device(total=1000, used=300, processes={1: None})
     ahead = reporting(1, devices=(sample(allocated=500),))
     ledger = device_ledger(reading, [ahead])
@@ -89,7 +89,7 @@ def test_non_torch_is_signed() -> None:
     assert ledger.non_torch == {1: -200}
 
 
-def test_a_report_and_a_reading_from_either_side_of_a_clear_differ_by_what_it_freed_and_the_residual_says_it() -> None:
+def test_bytes_freed_between_report_and_reading_are_unattributed() -> None:
     context, tensors, freed = 50, 300, 200
     total, driver = 1000, 10
 
@@ -121,7 +121,7 @@ def test_a_reporter_whose_host_pid_is_unknown_is_not_counted_twice() -> None:
     assert ledger.categories["unattributed"] == 0
 
 
-def test_what_needs_the_process_list_is_absent_without_one() -> None:
+def test_categories_that_need_the_process_list_are_absent_without_it() -> None:
     reading = device(total=1000, used=400, processes=None)
     ledger = device_ledger(reading, [reporting(1, devices=(sample(allocated=300),))])
     assert ledger is not None
@@ -131,8 +131,8 @@ def test_what_needs_the_process_list_is_absent_without_one() -> None:
     assert ledger.categories["unattributed"] == 100
 
 
-def test_a_category_of_which_the_driver_hides_every_part_is_absent_and_what_it_hides_is_nobodys() -> None:
-    """Two reporters and two others, with a figure for all, for some, and for none of them."""
+def test_memory_that_the_driver_hides_is_unattributed() -> None:
+    """There are two reporters and two other processes; the driver has values for all, some or none of them."""
     trainers = [reporting(pid, devices=(sample(allocated=100, reclaimable=50),)) for pid in (1, 2)]
 
     def owned(**hidden: None) -> dict[str, int]:
@@ -159,7 +159,7 @@ def test_a_device_whose_memory_is_unknown_has_no_ledger() -> None:
     assert node_ledgers(Snapshot(taken_seconds=0.0, node=None)) == {}
 
 
-def test_a_device_whose_memory_is_unknown_has_its_processes_all_the_same() -> None:
+def test_a_device_whose_memory_is_unknown_has_its_processes() -> None:
     unknown = dataclasses.replace(device(processes={1: 300, 2: 50}), memory=None)
     trainer = reporting(1, devices=(sample(allocated=200),))
     shares = node_shares(Snapshot(taken_seconds=0.0, node=node(unknown), processes=(trainer,)))
@@ -170,8 +170,8 @@ def test_a_device_whose_memory_is_unknown_has_its_processes_all_the_same() -> No
     assert node_shares(Snapshot(taken_seconds=0.0, node=None)) == {}
 
 
-def test_what_a_clear_gives_back_is_absent_where_it_is_known_of_nobody_and_a_lower_bound_where_of_some() -> None:
-    """Unsplit cache stays in the ledger without being called reclaimable; who caches nothing leaves nothing unknown."""
+def test_reclaimable_is_the_sum_of_the_known_values_and_absent_without_any() -> None:
+    """Cache of an unknown kind counts as fragmented; a process without a cache makes nothing unknown."""
 
     def torch(*samples: DeviceSample) -> dict[str, int]:
         reading = device(total=1000, used=900, processes=dict.fromkeys(range(1, len(samples) + 1), 300))
@@ -192,6 +192,6 @@ def test_what_a_clear_gives_back_is_absent_where_it_is_known_of_nobody_and_a_low
     assert torch() == {"torch_allocated": 0, "torch_reclaimable": 0, "torch_fragmented": 0}
 
 
-def test_fragmented_is_unknown_when_reclaimable_is() -> None:
+def test_fragmented_is_unknown_if_reclaimable_is_unknown() -> None:
     assert fragmented_bytes(sample(allocated=4 * MIB, reclaimable=2 * MIB, fragmented=MIB)) == MIB
     assert fragmented_bytes(dataclasses.replace(sample(), reclaimable_bytes=None)) is None

@@ -1,4 +1,4 @@
-"""A process has one name: on the page, in the documents, and in the target of an action."""
+"""A process has one name on the metrics page, in JSON documents and in the target of an action."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAMPLE = (sample(allocated=MIB),)
 
 
 def known(*processes: ReportingProcess, listed: dict[int, int | None] | None = None, **facts: int) -> Snapshot:
-    """Reporters and what the driver lists; `p70=5`: the host says that pid 70 began at tick 5."""
+    """Reporters and the driver's processes; `p70=5` means that pid 70 started at tick 5 according to the host."""
     reading = dataclasses.replace(
         node(device(used=100 * MIB, processes=listed or {})),
         facts={int(pid[1:]): ProcessFacts(int(pid[1:]), ticks) for pid, ticks in facts.items()},
@@ -38,14 +38,14 @@ def in_namespace(namespace: int, pid: int = 1, **changes: object) -> ReportingPr
 AMBIGUOUS = known(
     in_namespace(11), in_namespace(12), in_namespace(12, pid=70), in_namespace(12, pid=8), listed={70: 50 * MIB}
 )
-"""Pid 1 in two namespaces, 70 in one while the driver has a 70 of its own, and 8, which nobody else is."""
+"""Pid 1 in two namespaces, pid 70 in one while the driver lists another pid 70, and the unique pid 8."""
 
 
-def test_a_name_is_a_pid_where_that_is_one_process_and_says_the_namespace_where_it_is_not() -> None:
+def test_a_name_has_the_namespace_only_if_the_pid_is_ambiguous() -> None:
     assert names(AMBIGUOUS) == ["1@11", "1@12", "8", "70@12"]
 
 
-def test_page_documents_and_targets_call_a_process_the_same() -> None:
+def test_page_documents_and_targets_use_the_same_name() -> None:
     page = [name for name, _ in View.of(AMBIGUOUS).reporting]
     documents = {
         process["pid"]: process
@@ -60,11 +60,11 @@ def test_page_documents_and_targets_call_a_process_the_same() -> None:
 
 
 @pytest.mark.parametrize("pid", [1, 70, "1@13", "8@12", 11])
-def test_a_pid_that_is_nobodys_name_finds_nobody(pid: int | str) -> None:
+def test_a_pid_that_is_not_a_name_matches_no_process(pid: int | str) -> None:
     assert list(Target(pid=pid).select(AMBIGUOUS)) == []
 
 
-def test_a_process_that_the_host_has_replaced_is_called_nothing_and_is_nobodys_target() -> None:
+def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:
     old = reporting(70, devices=SAMPLE, start_time_ticks=1000)
     assert names(known(old, p70=1000)) == ["70"]
     assert names(known(old, p70=0)) == ["70"], "the host hides when it began"
@@ -76,7 +76,7 @@ def test_a_process_that_the_host_has_replaced_is_called_nothing_and_is_nobodys_t
 
 
 @pytest.mark.parametrize(("ticks", "others"), [(1000, 0), (0, 0), (999, 9 * MIB), (1001, 9 * MIB)])
-def test_the_drivers_bytes_are_a_reporters_only_where_the_host_shows_that_very_process(ticks: int, others: int) -> None:
+def test_the_drivers_bytes_belong_to_a_reporter_only_if_the_start_times_are_equal(ticks: int, others: int) -> None:
     (ledger,) = node_ledgers(
         known(reporting(70, devices=SAMPLE, start_time_ticks=1000), listed={70: 9 * MIB}, p70=ticks)
     ).values()
@@ -85,7 +85,7 @@ def test_the_drivers_bytes_are_a_reporters_only_where_the_host_shows_that_very_p
     assert sum(ledger.categories.values()) == ledger.total_bytes
 
 
-def test_of_two_reporters_with_one_host_pid_the_later_is_meant() -> None:
+def test_the_later_of_two_reporters_with_one_host_pid_has_the_name() -> None:
     first = dataclasses.replace(in_namespace(11), host_pid=70, received_seconds=1.0)
     second = dataclasses.replace(in_namespace(12), host_pid=70, received_seconds=2.0)
     for order in ((first, second), (second, first)):
@@ -93,7 +93,7 @@ def test_of_two_reporters_with_one_host_pid_the_later_is_meant() -> None:
         assert process is second
 
 
-def test_a_silent_reporter_keeps_its_name_apart_from_one_that_reports() -> None:
+def test_a_silent_and_an_active_reporter_have_different_names() -> None:
     silent = SilentReporter(ProcessKey(11, 1), None, 1000, "quiet", "", 5.0)
     snapshot = dataclasses.replace(known(in_namespace(12)), silent=(silent,))
     assert names(snapshot) == ["1@12"]

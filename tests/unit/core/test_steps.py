@@ -12,7 +12,7 @@ PACES = st.lists(
 
 
 @given(PACES, st.floats(0.0, 60.0))
-def test_no_rank_that_goes_on_as_it_does_ends_the_step_within_the_lead(rates: list[StepRate], lead: float) -> None:
+def test_no_rank_completes_the_step_within_the_lead_at_its_current_rate(rates: list[StepRate], lead: float) -> None:
     step = first_common_step(rates, lead)
     for rate in rates:
         ends = (step - rate.step) * rate.step_seconds - rate.since_seconds
@@ -21,7 +21,7 @@ def test_no_rank_that_goes_on_as_it_does_ends_the_step_within_the_lead(rates: li
 
 
 @given(PACES, st.floats(0.0, 60.0))
-def test_the_step_is_the_first_such_one(rates: list[StepRate], lead: float) -> None:
+def test_the_step_is_the_first_one_after_the_lead(rates: list[StepRate], lead: float) -> None:
     step = first_common_step(rates, lead) - 1
     soon = [
         rate
@@ -31,12 +31,12 @@ def test_the_step_is_the_first_such_one(rates: list[StepRate], lead: float) -> N
     assert soon
 
 
-def test_the_slowest_rank_says_when_the_step_has_ended_everywhere() -> None:
+def test_the_slowest_rank_determines_when_the_step_ends() -> None:
     rates = (StepRate(50, 0.1, 1.0), StepRate(48, 0.5, 0.25))
     assert first_common_step(rates, 4.0) == 100
     assert seconds_until_step_ends(rates, 100) == pytest.approx(52 * 0.5 - 0.25)
 
 
-def test_nobody_has_no_step() -> None:
+def test_without_ranks_there_is_no_step() -> None:
     with pytest.raises(ValueError, match="empty"):
         first_common_step((), 4.0)

@@ -26,12 +26,12 @@ def test_a_snapshot_shows_the_last_report_of_each_process(store: Store) -> None:
     assert process.report.step == 2
 
 
-def test_a_report_that_was_overtaken_changes_nothing(store: Store) -> None:
+def test_an_older_report_of_the_same_session_changes_nothing(store: Store) -> None:
     _put(store, sequence=2, step=2)
     assert _put(store, sequence=1, step=1).report.step == 2
 
 
-def test_a_silent_reporter_is_no_longer_shown_but_remembered_as_silent(store: Store) -> None:
+def test_an_expired_reporter_is_listed_as_silent(store: Store) -> None:
     _put(store, now=0.0, rank="3")
     assert store.snapshot(15.0).processes
     snapshot = store.snapshot(15.1)
@@ -39,7 +39,7 @@ def test_a_silent_reporter_is_no_longer_shown_but_remembered_as_silent(store: St
     assert [(silent.key.pid, silent.rank) for silent in snapshot.silent] == [(100, "3")]
 
 
-def test_a_silent_reporter_that_speaks_again_is_shown_again(store: Store) -> None:
+def test_a_silent_reporter_that_reports_again_is_shown_again(store: Store) -> None:
     _put(store, now=0.0, sequence=1)
     store.snapshot(20.0)
     _put(store, now=21.0, sequence=2)
@@ -48,7 +48,7 @@ def test_a_silent_reporter_that_speaks_again_is_shown_again(store: Store) -> Non
     assert snapshot.silent == ()
 
 
-def test_a_forgotten_process_leaves_nothing(store: Store) -> None:
+def test_nothing_is_left_of_a_process_that_was_removed(store: Store) -> None:
     key = _put(store).key
     store.forget(key)
     store.forget(ProcessKey(9, 9))
@@ -56,13 +56,13 @@ def test_a_forgotten_process_leaves_nothing(store: Store) -> None:
     assert (snapshot.processes, snapshot.silent) == ((), ())
 
 
-def test_a_poll_that_is_too_old_is_not_shown(store: Store) -> None:
+def test_an_expired_poll_is_not_shown(store: Store) -> None:
     store.put_reading(node(device(), taken=10.0))
     assert store.snapshot(15.0).node is not None
     assert store.snapshot(15.1).node is None
 
 
-def test_a_new_session_of_the_same_process_takes_over(store: Store) -> None:
+def test_a_new_session_replaces_the_earlier_one_of_the_same_process(store: Store) -> None:
     _put(store, session="first", session_started_seconds=1.0, sequence=50)
     taken = _put(store, session="second", session_started_seconds=2.0, sequence=1)
     assert taken.report.process.session == "second"
@@ -70,20 +70,20 @@ def test_a_new_session_of_the_same_process_takes_over(store: Store) -> None:
         _put(store, session="first", session_started_seconds=1.0, sequence=51)
 
 
-def test_a_later_process_with_the_same_pid_takes_over_from_the_earlier(store: Store) -> None:
+def test_a_later_process_replaces_an_earlier_one_with_the_same_pid(store: Store) -> None:
     _put(store, session="old", start_time_ticks=1000, session_started_seconds=900.0)
     _put(store, session="new", start_time_ticks=2000, session_started_seconds=1.0)
     with pytest.raises(ReporterSupersededError):
         _put(store, session="old", start_time_ticks=1000, session_started_seconds=900.0, sequence=2)
 
 
-def test_the_same_pid_in_two_namespaces_is_two_processes(store: Store) -> None:
+def test_the_same_pid_in_two_namespaces_means_two_processes(store: Store) -> None:
     _put(store, pid_namespace=1)
     _put(store, pid_namespace=2)
     assert len(store.snapshot(0.0).processes) == 2
 
 
-def test_processes_beyond_the_limit_are_refused_and_known_ones_go_on(store: Store) -> None:
+def test_new_processes_beyond_the_limit_are_rejected_and_known_ones_are_accepted(store: Store) -> None:
     _put(store, 1)
     _put(store, 2)
     with pytest.raises(TooManyProcessesError, match=r"--report\.max-processes"):
@@ -99,33 +99,33 @@ def test_silent_processes_make_room_for_new_ones(store: Store) -> None:
     assert {process.key.pid for process in store.snapshot(16.0).processes} == {3}
 
 
-def test_a_report_of_devices_that_the_driver_does_not_have_is_refused_and_they_are_named(store: Store) -> None:
+def test_a_report_with_only_unknown_devices_is_rejected_and_the_error_names_one(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0])))
     with pytest.raises(UnknownDeviceError, match=r"devices\.0\.uuid.*GPU-nowhere"):
         _put(store, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
     assert store.snapshot(0.0).processes == ()
 
 
-def test_what_a_report_says_of_the_devices_that_the_driver_has_is_taken(store: Store) -> None:
+def test_samples_of_known_devices_are_accepted_from_a_report_with_unknown_ones(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0]), device(UUIDS[2], gpu="2")))
     _put(store, devices=(sample(UUIDS[0], 7), sample(UUIDS[1], 8), sample(UUIDS[2], 9)))
     (process,) = store.snapshot(0.0).processes
     assert [(each.uuid, each.allocated_bytes) for each in process.report.devices] == [(UUIDS[0], 7), (UUIDS[2], 9)]
 
 
-def test_a_report_of_no_device_is_one_of_a_process_that_uses_none(store: Store) -> None:
+def test_a_report_without_devices_is_accepted(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0])))
     _put(store, devices=())
     assert len(store.snapshot(0.0).processes) == 1
 
 
-def test_while_the_driver_is_down_every_device_may_be_right(store: Store) -> None:
+def test_all_devices_are_accepted_while_the_driver_is_down(store: Store) -> None:
     store.put_reading(node(up=False))
     _put(store, devices=(sample("GPU-anything"),))
     assert len(store.snapshot(0.0).processes) == 1
 
 
-def test_while_a_device_has_no_name_a_report_may_mean_that_one(store: Store) -> None:
+def test_all_devices_are_accepted_while_a_device_has_no_uuid(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0]), device("", gpu="1")))
     _put(store, devices=(sample(UUIDS[0]), sample(UUIDS[1])))
     assert len(store.snapshot(0.0).processes) == 1

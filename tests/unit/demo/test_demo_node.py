@@ -25,7 +25,7 @@ def node() -> DemoNode:
 
 
 def only(chosen: Callable[[Workload], bool]) -> DemoNode:
-    """A node on which only some of the workloads run."""
+    """Create a node with only some of the workloads."""
     workloads = [workload for workload in DEMO_WORKLOADS if chosen(workload)]
     return DemoNode(seed=1, clock=lambda: START, workloads=workloads)
 
@@ -55,7 +55,7 @@ def command(action: str, **changes: object) -> Command:
 
 
 def advance(node: DemoNode, seconds: float, since: float = START) -> Iterator[float]:
-    """Let the node live, tick by tick; yields the time after each."""
+    """Advance the node tick by tick; yield the time after each tick."""
     for tick in range(1, int(seconds / TICK_SECONDS) + 1):
         now = since + tick * TICK_SECONDS
         node.simulation.advance(now)
@@ -93,7 +93,7 @@ def snapshot(node: DemoNode) -> Snapshot:
     return Snapshot(START, reading(node), reporting)
 
 
-def test_it_has_eight_devices_that_say_that_they_are_a_demo(node: DemoNode) -> None:
+def test_the_demo_has_eight_devices_with_demo_in_their_names(node: DemoNode) -> None:
     node.provider.open()
     devices = node.provider.devices()
     assert node.provider.source == "demo"
@@ -105,13 +105,13 @@ def test_it_has_eight_devices_that_say_that_they_are_a_demo(node: DemoNode) -> N
     node.provider.close()
 
 
-def test_every_workload_of_the_demo_says_so_in_its_name(node: DemoNode) -> None:
+def test_every_workload_has_demo_in_its_name(node: DemoNode) -> None:
     names = {process.identity.workload for process in node.simulation.processes() if process.reports}
     assert len(names) >= 11
     assert all(name.startswith("demo-") for name in names)
 
 
-def test_the_first_look_shows_a_node_with_a_past(node: DemoNode) -> None:
+def test_the_demo_starts_with_a_busy_node(node: DemoNode) -> None:
     shown = [sample for _, sample in samples(node)]
     assert sum(sample.alloc_retries or 0 for sample in shown) > 0
     assert sum(sample.ooms or 0 for sample in shown) > 0
@@ -124,7 +124,7 @@ def test_the_first_look_shows_a_node_with_a_past(node: DemoNode) -> None:
     assert all(0 < node.provider.read_utilization_ratio(device.uuid) <= 1 for device in node.provider.devices())
 
 
-def test_the_same_seed_gives_the_same_node_and_another_seed_another() -> None:
+def test_the_same_seed_creates_the_same_node_and_another_seed_another() -> None:
     def history(seed: int) -> list[object]:
         node = DemoNode(seed=seed, clock=lambda: START)
         seen: list[object] = [node.provider.devices()]
@@ -136,7 +136,7 @@ def test_the_same_seed_gives_the_same_node_and_another_seed_another() -> None:
     assert history(4) != history(5)
 
 
-def test_the_books_of_every_device_balance_at_every_tick(node: DemoNode) -> None:
+def test_the_memory_of_every_device_adds_up_at_every_tick(node: DemoNode) -> None:
     for _ in advance(node, 120.0):
         now = snapshot(node)
         ledgers = node_ledgers(now)
@@ -158,7 +158,7 @@ def test_with_classic_segments_reserved_is_active_inactive_split_and_reclaimable
                 assert sample.reclaimable_bytes == sample.reserved_bytes - held_bytes
 
 
-def test_components_add_up_to_what_is_allocated(node: DemoNode) -> None:
+def test_components_add_up_to_the_allocated_bytes(node: DemoNode) -> None:
     divided = [sample for _, sample in samples(node) if sample.component_bytes]
     assert divided
     for _ in advance(node, 30.0):
@@ -168,7 +168,7 @@ def test_components_add_up_to_what_is_allocated(node: DemoNode) -> None:
                 assert min(sample.component_bytes.values()) >= 0
 
 
-def test_a_clear_gives_the_device_what_it_says_it_freed(node: DemoNode) -> None:
+def test_a_clear_frees_the_reported_bytes_on_the_device(node: DemoNode) -> None:
     freed_bytes = 0
     for process in node.simulation.processes():
         if not process.reports:
@@ -193,7 +193,7 @@ def test_a_clear_gives_the_device_what_it_says_it_freed(node: DemoNode) -> None:
     assert freed_bytes > 10 << 30
 
 
-def test_collecting_garbage_lets_a_clear_free_what_hung_in_cycles(node: DemoNode) -> None:
+def test_a_clear_after_a_garbage_collection_frees_reference_cycles(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
     garbage_bytes = sum(tensor.block.size_bytes for tensor in notebook.garbage)
     assert garbage_bytes > 0
@@ -216,7 +216,7 @@ def test_a_clear_may_collect_garbage_first(node: DemoNode) -> None:
     assert (result.devices[0].freed_bytes or 0) >= reclaimable_bytes + garbage_bytes
 
 
-def test_resetting_the_peak_touches_only_the_devices_it_names(node: DemoNode) -> None:
+def test_resetting_the_peak_affects_only_the_target_devices(node: DemoNode) -> None:
     pipeline = the(node, "demo-pipeline-finetune")
     first, second = report(pipeline).devices
     assert second.allocated_peak_bytes != second.allocated_bytes
@@ -228,7 +228,7 @@ def test_resetting_the_peak_touches_only_the_devices_it_names(node: DemoNode) ->
     assert after_second == second
 
 
-def test_a_clear_tells_only_of_the_devices_that_were_meant_and_empties_all(node: DemoNode) -> None:
+def test_a_clear_empties_all_devices_and_reports_only_the_target_devices(node: DemoNode) -> None:
     pipeline = the(node, "demo-pipeline-finetune")
     first, second = report(pipeline).devices
     assert (first.reclaimable_bytes or 0) > 0
@@ -238,7 +238,7 @@ def test_a_clear_tells_only_of_the_devices_that_were_meant_and_empties_all(node:
     assert [sample.reclaimable_bytes for sample in report(pipeline).devices] == [0, 0]
 
 
-def test_a_repeated_command_gives_the_same_result_and_does_nothing_twice(node: DemoNode) -> None:
+def test_a_repeated_command_returns_the_first_result_without_running_again(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
     asked = command("empty_cache")
     first = notebook.run(asked)
@@ -247,7 +247,7 @@ def test_a_repeated_command_gives_the_same_result_and_does_nothing_twice(node: D
     assert report(notebook).devices[0].cache_flushes == flushes
 
 
-def test_what_it_does_not_know_or_gets_too_late_is_refused_and_changes_nothing(node: DemoNode) -> None:
+def test_unknown_and_late_commands_are_rejected_without_effect(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
     before = report(notebook)
     assert notebook.run(command("terminate")).outcome == "unsupported"
@@ -255,7 +255,7 @@ def test_what_it_does_not_know_or_gets_too_late_is_refused_and_changes_nothing(n
     assert report(notebook) == before
 
 
-def test_the_leak_ends_in_an_out_of_memory_error_and_begins_again_as_another_process() -> None:
+def test_the_leak_ends_in_an_out_of_memory_error_and_restarts_as_another_process() -> None:
     node = only(lambda workload: any(4 in devices for devices in workload.placements))
     process = the(node, "demo-rag-indexer-leak")
     assert report(process).devices[0].ooms == 0
@@ -278,7 +278,7 @@ def test_the_leak_ends_in_an_out_of_memory_error_and_begins_again_as_another_pro
     assert report(successor).devices[0].ooms == 0
 
 
-def test_an_out_of_memory_error_is_told_until_it_is_answered_and_never_again() -> None:
+def test_an_out_of_memory_error_is_reported_until_it_is_acknowledged() -> None:
     node = only(lambda workload: workload.name == "demo-asr-varlen")
     speech = the(node, "demo-asr-varlen")
     first = report(speech)
@@ -301,7 +301,7 @@ def test_an_out_of_memory_error_is_told_until_it_is_answered_and_never_again() -
     assert not speech.ended
 
 
-def test_a_memory_fraction_limits_what_a_process_reserves_and_is_told_with_its_errors(node: DemoNode) -> None:
+def test_a_memory_fraction_limits_the_reserved_bytes_and_is_reported_with_errors(node: DemoNode) -> None:
     speech = the(node, "demo-asr-varlen")
     limit_bytes = int(0.58 * (81008 << 20))
     for _ in advance(node, 300.0):
@@ -323,7 +323,7 @@ TRAININGS = {
 }
 
 
-def test_every_training_names_its_phases_and_what_its_memory_is_for_and_nothing_else_does(node: DemoNode) -> None:
+def test_only_trainings_name_phases_and_components(node: DemoNode) -> None:
     for _ in advance(node, 20.0):
         pass
     named_phases, divided = set(), set()
@@ -338,7 +338,7 @@ def test_every_training_names_its_phases_and_what_its_memory_is_for_and_nothing_
     assert named_phases == divided == TRAININGS
 
 
-def test_no_phases_peak_is_below_what_was_allocated_in_it_or_over_the_peak_of_all(node: DemoNode) -> None:
+def test_the_peak_of_a_phase_is_between_its_allocated_bytes_and_the_total_peak(node: DemoNode) -> None:
     looked_at = 0
     for _ in advance(node, 60.0):
         for process, sample in samples(node):
@@ -358,7 +358,7 @@ def test_no_phases_peak_is_below_what_was_allocated_in_it_or_over_the_peak_of_al
     assert {**now.phase_peak_bytes, "validation": 0} == {**held.phase_peak_bytes, "validation": 0}
 
 
-def test_the_short_job_ends_well_and_comes_back_with_another_pid(node: DemoNode) -> None:
+def test_the_short_job_ends_without_an_error_and_restarts_with_another_pid(node: DemoNode) -> None:
     seen = {}
     for _ in advance(node, 300.0):
         for process in named(node, "demo-nightly-eval"):
@@ -369,7 +369,7 @@ def test_the_short_job_ends_well_and_comes_back_with_another_pid(node: DemoNode)
     assert not any(process.crashed for process in ended)
 
 
-def test_a_process_that_has_gone_is_known_to_nobody_and_holds_nothing(node: DemoNode) -> None:
+def test_an_ended_process_is_unknown_and_uses_no_memory(node: DemoNode) -> None:
     process = the(node, "demo-nightly-eval")
     identity = process.identity
     assert node.host.alive(identity.pid, identity.start_time_ticks)
@@ -409,7 +409,7 @@ def test_one_process_has_no_reporter_and_one_is_on_two_devices(node: DemoNode) -
     assert [process.identity.rank for process in named(node, "demo-llm-pretrain")] == ["0", "1", "2", "3"]
 
 
-def test_every_report_goes_over_the_wire(node: DemoNode) -> None:
+def test_every_report_is_valid_in_the_protocol(node: DemoNode) -> None:
     for process in node.simulation.processes():
         document = json.loads(json.dumps(to_wire(report(process))))
         assert document["process"]["pid"] == process.pid
@@ -417,13 +417,13 @@ def test_every_report_goes_over_the_wire(node: DemoNode) -> None:
             assert len(text) <= MAX_LABEL_LENGTH
 
 
-def test_an_unknown_device_is_a_lost_one(node: DemoNode) -> None:
+def test_an_unknown_device_is_a_lost_device(node: DemoNode) -> None:
     for read in (node.provider.read_memory, node.provider.read_processes, node.provider.read_utilization_ratio):
         with pytest.raises(NvmlDeviceLostError):
             read("GPU-unknown")
 
 
-def test_time_that_nobody_asked_about_is_caught_up_with_only_so_far(node: DemoNode) -> None:
+def test_a_long_pause_is_simulated_only_in_part(node: DemoNode) -> None:
     trainer = named(node, "demo-llm-pretrain")[0]
     steps = trainer.step or 0
     node.simulation.advance(START + 86_400.0)
@@ -435,7 +435,7 @@ def test_time_that_nobody_asked_about_is_caught_up_with_only_so_far(node: DemoNo
     assert trainer.step == (caught_up or 0) + 1
 
 
-def test_half_an_hour_later_every_program_still_works_and_nothing_has_piled_up(node: DemoNode) -> None:
+def test_every_program_works_with_bounded_memory_after_half_an_hour(node: DemoNode) -> None:
     workloads = {process.identity.workload for process in node.simulation.processes()}
     seen = set()
     for now in advance(node, 1800.0):
@@ -443,7 +443,7 @@ def test_half_an_hour_later_every_program_still_works_and_nothing_has_piled_up(n
             seen |= {process.identity.workload for process in node.simulation.processes()}
     assert seen == workloads
     for process in node.simulation.processes():
-        if process.identity.workload != "demo-rag-indexer-leak":  # which piles up until its device is full, and dies
+        if process.identity.workload != "demo-rag-indexer-leak":  # it leaks until its device is full, and crashes
             assert len(process.garbage) <= (500 if process.identity.workload == "demo-asr-varlen" else 3)
             for slot in process._slots:
                 free_blocks = len(slot.allocator._small) + len(slot.allocator._large)

@@ -16,7 +16,7 @@ WAIT = patient(30.0)
 
 
 class ScriptedDisk(Storage):
-    """Keeps events in memory, but fails, hangs or raises as a test says."""
+    """Stores events in memory, and fails, hangs or raises as the test requires."""
 
     def __init__(self) -> None:
         super().__init__(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=time.time)
@@ -87,7 +87,7 @@ def bench() -> Iterator[Bench]:
     assert bench.log.stop(WAIT)
 
 
-def test_what_was_put_is_true_once_it_is_kept(bench: Bench) -> None:
+def test_the_future_of_put_is_true_after_the_commit(bench: Bench) -> None:
     bench.log.start()
     assert bench.put("a").result(WAIT)
     assert bench.put("b", "c").result(WAIT)
@@ -96,13 +96,13 @@ def test_what_was_put_is_true_once_it_is_kept(bench: Bench) -> None:
     assert (status.where, status.alive, status.error, status.waiting, status.dropped) == ("memory", True, "", 0, 0)
 
 
-def test_what_is_put_before_it_is_started_is_kept_as_well(bench: Bench) -> None:
+def test_events_put_before_the_start_are_stored(bench: Bench) -> None:
     kept = bench.put("early")
     bench.log.start()
     assert kept.result(WAIT)
 
 
-def test_each_event_counts_once_when_it_is_kept_and_only_where_it_is_news(bench: Bench) -> None:
+def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
     bench.disk.error = "no"
     bench.log.start()
     first = [Event("oom", 1.0, workload="a", subject="s"), Event("oom", 1.0, workload="b")]
@@ -115,7 +115,7 @@ def test_each_event_counts_once_when_it_is_kept_and_only_where_it_is_news(bench:
     assert bench.counted == ["a", "b", "other"] == bench.kept()
 
 
-def test_an_event_is_counted_before_anybody_is_told_that_it_is_kept(bench: Bench) -> None:
+def test_an_event_is_counted_before_its_future_is_true(bench: Bench) -> None:
     counted: list[list[str | None]] = []
     kept = bench.put("a")
     kept.add_done_callback(lambda _: counted.append(list(bench.counted)))
@@ -125,7 +125,7 @@ def test_an_event_is_counted_before_anybody_is_told_that_it_is_kept(bench: Bench
     assert counted == [["a"]]
 
 
-def test_nobody_waits_for_a_disk_that_hangs_and_the_status_says_how_long_it_does(bench: Bench) -> None:
+def test_a_hung_disk_blocks_no_caller_and_the_status_shows_the_duration(bench: Bench) -> None:
     bench.disk.hanging = True
     bench.log.start()
     assert bench.disk.stuck.wait(WAIT)
@@ -143,7 +143,7 @@ def test_nobody_waits_for_a_disk_that_hangs_and_the_status_says_how_long_it_does
     assert bench.log.status().prompt
 
 
-def test_what_a_failing_disk_does_not_take_waits_and_is_kept_when_it_does(bench: Bench) -> None:
+def test_events_stay_in_the_queue_until_a_failing_disk_recovers(bench: Bench) -> None:
     bench.disk.error = "disk full"
     bench.log.start()
     bench.until(lambda: bench.log.status().error == "disk full")
@@ -159,7 +159,7 @@ def test_what_a_failing_disk_does_not_take_waits_and_is_kept_when_it_does(bench:
     assert bench.dropped == []
 
 
-def test_readers_do_not_keep_a_failing_disk_from_being_tried_again(bench: Bench) -> None:
+def test_queries_do_not_delay_the_retries_of_a_failing_disk(bench: Bench) -> None:
     bench.disk.error = "disk full"
     bench.log.start()
     bench.until(lambda: bench.log.status().error != "")
@@ -176,7 +176,7 @@ def test_readers_do_not_keep_a_failing_disk_from_being_tried_again(bench: Bench)
     bench.until(tried_again)
 
 
-def test_what_finds_the_queue_full_is_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_beyond_the_queue_are_dropped_and_counted(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(max_waiting=3)
     bench.put("a", "b")
     with caplog.at_level(logging.WARNING):
@@ -192,7 +192,7 @@ def test_what_finds_the_queue_full_is_dropped_and_counted(caplog: pytest.LogCapt
     assert bench.log.stop(WAIT)
 
 
-def test_an_event_that_cannot_be_written_does_not_stand_in_the_others_way(
+def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.disk.poison = "poison"
@@ -204,7 +204,7 @@ def test_an_event_that_cannot_be_written_does_not_stand_in_the_others_way(
     assert "cannot be written" in caplog.text
 
 
-def test_what_waits_is_kept_before_it_ends_and_the_thread_closes_what_it_opened() -> None:
+def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
     bench = Bench()
     bench.log.start()
     kept = [bench.put(str(number)) for number in range(50)]
@@ -218,7 +218,7 @@ def test_what_waits_is_kept_before_it_ends_and_the_thread_closes_what_it_opened(
     assert bench.dropped == [1]
 
 
-def test_what_a_failing_disk_did_not_take_until_the_end_is_counted_as_lost() -> None:
+def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
     bench = Bench()
     bench.disk.error = "disk full"
     kept = bench.put("a", "b")
@@ -228,14 +228,14 @@ def test_what_a_failing_disk_did_not_take_until_the_end_is_counted_as_lost() -> 
     assert bench.dropped == [2]
 
 
-def test_too_many_readers_are_refused_and_the_others_answered(bench: Bench) -> None:
+def test_queries_beyond_the_limit_are_rejected(bench: Bench) -> None:
     pages = [bench.log.read(Query()) for _ in range(20)]
     bench.log.start()
     answered = [future for future in pages if future.exception(WAIT) is None]
     assert len(answered) == 16
 
 
-def test_one_that_has_given_up_waiting_harms_nobody(bench: Bench) -> None:
+def test_a_cancelled_future_does_not_affect_others(bench: Bench) -> None:
     kept, page = bench.put("a"), bench.log.read(Query())
     assert kept.cancel()
     assert page.cancel()

@@ -18,7 +18,7 @@ from tests.support.builders import MIB, UUIDS, device, node, report, sample
 
 
 class RecordedLog:
-    """Stands for the log: keeps what is put in a list, and leaves it to the test to say that it is kept."""
+    """Replaces the event log: stores events in a list, and lets the test complete the futures."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -31,7 +31,7 @@ class RecordedLog:
 
 
 class Bench:
-    """A recorder beside a store, on a clock that stands until it is moved."""
+    """A recorder and a store, with a clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -78,7 +78,7 @@ def oom(number: int, **changes: Any) -> OutOfMemory:
     return OutOfMemory(**{"uuid": UUIDS[0], "number": number, **changes})
 
 
-def test_an_error_is_an_event_with_the_allocator_at_that_moment_and_a_log_line(
+def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench()
@@ -114,7 +114,7 @@ def test_an_error_is_an_event_with_the_allocator_at_that_moment_and_a_log_line(
     )
 
 
-def test_an_error_that_is_sent_again_is_told_once_and_answered_when_the_first_is_kept(
+def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench()
@@ -135,7 +135,7 @@ def test_an_error_that_is_sent_again_is_told_once_and_answered_when_the_first_is
     assert len(caplog.records) == 3
 
 
-def test_another_session_s_numbers_are_its_own() -> None:
+def test_each_session_numbers_its_errors_separately() -> None:
     bench = Bench()
     bench.report(ooms=(oom(1),))
     bench.report(ooms=(oom(1),), session="second", session_started_seconds=2.0)
@@ -143,13 +143,13 @@ def test_another_session_s_numbers_are_its_own() -> None:
     assert len({event.subject for event in bench.log.events if event.type == "oom"}) == 2
 
 
-def test_an_error_without_figures_has_none() -> None:
+def test_an_error_without_values_has_no_values() -> None:
     bench = Bench()
     bench.report(ooms=(oom(1),))
     assert {value for name, value in bench.log.events[-1].detail.items() if name != "number"} == {None}
 
 
-def test_a_process_comes_with_its_first_report_and_goes_with_its_last_ledger_row() -> None:
+def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() -> None:
     bench = Bench()
     facts = ProcessFacts(4711, 1000, command="python train.py", user="ada", k8s_pod="llm-0")
     devices = (sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), sample(UUIDS[1], MIB))
@@ -162,7 +162,7 @@ def test_a_process_comes_with_its_first_report_and_goes_with_its_last_ledger_row
     )
     bench.now += 1
     bench.reading(device(UUIDS[0], gpu="0", processes={}), device(UUIDS[1], gpu="1", processes={}))
-    bench.report(7, host_pid=4711, sequence=2, final=True)  # a farewell has no samples
+    bench.report(7, host_pid=4711, sequence=2, final=True)  # the final report has no samples
     bench.forget(bench.process(), "its reporter stopped")
     started, ended = [event for event in bench.log.events if event.type.startswith("process_")]
     assert (started.type, started.pid, started.workload, started.time_unix_seconds) == (
@@ -187,7 +187,7 @@ def test_a_process_comes_with_its_first_report_and_goes_with_its_last_ledger_row
     assert second["allocated_bytes"] == MIB
 
 
-def test_a_process_that_leaves_its_devices_one_by_one_keeps_the_last_row_of_each() -> None:
+def test_a_process_that_leaves_its_devices_one_by_one_has_the_last_values_of_each() -> None:
     bench = Bench()
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB), sample(UUIDS[1], MIB)))
     bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), device(UUIDS[1], processes={7: 20 * MIB}))
@@ -199,7 +199,7 @@ def test_a_process_that_leaves_its_devices_one_by_one_keeps_the_last_row_of_each
     assert [row["used_bytes"] for row in bench.log.events[-1].detail["devices"]] == [30 * MIB, 10 * MIB]
 
 
-def test_a_process_that_ends_before_the_next_poll_has_what_the_last_one_said() -> None:
+def test_a_process_that_ends_before_the_next_poll_has_the_values_of_the_last_poll() -> None:
     bench = Bench()
     bench.reading(device(UUIDS[0], gpu="0", processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 1000, user="ada")})
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
@@ -209,7 +209,7 @@ def test_a_process_that_ends_before_the_next_poll_has_what_the_last_one_said() -
     assert ended.detail["user"] == "ada"
 
 
-def test_what_the_driver_said_long_before_the_last_report_is_not_its_last_row() -> None:
+def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
     bench = Bench()
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
     bench.reading(device(UUIDS[0], processes={7: 30 * MIB}))
@@ -221,7 +221,7 @@ def test_what_the_driver_said_long_before_the_last_report_is_not_its_last_row() 
     assert (row["used_bytes"], row["non_torch_bytes"], row["allocated_bytes"]) == (None, None, MIB)
 
 
-def test_another_process_that_has_its_pid_lends_it_no_bytes() -> None:
+def test_the_bytes_of_another_process_with_the_same_pid_are_not_used() -> None:
     bench = Bench()
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
     bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 5000)})
@@ -230,7 +230,7 @@ def test_another_process_that_has_its_pid_lends_it_no_bytes() -> None:
     assert row["used_bytes"] is None
 
 
-def test_one_that_falls_silent_has_ended_and_one_that_speaks_again_has_started() -> None:
+def test_a_silent_process_has_ended_and_starts_again_with_its_next_report() -> None:
     bench = Bench()
     bench.report()
     bench.now += 15
@@ -245,7 +245,7 @@ def test_one_that_falls_silent_has_ended_and_one_that_speaks_again_has_started()
     assert bench.types() == ["process_started", "process_ended", "process_started"]
 
 
-def test_one_that_was_silent_when_it_died_ends_once() -> None:
+def test_a_silent_process_that_exits_ends_once() -> None:
     bench = Bench()
     bench.report()
     process = bench.process()
@@ -255,7 +255,7 @@ def test_one_that_was_silent_when_it_died_ends_once() -> None:
     assert bench.types() == ["process_started", "process_ended"]
 
 
-def test_a_reporter_that_takes_anothers_place_ends_it() -> None:
+def test_a_reporter_that_replaces_another_ends_it() -> None:
     reasons = set()
     for ticks in (1000, 2000):  # another reporter in the same process, and another process with the same pid
         bench = Bench()
@@ -268,7 +268,7 @@ def test_a_reporter_that_takes_anothers_place_ends_it() -> None:
     assert len(reasons) == 2
 
 
-def test_processes_that_share_a_pid_are_called_as_their_series_are() -> None:
+def test_processes_that_share_a_pid_have_the_names_of_their_series() -> None:
     bench = Bench()
     bench.report(1, pid_namespace=5, session="a")
     bench.report(1, pid_namespace=6, session="b")
@@ -292,11 +292,11 @@ def test_a_device_that_stops_answering_is_lost_and_returns_when_it_answers() -> 
     assert (event.uuid, event.detail["error"]) == (UUIDS[1], "GPU is lost")
 
 
-def test_of_the_first_reading_only_what_differs_from_what_is_kept_is_news() -> None:
+def test_the_first_reading_creates_events_only_for_changes_to_stored_states() -> None:
     assert changes(None, node(device(), lost(1))) == [("device_returned", "0", "device_lost"), ("device_lost", "1", "")]
 
 
-def test_a_driver_that_goes_away_loses_no_device() -> None:
+def test_an_unavailable_driver_is_not_the_loss_of_a_device() -> None:
     assert changes(node(device()), node(up=False)) == []
     bench = Bench()
     bench.reading(device())
@@ -305,11 +305,11 @@ def test_a_driver_that_goes_away_loses_no_device() -> None:
     assert [event.type for event in bench.log.events if not event.only_after] == []
 
 
-def test_a_device_that_is_taken_away_is_not_lost() -> None:
+def test_a_removed_device_is_not_lost() -> None:
     assert changes(node(device(), device(UUIDS[1], gpu="1")), node(device())) == []
 
 
-def test_a_mig_device_is_lost_when_it_fails_twice_and_told_once() -> None:
+def test_a_mig_device_is_lost_after_two_failures_with_one_event() -> None:
     bench = Bench()
     bench.reading(device(UUIDS[1], gpu="0:0"))
     bench.log.events.clear()
@@ -321,11 +321,11 @@ def test_a_mig_device_is_lost_when_it_fails_twice_and_told_once() -> None:
     assert bench.types() == ["device_lost"]
 
 
-def test_a_device_without_a_name_is_left_out() -> None:
+def test_a_device_without_a_uuid_is_left_out() -> None:
     assert changes(None, node(DeviceReading(gpu="0", uuid="", error="no handle"))) == []
 
 
-def test_a_finished_action_is_an_event_with_what_became_of_it_and_a_dry_run_is_none() -> None:
+def test_a_finished_action_has_an_event_with_its_results_but_a_dry_run_has_none() -> None:
     results = (
         ActionResult(4711, "llm", "0", "0", UUIDS[0], "done", freed_bytes=5),
         ActionResult(4711, "llm", "0", "1", UUIDS[1], "done", freed_bytes=6),
@@ -343,7 +343,7 @@ def test_a_finished_action_is_an_event_with_what_became_of_it_and_a_dry_run_is_n
     assert [result["freed_bytes"] for result in detail["results"]] == [5, 6]
 
 
-def test_an_action_on_very_many_processes_holds_the_first_results_and_says_how_many_are_not_there() -> None:
+def test_the_event_of_a_large_action_has_the_first_results_and_the_number_left_out() -> None:
     results = tuple(ActionResult(pid, "w", "", "0", UUIDS[0], "done") for pid in range(1, MAX_RESULTS + 8))
     event = action_event(Action("id", "reset_peak", "done", "a", 1.0, Target(all=True), results=results), 2.0)
     assert (len(event.detail["results"]), event.detail["results_left_out"]) == (MAX_RESULTS, 7)

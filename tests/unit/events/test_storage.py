@@ -17,7 +17,7 @@ DAY = 86400.0
 
 
 class Bench:
-    """A storage on a clock that stands until it is moved."""
+    """A storage with a clock that only the test advances."""
 
     def __init__(self, folder: Path | None, **options: Any) -> None:
         self.now = 1.7e9
@@ -26,7 +26,7 @@ class Bench:
         self.storage = self.again()
 
     def again(self) -> Storage:
-        """Another storage in the same place."""
+        """Return another storage on the same folder."""
         self.storage = Storage(self.folder, wall_clock=lambda: self.now, **self.options)
         return self.storage
 
@@ -49,7 +49,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
     return Bench(None if request.param == "memory" else tmp_path / "not" / "yet")
 
 
-def test_an_event_comes_back_as_it_was_put(bench: Bench) -> None:
+def test_a_stored_event_is_read_unchanged(bench: Bench) -> None:
     event = Event(
         "oom", 1.5, gpu="0", uuid="GPU-1", pid=7, workload='a "b"', rank="", detail={"deep": [{"x": None}, 2**62]}
     )
@@ -61,7 +61,7 @@ def test_an_event_comes_back_as_it_was_put(bench: Bench) -> None:
     bench.storage.close()
 
 
-def test_pages_give_every_event_once_in_the_order_in_which_it_came(bench: Bench) -> None:
+def test_pages_have_every_event_once_in_order(bench: Bench) -> None:
     bench.put(*range(10))
     got: list[int] = []
     page = bench.page(after=0, limit=4)
@@ -77,7 +77,7 @@ def test_pages_give_every_event_once_in_the_order_in_which_it_came(bench: Bench)
     bench.storage.close()
 
 
-def test_without_a_beginning_the_last_ones_are_meant(bench: Bench) -> None:
+def test_a_query_without_a_start_returns_the_last_events(bench: Bench) -> None:
     bench.put(*range(10))
     page = bench.page(limit=3)
     assert [event.detail["number"] for event in page.events] == [7, 8, 9]
@@ -86,7 +86,7 @@ def test_without_a_beginning_the_last_ones_are_meant(bench: Bench) -> None:
     bench.storage.close()
 
 
-def test_what_is_asked_for_narrows_each_other(bench: Bench) -> None:
+def test_the_conditions_of_a_query_are_combined(bench: Bench) -> None:
     bench.put(0, pid=7)
     bench.now += 10
     bench.put(1, pid=8)
@@ -100,7 +100,7 @@ def test_what_is_asked_for_narrows_each_other(bench: Bench) -> None:
     bench.storage.close()
 
 
-def test_an_action_is_about_each_process_that_it_was_meant_for(bench: Bench) -> None:
+def test_an_action_is_about_each_of_its_target_processes(bench: Bench) -> None:
     results = [{"pid": 7}, {"pid": 8}, {"pid": "1@5"}]
     bench.storage.append([Event("action", bench.now, detail={"number": 1, "results": results})])
     bench.storage.append([Event("oom", bench.now, detail={"number": 2, "results": results})])
@@ -110,7 +110,7 @@ def test_an_action_is_about_each_process_that_it_was_meant_for(bench: Bench) -> 
     bench.storage.close()
 
 
-def test_a_page_is_bounded_by_its_size_and_goes_on_where_it_ended(bench: Bench) -> None:
+def test_a_page_has_a_maximum_size_and_the_next_one_continues(bench: Bench) -> None:
     bench.storage.append(
         [oom(n, time_unix_seconds=bench.now, detail={"number": n, "x": "y" * 300_000}) for n in range(9)]
     )
@@ -121,7 +121,7 @@ def test_a_page_is_bounded_by_its_size_and_goes_on_where_it_ended(bench: Bench) 
     bench.storage.close()
 
 
-def test_what_was_told_before_is_no_news(bench: Bench) -> None:
+def test_a_duplicate_event_is_not_stored(bench: Bench) -> None:
     bench.put(1, subject="oom:a:1")
     bench.put(1, 2, subject="oom:a:1")
     assert bench.numbers() == [1]
@@ -133,7 +133,7 @@ def test_what_was_told_before_is_no_news(bench: Bench) -> None:
     bench.storage.close()
 
 
-def test_a_return_is_news_only_after_a_loss_where_it_says_so(bench: Bench) -> None:
+def test_an_event_with_only_after_is_stored_only_after_that_type(bench: Bench) -> None:
     returned = {"subject": "d", "type": "device_returned", "only_after": "device_lost"}
     bench.put(1, **returned)
     assert bench.numbers() == []
@@ -144,7 +144,7 @@ def test_a_return_is_news_only_after_a_loss_where_it_says_so(bench: Bench) -> No
     bench.storage.close()
 
 
-def test_old_events_go(bench: Bench) -> None:
+def test_expired_events_are_deleted(bench: Bench) -> None:
     bench.put(1)
     bench.now += 6 * DAY
     bench.put(2)
@@ -154,7 +154,7 @@ def test_old_events_go(bench: Bench) -> None:
     bench.storage.close()
 
 
-def test_a_name_that_is_no_text_and_a_time_before_all_time_are_kept_as_far_as_they_can(bench: Bench) -> None:
+def test_an_invalid_name_and_a_negative_time_are_stored_as_far_as_possible(bench: Bench) -> None:
     bench.put(1, workload="caf\udce9", subject="\udce9")
     (event,) = bench.page().events
     assert event.workload == "caf?"
@@ -162,7 +162,7 @@ def test_a_name_that_is_no_text_and_a_time_before_all_time_are_kept_as_far_as_th
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["file", "memory"])
-def test_the_oldest_go_when_there_are_too_many(tmp_path: Path, stored: bool) -> None:
+def test_the_oldest_events_are_deleted_to_limit_the_size(tmp_path: Path, stored: bool) -> None:
     bench = Bench(tmp_path if stored else None, max_bytes=8 << 20)
     for batch in range(120):
         bench.put(*range(batch * 10, batch * 10 + 10), detail={"number": batch, "x": "y" * 20_000})
@@ -178,7 +178,7 @@ def test_the_oldest_go_when_there_are_too_many(tmp_path: Path, stored: bool) -> 
     bench.storage.close()
 
 
-def test_ids_rise_over_a_restart_whether_events_were_kept_or_not(tmp_path: Path) -> None:
+def test_ids_increase_over_a_restart_with_and_without_a_file(tmp_path: Path) -> None:
     for folder in (None, tmp_path):
         bench = Bench(folder)
         bench.put(*range(100))
@@ -192,7 +192,7 @@ def test_ids_rise_over_a_restart_whether_events_were_kept_or_not(tmp_path: Path)
         bench.storage.close()
 
 
-def test_ids_rise_while_the_clock_is_set_back(bench: Bench) -> None:
+def test_ids_increase_when_the_clock_is_set_back(bench: Bench) -> None:
     bench.put(1)
     bench.now -= 3600
     bench.put(2)
@@ -200,7 +200,7 @@ def test_ids_rise_while_the_clock_is_set_back(bench: Bench) -> None:
     bench.storage.close()
 
 
-def test_kept_events_are_there_again_and_still_no_news(tmp_path: Path) -> None:
+def test_stored_events_survive_a_restart_and_are_still_duplicates(tmp_path: Path) -> None:
     bench = Bench(tmp_path / "events")
     bench.put(1, subject="oom:a:1")
     bench.storage.close()
@@ -212,7 +212,7 @@ def test_kept_events_are_there_again_and_still_no_news(tmp_path: Path) -> None:
     assert (tmp_path / "events").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_exporter_in_the_same_folder_is_told_so_until_the_first_has_ended(tmp_path: Path) -> None:
+def test_a_second_exporter_in_the_same_folder_gets_an_error_until_the_first_ends(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.put(1)
     other = Storage(tmp_path, retention_seconds=DAY, max_bytes=64 << 20, wall_clock=lambda: bench.now)
@@ -224,7 +224,7 @@ def test_a_second_exporter_in_the_same_folder_is_told_so_until_the_first_has_end
     other.close()
 
 
-def test_a_full_disk_loses_nothing_that_was_kept_and_takes_more_when_there_is_room(tmp_path: Path) -> None:
+def test_a_full_disk_loses_no_stored_event_and_works_again_when_there_is_room(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.put(1)
     connection = bench.storage._open()
@@ -238,7 +238,7 @@ def test_a_full_disk_loses_nothing_that_was_kept_and_takes_more_when_there_is_ro
 
 
 @pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "a page is spoilt"])
-def test_a_damaged_file_is_damaged_file_and_a_new_one_begun(tmp_path: Path, damage: bytes | None) -> None:
+def test_a_damaged_file_is_moved_and_a_new_one_is_created(tmp_path: Path, damage: bytes | None) -> None:
     bench = Bench(tmp_path)
     bench.put(*range(200))
     bench.storage.close()
@@ -254,7 +254,7 @@ def test_a_damaged_file_is_damaged_file_and_a_new_one_begun(tmp_path: Path, dama
     bench.storage.close()
 
 
-def test_a_file_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_not_changed(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
@@ -265,7 +265,7 @@ def test_a_file_of_another_version_is_left_as_it_is(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
 
 
-def test_where_no_folder_can_be_made_it_says_why_and_begins_when_one_can(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_until_it_can(tmp_path: Path) -> None:
     (tmp_path / "in the way").write_text("a file")
     bench = Bench(tmp_path / "in the way" / "events")
     with pytest.raises(StorageError, match=rf"in the way.*{os.strerror(errno.ENOTDIR)}"):
@@ -276,7 +276,7 @@ def test_where_no_folder_can_be_made_it_says_why_and_begins_when_one_can(tmp_pat
     bench.storage.close()
 
 
-def test_a_file_that_somebody_removed_is_begun_anew(tmp_path: Path) -> None:
+def test_a_removed_file_is_created_again(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.put(1)
     (tmp_path / FILE_NAME).unlink()

@@ -1,4 +1,4 @@
-"""What /proc says of processes: the real one for this process and its children, a made-up tree for other hosts."""
+"""Facts of processes from the real /proc for this process and its children, and from an artificial one for others."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Clock:
 
 
 class Tree:
-    """A made-up /proc. A namespace is a file: its inode is the namespace's number, hard links share it."""
+    """An artificial /proc. A namespace is a file; its inode is the namespace's number, and hard links share it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -93,7 +93,7 @@ class Tree:
         directory.rmdir()
 
     def hide(self, pid: int, *names: str) -> None:
-        """Make a file that is there and cannot be read, by root neither: reading a directory is an error."""
+        """Create a file that even root cannot read: a directory, which cannot be read as a file."""
         for name in names:
             (self.root / str(pid) / name).unlink()
             (self.root / str(pid) / name).mkdir()
@@ -118,19 +118,19 @@ def child() -> Iterator[subprocess.Popen[bytes]]:
         stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
-    process.stdout.readline()  # in the first moment after exec, /proc has no command line of it yet
+    process.stdout.readline()  # directly after exec, /proc has no command line yet
     yield process
     process.kill()
     process.communicate()
 
 
 def end_unreaped(process: subprocess.Popen[bytes]) -> None:
-    """Let a process end and stay a zombie."""
+    """End a process and leave it as a zombie."""
     process.kill()
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_linux_host_is_a_host() -> None:
+def test_a_linux_host_implements_the_interface() -> None:
     host: Host = LinuxHost()
     assert host.alive(os.getpid(), start_time_ticks())
 
@@ -144,7 +144,7 @@ def test_a_real_child_is_described_without_its_arguments(child: subprocess.Popen
     assert (facts.k8s_namespace, facts.k8s_pod, facts.k8s_container) == ("", "", "")
 
 
-def test_a_real_process_is_alive_until_it_ends_even_if_nobody_reaps_it(child: subprocess.Popen[bytes]) -> None:
+def test_a_real_process_is_alive_until_it_exits_even_as_a_zombie(child: subprocess.Popen[bytes]) -> None:
     host = LinuxHost()
     began = start_time_ticks(f"/proc/{child.pid}")
     assert host.alive(child.pid, began)
@@ -157,13 +157,13 @@ def test_a_real_process_is_alive_until_it_ends_even_if_nobody_reaps_it(child: su
     assert host.facts(child.pid) is None
 
 
-def test_a_real_zombie_holds_no_device_and_has_no_facts(child: subprocess.Popen[bytes]) -> None:
+def test_a_real_zombie_has_no_facts(child: subprocess.Popen[bytes]) -> None:
     end_unreaped(child)
     assert LinuxHost().facts(child.pid) is None
 
 
 @pytest.mark.parametrize("state", ["Z", "X"])
-def test_an_ended_process_is_neither_alive_nor_described(tree: Tree, state: str) -> None:
+def test_an_exited_process_is_not_alive_and_has_no_facts(tree: Tree, state: str) -> None:
     tree.process(30, state=state)
     assert not LinuxHost(tree.root).alive(30, 100)
     assert LinuxHost(tree.root).facts(30) is None
@@ -175,14 +175,14 @@ def test_a_process_in_any_other_state_is_alive(tree: Tree, state: str) -> None:
     assert LinuxHost(tree.root).alive(30, 100)
 
 
-def test_a_user_without_a_name_is_told_by_number(tree: Tree) -> None:
+def test_a_user_without_a_name_is_shown_as_a_number(tree: Tree) -> None:
     tree.process(30, uid=3_999_999_999)
     facts = LinuxHost(tree.root).facts(30)
     assert facts is not None
     assert facts.user == "3999999999"
 
 
-def test_a_user_whose_name_cannot_be_looked_up_for_a_while_is_told_by_it_afterwards(
+def test_a_user_name_is_used_once_the_directory_service_is_available_again(
     tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -207,7 +207,7 @@ def test_a_user_whose_name_cannot_be_looked_up_for_a_while_is_told_by_it_afterwa
     assert users() == ["ada"] * 2
 
 
-def test_facts_are_read_once_while_a_process_lives_and_again_after_a_minute(tree: Tree, clock: Clock) -> None:
+def test_facts_are_cached_for_a_minute(tree: Tree, clock: Clock) -> None:
     host = LinuxHost(tree.root, clock=clock)
     directory = tree.process(30)
     first = host.facts(30)
@@ -220,7 +220,7 @@ def test_facts_are_read_once_while_a_process_lives_and_again_after_a_minute(tree
     assert again.command == "python serve.py"
 
 
-def test_a_pid_that_is_used_again_is_another_process(tree: Tree) -> None:
+def test_a_reused_pid_is_another_process(tree: Tree) -> None:
     host = LinuxHost(tree.root)
     tree.process(30, start=100)
     assert host.facts(30) == ProcessFacts(30, 100, "python train.py", pwd.getpwuid(os.geteuid()).pw_name)
@@ -231,7 +231,7 @@ def test_a_pid_that_is_used_again_is_another_process(tree: Tree) -> None:
     assert host.alive(30, 200)
 
 
-def test_a_process_that_runs_another_program_is_described_anew(tree: Tree) -> None:
+def test_facts_are_read_again_after_an_exec(tree: Tree) -> None:
     host = LinuxHost(tree.root)
     tree.process(30, stack=1)
     first = host.facts(30)
@@ -243,7 +243,7 @@ def test_a_process_that_runs_another_program_is_described_anew(tree: Tree) -> No
     assert again == replace(first, command="python serve.py", slurm_job_id="7")
 
 
-def test_a_real_process_that_execs_is_described_anew_at_once() -> None:
+def test_facts_are_read_again_after_a_real_exec() -> None:
     code = "import os, sys; sys.stdin.readline(); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     after = "import sys; print('after', flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -278,7 +278,7 @@ def test_a_real_process_that_execs_is_described_anew_at_once() -> None:
         (b"", "", ""),
     ],
 )
-def test_the_jobs_of_slurm_and_ray_are_read_from_the_environment_and_nothing_else(
+def test_only_the_slurm_and_ray_job_ids_are_read_from_the_environment(
     tree: Tree, environ: bytes, slurm: str, ray: str
 ) -> None:
     tree.process(30, environ=environ)
@@ -303,7 +303,7 @@ def test_the_job_of_a_real_process_is_known() -> None:
     assert (facts.slurm_job_id, facts.ray_job_id) == ("77", "")
 
 
-def test_processes_that_are_gone_or_no_longer_asked_for_are_forgotten(tree: Tree, clock: Clock) -> None:
+def test_facts_of_exited_and_unused_processes_are_dropped(tree: Tree, clock: Clock) -> None:
     host = LinuxHost(tree.root, clock=clock)
     for pid in (30, 31, 32):
         tree.process(pid, start=987_654)
@@ -318,7 +318,7 @@ def test_processes_that_are_gone_or_no_longer_asked_for_are_forgotten(tree: Tree
 
 
 def remembered_pids() -> set[int]:
-    """The processes of that test of which facts are anywhere in memory."""
+    """Return the processes of that test whose facts are in memory."""
     gc.collect()
     known = [facts for facts in gc.get_objects() if type(facts) is ProcessFacts]
     return {facts.pid for facts in known if facts.start_time_ticks == 987_654}
@@ -335,9 +335,7 @@ def remembered_pids() -> set[int]:
         ("environ", {"slurm_job_id": ""}),
     ],
 )
-def test_a_file_that_the_kernel_hides_costs_its_own_fact_alone(
-    tree: Tree, hidden: str, lost: dict[str, object]
-) -> None:
+def test_an_unreadable_file_affects_only_its_own_facts(tree: Tree, hidden: str, lost: dict[str, object]) -> None:
     tree.process(30, uid=os.geteuid(), cgroup=f"0::/docker/{ID}\n", environ=b"SLURM_JOB_ID=7\0")
     whole = LinuxHost(tree.root).facts(30)
     tree.hide(30, hidden)
@@ -346,7 +344,7 @@ def test_a_file_that_the_kernel_hides_costs_its_own_fact_alone(
     assert LinuxHost(tree.root).facts(30) == replace(whole, **lost)  # type: ignore[arg-type]
 
 
-def test_a_process_of_which_everything_is_hidden_is_still_there(tree: Tree) -> None:
+def test_a_process_whose_files_are_all_unreadable_is_alive(tree: Tree) -> None:
     tree.process(30)
     tree.hide(30, "cmdline", "cgroup", "status", "stat", "comm")
     host = LinuxHost(tree.root)
@@ -354,14 +352,14 @@ def test_a_process_of_which_everything_is_hidden_is_still_there(tree: Tree) -> N
     assert host.alive(30, 100)
 
 
-def test_a_process_without_a_command_line_goes_by_the_name_that_the_kernel_keeps(tree: Tree) -> None:
+def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree) -> None:
     tree.process(30, cmdline=b"", name="kworker")
     facts = LinuxHost(tree.root).facts(30)
     assert facts is not None
     assert facts.command == "kworker"
 
 
-def test_without_a_proc_nothing_is_known(tmp_path: Path) -> None:
+def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
     host = LinuxHost(tmp_path / "absent")
     assert host.facts(1) is None
     assert not host.alive(1, 100)
@@ -388,7 +386,7 @@ def test_without_a_proc_nothing_is_known(tmp_path: Path) -> None:
         f"3:cpu,cpuacct:/kubepods.slice/kubepods-{POD}.slice/cri-containerd-{ID}.scope",
     ],
 )
-def test_a_container_is_known_by_its_cgroup(cgroup: str) -> None:
+def test_the_container_id_is_read_from_the_cgroup(cgroup: str) -> None:
     assert container_id(cgroup + "\n") == ID
 
 
@@ -406,24 +404,22 @@ def test_a_container_is_known_by_its_cgroup(cgroup: str) -> None:
         "nonsense",
     ],
 )
-def test_what_is_no_container_has_no_container_id(cgroup: str) -> None:
+def test_a_process_outside_of_containers_has_no_container_id(cgroup: str) -> None:
     assert container_id(cgroup) == ""
 
 
-def test_a_real_process_in_the_exporters_namespace_is_known_by_its_own_pid() -> None:
+def test_a_real_process_in_the_exporters_namespace_is_found_by_its_own_pid() -> None:
     assert LinuxHost().host_pid(ME, None) == os.getpid()
 
 
-def test_a_start_time_that_does_not_agree_is_another_process() -> None:
+def test_a_different_start_time_means_another_process() -> None:
     host = LinuxHost()
     assert host.host_pid(replace(ME, start_time_ticks=ME.start_time_ticks + 1), None) is None
     assert host.host_pid(replace(ME, start_time_ticks=ME.start_time_ticks + 1), os.getpid()) is None
     assert host.host_pid(replace(ME, start_time_ticks=0), os.getpid()) is None
 
 
-def test_the_kernels_word_for_the_sockets_other_end_is_believed_where_the_start_time_agrees(
-    tree: Tree, child: subprocess.Popen[bytes]
-) -> None:
+def test_the_peer_pid_is_used_if_the_start_time_is_equal(tree: Tree, child: subprocess.Popen[bytes]) -> None:
     elsewhere = replace(ME, pid=7, pid_namespace=tree.namespace("container"))
     assert LinuxHost().host_pid(elsewhere, os.getpid()) == os.getpid()
     assert LinuxHost().host_pid(replace(elsewhere, start_time_ticks=5), os.getpid()) is None
@@ -434,7 +430,7 @@ def reporter(tree: Tree, *, pid: int, namespace: str, start: int = 100) -> Proce
     return replace(ME, pid=pid, pid_namespace=tree.namespace(namespace), start_time_ticks=start)
 
 
-def test_a_process_of_another_namespace_is_found_by_what_it_is_called_there(tree: Tree) -> None:
+def test_a_process_of_another_namespace_is_found_by_its_pid_there(tree: Tree) -> None:
     for name in ("a", "b"):
         tree.namespace(name)
     tree.process(300, namespace="a", inner_pids=(7,), start=100)
@@ -451,19 +447,19 @@ def test_a_process_of_another_namespace_is_found_by_what_it_is_called_there(tree
 @pytest.mark.parametrize(
     ("pid", "namespace", "start"), [(8, "a", 100), (7, "b", 100), (7, "a", 101), (12, "a", 100), (300, "a", 100)]
 )
-def test_a_process_that_is_not_found_is_not_guessed(tree: Tree, pid: int, namespace: str, start: int) -> None:
+def test_a_process_that_is_not_found_has_no_host_pid(tree: Tree, pid: int, namespace: str, start: int) -> None:
     for name in ("a", "b"):
         tree.namespace(name)
     tree.process(300, namespace="a", inner_pids=(12, 7), start=100)
     assert LinuxHost(tree.root).host_pid(reporter(tree, pid=pid, namespace=namespace, start=start), None) is None
 
 
-def test_a_process_whose_namespace_is_unknown_is_not_looked_for(tree: Tree) -> None:
+def test_a_process_with_an_unknown_namespace_is_not_searched(tree: Tree) -> None:
     tree.process(7)
     assert LinuxHost(tree.root).host_pid(replace(ME, pid=7, pid_namespace=0, start_time_ticks=100), None) is None
 
 
-def test_a_process_that_may_not_be_looked_into_does_not_hide_the_others(tree: Tree) -> None:
+def test_an_unreadable_process_does_not_hide_the_others(tree: Tree) -> None:
     tree.namespace("a")
     tree.process(299, namespace="a", inner_pids=(6,))
     tree.hide(299, "stat")
@@ -473,7 +469,7 @@ def test_a_process_that_may_not_be_looked_into_does_not_hide_the_others(tree: Tr
     assert host.host_pid(reporter(tree, pid=6, namespace="a"), None) is None
 
 
-def test_all_of_proc_is_searched_once_a_second_at_most_and_for_one_process_every_ten(tree: Tree, clock: Clock) -> None:
+def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tree: Tree, clock: Clock) -> None:
     tree.namespace("a")
     host = LinuxHost(tree.root, clock=clock)
     for pid in range(500):
@@ -481,7 +477,7 @@ def test_all_of_proc_is_searched_once_a_second_at_most_and_for_one_process_every
     tree.process(300, namespace="a", inner_pids=(7,))
     tree.process(301, namespace="a", inner_pids=(777,))
     tree.process(302, namespace="a", inner_pids=(778,))
-    assert host.host_pid(reporter(tree, pid=777, namespace="a"), None) is None  # /proc was searched in this second
+    assert host.host_pid(reporter(tree, pid=777, namespace="a"), None) is None  # /proc was scanned in this second
     clock.now += 1
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) is None
     assert host.host_pid(reporter(tree, pid=778, namespace="a"), None) == 302
@@ -491,7 +487,7 @@ def test_all_of_proc_is_searched_once_a_second_at_most_and_for_one_process_every
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
 
 
-def test_what_is_remembered_of_reporters_is_bounded(tree: Tree, clock: Clock) -> None:
+def test_the_cache_of_host_pids_is_bounded(tree: Tree, clock: Clock) -> None:
     tree.namespace("a")
     host = LinuxHost(tree.root, clock=clock)
     for pid in range(1, 4099):
@@ -499,10 +495,10 @@ def test_what_is_remembered_of_reporters_is_bounded(tree: Tree, clock: Clock) ->
     tree.process(5000, namespace="a", inner_pids=(1,))
     tree.process(5001, namespace="a", inner_pids=(4098,))
     clock.now += 1
-    assert host.host_pid(reporter(tree, pid=4098, namespace="a"), None) is None  # it was sought a second ago
-    assert host.host_pid(reporter(tree, pid=1, namespace="a"), None) == 5000  # that it was sought is forgotten
+    assert host.host_pid(reporter(tree, pid=4098, namespace="a"), None) is None  # it was searched a second ago
+    assert host.host_pid(reporter(tree, pid=1, namespace="a"), None) == 5000  # its last search is no longer cached
 
 
-def test_a_host_says_whether_it_sees_the_pids_that_the_driver_gives(tree: Tree) -> None:
+def test_a_host_detects_the_initial_pid_namespace(tree: Tree) -> None:
     assert LinuxHost().sees_host_pids == (pid_namespace() == 0xEFFFFFFC)
     assert not LinuxHost(tree.root).sees_host_pids

@@ -1,4 +1,4 @@
-"""Pod and container of a process: its ids from the cgroup, its names from what the kubelet has given to whom."""
+"""Pod and container of a process: the ids from its cgroup, the names from the kubelet's device assignments."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ CGROUPS = {
 
 
 @pytest.mark.parametrize("cgroup", CGROUPS.values(), ids=CGROUPS)
-def test_a_pod_and_its_container_are_known_by_the_cgroup(cgroup: str) -> None:
+def test_the_pod_uid_and_the_container_id_are_read_from_the_cgroup(cgroup: str) -> None:
     assert (pod_uid(cgroup + "\n"), container_id(cgroup + "\n")) == (UID, ID)
 
 
@@ -85,7 +85,7 @@ def test_a_static_pods_uid_is_a_hash() -> None:
         "0::/system.slice/slurmstepd.scope/job_77/step_0/user/task_0",
     ],
 )
-def test_what_is_in_no_pod_has_no_pod(cgroup: str) -> None:
+def test_a_process_outside_of_pods_has_no_pod_uid(cgroup: str) -> None:
     assert pod_uid(cgroup) == ""
 
 
@@ -103,7 +103,7 @@ def facts(pid: int, container: str, pod: str, began: int = 100) -> ProcessFacts:
 
 
 def reading(*processes: ProcessFacts, on: dict[int, tuple[int, ...]]) -> NodeReading:
-    """Processes, and by pid the devices that the driver lists each on."""
+    """A reading with these processes; `on` has the devices of each by pid."""
     devices = [
         device(uuid, gpu=str(i), processes={pid: 1 for pid, where in on.items() if i in where})
         for i, uuid in enumerate(UUIDS)
@@ -125,7 +125,7 @@ def named(reading: NodeReading, given: DeviceAssignments) -> dict[int, tuple[str
     }
 
 
-def test_a_process_on_a_device_that_was_given_to_one_container_is_in_that_container() -> None:
+def test_the_container_of_a_device_is_that_of_its_processes() -> None:
     known = reading(facts(1, "c1", "p1"), facts(2, "c1", "p1"), facts(3, "c2", "p2"), on={1: (0, 1), 2: (1,), 3: (2,)})
     assert named(known, given(d0=(TRAINER,), d1=(TRAINER,), d2=(SERVER,))) == {
         1: ("ml", "llm-0", "trainer"),
@@ -134,7 +134,7 @@ def test_a_process_on_a_device_that_was_given_to_one_container_is_in_that_contai
     }
 
 
-def test_the_devices_of_all_of_a_containers_processes_decide_together() -> None:
+def test_the_devices_of_all_processes_of_a_container_are_combined() -> None:
     known = reading(facts(1, "c1", "p1"), facts(2, "c1", "p1"), on={1: (0,), 2: (1,)})
     shared = given(d0=(TRAINER, SERVER), d1=(TRAINER,))
     assert named(known, shared) == {1: ("ml", "llm-0", "trainer"), 2: ("ml", "llm-0", "trainer")}
@@ -173,16 +173,16 @@ def test_the_devices_of_all_of_a_containers_processes_decide_together() -> None:
         ),
     ],
 )
-def test_what_the_devices_do_not_decide_has_no_name(known: NodeReading, list_of_the_kubelet: DeviceAssignments) -> None:
+def test_ambiguous_containers_have_no_name(known: NodeReading, list_of_the_kubelet: DeviceAssignments) -> None:
     assert named(known, list_of_the_kubelet) == {}
 
 
-def test_of_two_containers_of_one_pod_that_share_a_device_the_pod_is_known() -> None:
+def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> None:
     known = reading(facts(1, "c1", "p1"), facts(2, "c2", "p1"), on={1: (0,), 2: (0,)})
     assert named(known, given(d0=(TRAINER, SIDECAR))) == {1: ("ml", "llm-0", ""), 2: ("ml", "llm-0", "")}
 
 
-def test_a_container_that_is_younger_than_the_list_is_told() -> None:
+def test_a_container_newer_than_the_list_is_detected() -> None:
     for began, unknown in ((ASKED - 1, False), (ASKED, True)):
         _, found = name_containers(reading(facts(1, "c1", "p1", began=began), on={1: (0,)}), given(d0=(TRAINER,)))
         assert found is unknown
@@ -198,11 +198,11 @@ def test_a_container_that_is_younger_than_the_list_is_told() -> None:
         ("0", None),
     ],
 )
-def test_a_device_of_the_plugin_is_known_by_its_uuid(device_id: str, uuid: str | None) -> None:
+def test_the_uuid_is_read_from_the_device_id_of_the_plugin(device_id: str, uuid: str | None) -> None:
     assert device_uuid(device_id) == uuid
 
 
-def test_what_the_kubelet_said_long_ago_is_not_believed(tmp_path: Path) -> None:
+def test_an_expired_answer_of_the_kubelet_is_not_used(tmp_path: Path) -> None:
     socket = tmp_path / "kubelet.sock"
     socket.touch()
     now = [100.0]
@@ -222,7 +222,7 @@ def test_what_the_kubelet_said_long_ago_is_not_believed(tmp_path: Path) -> None:
     assert pods.name(known).facts[1].k8s_pod == ""
 
 
-def test_without_a_kubelet_nothing_is_asked(tmp_path: Path) -> None:
+def test_without_a_kubelet_there_are_no_queries(tmp_path: Path) -> None:
     absent = {"GPUMEM_POD_RESOURCES_SOCKET": str(tmp_path / "absent" / "kubelet.sock")}
     assert PodResources.of_this_node(absent) is None
     pods = PodResources.of_this_node({"GPUMEM_POD_RESOURCES_SOCKET": str(tmp_path / "kubelet.sock")})

@@ -1,4 +1,4 @@
-"""What may be told of a command line, and which process a line of /proc/PID/stat speaks of."""
+"""Descriptions of command lines, and the parsing of /proc/PID/stat."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_command_is_its_program_and_script_without_arguments(argv: list[str], 
 
 
 @given(st.lists(st.text()))
-def test_a_description_is_always_fit_to_be_a_label(argv: list[str]) -> None:
+def test_a_description_is_always_a_valid_label(argv: list[str]) -> None:
     described = describe_command(argv)
     assert len(described) <= MAX_LABEL_LENGTH
     assert described.isprintable()
@@ -67,12 +67,12 @@ def test_a_description_is_always_fit_to_be_a_label(argv: list[str]) -> None:
 
 @pytest.mark.parametrize("program", ["python", "python3.12", "/usr/bin/python3", "trainer", "python train.py"])
 @given(before=st.lists(st.sampled_from(["-u", "-B", "-Xdev"])), after=st.lists(st.text("0123456789", min_size=8)))
-def test_nothing_behind_the_script_is_ever_told(program: str, before: list[str], after: list[str]) -> None:
+def test_nothing_after_the_script_is_ever_included(program: str, before: list[str], after: list[str]) -> None:
     described = describe_command([program, *before, "train.py", *after])
     assert not any(argument in described for argument in after)
 
 
-def test_a_cmdline_is_split_at_its_nuls_and_padding_is_dropped() -> None:
+def test_a_command_line_is_split_at_nuls_and_padding_is_dropped() -> None:
     assert split_cmdline(b"python\0train.py\0") == ["python", "train.py"]
     assert split_cmdline(b"title\0\0\0\0") == ["title"]
     assert split_cmdline(b"python\0\0x\0") == ["python", "", "x"]
@@ -80,7 +80,7 @@ def test_a_cmdline_is_split_at_its_nuls_and_padding_is_dropped() -> None:
     assert split_cmdline(b"") == []
 
 
-def test_state_and_start_time_are_found_behind_a_name_full_of_traps() -> None:
+def test_state_and_start_time_are_found_after_a_name_with_parentheses() -> None:
     fields = " ".join(str(number) for number in range(4, 53))
     stat = f"4711 (a) R) (b ) S {fields}\n"
     assert parse_stat_state(stat) == "S"
@@ -88,7 +88,7 @@ def test_state_and_start_time_are_found_behind_a_name_full_of_traps() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4711 (short) S 1 2", "no parenthesis " * 30])
-def test_what_is_no_stat_line_is_refused(text: str) -> None:
+def test_an_invalid_stat_line_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="stat"):
         parse_stat_start_time(text)
 
@@ -98,11 +98,11 @@ def test_this_process_has_a_start_time_and_a_pid_namespace() -> None:
     assert f"pid:[{pid_namespace()}]" == str(Path("/proc/self/ns/pid").readlink())
 
 
-def test_what_cannot_be_read_is_zero() -> None:
+def test_unreadable_values_are_zero() -> None:
     assert start_time_ticks("/proc/0") == 0
     assert pid_namespace("/proc/0") == 0
 
 
-def test_a_process_and_its_host_describe_its_command_alike() -> None:
+def test_a_process_and_its_host_describe_its_command_identically() -> None:
     cmdline = Path("/proc/self/cmdline").read_bytes()
     assert describe_command(split_cmdline(cmdline)) == describe_command(sys.orig_argv)

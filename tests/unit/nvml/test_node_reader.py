@@ -1,4 +1,4 @@
-"""One poll of a driver that comes late, goes, loses devices and does not answer, with a scripted driver and clock."""
+"""Polls of a scripted driver that is loaded late, is unloaded, loses devices or does not answer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Clock:
 
 
 class Node:
-    """A scripted driver with eight GPUs. `failures` maps (call, uuid) to what it raises."""
+    """A scripted driver with eight GPUs. `failures` maps (call, uuid) to an exception."""
 
     source = "nvml"
 
@@ -145,7 +145,7 @@ def device(reading: NodeReading, uuid: str) -> DeviceReading:
     return found
 
 
-def test_a_reading_holds_every_device_and_who_is_on_it(reader: NodeReader) -> None:
+def test_a_reading_has_every_device_with_its_processes(reader: NodeReader) -> None:
     reading = reader.read()
     assert reading.up
     assert (reading.error, reading.driver_version) == ("", "580.159.04")
@@ -155,7 +155,7 @@ def test_a_reading_holds_every_device_and_who_is_on_it(reader: NodeReader) -> No
     assert reading.facts == {30: ProcessFacts(30, 100, "python train.py")}
 
 
-def test_a_reading_says_when_it_was_taken_and_how_long_it_took(node: Node, host: Host) -> None:
+def test_a_reading_has_its_time_and_its_duration(node: Node, host: Host) -> None:
     times = iter(range(2000, 3000))
     reader = NodeReader(node, host, clock=lambda: float(next(times)), wall_clock=lambda: 5e8)
     reading = reader.read()
@@ -163,7 +163,7 @@ def test_a_reading_says_when_it_was_taken_and_how_long_it_took(node: Node, host:
     assert reading.duration_seconds == reading.taken_seconds - 2000 > 0
 
 
-def test_a_process_on_all_devices_is_asked_for_once_and_one_that_is_gone_has_no_facts(
+def test_facts_are_read_once_per_process_and_are_missing_after_its_exit(
     reader: NodeReader, node: Node, host: Host
 ) -> None:
     node.processes = (ProcessMemory(30, 5), ProcessMemory(31, 6))
@@ -171,7 +171,7 @@ def test_a_process_on_all_devices_is_asked_for_once_and_one_that_is_gone_has_no_
     assert sorted(host.asked) == [30, 31]
 
 
-def test_what_the_host_fails_to_say_costs_nothing_of_what_the_driver_said(
+def test_a_failing_host_does_not_affect_the_values_of_the_driver(
     reader: NodeReader, host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
     host.failure = ZeroDivisionError("unforeseen")
@@ -183,7 +183,7 @@ def test_what_the_host_fails_to_say_costs_nothing_of_what_the_driver_said(
     assert record.message.endswith(": ZeroDivisionError: unforeseen")
 
 
-def test_a_driver_that_comes_late_is_attached_when_it_comes(reader: NodeReader, node: Node) -> None:
+def test_a_driver_that_is_loaded_later_is_attached(reader: NodeReader, node: Node) -> None:
     node.failures["open", ""] = NvmlUnavailableError("no driver")
     reading = reader.read()
     assert (reading.up, reading.error, reading.devices) == (False, "no driver", ())
@@ -192,14 +192,14 @@ def test_a_driver_that_comes_late_is_attached_when_it_comes(reader: NodeReader, 
     assert len(up(poll_for(reader, node, 4))) == 8
 
 
-def test_a_missing_driver_is_sought_after_1_2_4_8_16_and_then_every_30_seconds(reader: NodeReader, node: Node) -> None:
+def test_a_missing_driver_is_retried_after_1_2_4_8_16_and_then_every_30_seconds(reader: NodeReader, node: Node) -> None:
     node.failures["open", ""] = NvmlUnavailableError("no driver")
     reader.read()
     poll_for(reader, node, 130)
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 1, 3, 7, 15, 31, 61, 91, 121]
 
 
-def test_a_driver_that_was_found_and_goes_again_is_sought_soon(reader: NodeReader, node: Node) -> None:
+def test_a_driver_that_was_attached_and_fails_is_retried_soon(reader: NodeReader, node: Node) -> None:
     node.failures["open", ""] = NvmlUnavailableError("no driver")
     reader.read()
     poll_for(reader, node, 60)
@@ -212,7 +212,7 @@ def test_a_driver_that_was_found_and_goes_again_is_sought_soon(reader: NodeReade
 
 
 @pytest.mark.parametrize("error", [NvmlUnavailableError("gone"), NvmlError("unknown"), KeyError("unforeseen")])
-def test_a_driver_that_does_not_list_its_devices_is_closed_and_opened_again(
+def test_a_driver_that_cannot_list_its_devices_is_closed_and_opened_again(
     reader: NodeReader, node: Node, error: Exception
 ) -> None:
     reader.read()
@@ -224,13 +224,13 @@ def test_a_driver_that_does_not_list_its_devices_is_closed_and_opened_again(
     assert len(node.opened_at) == 2
 
 
-def test_a_driver_that_does_not_say_its_version_is_read_without(reader: NodeReader, node: Node) -> None:
+def test_a_driver_without_a_version_is_read(reader: NodeReader, node: Node) -> None:
     node.failures["driver_version", ""] = NvmlNotSupportedError("no")
     reading = reader.read()
     assert (reading.up, reading.driver_version) == (True, "")
 
 
-def test_a_device_lost_while_it_is_read_keeps_its_identity_and_has_no_figures(reader: NodeReader, node: Node) -> None:
+def test_a_device_lost_during_a_read_keeps_its_identity_and_has_no_values(reader: NodeReader, node: Node) -> None:
     for call in ("memory", "processes", "utilization"):
         node.failures = {(call, "GPU-3"): NvmlDeviceLostError("GPU is lost")}
         reading = reader.read()
@@ -238,19 +238,19 @@ def test_a_device_lost_while_it_is_read_keeps_its_identity_and_has_no_figures(re
         assert up(reading) == [f"GPU-{i}" for i in (0, 1, 2, 4, 5, 6, 7)]
 
 
-def test_a_lost_device_that_no_longer_says_its_name_keeps_the_one_it_had(reader: NodeReader, node: Node) -> None:
+def test_a_lost_device_without_a_uuid_keeps_its_known_identity(reader: NodeReader, node: Node) -> None:
     reader.read()
     node.listed[3] = DeviceIdentity("3", "", error="GPU is lost")
     for _ in range(3):
         assert device(reader.read(), "GPU-3") == DeviceReading("3", "GPU-3", "H100", error="GPU is lost")
 
 
-def test_a_device_lost_from_the_start_is_told_by_its_index(reader: NodeReader, node: Node) -> None:
+def test_a_device_lost_from_the_start_is_identified_by_its_index(reader: NodeReader, node: Node) -> None:
     node.listed[3] = DeviceIdentity("3", "", error="GPU is lost")
     assert device(reader.read(), "") == DeviceReading("3", "", error="GPU is lost")
 
 
-def test_a_lost_device_that_the_driver_stops_counting_stays_lost_until_it_is_back(
+def test_a_lost_device_that_the_driver_no_longer_counts_stays_lost_until_it_returns(
     reader: NodeReader, node: Node
 ) -> None:
     reader.read()
@@ -267,7 +267,7 @@ def test_a_lost_device_that_the_driver_stops_counting_stays_lost_until_it_is_bac
 
 
 @pytest.mark.parametrize(("lost", "keeps"), [(3, False), (7, True)])
-def test_a_lost_device_keeps_its_index_until_the_driver_gives_it_to_another(
+def test_a_lost_device_keeps_its_index_until_another_device_gets_it(
     reader: NodeReader, node: Node, lost: int, keeps: bool
 ) -> None:
     reader.read()
@@ -284,7 +284,7 @@ def test_a_lost_device_keeps_its_index_until_the_driver_gives_it_to_another(
     assert device(reader.read(), f"GPU-{lost}").gpu == str(lost)
 
 
-def test_a_nameless_device_does_not_take_the_name_of_one_that_is_there_under_another_index(
+def test_a_device_without_a_uuid_does_not_get_that_of_a_device_with_another_index(
     reader: NodeReader, node: Node
 ) -> None:
     reader.read()
@@ -293,13 +293,13 @@ def test_a_nameless_device_does_not_take_the_name_of_one_that_is_there_under_ano
     assert [(d.gpu, d.uuid, d.error) for d in reading.devices] == [("0", "GPU-3", ""), ("3", "", "GPU is lost")]
 
 
-def test_a_device_that_goes_in_good_health_is_gone(reader: NodeReader, node: Node) -> None:
+def test_a_device_that_disappears_without_an_error_was_removed(reader: NodeReader, node: Node) -> None:
     reader.read()
     del node.listed[7]
     assert [reading.uuid for reading in reader.read().devices] == [f"GPU-{i}" for i in range(7)]
 
 
-def test_a_lost_gpu_takes_its_mig_devices_with_it_by_name(reader: NodeReader, node: Node) -> None:
+def test_the_mig_devices_of_a_lost_gpu_are_lost_and_keep_their_identity(reader: NodeReader, node: Node) -> None:
     node.listed[1:] = [DeviceIdentity(f"1:{i}", f"MIG-{i}", parent_uuid="GPU-1") for i in (0, 2)]
     reader.read()
     node.listed[1:] = [DeviceIdentity("1", "", error="GPU is lost")]
@@ -311,9 +311,7 @@ def test_a_lost_gpu_takes_its_mig_devices_with_it_by_name(reader: NodeReader, no
     ]
 
 
-def test_a_mig_device_that_is_destroyed_while_it_is_read_is_gone_at_the_next_poll(
-    reader: NodeReader, node: Node
-) -> None:
+def test_a_mig_device_destroyed_during_a_read_is_absent_from_the_next_poll(reader: NodeReader, node: Node) -> None:
     node.listed[1:] = [DeviceIdentity(f"1:{i}", f"MIG-{i}", parent_uuid="GPU-1") for i in (0, 2)]
     node.failures["memory", "MIG-2"] = NvmlError("not found")
     assert up(reader.read()) == ["GPU-0", "MIG-0"]
@@ -321,22 +319,20 @@ def test_a_mig_device_that_is_destroyed_while_it_is_read_is_gone_at_the_next_pol
     assert [reading.uuid for reading in reader.read().devices] == ["GPU-0", "MIG-0"]
 
 
-def test_a_lost_device_is_sought_by_initializing_the_driver_ever_more_rarely(reader: NodeReader, node: Node) -> None:
+def test_nvml_is_initialized_again_with_backoff_to_recover_a_lost_device(reader: NodeReader, node: Node) -> None:
     reader.read()
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
     poll_for(reader, node, 200)
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 3, 7, 15, 31, 63, 123, 183]
 
 
-def test_the_healthy_devices_have_figures_in_every_poll_while_a_lost_one_is_sought(
-    reader: NodeReader, node: Node
-) -> None:
+def test_other_devices_have_values_in_every_poll_while_a_lost_one_is_retried(reader: NodeReader, node: Node) -> None:
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
     for _ in range(200):
         assert len(up(poll_for(reader, node, 1))) == 7
 
 
-def test_a_lost_device_that_comes_back_is_read_again(reader: NodeReader, node: Node) -> None:
+def test_a_lost_device_that_returns_is_read_again(reader: NodeReader, node: Node) -> None:
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
     poll_for(reader, node, 10)
     node.failures.clear()
@@ -346,7 +342,7 @@ def test_a_lost_device_that_comes_back_is_read_again(reader: NodeReader, node: N
     assert len(node.opened_at) == opened
 
 
-def test_a_driver_without_devices_is_up_and_asked_again_for_some(reader: NodeReader, node: Node) -> None:
+def test_a_driver_without_devices_is_up_and_is_initialized_again(reader: NodeReader, node: Node) -> None:
     listed, node.listed = node.listed, []
     reading = reader.read()
     assert (reading.up, reading.devices) == (True, ())
@@ -356,14 +352,14 @@ def test_a_driver_without_devices_is_up_and_asked_again_for_some(reader: NodeRea
     assert len(up(poll_for(reader, node, 1))) == 8
 
 
-def test_nvml_gone_for_one_device_is_that_devices_trouble(reader: NodeReader, node: Node) -> None:
+def test_nvml_unavailable_for_one_device_is_an_error_of_that_device(reader: NodeReader, node: Node) -> None:
     node.failures["memory", "GPU-3"] = NvmlUnavailableError("NVML is not initialized")
     reading = reader.read()
     assert reading.up
     assert len(up(reading)) == 7
 
 
-def test_nvml_gone_for_every_device_is_the_drivers_trouble(reader: NodeReader, node: Node) -> None:
+def test_nvml_unavailable_for_every_device_is_an_error_of_the_driver(reader: NodeReader, node: Node) -> None:
     reader.read()
     for i in range(8):
         node.failures["memory", f"GPU-{i}"] = NvmlUnavailableError("NVML is not initialized")
@@ -372,7 +368,7 @@ def test_nvml_gone_for_every_device_is_the_drivers_trouble(reader: NodeReader, n
     assert not node.is_open
 
 
-def test_all_devices_lost_is_a_driver_that_is_up(reader: NodeReader, node: Node) -> None:
+def test_the_driver_is_up_even_if_all_devices_are_lost(reader: NodeReader, node: Node) -> None:
     for i in range(8):
         node.failures["memory", f"GPU-{i}"] = NvmlDeviceLostError("GPU is lost")
     reading = reader.read()
@@ -381,7 +377,7 @@ def test_all_devices_lost_is_a_driver_that_is_up(reader: NodeReader, node: Node)
 
 
 @pytest.mark.parametrize("error", [NvmlNotSupportedError("no"), NvmlPermissionError("no")])
-def test_a_device_without_a_memory_figure_is_up_and_has_its_other_figures(
+def test_a_device_without_memory_values_is_up_and_has_its_other_values(
     reader: NodeReader, node: Node, error: Exception
 ) -> None:
     node.failures["memory", "GPU-3"] = error
@@ -391,7 +387,7 @@ def test_a_device_without_a_memory_figure_is_up_and_has_its_other_figures(
 
 
 @pytest.mark.parametrize("error", [NvmlNotSupportedError("no"), NvmlPermissionError("no"), NvmlError("timeout")])
-def test_a_process_list_that_cannot_be_read_is_unknown_and_not_empty(
+def test_a_process_list_that_cannot_be_read_is_unknown_not_empty(
     reader: NodeReader, node: Node, error: Exception
 ) -> None:
     node.failures["processes", "GPU-3"] = error
@@ -407,7 +403,7 @@ def test_a_utilization_that_cannot_be_read_is_unknown(reader: NodeReader, node: 
 
 
 @pytest.mark.parametrize("error", [NvmlError("timeout"), KeyError("unforeseen")])
-def test_a_device_that_does_not_answer_fails_alone(reader: NodeReader, node: Node, error: Exception) -> None:
+def test_a_failing_device_does_not_affect_the_others(reader: NodeReader, node: Node, error: Exception) -> None:
     node.failures["memory", "GPU-3"] = error
     reading = reader.read()
     assert len(up(reading)) == 7
@@ -415,7 +411,7 @@ def test_a_device_that_does_not_answer_fails_alone(reader: NodeReader, node: Nod
     assert device(reading, "GPU-3").error
 
 
-def test_a_released_driver_is_let_go_whole_and_taken_up_at_the_next_reading(reader: NodeReader, node: Node) -> None:
+def test_a_release_unloads_the_driver_and_the_next_reading_attaches_it(reader: NodeReader, node: Node) -> None:
     reader.read()
     reading = reader.release("released on request")
     assert (reading.up, reading.error, reading.devices) == (False, "released on request", ())
@@ -423,9 +419,7 @@ def test_a_released_driver_is_let_go_whole_and_taken_up_at_the_next_reading(read
     assert len(up(reader.read())) == 8
 
 
-def test_releasing_a_driver_that_is_not_there_lets_go_of_its_library_and_it_is_tried_again_at_once(
-    reader: NodeReader, node: Node
-) -> None:
+def test_a_release_without_a_driver_unloads_its_library_and_resets_the_backoff(reader: NodeReader, node: Node) -> None:
     node.failures["open", ""] = NvmlUnavailableError("no driver")
     poll_for(reader, node, 20)
     attempts = len(node.opened_at)
@@ -435,7 +429,7 @@ def test_releasing_a_driver_that_is_not_there_lets_go_of_its_library_and_it_is_t
     assert len(node.opened_at) == attempts + 1
 
 
-def test_a_device_that_was_lost_before_a_release_is_not_remembered_after_it(reader: NodeReader, node: Node) -> None:
+def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
     reader.read()
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
     reader.read()
@@ -444,7 +438,7 @@ def test_a_device_that_was_lost_before_a_release_is_not_remembered_after_it(read
     assert "GPU-3" not in [device.uuid for device in reader.read().devices]
 
 
-def test_a_driver_that_is_asked_for_is_tried_however_lately_it_was_tried(reader: NodeReader, node: Node) -> None:
+def test_an_attach_request_skips_the_backoff(reader: NodeReader, node: Node) -> None:
     node.failures["open", ""] = NvmlUnavailableError("no driver")
     poll_for(reader, node, 20)
     node.failures.clear()
@@ -453,7 +447,7 @@ def test_a_driver_that_is_asked_for_is_tried_however_lately_it_was_tried(reader:
     assert reader.read().up
 
 
-def test_a_trouble_is_logged_when_it_begins_and_when_it_ends_and_not_each_second(
+def test_a_failure_is_logged_when_it_starts_and_when_it_ends(
     reader: NodeReader, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -479,7 +473,7 @@ def test_a_trouble_is_logged_when_it_begins_and_when_it_ends_and_not_each_second
     assert all(re.search(named, record.message) for record, (_, named) in zip(caplog.records, expected, strict=True))
 
 
-def test_a_trouble_that_comes_and_goes_each_second_is_told_once_a_minute(
+def test_a_failure_that_comes_and_goes_each_second_is_logged_once_a_minute(
     reader: NodeReader, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(59):
@@ -492,7 +486,7 @@ def test_a_trouble_that_comes_and_goes_each_second_is_told_once_a_minute(
 
 
 @pytest.mark.parametrize(("jitter", "delay"), [(0.0, 8.0), (1.0, 4.0), (0.5, 6.0)])
-def test_a_delay_is_cut_by_up_to_half_of_itself(jitter: float, delay: float) -> None:
+def test_jitter_shortens_a_delay_by_up_to_half(jitter: float, delay: float) -> None:
     backoff = Backoff(2.0, 60.0, jitter=lambda: jitter)
     for _ in range(3):
         backoff.failed(100.0)
@@ -500,7 +494,7 @@ def test_a_delay_is_cut_by_up_to_half_of_itself(jitter: float, delay: float) -> 
     assert backoff.due(100.0 + delay)
 
 
-def test_a_delay_never_exceeds_its_cap_however_often_it_failed() -> None:
+def test_a_delay_never_exceeds_its_cap() -> None:
     backoff = Backoff(1.0, 30.0, jitter=lambda: 0.0)
     for _ in range(5000):
         backoff.failed(100.0)

@@ -23,11 +23,11 @@ def process(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_process_without_the_driver_holds_nothing_of_it(process: Path) -> None:
+def test_a_process_without_the_driver_has_no_driver_files_open(process: Path) -> None:
     assert open_driver_files(process) == ()
 
 
-def test_open_and_mapped_device_files_and_the_library_are_named_once(process: Path) -> None:
+def test_open_and_mapped_device_files_and_the_library_are_listed_once(process: Path) -> None:
     for number, target in (("6", "/dev/nvidiactl"), ("7", "/dev/nvidia0"), ("8", "/dev/nvidia0")):
         (process / "fd" / number).symlink_to(target)
     library = "/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.580.159.04"
@@ -40,11 +40,11 @@ def test_open_and_mapped_device_files_and_the_library_are_named_once(process: Pa
     assert open_driver_files(process) == ("/dev/nvidia-uvm", "/dev/nvidia0", "/dev/nvidiactl", library)
 
 
-def test_a_library_that_was_replaced_on_disk_is_still_held(process: Path) -> None:
+def test_a_library_that_was_replaced_on_disk_is_still_listed(process: Path) -> None:
     line = "7f0c1b000000-7f0c1b021000 r-xp 00000000 08:02 99 /usr/lib/libnvidia-ml.so.1 (deleted)"
     (process / "maps").write_text(MAPS.format(line))
     assert open_driver_files(process) == ("/usr/lib/libnvidia-ml.so.1 (deleted)",)
 
 
-def test_this_very_process_can_be_asked() -> None:
+def test_the_current_process_can_be_inspected() -> None:
     assert not [path for path in open_driver_files() if path.startswith("/dev/nvidia") and not Path(path).exists()]

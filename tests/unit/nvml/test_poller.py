@@ -1,4 +1,4 @@
-"""The poller's thread: when it polls, what it survives, and how it is seen when the driver hangs."""
+"""The poller's thread: its schedule, its errors, and its status when the driver hangs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.builders import NobodyHost
 from tests.support.waiting import patient
 
 SOON = patient(30.0)
-"""Longer than anything waited for here takes; a test that is right never waits that long."""
+"""A timeout that a passing test never reaches."""
 
 
 class OneGpu:
@@ -63,7 +63,7 @@ class OneGpu:
 
 
 class Published:
-    """Takes readings, and lets a test wait for the nth."""
+    """Stores readings, and lets a test wait for the nth."""
 
     def __init__(self) -> None:
         self.readings: list[NodeReading] = []
@@ -98,7 +98,7 @@ def start() -> Iterator[Start]:
         assert poller.stop(SOON)
 
 
-def test_readings_are_published_again_and_again_until_it_is_stopped(start: Start) -> None:
+def test_readings_are_published_until_the_poller_is_stopped(start: Start) -> None:
     provider, published = OneGpu(), Published()
     poller = start(provider, published)
     published.wait_for(5)
@@ -109,7 +109,7 @@ def test_readings_are_published_again_and_again_until_it_is_stopped(start: Start
     assert all(reading.up and reading.devices[0].memory for reading in published.readings)
 
 
-def test_one_thread_called_gpumem_poller_alone_talks_to_the_driver(start: Start) -> None:
+def test_only_the_thread_gpumem_poller_calls_the_driver(start: Start) -> None:
     provider, published = OneGpu(), Published()
     poller = start(provider, published)
     published.wait_for(2)
@@ -125,13 +125,13 @@ def test_stopping_closes_the_driver_without_waiting_for_the_interval(start: Star
     assert provider.closed.is_set()
 
 
-def test_a_poller_that_never_started_is_stopped_at_once() -> None:
+def test_a_poller_that_never_started_stops_immediately() -> None:
     poller = Poller(OneGpu(), NobodyHost(), Published(), interval_seconds=1.0)
     assert not poller.status(0.0).alive
     assert poller.stop(SOON)
 
 
-def test_without_a_driver_every_poll_still_publishes_and_says_why(start: Start) -> None:
+def test_without_a_driver_every_poll_publishes_a_reading_with_the_error(start: Start) -> None:
     def no_driver() -> None:
         raise NvmlUnavailableError("no driver")
 
@@ -144,9 +144,7 @@ def test_without_a_driver_every_poll_still_publishes_and_says_why(start: Start) 
     assert poller.status(0.0).error == "no driver"
 
 
-def test_an_exception_that_nobody_foresaw_does_not_end_the_thread(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_unexpected_exception_does_not_end_the_thread(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     published = Published()
     failures = 3
 
@@ -167,7 +165,7 @@ def test_an_exception_that_nobody_foresaw_does_not_end_the_thread(
     assert "ZeroDivisionError: unforeseen" in failed.message
 
 
-def test_a_hanging_driver_is_seen_as_stuck_and_neither_status_nor_stop_waits_for_it(start: Start) -> None:
+def test_a_hung_driver_shows_as_stuck_and_does_not_block_status_or_stop(start: Start) -> None:
     hanging, release = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -186,7 +184,7 @@ def test_a_hanging_driver_is_seen_as_stuck_and_neither_status_nor_stop_waits_for
     assert published.readings == []
 
 
-def test_a_long_interval_makes_a_poll_stuck_after_three_of_it(start: Start) -> None:
+def test_with_a_long_interval_a_poll_is_stuck_after_three_intervals(start: Start) -> None:
     hanging, release = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -200,7 +198,7 @@ def test_a_long_interval_makes_a_poll_stuck_after_three_of_it(start: Start) -> N
     release.set()
 
 
-def test_between_polls_it_is_not_busy_and_says_when_it_last_was(start: Start) -> None:
+def test_between_polls_the_poller_is_idle_and_has_the_time_of_the_last_poll(start: Start) -> None:
     published = Published()
     poller = start(OneGpu(), published, interval_seconds=10_000.0, clock=lambda: 7.0)
     published.wait_for(1)
@@ -209,7 +207,7 @@ def test_between_polls_it_is_not_busy_and_says_when_it_last_was(start: Start) ->
     assert (status.busy_seconds, status.last_finished_seconds, status.polls, status.stuck) == (None, 7.0, 1, False)
 
 
-def test_a_release_is_done_by_its_thread_soon_and_told_in_every_reading_until_it_attaches(start: Start) -> None:
+def test_the_thread_applies_a_release_soon_and_every_reading_shows_it_until_attach(start: Start) -> None:
     provider, published = OneGpu(), Published()
     poller = start(provider, published, interval_seconds=0.2, wall_clock=lambda: 1e9)
     published.wait_for(1)
@@ -232,7 +230,7 @@ def test_a_release_is_done_by_its_thread_soon_and_told_in_every_reading_until_it
     assert provider.threads == {"gpumem-poller"}
 
 
-def test_a_release_waits_for_a_driver_that_hangs_and_says_that_it_does(start: Start) -> None:
+def test_a_release_waits_for_a_hung_driver_and_the_status_shows_it(start: Start) -> None:
     hanging, go_on = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -251,7 +249,7 @@ def test_a_release_waits_for_a_driver_that_hangs_and_says_that_it_does(start: St
     assert "ada" in published.readings[-1].error
 
 
-def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: Start) -> None:
+def test_an_attach_request_for_a_missing_driver_skips_the_backoff(start: Start) -> None:
     missing = True
 
     def no_driver() -> None:
@@ -268,7 +266,7 @@ def test_asking_for_a_missing_driver_tries_it_before_the_backoff_is_over(start: 
     assert published.readings[-1].up
 
 
-def test_a_thread_that_hangs_does_not_keep_the_interpreter(start: Start) -> None:
+def test_a_hung_thread_does_not_prevent_the_interpreter_from_exiting(start: Start) -> None:
     hanging, release = threading.Event(), threading.Event()
 
     def hang() -> None:
@@ -287,7 +285,7 @@ def test_a_thread_that_hangs_does_not_keep_the_interpreter(start: Start) -> None
     start_seconds=st.floats(0.0, 1e7),
     durations=st.lists(st.floats(0.0, 100.0), min_size=1, max_size=50),
 )
-def test_ticks_are_whole_intervals_from_the_start_and_a_late_poll_is_not_made_up_for(
+def test_ticks_are_whole_intervals_from_the_start_and_missed_ticks_are_skipped(
     interval: float, start_seconds: float, durations: list[float]
 ) -> None:
     schedule = Schedule(interval, start_seconds)
@@ -303,14 +301,14 @@ def test_ticks_are_whole_intervals_from_the_start_and_a_late_poll_is_not_made_up
         last_tick = tick
 
 
-def test_a_wait_that_ends_a_moment_early_is_not_followed_by_a_second_poll() -> None:
+def test_a_wait_that_ends_slightly_early_does_not_cause_a_second_poll() -> None:
     schedule = Schedule(1.0, 0.0)
     assert schedule.seconds_to_next(0.25) == 0.75
     assert schedule.seconds_to_next(0.999999) == pytest.approx(1.000001)
     assert schedule.seconds_to_next(5.5) == 0.5
 
 
-def test_a_poll_can_be_had_before_the_interval_is_over() -> None:
+def test_a_poll_can_be_requested_before_the_interval_ends() -> None:
     readings: list[NodeReading] = []
     seen = threading.Semaphore(0)
 

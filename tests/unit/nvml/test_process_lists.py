@@ -1,4 +1,4 @@
-"""The driver's process lists, in every layout and size in which drivers have answered."""
+"""The driver's process lists in every layout and size of known drivers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROTECTED = struct.Struct("@IQIIQ")
 
 
 class Library:
-    """Stands in for libnvidia-ml: answers as the driver does, into the caller's buffer."""
+    """Replaces libnvidia-ml: writes answers to the caller's buffer, as the driver does."""
 
     def __init__(self, **functions: Callable[..., int]) -> None:
         for name, function in functions.items():
@@ -59,16 +59,16 @@ def test_a_device_without_processes_has_an_empty_list() -> None:
     assert lists(answer([])).read(None) == ()
 
 
-def test_processes_come_in_the_drivers_order_with_their_bytes() -> None:
+def test_processes_are_in_the_drivers_order_with_their_bytes() -> None:
     assert lists(answer([(30, 5), (20, 6)])).read(None) == (ProcessMemory(30, 5), ProcessMemory(20, 6))
 
 
 @pytest.mark.parametrize("value", [NOT_AVAILABLE, 1 << 63, 9223372036854775808 + 12])
-def test_a_figure_that_is_not_available_is_unknown_and_not_zero(value: int) -> None:
+def test_an_unavailable_value_is_unknown_not_zero(value: int) -> None:
     assert lists(answer([(30, value)])).read(None) == (ProcessMemory(30, None),)
 
 
-def test_a_process_on_several_lists_is_counted_once_with_its_largest_figure() -> None:
+def test_a_process_on_several_lists_counts_once_with_its_largest_value() -> None:
     both = lists(
         answer([(30, 5), (31, NOT_AVAILABLE), (32, 9)]),
         **{GRAPHICS + "_v3": answer([(31, 7), (32, 8), (40, 1)]), MPS + "_v3": answer([(30, 5), (32, NOT_AVAILABLE)])},
@@ -81,16 +81,16 @@ def test_a_process_on_several_lists_is_counted_once_with_its_largest_figure() ->
     )
 
 
-def test_an_entry_without_a_pid_names_no_process() -> None:
+def test_an_entry_without_a_pid_is_left_out() -> None:
     assert lists(answer([(0, 5), (30, 6)])).read(None) == (ProcessMemory(30, 6),)
 
 
-def test_a_list_that_outgrows_the_buffer_is_read_again_with_room() -> None:
+def test_a_list_that_exceeds_the_buffer_is_read_again_with_a_larger_one() -> None:
     entries = [(pid, pid * 10) for pid in range(1, 1001)]
     assert lists(answer(entries)).read(None) == tuple(ProcessMemory(pid, used) for pid, used in entries)
 
 
-def test_a_driver_that_claims_more_entries_than_it_was_given_room_for_is_not_believed() -> None:
+def test_a_count_larger_than_the_buffer_is_limited_to_the_buffer() -> None:
     def boasting(handle: Any, count: Any, buffer: Any) -> int:
         given = answer([(1, 1), (2, 2), (3, 3), (4, 4)])(handle, count, buffer)
         count._obj.value = 1000
@@ -99,7 +99,7 @@ def test_a_driver_that_claims_more_entries_than_it_was_given_room_for_is_not_bel
     assert [process.pid for process in lists(boasting).read(None)] == [1, 2, 3, 4]
 
 
-def test_a_list_that_grows_faster_than_it_is_read_ends_in_an_error() -> None:
+def test_a_list_that_grows_faster_than_it_is_read_is_an_error() -> None:
     asked = []
 
     def growing(handle: Any, count: Any, buffer: Any) -> int:
@@ -114,14 +114,14 @@ def test_a_list_that_grows_faster_than_it_is_read_ends_in_an_error() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 100])
-def test_entries_with_protected_memory_behind_are_told_by_their_length(count: int) -> None:
+def test_entries_with_protected_memory_are_detected_by_their_length(count: int) -> None:
     entries = [(pid, pid << 20) for pid in range(100, 100 + count)]
     expected = tuple(ProcessMemory(pid, used) for pid, used in entries)
     assert lists(answer(entries, PROTECTED)).read(None) == expected
     assert lists(answer(entries, V2)).read(None) == expected
 
 
-def test_a_short_answer_after_a_long_one_is_not_read_with_what_the_long_one_left() -> None:
+def test_a_short_answer_contains_nothing_of_an_earlier_longer_one() -> None:
     answers = [answer([(pid, 1) for pid in range(1, 5)], PROTECTED), answer([(9, 2)], V2), answer([(8, 3)], PROTECTED)]
     changing = lists(lambda *arguments: answers.pop(0)(*arguments))
     assert len(changing.read(None)) == 4
@@ -130,7 +130,7 @@ def test_a_short_answer_after_a_long_one_is_not_read_with_what_the_long_one_left
 
 
 @pytest.mark.parametrize(("suffix", "layout"), [("_v3", V2), ("_v2", V2), ("", V1)])
-def test_an_older_driver_is_asked_by_the_newest_function_that_it_has(suffix: str, layout: struct.Struct) -> None:
+def test_the_newest_function_that_an_older_driver_has_is_used(suffix: str, layout: struct.Struct) -> None:
     old = ProcessLists(Library(**{COMPUTE + suffix: answer([(30, 5), (31, 6)], layout)}))
     assert old.read(None) == (ProcessMemory(30, 5), ProcessMemory(31, 6))
 
@@ -141,7 +141,7 @@ def test_a_driver_without_the_function_does_not_support_the_list() -> None:
 
 
 @pytest.mark.parametrize(("value", "error"), [(3, NvmlNotSupportedError), (4, NvmlPermissionError)])
-def test_a_compute_list_that_cannot_be_read_is_an_error_and_not_an_empty_list(value: int, error: type) -> None:
+def test_a_compute_list_that_cannot_be_read_is_an_error(value: int, error: type) -> None:
     with pytest.raises(error):
         lists(code(value)).read(None)
 
@@ -153,6 +153,6 @@ def test_a_device_without_a_graphics_or_mps_list_has_its_compute_list(value: int
 
 
 @pytest.mark.parametrize(("value", "error"), [(4, NvmlPermissionError), (15, NvmlDeviceLostError), (999, NvmlError)])
-def test_half_a_list_is_not_given_for_the_whole(value: int, error: type) -> None:
+def test_a_partially_read_list_is_an_error(value: int, error: type) -> None:
     with pytest.raises(error):
         lists(answer([(30, 5)]), **{MPS + "_v3": code(value)}).read(None)

@@ -1,4 +1,4 @@
-"""The fence round pynvml: the real pynvml runs on a scripted libnvidia-ml, so its structures and errors are its own."""
+"""The provider with the real pynvml, and its structures and errors, on a scripted libnvidia-ml."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_AVAILABLE = (1 << 64) - 1
 
 
 class Gpu:
-    """One scripted GPU, or one MIG device of one."""
+    """A scripted GPU or MIG device."""
 
     def __init__(self, uuid: str, *, name: str = "NVIDIA H100 80GB HBM3", migs: list[Gpu | None] | None = None) -> None:
         self.uuid = uuid
@@ -37,7 +37,7 @@ class Gpu:
 
 
 class Library:
-    """A scripted libnvidia-ml.so.1. `codes` makes a function fail, everywhere; a GPU's own make it fail there."""
+    """A scripted libnvidia-ml.so.1. `codes` makes a function fail for all GPUs, a GPU's `codes` for that GPU."""
 
     def __init__(self, *gpus: Gpu) -> None:
         self.gpus = list(gpus)
@@ -150,7 +150,7 @@ def uuids(provider: PynvmlProvider) -> list[str]:
     return [identity.uuid for identity in provider.devices()]
 
 
-def test_every_return_code_that_pynvml_knows_has_been_decided_on() -> None:
+def test_every_return_code_of_pynvml_is_in_the_table() -> None:
     known = {name: value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
     assert len(known) > 25
     undecided = {name for name, value in known.items() if value not in RETURN_CODES}
@@ -158,7 +158,7 @@ def test_every_return_code_that_pynvml_knows_has_been_decided_on() -> None:
     assert {name: f"NVML_ERROR_{RETURN_CODES[value].name}" for name, value in known.items()} == {n: n for n in known}
 
 
-def test_every_exception_class_that_pynvml_has_has_been_decided_on() -> None:
+def test_every_exception_class_of_pynvml_is_in_the_table() -> None:
     classes = {
         c
         for c in vars(pynvml).values()
@@ -166,30 +166,30 @@ def test_every_exception_class_that_pynvml_has_has_been_decided_on() -> None:
     }
     of_return_codes = {c for code, c in pynvml.NVMLError._valClassMapping.items() if code in RETURN_CODES}
     assert len(of_return_codes) > 25
-    # The mismatch error is for callers of unversioned functions that changed their structure; none is called here.
+    # The mismatch error affects callers of unversioned functions with a changed structure, which are not used.
     others = {c.__name__ for c in classes - of_return_codes}
     assert others <= {"NVMLError", "NVMLLibraryMismatchError"}
 
 
-def test_a_return_code_that_nobody_knows_is_an_nvml_error_that_says_it() -> None:
+def test_an_unknown_return_code_is_an_nvml_error_with_the_code() -> None:
     assert type(error_for_code(4242, "nvmlSomething")) is errors.NvmlError
     assert re.search(r"^nvmlSomething: .*\b4242\b", str(error_for_code(4242, "nvmlSomething")))
 
 
-def test_devices_are_listed_in_the_drivers_order_with_their_identity(provider: PynvmlProvider) -> None:
+def test_devices_are_in_the_drivers_order_with_their_identity(provider: PynvmlProvider) -> None:
     assert provider.devices() == (
         DeviceIdentity("0", "GPU-0", "NVIDIA H100 80GB HBM3", "00000000:01:00.0"),
         DeviceIdentity("1", "GPU-1", "NVIDIA H100 80GB HBM3", "00000000:02:00.0"),
     )
 
 
-def test_what_a_device_is_called_is_asked_once(provider: PynvmlProvider, library: Library) -> None:
+def test_the_description_of_a_device_is_read_once(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     provider.devices()
     assert library.calls.count("nvmlDeviceGetName") == 2
 
 
-def test_a_device_that_changes_its_index_is_followed_by_its_uuid(provider: PynvmlProvider, library: Library) -> None:
+def test_a_device_with_a_new_index_is_identified_by_its_uuid(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     library.gpus[0].free, library.gpus[1].free = 10 * GIB, 20 * GIB
     library.gpus.reverse()
@@ -205,11 +205,11 @@ def test_a_device_that_is_no_longer_listed_is_not_read(provider: PynvmlProvider,
         provider.read_memory("GPU-1")
 
 
-def test_the_driver_says_its_version(provider: PynvmlProvider) -> None:
+def test_the_driver_has_a_version(provider: PynvmlProvider) -> None:
     assert provider.driver_version() == "580.159.04"
 
 
-def test_memory_is_what_the_second_version_of_the_call_says(provider: PynvmlProvider) -> None:
+def test_memory_is_read_with_the_second_version_of_the_call(provider: PynvmlProvider) -> None:
     provider.devices()
     assert provider.read_memory("GPU-0") == DeviceMemory(80 * GIB, 19 * GIB, 60 * GIB, GIB)
 
@@ -237,7 +237,7 @@ def test_without_the_second_version_reserved_is_unknown_and_counts_as_used(
         ((80, 20, 60, 0), DeviceMemory(80, 0, 60, 20)),
     ],
 )
-def test_figures_that_do_not_add_up_are_made_to_from_total_and_free(
+def test_inconsistent_values_are_computed_from_total_and_free(
     provider: PynvmlProvider, library: Library, figures: tuple[int, int, int, int], expected: DeviceMemory
 ) -> None:
     provider.devices()
@@ -249,7 +249,7 @@ def test_figures_that_do_not_add_up_are_made_to_from_total_and_free(
 
 
 @pytest.mark.parametrize("figures", [(0, 0, 0, 0), (80, 0, 81, 0), (80, 0, NOT_AVAILABLE, 0), (NOT_AVAILABLE,) * 4])
-def test_figures_that_are_no_memory_of_a_device_are_not_given(
+def test_invalid_total_and_free_values_are_rejected(
     provider: PynvmlProvider, library: Library, figures: tuple[int, int, int, int]
 ) -> None:
     provider.devices()
@@ -259,9 +259,7 @@ def test_figures_that_are_no_memory_of_a_device_are_not_given(
         provider.read_memory("GPU-0")
 
 
-def test_a_device_without_memory_figures_says_so_and_the_other_has_its_own(
-    provider: PynvmlProvider, library: Library
-) -> None:
+def test_a_device_without_memory_values_does_not_affect_the_other(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     library.gpus[0].codes = {"nvmlDeviceGetMemoryInfo_v2": 3, "nvmlDeviceGetMemoryInfo": 3}
     with pytest.raises(errors.NvmlNotSupportedError):
@@ -269,7 +267,7 @@ def test_a_device_without_memory_figures_says_so_and_the_other_has_its_own(
     assert provider.read_memory("GPU-1").total_bytes == 80 * GIB
 
 
-def test_processes_and_utilization_are_the_devices_own(provider: PynvmlProvider, library: Library) -> None:
+def test_processes_and_utilization_are_read_per_device(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     library.gpus[1].processes = [(30, GIB), (31, NOT_AVAILABLE)]
     library.gpus[1].percent = 75
@@ -280,7 +278,7 @@ def test_processes_and_utilization_are_the_devices_own(provider: PynvmlProvider,
 
 
 @pytest.mark.parametrize("percent", [101, 0xFFFFFFFF])
-def test_a_utilization_that_is_no_percentage_is_not_given(
+def test_a_utilization_that_is_not_a_percentage_is_rejected(
     provider: PynvmlProvider, library: Library, percent: int
 ) -> None:
     provider.devices()
@@ -289,7 +287,7 @@ def test_a_utilization_that_is_no_percentage_is_not_given(
         provider.read_utilization_ratio("GPU-0")
 
 
-def test_a_lost_device_is_listed_alone_with_why(provider: PynvmlProvider, library: Library) -> None:
+def test_a_lost_device_is_listed_with_its_error(provider: PynvmlProvider, library: Library) -> None:
     library.gpus[0].codes = {"*": 15}
     broken, healthy = provider.devices()
     assert (broken.gpu, broken.uuid) == ("0", "")
@@ -299,14 +297,12 @@ def test_a_lost_device_is_listed_alone_with_why(provider: PynvmlProvider, librar
         provider.read_memory("GPU-0")
 
 
-def test_a_device_whose_handle_this_user_may_not_have_is_not_listed(provider: PynvmlProvider, library: Library) -> None:
+def test_a_device_whose_handle_this_user_may_not_get_is_not_listed(provider: PynvmlProvider, library: Library) -> None:
     library.gpus[0].codes = {"handle": 4}
     assert uuids(provider) == ["GPU-1"]
 
 
-def test_nvml_gone_for_one_device_is_that_devices_trouble_and_for_all_is_everybodys(
-    provider: PynvmlProvider, library: Library
-) -> None:
+def test_nvml_unavailable_for_one_device_affects_that_device_only(provider: PynvmlProvider, library: Library) -> None:
     library.gpus[0].codes = {"*": 1}
     assert uuids(provider) == ["", "GPU-1"]
     library.gpus[1].codes = {"handle": 1}
@@ -314,7 +310,7 @@ def test_nvml_gone_for_one_device_is_that_devices_trouble_and_for_all_is_everybo
         provider.devices()
 
 
-def test_where_mig_is_on_the_mig_devices_stand_for_the_gpu(provider: PynvmlProvider, library: Library) -> None:
+def test_a_gpu_with_mig_on_is_replaced_by_its_mig_devices(provider: PynvmlProvider, library: Library) -> None:
     small, large = Gpu("MIG-a", name="NVIDIA A100 MIG 1g.5gb"), Gpu("MIG-b", name="NVIDIA A100 MIG 3g.20gb")
     library.gpus[1].migs = [small, None, large]
     small.codes = {"nvmlDeviceGetUtilizationRates": 3}
@@ -328,7 +324,7 @@ def test_where_mig_is_on_the_mig_devices_stand_for_the_gpu(provider: PynvmlProvi
         provider.read_utilization_ratio("MIG-a")
 
 
-def test_mig_devices_that_come_and_go_are_noticed_at_the_next_listing(
+def test_created_and_destroyed_mig_devices_appear_in_the_next_listing(
     provider: PynvmlProvider, library: Library
 ) -> None:
     library.gpus[1].migs = []
@@ -339,7 +335,7 @@ def test_mig_devices_that_come_and_go_are_noticed_at_the_next_listing(
     assert uuids(provider) == ["GPU-0", "GPU-1"]
 
 
-def test_a_broken_mig_device_leaves_its_siblings_alone(provider: PynvmlProvider, library: Library) -> None:
+def test_a_failing_mig_device_does_not_affect_its_siblings(provider: PynvmlProvider, library: Library) -> None:
     library.gpus[1].migs = [Gpu("MIG-a"), Gpu("MIG-b")]
     library.gpus[1].migs[0].codes = {"*": 15}
     assert [(identity.gpu, identity.uuid, bool(identity.error)) for identity in provider.devices()] == [
@@ -350,13 +346,13 @@ def test_a_broken_mig_device_leaves_its_siblings_alone(provider: PynvmlProvider,
 
 
 @pytest.mark.parametrize("code", [3, 4, 13])
-def test_a_gpu_that_knows_nothing_of_mig_is_one_device(provider: PynvmlProvider, library: Library, code: int) -> None:
+def test_a_gpu_without_mig_support_is_one_device(provider: PynvmlProvider, library: Library, code: int) -> None:
     library.codes["nvmlDeviceGetMigMode"] = code
     assert uuids(provider) == ["GPU-0", "GPU-1"]
 
 
 @pytest.mark.parametrize("code", [1, 4, 9, 12, 15, 18, 999])
-def test_whatever_keeps_nvml_from_initializing_makes_it_unavailable(
+def test_any_initialization_error_makes_nvml_unavailable(
     library: Library, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_ctypes, "dlclose", lambda handle: None)
@@ -375,7 +371,7 @@ def test_without_the_library_nvml_is_unavailable(monkeypatch: pytest.MonkeyPatch
         PynvmlProvider().open()
 
 
-def test_a_library_of_another_version_than_the_driver_is_loaded_afresh_at_the_next_attempt(
+def test_a_library_with_another_version_than_the_driver_is_loaded_again(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unloaded: list[int] = []
@@ -391,7 +387,7 @@ def test_a_library_of_another_version_than_the_driver_is_loaded_afresh_at_the_ne
     assert uuids(provider) == ["GPU-9"]
 
 
-def test_a_released_driver_is_shut_down_and_its_library_unloaded_and_the_next_attempt_loads_the_present_one(
+def test_a_release_unloads_the_library_and_the_next_open_loads_the_current_one(
     provider: PynvmlProvider, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unloaded: list[int] = []
@@ -424,7 +420,7 @@ def test_a_library_whose_driver_did_not_initialize_is_unloaded_on_release(
 
 @pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)", "NVIDIA Jetson AGX Orin"])
 @pytest.mark.parametrize("figures", ["not supported", "none"])
-def test_an_integrated_gpu_that_has_no_memory_of_its_own_has_the_hosts(
+def test_an_integrated_gpu_without_memory_values_has_those_of_the_host(
     library: Library, tmp_path: Path, name: str, figures: str
 ) -> None:
     meminfo = tmp_path / "meminfo"
@@ -443,9 +439,7 @@ def test_an_integrated_gpu_that_has_no_memory_of_its_own_has_the_hosts(
     assert not provider.read_memory("GPU-1").of_host
 
 
-def test_an_integrated_gpu_whose_driver_gives_its_memory_has_what_the_driver_says(
-    library: Library, tmp_path: Path
-) -> None:
+def test_an_integrated_gpu_with_memory_values_keeps_them(library: Library, tmp_path: Path) -> None:
     library.gpus = [Gpu("GPU-0", name="NVIDIA GB10")]
     provider = PynvmlProvider(meminfo=tmp_path / "none")
     provider.open()
@@ -464,7 +458,7 @@ def test_an_integrated_gpu_whose_driver_gives_its_memory_has_what_the_driver_say
     ],
     ids=["not integrated", "a name that only begins so", "no permission", "lost", "an old kernel"],
 )
-def test_the_hosts_memory_stands_for_nothing_else(
+def test_other_gpus_never_get_the_hosts_memory(
     library: Library, tmp_path: Path, name: str, code: int, text: str
 ) -> None:
     meminfo = tmp_path / "meminfo"
@@ -478,7 +472,7 @@ def test_the_hosts_memory_stands_for_nothing_else(
         provider.read_memory("GPU-0")
 
 
-def test_opening_and_closing_twice_is_doing_it_once(provider: PynvmlProvider, library: Library) -> None:
+def test_opening_and_closing_twice_has_no_further_effect(provider: PynvmlProvider, library: Library) -> None:
     provider.open()
     provider.close()
     provider.close()
@@ -486,7 +480,7 @@ def test_opening_and_closing_twice_is_doing_it_once(provider: PynvmlProvider, li
     assert library.calls.count("nvmlShutdown") == 1
 
 
-def test_a_driver_that_will_not_shut_down_is_closed_all_the_same(provider: PynvmlProvider, library: Library) -> None:
+def test_an_error_during_shutdown_is_ignored(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     library.codes["nvmlShutdown"] = 1
     provider.close()
@@ -496,7 +490,7 @@ def test_a_driver_that_will_not_shut_down_is_closed_all_the_same(provider: Pynvm
     assert uuids(provider) == ["GPU-0", "GPU-1"]
 
 
-def test_the_errors_of_every_call_are_of_this_package(provider: PynvmlProvider, library: Library) -> None:
+def test_every_call_raises_only_errors_of_this_package(provider: PynvmlProvider, library: Library) -> None:
     provider.devices()
     for code in RETURN_CODES:
         library.codes = {
