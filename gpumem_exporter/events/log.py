@@ -65,7 +65,7 @@ class EventLogStatus:
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     events: tuple[Event, ...]
-    kept: Future[bool]
+    committed: Future[bool]
 
 
 class EventLog:
@@ -75,7 +75,7 @@ class EventLog:
         storage: stores the events; only the log's thread uses it.
         clock: monotonic seconds.
         on_dropped: receives the number of dropped events, in the thread that dropped them.
-        on_kept: receives the new events after a commit, before they can be read, in the log's thread.
+        on_committed: receives the new events after a commit, before they can be read, in the log's thread.
         retry_seconds: the time between two attempts after an error of the disk.
         max_waiting: the most events in the queue.
     """
@@ -86,14 +86,14 @@ class EventLog:
         *,
         clock: Callable[[], float],
         on_dropped: Callable[[int], None],
-        on_kept: Callable[[Sequence[Event]], None],
+        on_committed: Callable[[Sequence[Event]], None],
         retry_seconds: float = _RETRY_SECONDS,
         max_waiting: int = MAX_WAITING,
     ) -> None:
         self._storage = storage
         self._clock = clock
         self._on_dropped = on_dropped
-        self._on_kept = on_kept
+        self._on_kept = on_committed
         self._retry_seconds = retry_seconds
         self._max_waiting = max_waiting
         self._failures = FailureLog(_log, clock)
@@ -132,18 +132,18 @@ class EventLog:
         Returns:
             True after the commit; False if the events are dropped, or if the disk fails and the commit is delayed.
         """
-        kept: Future[bool] = Future()
+        committed: Future[bool] = Future()
         with self._changed:
             accepted = not self._stopping and self._waiting_events + len(events) <= self._max_waiting
             if accepted:
-                self._waiting.append(_Waiting(tuple(events), kept))
+                self._waiting.append(_Waiting(tuple(events), committed))
                 self._waiting_events += len(events)
                 self._changed.notify_all()
         if not accepted:
-            self._drop([_Waiting(tuple(events), kept)])
+            self._drop([_Waiting(tuple(events), committed)])
         elif self._error:
-            _resolve(kept, False)
-        return kept
+            _resolve(committed, False)
+        return committed
 
     def read(self, query: Query) -> Future[Page]:
         """Query events. Never blocks.
@@ -224,7 +224,7 @@ class EventLog:
         self._remove(batch)
         self._on_kept(new_events)
         for each in batch:
-            _resolve(each.kept, True)
+            _resolve(each.committed, True)
         return True
 
     def _batch(self) -> list[_Waiting]:
@@ -251,7 +251,7 @@ class EventLog:
             waiting = list(self._waiting)
         self._failures.failed("events", text)
         for each in waiting:
-            _resolve(each.kept, False)
+            _resolve(each.committed, False)
 
     def _answer(self) -> None:
         while self._readers:
@@ -291,7 +291,7 @@ class EventLog:
         if warn:
             _log.warning("events were dropped", extra={"fields": {"dropped": dropped, "reason": self._error}})
         for each in lost:
-            _resolve(each.kept, False)
+            _resolve(each.committed, False)
 
     def _end(self) -> None:
         with self._changed:

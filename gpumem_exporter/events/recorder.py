@@ -66,7 +66,7 @@ class Recorder:
         if not process.report.ooms:
             return None
         session = process.report.process.session
-        self._uncommitted = {known: kept for known, kept in self._uncommitted.items() if not kept.done()}
+        self._uncommitted = {session: future for session, future in self._uncommitted.items() if not future.done()}
         events = self._ooms.new_events(process, self._name(process), self._processes.gpus(), self._wall_clock())
         if events:
             self._on_ooms(events)  # before `put`, so that a client that reads the event finds its series

@@ -17,9 +17,9 @@ __all__ = ["PidTranslator"]
 _Identity = tuple[int, int, int]
 _Value = TypeVar("_Value", int, float)
 
-_REMEMBERED = 4096
+_MAX_CACHED = 4096
 _SCAN_AGAIN_SECONDS = 1.0
-_ASK_AGAIN_SECONDS = 10.0
+_SEARCH_AGAIN_SECONDS = 10.0
 
 
 class PidTranslator:
@@ -41,7 +41,7 @@ class PidTranslator:
         self._clock = clock
         self._lock = threading.Lock()
         self._found: OrderedDict[_Identity, int] = OrderedDict()
-        self._sought_seconds: OrderedDict[_Identity, float] = OrderedDict()
+        self._searched_seconds: OrderedDict[_Identity, float] = OrderedDict()
         self._scanned: dict[_Identity, int] = {}
         self._scanned_seconds: float | None = None
 
@@ -54,17 +54,17 @@ class PidTranslator:
         with self._lock:
             pid = self._found.get(wanted)
             if pid is None:
-                if peer_pid is not None and peer_pid > 0 and self._began(peer_pid) == start_time_ticks:
+                if peer_pid is not None and peer_pid > 0 and self._start_time_ticks(peer_pid) == start_time_ticks:
                     pid = peer_pid
                 elif identity.pid_namespace and identity.pid_namespace == self._own_namespace:
-                    pid = identity.pid if self._began(identity.pid) == start_time_ticks else None
+                    pid = identity.pid if self._start_time_ticks(identity.pid) == start_time_ticks else None
                 elif identity.pid_namespace:
                     pid = self._search(wanted)
             if pid is not None:
-                _remember(self._found, wanted, pid)
+                _store(self._found, wanted, pid)
             return pid
 
-    def _began(self, pid: int) -> int | None:
+    def _start_time_ticks(self, pid: int) -> int | None:
         try:
             return self._entries.start_time_ticks(pid)
         except HiddenError:
@@ -72,17 +72,17 @@ class PidTranslator:
 
     def _search(self, wanted: _Identity) -> int | None:
         now = self._clock()
-        sought = self._sought_seconds.get(wanted)
-        if sought is not None and now - sought < _ASK_AGAIN_SECONDS:
+        searched_seconds = self._searched_seconds.get(wanted)
+        if searched_seconds is not None and now - searched_seconds < _SEARCH_AGAIN_SECONDS:
             return None
         if self._scanned_seconds is None or now - self._scanned_seconds >= _SCAN_AGAIN_SECONDS:
             self._scanned = self._scan()
             self._scanned_seconds = now
         pid = self._scanned.get(wanted)
         if pid is None:
-            _remember(self._sought_seconds, wanted, self._scanned_seconds)
+            _store(self._searched_seconds, wanted, self._scanned_seconds)
         else:
-            self._sought_seconds.pop(wanted, None)
+            self._searched_seconds.pop(wanted, None)
         return pid
 
     def _scan(self) -> dict[_Identity, int]:
@@ -110,8 +110,8 @@ def _innermost_pid(status: bytes) -> int | None:
     return None
 
 
-def _remember(memory: OrderedDict[_Identity, _Value], key: _Identity, value: _Value) -> None:
-    memory[key] = value
-    memory.move_to_end(key)
-    while len(memory) > _REMEMBERED:
-        memory.popitem(last=False)
+def _store(cache: OrderedDict[_Identity, _Value], key: _Identity, value: _Value) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    while len(cache) > _MAX_CACHED:
+        cache.popitem(last=False)

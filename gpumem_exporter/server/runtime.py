@@ -198,7 +198,7 @@ def _recorder(
         storage,
         clock=time.monotonic,
         on_dropped=instruments.count_events_dropped,
-        on_kept=instruments.count_events,
+        on_committed=instruments.count_events,
     )
 
     def show(ooms: Sequence[Event]) -> None:

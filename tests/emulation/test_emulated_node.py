@@ -71,10 +71,10 @@ def test_concurrent_threads_and_processes_account_for_every_byte(make_node: Make
         while any(each.silent(0) for each in hammers):
             book = node.books()[0]
             assert sum(book.processes.values()) == book.used_bytes <= GIB - 64 * MIB
-        told = [each.heard() for each in hammers]
-        assert all(allocations > 1000 and refusals > 100 for _, allocations, refusals in told)
+        reported = [each.heard() for each in hammers]
+        assert all(allocations > 1000 and refusals > 100 for _, allocations, refusals in reported)
         assert node.books()[0].processes == {
-            each.pid: 32 * MIB + held for each, (held, _, _) in zip(hammers, told, strict=True)
+            each.pid: 32 * MIB + held for each, (held, _, _) in zip(hammers, reported, strict=True)
         }
 
 
@@ -352,9 +352,9 @@ def capture(mode, meanwhile):
     status = ctypes.c_int(); cuda.cudaStreamIsCapturing(stream, ctypes.byref(status))
     return status.value, cuda.cudaStreamEndCapture(stream, ctypes.byref(graph))
 answers = []
-ask = lambda: answers.append(malloc(2 << 20)[0])
+allocate = lambda: answers.append(malloc(2 << 20)[0])
 GLOBAL, LOCAL = 0, 1
-captures = [capture(GLOBAL, lambda: None), capture(GLOBAL, ask), capture(LOCAL, ask)]
+captures = [capture(GLOBAL, lambda: None), capture(GLOBAL, allocate), capture(LOCAL, allocate)]
 say([captures, answers, malloc(2 << 20)[0]])
 """
     assert run(node, code) == [[[1, 0], [2, CAPTURE_INVALIDATED], [1, 0]], [CAPTURE_UNSUPPORTED, 0], 0]
@@ -465,16 +465,16 @@ def test_memory_values_can_be_unavailable(node: EmulatedNode) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "kept"), [("v1", [False, False, True, False, True]), ("v2", [False, True, True, True, True])]
+    ("version", "available"), [("v1", [False, False, True, False, True]), ("v2", [False, True, True, True, True])]
 )
-def test_older_drivers_libraries_lack_the_newer_calls(make_node: MakeNode, version: str, kept: list[bool]) -> None:
+def test_older_drivers_libraries_lack_the_newer_calls(make_node: MakeNode, version: str, available: list[bool]) -> None:
     code = """
 import ctypes
 library = ctypes.CDLL("libnvidia-ml.so.1")
 say([hasattr(library, "nvmlDeviceGetComputeRunningProcesses" + suffix) for suffix in ("_v3", "_v2", "")]
     + [hasattr(library, "nvmlDeviceGetMemoryInfo" + suffix) for suffix in ("_v2", "")])
 """
-    assert run(make_node(nvml=version), code, NVML) == kept
+    assert run(make_node(nvml=version), code, NVML) == available
 
 
 def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:

@@ -150,7 +150,7 @@ def test_the_bytes_of_eight_random_processes_add_up(make_node: MakeNode) -> None
             process.exec(
                 "for device in (0, 1): torch.cuda.mem_get_info(device)"
             )  # a context that does not fit is fatal
-        asked = [
+        requests = [
             process.send(
                 "churn", devices=[0, 1], seed=seed, operations=1500, largest_bytes=256 * MIB, held=30, clear_every=50
             )
@@ -162,7 +162,7 @@ def test_the_bytes_of_eight_random_processes_add_up(make_node: MakeNode) -> None
                 assert sum(book.processes.values()) == book.used_bytes <= limit
             if all(process.answered() for process in processes):
                 break
-        counts = [process.receive(number) for process, number in zip(processes, asked, strict=True)]
+        counts = [process.receive(number) for process, number in zip(processes, requests, strict=True)]
         assert sum(count["ooms"] for count in counts) > 0, "the device was never full"
         books = node.books()
         for device in (0, 1):

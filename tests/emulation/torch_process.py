@@ -172,7 +172,7 @@ class TorchProcess:
         try:
             return self._popen.wait(timeout=patient(timeout_seconds))
         except subprocess.TimeoutExpired:
-            raise self._error(f"did not end within {timeout_seconds} s of being asked") from None
+            raise self._error(f"did not end within {timeout_seconds} s of the request") from None
 
     def close(self) -> None:
         """Kill the process if it runs, and close its files."""

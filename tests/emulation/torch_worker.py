@@ -227,8 +227,8 @@ def answer(worker: Worker, line: str) -> dict[str, Any]:
         command: Callable[..., Any] = getattr(worker, request["command"])
         return {"id": request["id"], "value": command(**request["arguments"])}
     except BaseException as error:  # noqa: BLE001 - the test gets every error
-        told = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        return {"id": request["id"], "error": told}
+        value = {"type": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        return {"id": request["id"], "error": value}
 
 
 def main() -> None:
@@ -238,8 +238,8 @@ def main() -> None:
     os.dup2(2, 1)
     worker = Worker()
 
-    def write(told: dict[str, Any]) -> None:
-        answers.write(json.dumps(told, default=str) + "\n")
+    def write(value: dict[str, Any]) -> None:
+        answers.write(json.dumps(value, default=str) + "\n")
         answers.flush()
 
     write({"id": 0, "value": worker.hello()})

@@ -1,5 +1,5 @@
-/* From the preloaded runtime to the driver's stand-in: one process has one set of contexts, whoever asks. Devices are
- * numbered as the process sees them; the results are CUDA error codes, which the two libraries share by number here. */
+/* Calls from the emulated driver to the preloaded runtime, so that both use the contexts of the process. Devices have
+ * the indexes of the process; the results are CUDA error codes, whose numbers are the same in both libraries. */
 #ifndef EMULATED_BRIDGE_H
 #define EMULATED_BRIDGE_H
 #include <stddef.h>

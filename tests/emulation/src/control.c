@@ -1,5 +1,5 @@
-/* libemunode.so: the node's own side, called from Python through ctypes. Makes the node, changes it while programs run
- * on it, and reads its books in one piece. Functions return 0 or an errno unless they say otherwise. */
+/* libemunode.so: the control interface of the node for Python (ctypes). It creates the node, changes it while programs
+ * run, and reads its accounts atomically. Functions return 0 or an errno unless stated otherwise. */
 #define _GNU_SOURCE
 #include "node.h"
 #include <errno.h>
@@ -88,7 +88,7 @@ API void emu_control_close(struct emu_node *node) {
     free(node);
 }
 
-/* All devices and every (device, process) at one instant. Returns the number of rows, which may exceed `room`. */
+/* Reads all devices and processes at one time. Returns the number of rows, which may exceed `room`. */
 API int emu_control_books(struct emu_node *node, struct control_device *devices, int32_t *row_device, int32_t *row_pid,
                           uint64_t *row_used, int room) {
     struct emu_state *state = node->state;
@@ -123,7 +123,7 @@ API int emu_control_books(struct emu_node *node, struct control_device *devices,
     return rows;
 }
 
-/* A process that runs no code here: known by its pid alone, until it is removed. Adding to it again sets its bytes. */
+/* Adds an artificial process with this pid until it is removed; another call sets its bytes. */
 API int emu_control_set_foreign(struct emu_node *node, int32_t pid, int device, uint64_t bytes) {
     struct emu_state *state = node->state;
     int error = 0, at = -1;
@@ -161,7 +161,7 @@ API int emu_control_remove_foreign(struct emu_node *node, int32_t pid) {
     return error;
 }
 
-/* What NVML calls a live process (by its pid as it knows itself), 0: by its real pid again. */
+/* Sets the pid with which NVML lists a live process, given by its own pid; 0 restores the real pid. */
 API int emu_control_show_as(struct emu_node *node, int32_t pid, int32_t shown) {
     struct emu_state *state = node->state;
     int error = ESRCH;
@@ -175,7 +175,7 @@ API int emu_control_show_as(struct emu_node *node, int32_t pid, int32_t shown) {
     return error;
 }
 
-/* A lost device (15) stays lost, once healed, to the NVML sessions that were open before. */
+/* A lost device (15) that is restored stays lost in the NVML sessions that were open before. */
 API void emu_control_set_device_error(struct emu_node *node, int device, int32_t code) {
     emu_lock(node->state);
     if (code == 15) node->state->device[device].lost_generation = ++node->state->generation;
@@ -193,7 +193,7 @@ API void emu_control_restart_driver(struct emu_node *node) {
     emu_unlock(node->state);
 }
 
-/* The driver restarts and counts the physical devices in another order: order[i] is the entry of NVML index i. */
+/* Restarts the driver with another order of the physical devices: order[i] is the entry of NVML index i. */
 API void emu_control_restart_reordered(struct emu_node *node, const int32_t *order) {
     emu_lock(node->state);
     memcpy(node->state->order, order, node->state->physical * sizeof *order);
@@ -210,7 +210,7 @@ static int is_used(struct emu_node *node, int device) {
     return 0;
 }
 
-/* MIG on or off: EBUSY while a program uses the GPU, or MIG devices of it are there. */
+/* Switches MIG on or off; EBUSY if a program uses the GPU or if the GPU has MIG devices. */
 API int emu_control_set_mig(struct emu_node *node, int device, int32_t enabled) {
     struct emu_state *state = node->state;
     int error = 0;
@@ -233,7 +233,7 @@ static int slot_is_taken(struct emu_state *state, int parent, int slot) {
     return 0;
 }
 
-/* A MIG device more, in its GPU's first free slot. Returns its entry, or a negative errno. */
+/* Creates a MIG device in its GPU's first free slot. Returns its entry, or a negative errno. */
 API int emu_control_create_mig(struct emu_node *node, const struct control_device *made) {
     struct emu_state *state = node->state;
     int entry = -EINVAL;
@@ -256,7 +256,7 @@ API int emu_control_create_mig(struct emu_node *node, const struct control_devic
     return entry;
 }
 
-/* EBUSY while a process has a context on it. */
+/* Destroys a MIG device; EBUSY if a process has a context on it. */
 API int emu_control_destroy_mig(struct emu_node *node, int entry) {
     struct emu_state *state = node->state;
     int error = 0;
@@ -287,7 +287,7 @@ API void emu_control_set_unattributed(struct emu_node *node, int device, int64_t
     emu_unlock(node->state);
 }
 
-/* Returns the rule's number, or -1 when there is no room. One thread of the node's side at a time. */
+/* Returns the rule's number, or -1 if there is no room. Not thread-safe. */
 API int emu_control_add_rule(struct emu_node *node, const char *function, int device, int32_t action, int32_t value) {
     struct emu_state *state = node->state;
     for (int i = 0; i < EMU_MAX_RULES; i++) {

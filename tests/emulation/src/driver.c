@@ -1,5 +1,5 @@
-/* Stand-in for libcuda.so.1, on top of the preloaded runtime: devices, primary contexts, and the virtual-memory calls
- * behind expandable segments. */
+/* Emulates libcuda.so.1 on top of the preloaded runtime: devices, primary contexts, and the virtual-memory calls for
+ * expandable segments. */
 #define _GNU_SOURCE
 #include "bridge.h"
 #include "node.h"
@@ -77,7 +77,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) {
     return OK;
 }
 
-/* Contexts are numbered from one, as handles. */
+/* The handles of contexts are numbers, starting at one. */
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
     ENTER("cuDevicePrimaryCtxGetState");
     DEVICE(device);
@@ -96,7 +96,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) {
 int cuDevicePrimaryCtxRelease_v2(int device) {
     ENTER("cuDevicePrimaryCtxRelease_v2");
     DEVICE(device);
-    return OK; /* the runtime holds it too, until cudaDeviceReset */
+    return OK; /* the runtime retains it too, until cudaDeviceReset */
 }
 static __thread void *current_context;
 int cuCtxGetCurrent(void **context) {
@@ -130,7 +130,7 @@ int cuLogsUnregisterCallback(void *handle) {
     return OK;
 }
 
-/* Physical memory lives until it is released by its owner and mapped nowhere. */
+/* Physical memory is freed when its owner has released it and it is not mapped. */
 struct physical {
     size_t bytes;
     int device, references;
@@ -212,7 +212,7 @@ int cuMemMap(u64 address, size_t bytes, size_t offset, u64 handle, u64 flags) {
     pthread_mutex_unlock(&mutex);
     return OK;
 }
-/* One call may undo several mappings that lie side by side. */
+/* One call may undo several adjacent mappings. */
 int cuMemUnmap(u64 address, size_t bytes) {
     ENTER("cuMemUnmap");
     u64 end = address + bytes, at = address;

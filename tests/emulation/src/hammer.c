@@ -1,6 +1,6 @@
-/* hammer THREADS OPERATIONS: allocates and frees device memory at random on every thread, as fast as it can, and asks for
- * free memory in between. Says "[held bytes, allocations, refusals]" and stays until its stdin ends. With 0 operations it
- * goes on without end, and one thread more does nothing but ask, so that it holds the node's lock most of the time. */
+/* hammer THREADS OPERATIONS: allocates and frees device memory at random on every thread as fast as possible, and reads
+ * the free memory in between. Prints "[held bytes, allocations, refusals]" and runs until its stdin ends. With 0
+ * operations it never ends, and another thread only reads the free memory, so that the node's lock is mostly held. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>

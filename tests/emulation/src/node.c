@@ -79,7 +79,7 @@ void emu_lock(struct emu_state *state) {
 
 void emu_unlock(struct emu_state *state) { pthread_mutex_unlock(&state->mutex); }
 
-/* A process never sees its own record lock, so its own slot is known apart. */
+/* F_GETLK does not report a process' own record lock, so its own slot is stored separately. */
 static int own_slot(void) {
     static int (*ask)(void);
     static int looked;
@@ -90,7 +90,7 @@ static int own_slot(void) {
     return ask ? ask() : -1;
 }
 
-/* The pid, as this PID namespace knows it, of the process that lives in a slot; 0 when it has ended. */
+/* The pid, in this PID namespace, of the process in a slot; 0 if it has ended. */
 static int32_t holder(struct emu_node *node, int slot, int own) {
     struct emu_process *process = &node->state->process[slot];
     if (process->state == EMU_FOREIGN) return process->pid;
@@ -108,7 +108,7 @@ static void forget(struct emu_state *state, int slot) {
     __atomic_store_n(&state->process[slot].state, EMU_FREE, __ATOMIC_RELEASE);
 }
 
-/* Frees the slots of processes that have ended. Under the mutex. */
+/* Frees the slots of processes that have ended. The caller holds the mutex. */
 static void reap_but(struct emu_node *node, int own) {
     struct emu_state *state = node->state;
     for (uint32_t slot = 0; slot < state->processes; slot++)
@@ -138,7 +138,7 @@ int64_t emu_used_locked(struct emu_node *node, int device) { return sum_used(nod
 int emu_fits_locked(struct emu_node *node, int device, uint64_t bytes) {
     if (bytes > (uint64_t)INT64_MAX / 4) return 0;
     if (sum_used(node->state, device) + (int64_t)bytes <= limit(node->state, device)) return 1;
-    emu_reap(node); /* the memory of those who have ended is free */
+    emu_reap(node); /* release the memory of ended processes */
     return sum_used(node->state, device) + (int64_t)bytes <= limit(node->state, device);
 }
 

@@ -1,5 +1,5 @@
-/* Stand-in for libnvidia-ml.so.1: what pynvml, torch and monitoring tools ask, answered from the node's books. Every
- * other name that the installed pynvml knows answers "not supported", as a driver does for a card that lacks it. */
+/* Emulates libnvidia-ml.so.1: the calls of pynvml, torch and monitoring tools, with values from the node's accounts.
+ * Every other function that the installed pynvml knows returns "not supported". */
 #define _GNU_SOURCE
 #include "node.h"
 #include <fcntl.h>
@@ -9,7 +9,7 @@
 #include <string.h>
 #include <unistd.h>
 
-/* Laid out as nvml.h and pynvml's ctypes structures are. */
+/* The layouts are those of nvml.h and of pynvml's ctypes structures. */
 typedef int nvmlReturn_t;
 typedef struct nvmlDevice *nvmlDevice_t;
 typedef struct {
@@ -63,11 +63,11 @@ enum {
 static const unsigned long long NOT_AVAILABLE = ~0ull;
 static const unsigned NO_INSTANCE = ~0u;
 
-/* One NVML session of this process: from the first nvmlInit to the nvmlShutdown that undoes the last. */
+/* One NVML session of this process: from the first nvmlInit to the last nvmlShutdown. */
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static int session_references;
 static uint32_t session_generation;
-static int device_file = -1; /* open for as long as a session is, as /dev/nvidiactl is */
+static int device_file = -1; /* open during a session, like /dev/nvidiactl */
 
 static void open_device_file(void) {
     char path[PATH_MAX];
@@ -91,7 +91,7 @@ static nvmlReturn_t init(const char *function) {
     return NVML_SUCCESS;
 }
 
-/* Asked by the generated names too (see build.py). */
+/* The generated functions call this too (see build.py). */
 __attribute__((visibility("hidden"))) int session_valid(void) {
     if (!__atomic_load_n(&session_references, __ATOMIC_ACQUIRE)) return 0;
     return __atomic_load_n(&session_generation, __ATOMIC_ACQUIRE) >=
@@ -206,7 +206,7 @@ nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version) {
     return NVML_SUCCESS;
 }
 
-/* A lost device counts, and has no handle to be got. */
+/* A lost device counts, but its handle is not available. */
 nvmlReturn_t nvmlDeviceGetCount_v2(unsigned *count) {
     BEGIN();
     *count = state->physical;
@@ -266,7 +266,7 @@ nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t handle, nvmlPciInfo_t *pci) {
     return NVML_SUCCESS;
 }
 
-/* The first form of the call counts the driver's reserve as used; the second tells it apart. */
+/* The first version of the call counts reserved bytes as used; the second returns them separately. */
 nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t handle, nvmlMemory_t *memory) {
     BEGIN_DEVICE(handle);
     if (device->memory_hidden) {
@@ -299,7 +299,7 @@ nvmlReturn_t nvmlDeviceGetBAR1MemoryInfo(nvmlDevice_t handle, nvmlBAR1Memory_t *
     return NVML_SUCCESS;
 }
 
-/* Writes the processes of an entry, of a physical device its MIG devices' too. One of the two arrays, or neither. */
+/* Writes the processes of an entry, including those on its MIG devices, to one of the two arrays or to neither. */
 static nvmlReturn_t processes_of(int entry, unsigned *count, nvmlProcessInfo_v1_t *plain, nvmlProcessInfo_v3_t *full) {
     struct emu_node *node = emu_node();
     struct emu_state *state = node->state;

@@ -1,5 +1,5 @@
-/* Which devices a process sees, and its primary contexts on them. A process holds bytes of the node from its first
- * context on; counting devices or reading their properties takes none. */
+/* The visible devices of a process, and its primary contexts. A process uses memory from its first context on; counting
+ * devices and reading their properties use none. */
 #define _GNU_SOURCE
 #include "bridge.h"
 #include "runtime.h"
@@ -29,13 +29,13 @@ int rt_slot(void) { return slot; }
 int rt_has_context(int device) { return (int)(__atomic_load_n(&contexts, __ATOMIC_ACQUIRE) >> device & 1); }
 int emu_own_slot(void) { return forked ? -1 : slot; }
 
-/* The parent's contexts are of no use in a forked child, and CUDA says so at each call. */
+/* The parent's contexts are invalid in a forked child, where every CUDA call fails. */
 static void in_forked_child(void) {
     pthread_mutex_init(&mutex, NULL);
     if (initialized) forked = 1;
 }
 
-/* The entry that one word of CUDA_VISIBLE_DEVICES names (an index, or a UUID's unique beginning), or -1. */
+/* The entry for one word of CUDA_VISIBLE_DEVICES (an index or a unique prefix of a UUID), or -1. */
 static int named_entry(struct emu_state *state, const char *word) {
     char *end;
     long index = strtol(word, &end, 10);
@@ -50,14 +50,14 @@ static int named_entry(struct emu_state *state, const char *word) {
     return found;
 }
 
-/* Devices as CUDA_VISIBLE_DEVICES chooses and orders them; the first word that names none ends the list. */
+/* Selects and orders devices by CUDA_VISIBLE_DEVICES; the first invalid word ends the list. */
 static void choose_devices(struct emu_state *state) {
     const char *chosen = getenv("CUDA_VISIBLE_DEVICES");
     visible_count = 0;
     if (!chosen) {
         for (uint32_t i = 0; i < state->physical; i++) {
             int entry = (int)i;
-            if (state->device[i].mig_enabled) { /* of a card split by MIG a process sees its first instance */
+            if (state->device[i].mig_enabled) { /* of a GPU with MIG on, a process sees the first instance */
                 entry = -1;
                 for (uint32_t k = state->physical; k < state->entries && entry < 0; k++)
                     if (state->device[k].parent == (int)i && !state->device[k].gone) entry = (int)k;
@@ -73,7 +73,7 @@ static void choose_devices(struct emu_state *state) {
         int entry = named_entry(state, word);
         if (entry < 0) break;
         for (int i = 0; i < visible_count; i++)
-            if (visible[i] == entry) { /* a device named twice: CUDA then sees none at all */
+            if (visible[i] == entry) { /* a duplicate device: CUDA then sees no device */
                 visible_count = 0;
                 free(copy);
                 return;
@@ -154,7 +154,7 @@ cudaError_t cudaGetDevice(int *device) {
     return cudaSuccess;
 }
 
-/* Since CUDA 12 choosing a device creates its primary context. */
+/* Since CUDA 12, selecting a device creates its primary context. */
 cudaError_t cudaSetDevice(int device) {
     ENTER("cudaSetDevice");
     if (device < 0 || device >= visible_count) return rt_fail(cudaErrorInvalidDevice);
@@ -291,7 +291,7 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *symbol, void **function
 }
 #endif
 
-/* What the driver's stand-in needs of the runtime in the same process. */
+/* Functions of the runtime for the emulated driver in the same process. */
 static int bridge_enter(const char *function) { return (int)rt_enter(function); }
 static int bridge_context(int device) { return (int)rt_create_context(device); }
 

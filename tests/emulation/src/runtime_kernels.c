@@ -1,6 +1,6 @@
-/* Kernels and cuBLAS do nothing and succeed, so that whole training steps run with their true memory pattern; values
- * are garbage. Kernel registration is answered here too: nothing reaches the real runtime. What the installed
- * torch imports and no file here defines is generated (see build.py). */
+/* Kernels and cuBLAS do nothing and succeed, so that training steps run with their real memory pattern; the values are
+ * garbage. Kernel registration is here too, so that no call reaches the real runtime. build.py generates the other
+ * functions that the installed torch imports. */
 #define _GNU_SOURCE
 #include "runtime.h"
 #include <stdlib.h>

@@ -1,5 +1,5 @@
 /* Device memory, pinned host memory, the stream-ordered pool, and copies. Device memory is address space without pages
- * behind it until something is copied there, so that a node of any size fits in a small machine. */
+ * until data is copied to it, so that a large node fits on a small machine. */
 #define _GNU_SOURCE
 #include "runtime.h"
 #include <stdlib.h>
@@ -8,8 +8,8 @@
 
 struct range {
     uintptr_t start;
-    size_t bytes; /* as the caller asked */
-    size_t pages; /* taken of the device, 0: not this way */
+    size_t bytes; /* as requested */
+    size_t pages; /* allocated from the device; 0 if not */
     int device;   /* -1: host memory */
     int pooled;
 };
@@ -18,7 +18,7 @@ static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct range *ranges; /* sorted by start */
 static size_t range_count, range_room;
 
-/* The number of ranges that begin at or before an address. */
+/* The number of ranges that start at or before an address. */
 static size_t position(uintptr_t address) {
     size_t low = 0, high = range_count;
     while (low < high) {
@@ -62,7 +62,7 @@ static void drop(struct range *range) {
     range_count--;
 }
 
-/* Address space for device memory, 2 MiB aligned as the driver's is. */
+/* Address space for device memory, with the driver's alignment of 2 MiB. */
 static void *reserve_space(size_t bytes) {
     size_t room = bytes + EMU_PAGE;
     char *space = mmap(0, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -271,7 +271,7 @@ cudaError_t cudaFreeHost(void *pointer) {
     return host_release(pointer, 1);
 }
 
-/* Host memory that the caller brought itself: known, and not ours to unmap. */
+/* Registered host memory of the caller, which must not be unmapped. */
 cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned int flags) {
     (void)flags;
     ENTER_CONTEXT("cudaHostRegister");

@@ -1,10 +1,10 @@
-/* Streams, events, stream capture and graphs. Work is done the moment it is submitted, so every stream is always idle;
- * what is kept is who captures, and the rules of the programming guide on what a capture forbids:
+/* Streams, events, stream capture and graphs. Work completes when it is submitted, so every stream is always idle. This
+ * file tracks captures and applies the rules of the programming guide on forbidden calls:
  *   - a thread in the global mode (the default) may not make unsafe calls while it captures itself (unless relaxed), nor
  *     while any other thread captures in the global mode;
  *   - a thread in the thread-local mode may not while it captures itself; a relaxed one always may.
- * A forbidden call answers cudaErrorStreamCaptureUnsupported (900) and invalidates the capture it would have broken,
- * whose end then answers cudaErrorStreamCaptureInvalidated (901). */
+ * A forbidden call returns cudaErrorStreamCaptureUnsupported (900) and invalidates the capture. The end of that capture
+ * returns cudaErrorStreamCaptureInvalidated (901). */
 #define _GNU_SOURCE
 #include "runtime.h"
 #include <stdlib.h>
@@ -24,7 +24,7 @@ struct capture {
     cudaStream_t origin;
     struct capture *next;
 };
-struct stream { /* what a cudaStream_t points to */
+struct stream { /* the target of a cudaStream_t */
     unsigned int flags;
     int priority, device;
     unsigned long long capture; /* id of the capture it belongs to; stale ids belong to none */
@@ -34,12 +34,12 @@ struct event {
     struct timespec recorded;
     int is_recorded;
 };
-struct user_object { /* what a cudaUserObject_t points to */
+struct user_object { /* the target of a cudaUserObject_t */
     void *pointer;
     cudaHostFn_t destroy;
     unsigned int references;
 };
-struct kept { /* references that a graph holds */
+struct kept { /* references of a graph */
     struct user_object *object;
     unsigned int references;
     struct kept *next;
@@ -47,7 +47,7 @@ struct kept { /* references that a graph holds */
 
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 static struct capture *captures;
-static int capturing; /* how many captures are under way */
+static int capturing; /* the number of active captures */
 static unsigned long long next_id = 1;
 static __thread enum cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 static __thread int thread_id;
@@ -61,7 +61,7 @@ static struct capture *by_id(unsigned long long id) {
     return capture;
 }
 
-/* Under the mutex. */
+/* The caller holds the mutex. */
 static struct capture *capture_of(cudaStream_t stream) {
     return is_default(stream) || !captures ? NULL : by_id(((struct stream *)stream)->capture);
 }
@@ -92,7 +92,7 @@ cudaError_t rt_submit(cudaStream_t stream) {
     return rt_fail(result);
 }
 
-/* Waiting for a stream that captures is refused, and spoils its capture. */
+/* Waiting for a capturing stream fails and invalidates its capture. */
 static cudaError_t wait_for(cudaStream_t stream) {
     cudaError_t result = rt_unsafe();
     pthread_mutex_lock(&mutex);
@@ -338,7 +338,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
     return cudaSuccess;
 }
 
-/* Under no lock: a destructor may call the runtime. */
+/* Called without a lock, because a destructor may call the runtime. */
 static void release_object(struct user_object *object, unsigned int count) {
     if (__atomic_sub_fetch(&object->references, count, __ATOMIC_ACQ_REL)) return;
     object->destroy(object->pointer);
@@ -391,7 +391,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
     ENTER("cudaGraphGetNodes");
     if (!nodes) *count = ((struct graph *)graph)->nodes;
-    else *count = 0; /* nodes are counted, not kept */
+    else *count = 0; /* nodes are counted, not stored */
     return cudaSuccess;
 }
 

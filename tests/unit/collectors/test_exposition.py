@@ -89,22 +89,22 @@ class _Broken:
 
 def test_a_failing_subject_is_left_out_and_logged_and_the_others_stay(caplog: pytest.LogCaptureFixture) -> None:
     writer = exposition()
-    sound = snapshot(process(7, SAMPLE), on=node(device(processes={70: 50})))
-    broken = replace(sound, node=replace(sound.node, facts={70: _Broken()}))  # type: ignore[type-var, dict-item]
-    whole = writer.render(sound, openmetrics=False).decode().splitlines()
+    valid = snapshot(process(7, SAMPLE), on=node(device(processes={70: 50})))
+    broken = replace(valid, node=replace(valid.node, facts={70: _Broken()}))  # type: ignore[type-var, dict-item]
+    whole = writer.render(valid, openmetrics=False).decode().splitlines()
 
     with caplog.at_level(logging.ERROR):
         partly = writer.render(broken, openmetrics=False).decode().splitlines()
         writer.render(broken, openmetrics=False)
 
-    told = "gpumem_scrape_collector_success{collector="
-    kept = [line for line in whole if "gpumem_process_" not in line and not line.startswith(told)]
-    assert [line for line in partly if not line.startswith(told)] == kept
-    assert len(kept) < len(whole)
+    success = "gpumem_scrape_collector_success{collector="
+    remaining = [line for line in whole if "gpumem_process_" not in line and not line.startswith(success)]
+    assert [line for line in partly if not line.startswith(success)] == remaining
+    assert len(remaining) < len(whole)
     assert 'gpumem_scrape_collector_success{collector="process"} 0' in partly
     assert 'gpumem_scrape_collector_success{collector="torch"} 1' in partly
     assert [record.levelname for record in caplog.records] == ["ERROR"]
-    assert writer.render(sound, openmetrics=False).decode().splitlines() == whole
+    assert writer.render(valid, openmetrics=False).decode().splitlines() == whole
 
 
 class _Raising(Collector):

@@ -64,20 +64,20 @@ def test_a_process_is_described_by_the_host_or_otherwise_by_its_report() -> None
 
 
 def test_host_facts_of_another_process_with_the_same_pid_are_not_shown() -> None:
-    earlier = {70: ProcessFacts(70, 2, "somebody else", "mallory")}
+    earlier = {70: ProcessFacts(70, 2, "another program", "mallory")}
     known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=earlier))
 
     assert info(known)["70"]["command"] == "python own.py"
     assert info(known)["70"]["user"] == ""
     assert lines(known, "gpumem_torch_allocated_bytes")
-    assert lines(known, "gpumem_torch_non_torch_bytes") == [], "the driver's figure is of the process before"
+    assert lines(known, "gpumem_torch_non_torch_bytes") == [], "the driver's value is of the earlier process"
 
 
 def test_a_reporter_whose_pid_was_reused_is_not_shown() -> None:
-    later = {70: ProcessFacts(70, 10_000_000, "somebody else", "mallory")}
+    later = {70: ProcessFacts(70, 10_000_000, "another program", "mallory")}
     known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=later))
 
-    assert info(known)["70"]["command"] == "somebody else"
+    assert info(known)["70"]["command"] == "another program"
     assert (info(known)["70"]["workload"], info(known)["70"]["reporting"]) == ("", "false")
     assert lines(known, "gpumem_torch_") == []
     assert any("other_processes" in line and line.endswith(" 999") for line in lines(known, "gpumem_ledger_bytes"))

@@ -95,7 +95,7 @@ def test_a_reading_that_cannot_be_prepared_fails_in_the_scrape(
         lambda reporter, reading: (reporter, node(device("5"))),
         lambda reporter, reading: (reporter, node(device(), up=False)),
     ],
-    ids=["figures", "host pid", "no host pid", "workload", "rank", "step", "pinned", "index", "driver gone"],
+    ids=["values", "host pid", "no host pid", "workload", "rank", "step", "pinned", "index", "no driver"],
 )
 @pytest.mark.parametrize("prepared_again", [True, False])
 def test_prepared_lines_are_rendered_again_after_any_change(change: Change, prepared_again: bool) -> None:

@@ -102,17 +102,17 @@ def test_the_series_have_the_values_of_the_event() -> None:
     bench.reading(device(gpu="3"))
     bench.unix = 1_700_000_000.123
     then = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
-    told = oom(requested_bytes=9, device_free_bytes=5, limit_bytes=2**53 + 1, age_seconds=0.7, sample=then)
-    bench.report(7, told, workload="llm", rank="2")
+    error = oom(requested_bytes=9, device_free_bytes=5, limit_bytes=2**53 + 1, age_seconds=0.7, sample=then)
+    bench.report(7, error, workload="llm", rank="2")
     (event,) = bench.log.ooms
-    figures = {**event.detail["allocator"], **event.detail, "timestamp": event.time_unix_seconds}
-    figures = {name.removesuffix("_bytes"): value for name, value in figures.items()}
+    values = {**event.detail["allocator"], **event.detail, "timestamp": event.time_unix_seconds}
+    values = {name.removesuffix("_bytes"): value for name, value in values.items()}
     labels = f'{{gpu="3",uuid="{UUIDS[0]}",pid="7",workload="llm",rank="2"}}'
-    assert bench.lines() == [f"gpumem_last_oom_{name}{labels} {figures[name.rpartition('_')[0]]!r}" for name in NAMES]
-    assert figures["requested"] == 9
-    assert figures["limit"] == 2**53 + 1
-    assert figures["fragmented"] == 2 * MIB
-    assert figures["timestamp"] == 1_700_000_000.123 - 0.7
+    assert bench.lines() == [f"gpumem_last_oom_{name}{labels} {values[name.rpartition('_')[0]]!r}" for name in NAMES]
+    assert values["requested"] == 9
+    assert values["limit"] == 2**53 + 1
+    assert values["fragmented"] == 2 * MIB
+    assert values["timestamp"] == 1_700_000_000.123 - 0.7
 
 
 def test_an_unknown_value_is_absent() -> None:
@@ -211,7 +211,7 @@ def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
         bench.report(pid, oom(), session=str(pid))
         bench.wait(1)
     assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
-    bench.report(999, oom(age_seconds=MAX_SHOWN + 5.0), session="late to tell")
+    bench.report(999, oom(age_seconds=MAX_SHOWN + 5.0), session="late")
     assert bench.shown().keys() == {str(pid) for pid in range(11, MAX_SHOWN + 11)}
     bench.report(11, oom(2), session="11", sequence=2)  # the oldest process now has the newest error
     bench.report(1000, oom(), session="1000")
@@ -271,8 +271,8 @@ def storage() -> Iterator[Storage]:
 
 def test_the_newest_event_of_each_process_and_device_is_read_page_by_page(storage: Storage) -> None:
     storage.append([Event("oom", 50.0, uuid="a", pid=9, detail={"number": 1})])
-    told = [("a", 1), ("b", 1), ("a", "1@5"), ("a", 1), ("a", 2)]
-    storage.append([Event("oom", 100.0, uuid=uuid, pid=pid, detail={"at": at}) for at, (uuid, pid) in enumerate(told)])
+    names = [("a", 1), ("b", 1), ("a", "1@5"), ("a", 1), ("a", 2)]
+    storage.append([Event("oom", 100.0, uuid=uuid, pid=pid, detail={"at": at}) for at, (uuid, pid) in enumerate(names)])
     storage.append([Event("process_ended", 100.0, uuid="a", pid=1)])
     query = Query(since_unix_seconds=60.0, types=("oom",), newest_of_each=True, limit=3)
     first = storage.read(query)

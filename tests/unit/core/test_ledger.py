@@ -136,9 +136,9 @@ def test_memory_that_the_driver_hides_is_unattributed() -> None:
     trainers = [reporting(pid, devices=(sample(allocated=100, reclaimable=50),)) for pid in (1, 2)]
 
     def owned(**hidden: None) -> dict[str, int]:
-        figures: dict[int, int | None] = {1: 170, 2: 180, 3: 40, 4: 60}
-        figures |= {int(name.removeprefix("pid")): None for name in hidden}
-        ledger = device_ledger(device(total=1000, used=500, processes=figures), trainers)
+        used_by_pid: dict[int, int | None] = {1: 170, 2: 180, 3: 40, 4: 60}
+        used_by_pid |= {int(name.removeprefix("pid")): None for name in hidden}
+        ledger = device_ledger(device(total=1000, used=500, processes=used_by_pid), trainers)
         assert ledger is not None
         assert sum(ledger.categories.values()) == 1000
         assert (ledger.categories["torch_allocated"], ledger.categories["torch_reclaimable"]) == (200, 100)

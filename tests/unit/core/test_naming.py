@@ -67,7 +67,7 @@ def test_a_pid_that_is_not_a_name_matches_no_process(pid: int | str) -> None:
 def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:
     old = reporting(70, devices=SAMPLE, start_time_ticks=1000)
     assert names(known(old, p70=1000)) == ["70"]
-    assert names(known(old, p70=0)) == ["70"], "the host hides when it began"
+    assert names(known(old, p70=0)) == ["70"], "the host hides the start time"
     replaced = known(old, listed={70: 9 * MIB}, p70=1001)
     assert names(replaced) == []
     assert list(Target(all=True).select(replaced)) == []

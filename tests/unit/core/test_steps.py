@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.core.steps import StepRate, first_common_step, seconds_until_step_ends
 
-PACES = st.lists(
+RATES = st.lists(
     st.builds(StepRate, st.integers(0, 10**9), st.floats(1e-4, 1e3), st.floats(0.0, 60.0)), min_size=1, max_size=8
 )
 
 
-@given(PACES, st.floats(0.0, 60.0))
+@given(RATES, st.floats(0.0, 60.0))
 def test_no_rank_completes_the_step_within_the_lead_at_its_current_rate(rates: list[StepRate], lead: float) -> None:
     step = first_common_step(rates, lead)
     for rate in rates:
@@ -20,7 +20,7 @@ def test_no_rank_completes_the_step_within_the_lead_at_its_current_rate(rates: l
         assert step >= rate.step + 2
 
 
-@given(PACES, st.floats(0.0, 60.0))
+@given(RATES, st.floats(0.0, 60.0))
 def test_the_step_is_the_first_one_after_the_lead(rates: list[StepRate], lead: float) -> None:
     step = first_common_step(rates, lead) - 1
     soon = [

@@ -199,10 +199,10 @@ def test_a_clear_after_a_garbage_collection_frees_reference_cycles(node: DemoNod
     assert garbage_bytes > 0
     allocated_bytes = report(notebook).devices[0].allocated_bytes
     collected = notebook.run(command("collect_garbage"))
-    (told,) = collected.devices
-    assert told.freed_bytes == 0
-    assert told.allocated_before_bytes == allocated_bytes
-    assert (told.allocated_before_bytes or 0) - (told.allocated_after_bytes or 0) == garbage_bytes
+    (result,) = collected.devices
+    assert result.freed_bytes == 0
+    assert result.allocated_before_bytes == allocated_bytes
+    assert (result.allocated_before_bytes or 0) - (result.allocated_after_bytes or 0) == garbage_bytes
     assert report(notebook).devices[0].allocated_bytes == (allocated_bytes or 0) - garbage_bytes
     assert (notebook.run(command("empty_cache")).devices[0].freed_bytes or 0) >= garbage_bytes
 
@@ -240,10 +240,10 @@ def test_a_clear_empties_all_devices_and_reports_only_the_target_devices(node: D
 
 def test_a_repeated_command_returns_the_first_result_without_running_again(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
-    asked = command("empty_cache")
-    first = notebook.run(asked)
+    empty_cache = command("empty_cache")
+    first = notebook.run(empty_cache)
     flushes = report(notebook).devices[0].cache_flushes
-    assert notebook.run(asked) == first
+    assert notebook.run(empty_cache) == first
     assert report(notebook).devices[0].cache_flushes == flushes
 
 
@@ -290,14 +290,14 @@ def test_an_out_of_memory_error_is_reported_until_it_is_acknowledged() -> None:
     assert (again.number, again.age_seconds, again.sample) == (1, 130.0, oom.sample)
     speech.acknowledge(first)
     assert report(speech).ooms == ()
-    told: list[int] = []
+    numbers: list[int] = []
     for _ in advance(node, 3600.0, since=START + 10.0):
         now = report(speech)
-        told += [error.number for error in now.ooms]
+        numbers += [error.number for error in now.ooms]
         speech.acknowledge(now)
-    assert len(told) > 5
-    assert told == list(range(2, 2 + len(told)))
-    assert report(speech).devices[0].ooms == told[-1]
+    assert len(numbers) > 5
+    assert numbers == list(range(2, 2 + len(numbers)))
+    assert report(speech).devices[0].ooms == numbers[-1]
     assert not speech.ended
 
 

@@ -64,7 +64,7 @@ class Bench:
             self.disk,
             clock=time.monotonic,
             on_dropped=self.dropped.append,
-            on_kept=lambda events: self.counted.extend(event.workload for event in events),
+            on_committed=lambda events: self.counted.extend(event.workload for event in events),
             retry_seconds=0.01,
             max_waiting=max_waiting,
         )
@@ -72,7 +72,7 @@ class Bench:
     def put(self, *names: str) -> Future[bool]:
         return self.log.put([Event("oom", 1.0, workload=name) for name in names])
 
-    def kept(self) -> list[str | None]:
+    def stored(self) -> list[str | None]:
         return [event.workload for event in self.log.read(Query(after=0, limit=1000)).result(WAIT).events]
 
     def until(self, condition: Callable[[], bool]) -> None:
@@ -91,15 +91,15 @@ def test_the_future_of_put_is_true_after_the_commit(bench: Bench) -> None:
     bench.log.start()
     assert bench.put("a").result(WAIT)
     assert bench.put("b", "c").result(WAIT)
-    assert bench.kept() == ["a", "b", "c"]
+    assert bench.stored() == ["a", "b", "c"]
     status = bench.log.status()
     assert (status.where, status.alive, status.error, status.waiting, status.dropped) == ("memory", True, "", 0, 0)
 
 
 def test_events_put_before_the_start_are_stored(bench: Bench) -> None:
-    kept = bench.put("early")
+    committed = bench.put("early")
     bench.log.start()
-    assert kept.result(WAIT)
+    assert committed.result(WAIT)
 
 
 def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
@@ -112,16 +112,16 @@ def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
     bench.until(lambda: bench.log.status().waiting == 0)
     assert bench.log.put([Event("oom", 2.0, workload="again", subject="s")]).result(WAIT)
     assert bench.log.put([Event("device_lost", 2.0, workload="other", subject="s")]).result(WAIT)
-    assert bench.counted == ["a", "b", "other"] == bench.kept()
+    assert bench.counted == ["a", "b", "other"] == bench.stored()
 
 
 def test_an_event_is_counted_before_its_future_is_true(bench: Bench) -> None:
     counted: list[list[str | None]] = []
-    kept = bench.put("a")
-    kept.add_done_callback(lambda _: counted.append(list(bench.counted)))
+    committed = bench.put("a")
+    committed.add_done_callback(lambda _: counted.append(list(bench.counted)))
     bench.log.start()
-    assert kept.result(WAIT)
-    assert bench.kept() == ["a"]
+    assert committed.result(WAIT)
+    assert bench.stored() == ["a"]
     assert counted == [["a"]]
 
 
@@ -129,17 +129,17 @@ def test_a_hung_disk_blocks_no_caller_and_the_status_shows_the_duration(bench: B
     bench.disk.hanging = True
     bench.log.start()
     assert bench.disk.stuck.wait(WAIT)
-    kept = bench.put("a")
+    committed = bench.put("a")
     page = bench.log.read(Query())
-    assert not kept.done()
+    assert not committed.done()
     assert not page.done()
     bench.until(lambda: not bench.log.status().prompt)
     assert (bench.log.status().busy_seconds or 0) >= 1
     assert bench.log.status().waiting == 1
     bench.disk.hanging = False
     bench.disk.released.set()
-    assert kept.result(WAIT)
-    assert bench.kept() == ["a"]
+    assert committed.result(WAIT)
+    assert bench.stored() == ["a"]
     assert bench.log.status().prompt
 
 
@@ -154,7 +154,7 @@ def test_events_stay_in_the_queue_until_a_failing_disk_recovers(bench: Bench) ->
     assert bench.log.status().waiting == 2
     bench.disk.error = ""
     bench.until(lambda: bench.log.status().waiting == 0)
-    assert bench.kept() == ["a", "b"]
+    assert bench.stored() == ["a", "b"]
     assert bench.log.status().error == ""
     assert bench.dropped == []
 
@@ -188,7 +188,7 @@ def test_events_beyond_the_queue_are_dropped_and_counted(caplog: pytest.LogCaptu
     assert bench.log.status().dropped == 4
     assert len(caplog.records) == 1
     bench.log.start()
-    assert bench.kept() == ["a", "b", "e"]
+    assert bench.stored() == ["a", "b", "e"]
     assert bench.log.stop(WAIT)
 
 
@@ -196,10 +196,10 @@ def test_an_event_that_cannot_be_stored_does_not_block_the_others(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.disk.poison = "poison"
-    kept = [bench.put(name) for name in ("a", "poison", "b")]
+    committed = [bench.put(name) for name in ("a", "poison", "b")]
     bench.log.start()
-    assert [future.result(WAIT) for future in kept] == [True, False, True]
-    assert bench.kept() == ["a", "b"]
+    assert [future.result(WAIT) for future in committed] == [True, False, True]
+    assert bench.stored() == ["a", "b"]
     assert bench.dropped == [1]
     assert "cannot be written" in caplog.text
 
@@ -207,9 +207,9 @@ def test_an_event_that_cannot_be_stored_does_not_block_the_others(
 def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
     bench = Bench()
     bench.log.start()
-    kept = [bench.put(str(number)) for number in range(50)]
+    committed = [bench.put(str(number)) for number in range(50)]
     assert bench.log.stop(WAIT)
-    assert all(future.result(0) for future in kept)
+    assert all(future.result(0) for future in committed)
     assert bench.disk.closed_in == "gpumem-events"
     assert not bench.log.status().alive
     assert bench.put("late").result(0) is False
@@ -221,10 +221,10 @@ def test_queued_events_are_stored_and_the_storage_is_closed_on_stop() -> None:
 def test_events_that_could_not_be_stored_before_stop_count_as_dropped() -> None:
     bench = Bench()
     bench.disk.error = "disk full"
-    kept = bench.put("a", "b")
+    committed = bench.put("a", "b")
     bench.log.start()
     assert bench.log.stop(WAIT)
-    assert kept.result(0) is False
+    assert committed.result(0) is False
     assert bench.dropped == [2]
 
 
@@ -236,9 +236,9 @@ def test_queries_beyond_the_limit_are_rejected(bench: Bench) -> None:
 
 
 def test_a_cancelled_future_does_not_affect_others(bench: Bench) -> None:
-    kept, page = bench.put("a"), bench.log.read(Query())
-    assert kept.cancel()
+    committed, page = bench.put("a"), bench.log.read(Query())
+    assert committed.cancel()
     assert page.cancel()
     bench.log.start()
     assert bench.put("b").result(WAIT)
-    assert bench.kept() == ["a", "b"]
+    assert bench.stored() == ["a", "b"]

@@ -22,12 +22,12 @@ class RecordedLog:
 
     def __init__(self) -> None:
         self.events: list[Event] = []
-        self.kept: list[Future[bool]] = []
+        self.futures: list[Future[bool]] = []
 
     def put(self, events: list[Event]) -> Future[bool]:
         self.events += events
-        self.kept.append(Future())
-        return self.kept[-1]
+        self.futures.append(Future())
+        return self.futures[-1]
 
 
 class Bench:
@@ -84,16 +84,16 @@ def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(
     bench = Bench()
     bench.reading(device(UUIDS[0], gpu="3"))
     at_that_moment = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
-    figures = {"requested_bytes": 9, "device_free_bytes": 5, "limit_bytes": 50, "step": 4, "phase": "backward"}
-    told = oom(1, age_seconds=2.5, sample=at_that_moment, **figures)
+    values = {"requested_bytes": 9, "device_free_bytes": 5, "limit_bytes": 50, "step": 4, "phase": "backward"}
+    error = oom(1, age_seconds=2.5, sample=at_that_moment, **values)
     with caplog.at_level(logging.WARNING):
-        bench.report(7, host_pid=4711, rank="2", ooms=(told,))
+        bench.report(7, host_pid=4711, rank="2", ooms=(error,))
     event = bench.log.events[-1]
     assert (event.type, event.time_unix_seconds) == ("oom", 1e9 + 97.5)
     assert (event.gpu, event.uuid, event.pid, event.workload, event.rank) == ("3", UUIDS[0], 4711, "train", "2")
     detail = dict(event.detail)
     allocator = {name: value for name, value in detail.pop("allocator").items() if value is not None}
-    assert detail == {"number": 1, **figures}
+    assert detail == {"number": 1, **values}
     assert allocator == {
         "allocated_bytes": 8 * MIB,
         "reserved_bytes": 14 * MIB,
@@ -126,8 +126,8 @@ def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(
     assert more is not first
     late = bench.report(ooms=(oom(1), oom(2)), sequence=2)
     assert late is more
-    for kept in bench.log.kept:
-        kept.set_result(True)
+    for future in bench.log.futures:
+        future.set_result(True)
     assert bench.report(ooms=(oom(3),), sequence=4) is None
     ooms = [event for event in bench.log.events if event.type == "oom"]
     assert [event.detail["number"] for event in ooms] == [1, 2, 3]
@@ -195,7 +195,7 @@ def test_a_process_that_leaves_its_devices_one_by_one_has_the_last_values_of_eac
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: 10 * MIB}))
     bench.now += 1
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: None}))
-    bench.forget(bench.process(), "gone")
+    bench.forget(bench.process(), "exited")
     assert [row["used_bytes"] for row in bench.log.events[-1].detail["devices"]] == [30 * MIB, 10 * MIB]
 
 
@@ -203,7 +203,7 @@ def test_a_process_that_ends_before_the_next_poll_has_the_values_of_the_last_pol
     bench = Bench()
     bench.reading(device(UUIDS[0], gpu="0", processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 1000, user="ada")})
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
-    bench.forget(bench.process(), "gone")
+    bench.forget(bench.process(), "exited")
     ended = bench.log.events[-1]
     assert [row["used_bytes"] for row in ended.detail["devices"]] == [30 * MIB]
     assert ended.detail["user"] == "ada"
@@ -216,7 +216,7 @@ def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
     bench.now += 60
     bench.reading(device(UUIDS[0], processes={}))
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),), sequence=2)
-    bench.forget(bench.process(), "gone")
+    bench.forget(bench.process(), "exited")
     (row,) = bench.log.events[-1].detail["devices"]
     assert (row["used_bytes"], row["non_torch_bytes"], row["allocated_bytes"]) == (None, None, MIB)
 
@@ -225,7 +225,7 @@ def test_the_bytes_of_another_process_with_the_same_pid_are_not_used() -> None:
     bench = Bench()
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
     bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), facts={7: ProcessFacts(7, 5000)})
-    bench.forget(bench.process(), "gone")
+    bench.forget(bench.process(), "exited")
     (row,) = bench.log.events[-1].detail["devices"]
     assert row["used_bytes"] is None
 
@@ -251,7 +251,7 @@ def test_a_silent_process_that_exits_ends_once() -> None:
     process = bench.process()
     bench.now += 16
     bench.sweep()
-    bench.forget(process, "the process has gone")
+    bench.forget(process, "the process has exited")
     assert bench.types() == ["process_started", "process_ended"]
 
 

@@ -33,11 +33,11 @@ class Bench:
     def put(self, *numbers: int, **changes: Any) -> None:
         self.storage.append([oom(number, **{"time_unix_seconds": self.now, **changes}) for number in numbers])
 
-    def page(self, **asked: Any) -> Page:
-        return self.storage.read(Query(**asked))
+    def page(self, **conditions: Any) -> Page:
+        return self.storage.read(Query(**conditions))
 
-    def numbers(self, **asked: Any) -> list[int]:
-        return [event.detail["number"] for event in self.page(**asked).events]
+    def numbers(self, **conditions: Any) -> list[int]:
+        return [event.detail["number"] for event in self.page(**conditions).events]
 
 
 def oom(number: int, **changes: Any) -> Event:
@@ -166,9 +166,9 @@ def test_the_oldest_events_are_deleted_to_limit_the_size(tmp_path: Path, stored:
     bench = Bench(tmp_path if stored else None, max_bytes=8 << 20)
     for batch in range(120):
         bench.put(*range(batch * 10, batch * 10 + 10), detail={"number": batch, "x": "y" * 20_000})
-    kept = bench.numbers(after=0, limit=10_000)[0], bench.page(limit=1).events[0].detail["number"]
-    assert kept[1] == 119
-    assert 0 < kept[0] < 119
+    limits = bench.numbers(after=0, limit=10_000)[0], bench.page(limit=1).events[0].detail["number"]
+    assert limits[1] == 119
+    assert 0 < limits[0] < 119
     if stored:
         used = sum(path.stat().st_size for path in tmp_path.iterdir())
         assert 4 << 20 < used <= 8 << 20

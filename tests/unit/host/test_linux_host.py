@@ -146,14 +146,14 @@ def test_a_real_child_is_described_without_its_arguments(child: subprocess.Popen
 
 def test_a_real_process_is_alive_until_it_exits_even_as_a_zombie(child: subprocess.Popen[bytes]) -> None:
     host = LinuxHost()
-    began = start_time_ticks(f"/proc/{child.pid}")
-    assert host.alive(child.pid, began)
-    assert not host.alive(child.pid, began + 1)
+    started = start_time_ticks(f"/proc/{child.pid}")
+    assert host.alive(child.pid, started)
+    assert not host.alive(child.pid, started + 1)
     assert host.facts(child.pid) is not None
     end_unreaped(child)
-    assert not host.alive(child.pid, began)
+    assert not host.alive(child.pid, started)
     child.wait()
-    assert not host.alive(child.pid, began)
+    assert not host.alive(child.pid, started)
     assert host.facts(child.pid) is None
 
 
@@ -185,11 +185,11 @@ def test_a_user_without_a_name_is_shown_as_a_number(tree: Tree) -> None:
 def test_a_user_name_is_used_once_the_directory_service_is_available_again(
     tree: Tree, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
+    looked_up: list[int] = []
     names = {}
 
     def directory(uid: int) -> pwd.struct_passwd:
-        asked.append(uid)
+        looked_up.append(uid)
         return names[uid]
 
     monkeypatch.setattr(pwd, "getpwuid", directory)
@@ -201,7 +201,7 @@ def test_a_user_name_is_used_once_the_directory_service_is_available_again(
         return [facts.user for pid in (30, 31) if (facts := host.facts(pid)) is not None]
 
     assert users() == ["3999999999"] * 2
-    assert asked == [3_999_999_999], "a directory that does not answer is asked again for each process"
+    assert looked_up == [3_999_999_999], "a directory that does not answer is queried again for each process"
     names[3_999_999_999] = pwd.struct_passwd(("ada", "x", 3_999_999_999, 100, "", "/", "/bin/sh"))
     clock.now += 61
     assert users() == ["ada"] * 2

@@ -53,7 +53,7 @@ CGROUPS = {
         f"/kubepods-burstable-pod{SYSTEMD_UID}.slice/cri-containerd-{ID}.scope\n1:name=systemd:/"
     ),
     "v1, systemd, CRI-O": f"3:cpu,cpuacct:/kubepods.slice/kubepods-pod{SYSTEMD_UID}.slice/crio-{ID}.scope",
-    "v1, containerd told cgroupfs by a kubelet that is told systemd": (
+    "v1, containerd uses cgroupfs and the kubelet systemd": (
         f"10:cpuset:/system.slice/containerd.service/kubepods-besteffort-pod{SYSTEMD_UID}.slice:cri-containerd:{ID}"
     ),
 }
@@ -95,11 +95,11 @@ def test_a_process_outside_of_pods_has_no_pod_uid(cgroup: str) -> None:
 TRAINER = Container("ml", "llm-0", "trainer")
 SIDECAR = Container("ml", "llm-0", "sidecar")
 SERVER = Container("web", "chat-0", "server")
-ASKED = 5000
+QUERIED = 5000
 
 
-def facts(pid: int, container: str, pod: str, began: int = 100) -> ProcessFacts:
-    return ProcessFacts(pid, began, container_id=container, k8s_pod_uid=pod)
+def facts(pid: int, container: str, pod: str, started: int = 100) -> ProcessFacts:
+    return ProcessFacts(pid, started, container_id=container, k8s_pod_uid=pod)
 
 
 def reading(*processes: ProcessFacts, on: dict[int, tuple[int, ...]]) -> NodeReading:
@@ -113,7 +113,7 @@ def reading(*processes: ProcessFacts, on: dict[int, tuple[int, ...]]) -> NodeRea
 
 def given(**by_device: tuple[Container, ...]) -> DeviceAssignments:
     by_uuid = {UUIDS[int(name[1:])]: frozenset(containers) for name, containers in by_device.items()}
-    return DeviceAssignments(ASKED, by_uuid)
+    return DeviceAssignments(QUERIED, by_uuid)
 
 
 def named(reading: NodeReading, given: DeviceAssignments) -> dict[int, tuple[str, str, str]]:
@@ -141,16 +141,18 @@ def test_the_devices_of_all_processes_of_a_container_are_combined() -> None:
 
 
 @pytest.mark.parametrize(
-    ("known", "list_of_the_kubelet"),
+    ("known", "assignments"),
     [
-        pytest.param(reading(facts(1, "c1", "p1"), on={1: (0,)}), given(), id="the kubelet gave nobody the device"),
+        pytest.param(
+            reading(facts(1, "c1", "p1"), on={1: (0,)}), given(), id="the kubelet assigned the device to no container"
+        ),
         pytest.param(reading(facts(1, "c1", "p1"), on={1: (0,)}), given(d0=(TRAINER, SERVER)), id="time slicing"),
         pytest.param(reading(facts(1, "c1", ""), on={1: (0,)}), given(d0=(TRAINER,)), id="a container in no pod"),
         pytest.param(reading(facts(1, "", ""), on={1: (0,)}), given(d0=(TRAINER,)), id="a process of the host"),
         pytest.param(
             reading(facts(1, "c1", "p1"), facts(2, "c2", "p2"), on={1: (0,), 2: (0,)}),
             given(d0=(TRAINER,)),
-            id="one of two did not ask the kubelet",
+            id="one of two does not use the kubelet",
         ),
         pytest.param(
             reading(facts(1, "c1", "p1"), on={1: (0, 1)}), given(d0=(TRAINER,), d1=(SERVER,)), id="no one has both"
@@ -166,15 +168,15 @@ def test_the_devices_of_all_processes_of_a_container_are_combined() -> None:
             id="one name for two pods",
         ),
         pytest.param(
-            reading(facts(1, "c1", "p1", began=ASKED), on={1: (0,)}), given(d0=(TRAINER,)), id="younger than the list"
+            reading(facts(1, "c1", "p1", started=QUERIED), on={1: (0,)}), given(d0=(TRAINER,)), id="newer than the list"
         ),
         pytest.param(
-            reading(facts(1, "c1", "p1", began=0), on={1: (0,)}), given(d0=(TRAINER,)), id="nobody knows how old"
+            reading(facts(1, "c1", "p1", started=0), on={1: (0,)}), given(d0=(TRAINER,)), id="unknown start time"
         ),
     ],
 )
-def test_ambiguous_containers_have_no_name(known: NodeReading, list_of_the_kubelet: DeviceAssignments) -> None:
-    assert named(known, list_of_the_kubelet) == {}
+def test_ambiguous_containers_have_no_name(known: NodeReading, assignments: DeviceAssignments) -> None:
+    assert named(known, assignments) == {}
 
 
 def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> None:
@@ -183,8 +185,8 @@ def test_two_containers_of_one_pod_that_share_a_device_have_the_pods_name() -> N
 
 
 def test_a_container_newer_than_the_list_is_detected() -> None:
-    for began, unknown in ((ASKED - 1, False), (ASKED, True)):
-        _, found = name_containers(reading(facts(1, "c1", "p1", began=began), on={1: (0,)}), given(d0=(TRAINER,)))
+    for started, unknown in ((QUERIED - 1, False), (QUERIED, True)):
+        _, found = name_containers(reading(facts(1, "c1", "p1", started=started), on={1: (0,)}), given(d0=(TRAINER,)))
         assert found is unknown
 
 

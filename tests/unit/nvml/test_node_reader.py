@@ -87,11 +87,11 @@ class Node:
 class Host:
     def __init__(self) -> None:
         self.processes: dict[int, ProcessFacts] = {30: ProcessFacts(30, 100, "python train.py")}
-        self.asked: list[int] = []
+        self.requested_pids: list[int] = []
         self.failure: Exception | None = None
 
     def facts(self, pid: int) -> ProcessFacts | None:
-        self.asked.append(pid)
+        self.requested_pids.append(pid)
         if self.failure:
             raise self.failure
         return self.processes.get(pid)
@@ -168,7 +168,7 @@ def test_facts_are_read_once_per_process_and_are_missing_after_its_exit(
 ) -> None:
     node.processes = (ProcessMemory(30, 5), ProcessMemory(31, 6))
     assert set(reader.read().facts) == {30}
-    assert sorted(host.asked) == [30, 31]
+    assert sorted(host.requested_pids) == [30, 31]
 
 
 def test_a_failing_host_does_not_affect_the_values_of_the_driver(
@@ -211,7 +211,7 @@ def test_a_driver_that_was_attached_and_fails_is_retried_soon(reader: NodeReader
     assert poll_for(reader, node, 1).up
 
 
-@pytest.mark.parametrize("error", [NvmlUnavailableError("gone"), NvmlError("unknown"), KeyError("unforeseen")])
+@pytest.mark.parametrize("error", [NvmlUnavailableError("unavailable"), NvmlError("unknown"), KeyError("unforeseen")])
 def test_a_driver_that_cannot_list_its_devices_is_closed_and_opened_again(
     reader: NodeReader, node: Node, error: Exception
 ) -> None:

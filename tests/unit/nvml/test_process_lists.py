@@ -91,26 +91,26 @@ def test_a_list_that_exceeds_the_buffer_is_read_again_with_a_larger_one() -> Non
 
 
 def test_a_count_larger_than_the_buffer_is_limited_to_the_buffer() -> None:
-    def boasting(handle: Any, count: Any, buffer: Any) -> int:
+    def overstating(handle: Any, count: Any, buffer: Any) -> int:
         given = answer([(1, 1), (2, 2), (3, 3), (4, 4)])(handle, count, buffer)
         count._obj.value = 1000
         return given
 
-    assert [process.pid for process in lists(boasting).read(None)] == [1, 2, 3, 4]
+    assert [process.pid for process in lists(overstating).read(None)] == [1, 2, 3, 4]
 
 
 def test_a_list_that_grows_faster_than_it_is_read_is_an_error() -> None:
-    asked = []
+    capacities = []
 
     def growing(handle: Any, count: Any, buffer: Any) -> int:
-        asked.append(count._obj.value)
+        capacities.append(count._obj.value)
         count._obj.value = count._obj.value * 3
         return 7
 
     with pytest.raises(NvmlError, match="outgrew"):
         lists(growing).read(None)
-    assert len(asked) == 4
-    assert asked == sorted(set(asked))
+    assert len(capacities) == 4
+    assert capacities == sorted(set(capacities))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 64, 100])

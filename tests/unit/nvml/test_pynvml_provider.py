@@ -227,7 +227,7 @@ def test_without_the_second_version_reserved_is_unknown_and_counts_as_used(
 
 
 @pytest.mark.parametrize(
-    ("figures", "expected"),
+    ("values", "expected"),
     [
         ((80, 1, 60, 20), DeviceMemory(80, 19, 60, 1)),
         ((80, 1, 60, NOT_AVAILABLE), DeviceMemory(80, 19, 60, 1)),
@@ -238,23 +238,23 @@ def test_without_the_second_version_reserved_is_unknown_and_counts_as_used(
     ],
 )
 def test_inconsistent_values_are_computed_from_total_and_free(
-    provider: PynvmlProvider, library: Library, figures: tuple[int, int, int, int], expected: DeviceMemory
+    provider: PynvmlProvider, library: Library, values: tuple[int, int, int, int], expected: DeviceMemory
 ) -> None:
     provider.devices()
     gpu = library.gpus[0]
-    gpu.total, gpu.reserved, gpu.free, gpu.used = figures
+    gpu.total, gpu.reserved, gpu.free, gpu.used = values
     memory = provider.read_memory("GPU-0")
     assert memory == expected
     assert memory.used_bytes + memory.free_bytes + (memory.reserved_bytes or 0) == memory.total_bytes
 
 
-@pytest.mark.parametrize("figures", [(0, 0, 0, 0), (80, 0, 81, 0), (80, 0, NOT_AVAILABLE, 0), (NOT_AVAILABLE,) * 4])
+@pytest.mark.parametrize("values", [(0, 0, 0, 0), (80, 0, 81, 0), (80, 0, NOT_AVAILABLE, 0), (NOT_AVAILABLE,) * 4])
 def test_invalid_total_and_free_values_are_rejected(
-    provider: PynvmlProvider, library: Library, figures: tuple[int, int, int, int]
+    provider: PynvmlProvider, library: Library, values: tuple[int, int, int, int]
 ) -> None:
     provider.devices()
     gpu = library.gpus[0]
-    gpu.total, gpu.reserved, gpu.free, gpu.used = figures
+    gpu.total, gpu.reserved, gpu.free, gpu.used = values
     with pytest.raises(errors.NvmlNotSupportedError):
         provider.read_memory("GPU-0")
 
@@ -419,14 +419,14 @@ def test_a_library_whose_driver_did_not_initialize_is_unloaded_on_release(
 
 
 @pytest.mark.parametrize("name", ["NVIDIA GB10", "NVIDIA Thor", "Orin (nvgpu)", "NVIDIA Jetson AGX Orin"])
-@pytest.mark.parametrize("figures", ["not supported", "none"])
+@pytest.mark.parametrize("values", ["not supported", "none"])
 def test_an_integrated_gpu_without_memory_values_has_those_of_the_host(
-    library: Library, tmp_path: Path, name: str, figures: str
+    library: Library, tmp_path: Path, name: str, values: str
 ) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  125492480 kB\nMemFree:  100 kB\nMemAvailable:  118744156 kB\nCached:  7 kB\n")
     shared = Gpu("GPU-0", name=name)
-    if figures == "none":
+    if values == "none":
         shared.total = shared.free = shared.used = shared.reserved = 0
     else:
         shared.codes = {"nvmlDeviceGetMemoryInfo": 3, "nvmlDeviceGetMemoryInfo_v2": 3}
@@ -456,7 +456,7 @@ def test_an_integrated_gpu_with_memory_values_keeps_them(library: Library, tmp_p
         ("NVIDIA GB10", 15, "MemTotal: 9 kB\nMemAvailable: 1 kB\n"),
         ("NVIDIA GB10", 3, "MemTotal: 9 kB\n"),
     ],
-    ids=["not integrated", "a name that only begins so", "no permission", "lost", "an old kernel"],
+    ids=["not integrated", "a name that only starts like it", "no permission", "lost", "an old kernel"],
 )
 def test_other_gpus_never_get_the_hosts_memory(
     library: Library, tmp_path: Path, name: str, code: int, text: str
