@@ -8,6 +8,7 @@ Python's own timeout after all: OpenSSL's reading knows no other.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 from collections.abc import Mapping
@@ -15,7 +16,6 @@ from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
 from gpumem_exporter.errors import ConfigurationError, ExporterUnreachableError
-from gpumem_exporter.wire.own_socket import OwnSocket, own_descriptor
 
 __all__ = ["MAX_ANSWER_BYTES", "Answer", "Connection", "shown_url"]
 
@@ -57,7 +57,7 @@ class Connection:
         self._exporter = _exporter(url)
         if self._exporter.tls:
             import gpumem_exporter.wire.tls  # noqa: F401 - here, and not first in the thread that connects
-        self._socket: OwnSocket | None = None
+        self._socket: socket.socket | None = None
         self._wait_seconds = 0.0
         self._received = b""
         self._interrupted = False
@@ -102,14 +102,17 @@ class Connection:
         self._interrupted = True
         sock = self._socket
         if sock is not None:
-            sock.interrupt()
+            with contextlib.suppress(OSError):
+                # An SSLSocket's own `shutdown` would first end TLS, and the socket would go on without it.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; the next request opens another."""
         sock, self._socket = self._socket, None
         self._received = b""
         if sock is not None:
-            sock.close()
+            with contextlib.suppress(OSError):  # the user's code may have closed the descriptor
+                sock.close()
 
     def _request(self, method: str, path: str, body: bytes | None, headers: Mapping[str, str]) -> bytes:
         lines = [f"{method} {path} HTTP/1.1", f"Host: {_host(self._exporter.address)}", "Accept-Encoding: identity"]
@@ -155,7 +158,7 @@ class Connection:
             self.close()
         return Answer(status, headers, body)
 
-    def _head(self, sock: OwnSocket) -> tuple[int, bytes, dict[str, str]]:
+    def _head(self, sock: socket.socket) -> tuple[int, bytes, dict[str, str]]:
         status = 100
         while 100 <= status < 200:
             version, _, rest = self._line(sock, first=True).partition(b" ")
@@ -175,7 +178,7 @@ class Connection:
                 headers[name.lower()] = value.strip()
         return status, version, headers
 
-    def _body(self, sock: OwnSocket, headers: Mapping[str, str]) -> tuple[bytes, bool]:
+    def _body(self, sock: socket.socket, headers: Mapping[str, str]) -> tuple[bytes, bool]:
         """The body, and whether only the connection's end tells its end."""
         if headers.get("transfer-encoding", "").lower() == "chunked":
             return self._chunks(sock), False
@@ -193,7 +196,7 @@ class Connection:
             raise ValueError(f"a Content-Length of {length[:80]!r}")
         return self._exactly(sock, int(length)), False
 
-    def _chunks(self, sock: OwnSocket) -> bytes:
+    def _chunks(self, sock: socket.socket) -> bytes:
         body = bytearray()
         while size := int(self._line(sock).partition(b";")[0], 16):
             body += self._exactly(sock, size)
@@ -203,7 +206,7 @@ class Connection:
             pass
         return bytes(body)
 
-    def _line(self, sock: OwnSocket, *, first: bool = False) -> bytes:
+    def _line(self, sock: socket.socket, *, first: bool = False) -> bytes:
         while (end := self._received.find(b"\n")) < 0:
             if len(self._received) > _LINE_BYTES_MAX:
                 raise ValueError("a line without an end")
@@ -211,7 +214,7 @@ class Connection:
         line, self._received = self._received[:end], self._received[end + 1 :]
         return line.rstrip(b"\r")
 
-    def _exactly(self, sock: OwnSocket, size: int) -> bytes:
+    def _exactly(self, sock: socket.socket, size: int) -> bytes:
         _require_bounded(size)
         if len(self._received) < size:
             parts, there = [self._received], len(self._received)
@@ -224,7 +227,7 @@ class Connection:
         body, self._received = self._received[:size], self._received[size:]
         return body
 
-    def _more(self, sock: OwnSocket, *, started: bool) -> None:
+    def _more(self, sock: socket.socket, *, started: bool) -> None:
         part = sock.recv(_RECEIVE_BYTES)
         if not part:
             if started:
@@ -258,48 +261,26 @@ class _Exporter:
     authorization: str = ""
 
 
-def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> OwnSocket:
+def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.socket:
     if isinstance(exporter.address, str):
-        sock = _opened(socket.AF_UNIX, 0, exporter.address, timeout_seconds)
+        sock = socket.socket(socket.AF_UNIX)
     else:
-        sock = _called(_plain_name(exporter.address[0]), exporter.address[1], timeout_seconds)
+        host, port = _plain_name(exporter.address[0]), exporter.address[1]
+        sock = socket.create_connection((host, port), timeout_seconds)  # type: ignore[arg-type]
     try:
-        if not isinstance(exporter.address, str):
+        if isinstance(exporter.address, str):
+            sock.settimeout(timeout_seconds)
+            sock.connect(exporter.address)
+        else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if exporter.tls:
                 from gpumem_exporter.wire.tls import over_tls
 
-                return OwnSocket(over_tls(sock, _plain_name(exporter.address[0]), shown_url(url)))
-        sock.settimeout(None)
-        return OwnSocket(sock)
+                return over_tls(sock, host, shown_url(url))
     except BaseException:
         sock.close()
         raise
-
-
-def _called(host: str | bytes, port: int, timeout_seconds: float) -> socket.socket:
-    """`socket.create_connection`, which leaves the socket where the program may want a file of its own."""
-    refusal: OSError | None = None
-    try:
-        for family, _, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-            try:
-                return _opened(family, protocol, address, timeout_seconds)
-            except OSError as error:
-                refusal = error
-        raise refusal or OSError("it has no address")
-    finally:
-        del refusal  # it holds this frame
-
-
-def _opened(family: int, protocol: int, address: object, timeout_seconds: float) -> socket.socket:
-    sock = own_descriptor(socket.socket(family, socket.SOCK_STREAM, protocol))
-    own = OwnSocket(sock)
-    try:
-        sock.settimeout(timeout_seconds)
-        sock.connect(address)  # type: ignore[arg-type]
-    except BaseException:
-        own.close()
-        raise
+    sock.settimeout(None)
     return sock
 
 

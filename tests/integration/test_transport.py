@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +13,6 @@ import pytest
 
 from gpumem_exporter.errors import ExporterUnreachableError
 from gpumem_exporter.wire.http import Connection
-from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nhi"
@@ -171,71 +168,49 @@ def test_a_waiting_request_can_be_interrupted_from_another_thread_and_is_not_rep
     assert numbers == [1]
 
 
-@pytest.mark.parametrize("use", ["request", "interrupt", "close"])
-@pytest.mark.parametrize("kind", ["file", "socket"])
-def test_what_the_program_has_put_at_the_connections_number_is_left_alone(kind: str, use: str, tmp_path: Path) -> None:
+def descriptor_of(connect: Callable[[], object], accepted: set[int]) -> int:
+    """The descriptor that `connect` opens in this process, beside those of the peer's end."""
+
+    def open_descriptors() -> set[int]:
+        return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+
+    before = open_descriptors()
+    connect()
+    (number,) = open_descriptors() - before - accepted
+    return number
+
+
+def test_a_program_that_is_started_does_not_inherit_the_connection() -> None:
     accepted = set()
 
     def talk(connection: socket.socket, number: int) -> None:
         accepted.add(connection.fileno())
         answer_each(connection, number)
 
-    def open_descriptors() -> set[int]:
-        return {int(entry.name) for entry in Path("/proc/self/fd").iterdir() if entry.exists()}
+    with peer(talk) as url, connected(url) as connection:
+        number = descriptor_of(lambda: connection.request("GET", "/"), accepted)
+        assert not os.get_inheritable(number)
 
-    own, far = socket.socketpair()
-    with (tmp_path / "own").open("wb+") as file, own, far, peer(talk) as url, connected(url) as connection:
-        before = open_descriptors()
-        connection.request("GET", "/")
-        (number,) = open_descriptors() - before - accepted
-        os.dup2(file.fileno() if kind == "file" else own.fileno(), number)
-        if use == "request":
-            assert connection.request("GET", "/").body == b"hi"
-        elif use == "interrupt":
+
+@pytest.mark.parametrize("use", ["request", "interrupt", "close"])
+def test_a_connection_whose_descriptor_was_closed_is_opened_again_by_a_later_request(use: str) -> None:
+    accepted = set()
+
+    def talk(connection: socket.socket, number: int) -> None:
+        accepted.add(connection.fileno())
+        answer_each(connection, number)
+
+    with peer(talk) as url, connected(url) as connection:
+        os.close(descriptor_of(lambda: connection.request("GET", "/"), accepted))
+        if use == "interrupt":
             connection.interrupt()
+            return
+        if use == "request":
+            with pytest.raises(ExporterUnreachableError):
+                connection.request("GET", "/")
         else:
             connection.close()
-        assert os.path.sameopenfile(number, file.fileno() if kind == "file" else own.fileno())
-        os.close(number)
-        assert os.fstat(file.fileno()).st_size == 0
-        own.sendall(b"the program's")
-        assert far.recv(100) == b"the program's"
-        far.setblocking(False)
-        with pytest.raises(BlockingIOError):
-            far.recv(100)
-        far.sendall(b"an answer")
-        assert own.recv(100) == b"an answer"
-
-
-@pytest.mark.parametrize(
-    ("before", "answered"), [("os.close(0)", True), ("resource.setrlimit(resource.RLIMIT_NOFILE, (4, 4))", False)]
-)
-def test_a_standard_streams_number_and_the_last_one_that_is_free_are_left_to_the_program(
-    before: str, answered: bool
-) -> None:
-    code = (
-        "import os, resource, sys\n"
-        "from gpumem_exporter.wire.http import Connection\n"
-        "from gpumem_exporter.errors import ExporterUnreachableError\n"
-        "connection = Connection(sys.argv[1], timeout_seconds=30.0)\n"
-        f"{before}\n"
-        "try:\n"
-        "    answered = connection.request('GET', '/').status == 200\n"
-        "except ExporterUnreachableError:\n"
-        "    answered = False\n"
-        "print(answered, os.open('/dev/null', os.O_RDONLY))"
-    )
-    with peer(answer_each) as url:
-        done = subprocess.run(
-            [sys.executable, "-c", code, url],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=patient(60),
-            check=False,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        )
-    assert (done.stdout, done.stderr) == (f"{answered} {0 if answered else 3}\n", "")
+        assert connection.request("GET", "/").body == b"hi"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def head(login: str, **headers: str) -> tuple[int, list[str]]:
 def test_a_url_says_where_the_exporter_is(url: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
 
-    def resolve(host: bytes, port: int, **_: object) -> None:
+    def resolve(host: bytes, port: int, *_: object) -> None:
         asked.append((host.decode(), port))
         raise socket.gaierror("no such host")
 
