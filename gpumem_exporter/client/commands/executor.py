@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import sys
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from gpumem_exporter.client.allocator.sampler import Sampler
@@ -22,11 +20,8 @@ __all__ = ["CAPTURING", "Executor"]
 
 CAPTURING = "a CUDA graph is being captured"
 
-_PROMPT_SECONDS = 0.0005
 _REMEMBERED = 64
 """Results kept, so that a command that is given twice is run once."""
-
-
 _NOT_SUPPORTED = "does not yet support"
 """What torch says where an allocator (a pluggable one, cudaMallocAsync) lacks something."""
 
@@ -95,8 +90,7 @@ class Executor:
             return known
         if self._clock() >= expires_seconds:
             return self.settle(CommandResult(command.id, "expired", "its deadline had passed when its turn came"))
-        with _prompt_turns():
-            result = self._run(command)
+        result = self._run(command)
         self._sampler.outdated()
         return self.settle(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
 
@@ -176,23 +170,6 @@ class Executor:
             device_free_before_bytes=free_before,
             device_free_after_bytes=self._allocator.free_bytes(index),
         )
-
-
-@contextlib.contextmanager
-def _prompt_turns() -> Iterator[None]:
-    """Get the GIL back within half a millisecond, not five, while a command runs.
-
-    Every call into CUDA gives the GIL away; a main thread that never does keeps it for a whole switch interval each
-    time. Four such calls would make 20 ms of a command that takes microseconds.
-    """
-    usual = sys.getswitchinterval()
-    prompt = min(usual, _PROMPT_SECONDS)
-    sys.setswitchinterval(prompt)
-    try:
-        yield
-    finally:
-        if abs(sys.getswitchinterval() - prompt) < 1e-6:  # or the program has set its own meanwhile
-            sys.setswitchinterval(usual)
 
 
 def _current(state: DeviceState | None, name: str, metric: str = "current") -> int | None:

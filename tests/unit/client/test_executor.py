@@ -146,28 +146,9 @@ def test_results_are_remembered_boundedly(bench: Bench) -> None:
     assert [number for number in range(200) if bench.executor.known(str(number))] == [*range(136, 200)]
 
 
-def test_the_program_s_switch_interval_is_as_it_was_after_a_command(bench: Bench) -> None:
-    usual = sys.getswitchinterval()
+def test_a_command_leaves_the_switch_interval_of_the_interpreter_alone(bench: Bench) -> None:
+    before = sys.getswitchinterval()
     during: list[float] = []
-    clear = bench.allocator.empty_cache
-
-    def watched() -> None:
-        during.append(sys.getswitchinterval())
-        clear()
-
-    bench.allocator.empty_cache = watched
-    bench.run()
-    assert during[0] < usual == sys.getswitchinterval()
-    bench.allocator.error = RuntimeError("CUDA error")
-    bench.run(id="b")
-    assert sys.getswitchinterval() == usual
-
-
-def test_a_switch_interval_that_the_program_sets_meanwhile_stays(bench: Bench) -> None:
-    usual = sys.getswitchinterval()
-    bench.allocator.empty_cache = lambda: sys.setswitchinterval(0.02)
-    try:
-        bench.run()
-        assert sys.getswitchinterval() == pytest.approx(0.02)
-    finally:
-        sys.setswitchinterval(usual)
+    bench.allocator.empty_cache = lambda: during.append(sys.getswitchinterval())
+    assert bench.run().outcome == "done"
+    assert [*during, sys.getswitchinterval()] == [before, before]
