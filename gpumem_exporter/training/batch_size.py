@@ -167,7 +167,7 @@ def _try(
     used: list[MemoryUse] = []
     with no_training(), Measured("batch size", kept=False, ended=used.append):
         try:
-            with oom_guard(batch_size=size, clean=False):
+            with oom_guard(batch_size=size, free_frames=True, clean=False):  # the next size needs the memory
                 for _ in range(runs):
                     step(size)
                 torch.cuda.synchronize()  # what fails later than it is called has failed in this try

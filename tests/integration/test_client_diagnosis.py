@@ -53,7 +53,7 @@ from gpumem_exporter import client
 seen = {}
 MIB = 1 << 20
 
-@client.oom_guard(batch_size=lambda n: n)
+@client.oom_guard(batch_size=lambda n: n, free_frames=True)
 def step(n):
     held = torch.empty(n * MIB, dtype=torch.uint8, device="cuda")
     more = torch.empty(n * MIB, dtype=torch.uint8, device="cuda")
@@ -83,7 +83,7 @@ class Doubles(torch.nn.Module):
         twice = x * 2
         return twice * 2
 held = torch.cuda.memory_allocated()
-@client.oom_guard()
+@client.oom_guard(free_frames=True)
 def forward():
     x = torch.empty(700, 1 << 20, device="cuda")
     return Doubles()(x)
@@ -116,7 +116,7 @@ try:
 except torch.OutOfMemoryError as error:
     seen["callback"] = len(error.__notes__)
 
-@client.oom_guard(free_frames=False, clean=False)
+@client.oom_guard()
 def keeps():
     held = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
     torch.empty(1 << 40, dtype=torch.uint8, device="cuda")
@@ -138,7 +138,7 @@ result = seen
 """
 
 
-def test_the_error_goes_on_as_it_is_with_a_note_and_its_handler_has_the_memory_again(start_torch: StartTorch) -> None:
+def test_the_error_keeps_its_frames_unless_the_guard_is_to_free_them_and_gets_a_note(start_torch: StartTorch) -> None:
     seen = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(GUARDED)
     assert seen["type"]
     assert seen["args"] == 1

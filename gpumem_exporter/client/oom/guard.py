@@ -154,7 +154,7 @@ def oom_guard(
     *,
     batch_size: int | Callable[..., int] | None = None,
     on_oom: Callable[[OomDiagnosis], None] | None = None,
-    free_frames: bool = True,
+    free_frames: bool = False,
     clean: bool = True,
 ) -> OomGuard:
     """Explain out-of-memory errors of a block or a function: where, why, and what would help, the best first.
@@ -170,15 +170,15 @@ def oom_guard(
     well teach what the block grows by with each size of batch, and whether more is left from run to run; no statistic
     is reset for that. A run costs about 30 µs, and nothing without CUDA. Any thread may use it.
 
-    After an error the frames that it went through still hold their tensors, as long as anybody holds the error. So
-    they are emptied, all but those that still run, and then the garbage and the cache go: a handler of the error, such
-    as one that tries a smaller batch, begins with all the memory that there is. Whoever reads the local variables of
-    those frames (a post-mortem debugger, a tracker of errors) sets `free_frames=False`.
+    After an error, the garbage and the cache are released. The frames that the error went through keep their local
+    variables, and with them their tensors, until the error is dropped: a post-mortem debugger or an error tracker reads
+    them. `free_frames=True` clears the frames that have ended, so that the handler of the error, for example one that
+    tries a smaller batch, starts with all the memory that can be released.
 
     Args:
         batch_size: items in the block's batch; for a decorator also a function of its call's arguments.
         on_oom: called with each diagnosis, in the program's thread.
-        free_frames: empty the local variables of the frames that the error has ended.
+        free_frames: clear the local variables of the frames that the error has ended.
         clean: collect garbage and empty the cache after an error, unless a CUDA graph is being captured.
     """
     caller = sys._getframe(1)
@@ -256,7 +256,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def clear_frames(traceback: TracebackType | None) -> None:
-    """Empty the frames that the error has ended.
+    """Clear the frames that the error has ended.
 
     A frame that runs refuses (it is the program's, or another thread's). So does a suspended generator's, from Python
     3.13 on; before, clearing it would end the generator, so that those are left as they are.
