@@ -107,7 +107,7 @@ class Job:
             model, optimizer, effective_batch=self.effective_batch, micro_batch=batch, clip_norm=1.0
         )
         loader = DataLoader(range(self.samples), batch_size=batch)
-        gpumem.milestones(model, optimizer, loader=loader)  # logs the memory at the first steps and at each epoch
+        seen = gpumem.milestones(model, optimizer)  # logs the memory at the first steps and at each epoch
         gpumem.watch(model, optimizer)  # parameters, gradients, optimizer state and the rest, on /metrics
         gpumem.leak_detector(on_leak=print)
         gpumem.auto_clean(fragmentation=0.3, min_bytes=1 << 30)  # between steps, where it is worth it
@@ -124,7 +124,7 @@ class Job:
             # Not the loss itself, which keeps its graph; and mse_loss leaves it in a storage as large as all its terms.
             losses.append(loss.detach().clone())
 
-        for epoch in range(epochs):
+        for epoch in seen.epochs(range(epochs)):
             for numbers in accumulator.batches(loader):
                 train_batch(*self.waves(len(numbers)))
             gpumem.log_summary(f"epoch {epoch}")

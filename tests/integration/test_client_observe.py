@@ -317,34 +317,33 @@ def test_milestones_are_taken_down_by_hooks_and_nothing_that_is_watched_is_chang
 import copy, io, pickle
 model, _ = make("cpu")
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 256)), batch_size=4)
-other = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 256)), batch_size=4)
-clean = pickle.dumps((model, loader))
-seen = gpumem.milestones(model, loader=loader)
+loaders = dict(vars(torch.utils.data.DataLoader))
+seen = gpumem.milestones(model)
 model.cuda()
 optimizer = torch.optim.AdamW(model.parameters())
 batches = 0
-for epoch in range(2):
+for epoch in seen.epochs(range(2)):
     for (batch,) in loader:
         batches += 1
         model(batch.cuda()).sum().backward()
         optimizer.step()
-    assert len(list(other)) == len(list(copy.copy(loader))) == 2
 model.cpu()
 copies = pickle.dumps((model, loader)), copy.deepcopy(model), copy.deepcopy(loader), pickle.dumps(optimizer)
 buffer = io.BytesIO()
 torch.save(model, buffer)
 seen.close()
-list(loader)
 result = {"names": [each.name for each in seen.records], "batches": batches,
           "hooks": [len(torch.nn.modules.module._global_forward_pre_hooks), len(model._forward_pre_hooks)],
+          "loaders": dict(vars(torch.utils.data.DataLoader)) == loaders,
           "same": b"gpumem" in copies[0] + copies[3] + buffer.getvalue(),
           "grown": {each.name: each.devices[0].growth_bytes for each in seen.records if each.devices}}
 """
     )
-    assert told["names"] == ["begin", "epoch 1", "model on cuda:0", "first optimizer step", "epoch 2"]
+    assert told["names"] == ["begin", "epoch 1", "model on cuda:0", "first optimizer step", "epoch 2", "end"]
     assert told["batches"] == 4
     assert told["hooks"] == [0, 0]
     assert told["same"] is False
+    assert told["loaders"] is True
     assert told["grown"]["epoch 1"] == PARAMETERS
     assert told["grown"]["model on cuda:0"] == 4 * 256 * 4  # the batch, since the epoch began
     assert told["grown"]["first optimizer step"] >= 3 * PARAMETERS - 4 * 256 * 4  # gradients and states for the batch

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import time
@@ -68,7 +67,6 @@ class Milestones:
     Args:
         model: a module, or None.
         optimizer: an optimizer of `torch.optim`, or None for any.
-        loader: a `torch.utils.data.DataLoader` whose iterations are epochs, or None.
         level: at which each is logged.
         observed: where peaks are known.
         steps: who tells of steps.
@@ -79,7 +77,6 @@ class Milestones:
         model: Any = None,
         optimizer: Any = None,
         *,
-        loader: Any = None,
         level: int = logging.INFO,
         observed: Observed | None = None,
         steps: Steps | None = None,
@@ -89,7 +86,6 @@ class Milestones:
         self._begun_seconds = time.monotonic()
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
-        self._removers: list[Callable[[], None]] = []
         self._awaits_forward = False
         place = _place(model)
         self.record(" and ".join(filter(None, (place, "optimizer made" if optimizer is not None else ""))) or "begin")
@@ -99,8 +95,6 @@ class Milestones:
                 self._hook_forward()
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
-        if loader is not None:
-            self._removers.append(_count_iterations(loader, self.epoch))
 
     @property
     def records(self) -> tuple[Milestone, ...]:
@@ -122,12 +116,12 @@ class Milestones:
         return milestone
 
     def epoch(self) -> Milestone:
-        """An epoch begins."""
+        """Record the start of an epoch; a trainer may call this as its callback."""
         self._epochs += 1
         return self.record(f"epoch {self._epochs}")
 
     def epochs(self, iterable: Iterable[_Item]) -> Iterator[_Item]:
-        """Go through what numbers the epochs, `for epoch in seen.epochs(range(10))`, and take each down."""
+        """Iterate over the epochs, not over their batches, and record the start of each: `seen.epochs(range(10))`."""
         for item in iterable:
             self.epoch()
             yield item
@@ -137,8 +131,6 @@ class Milestones:
         """Take the hooks out, one at the next forward; the records stay."""
         self._awaits_forward = False
         self._stop_listening()
-        while self._removers:
-            self._removers.pop()()
 
     def __enter__(self) -> Milestones:
         return self
@@ -213,9 +205,7 @@ class Milestones:
         self.record("first optimizer step")
 
 
-def milestones(
-    model: Any = None, optimizer: Any = None, *, loader: Any = None, level: int = logging.INFO
-) -> Milestones:
+def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging.INFO) -> Milestones:
     """Take down and log what is allocated at a training script's milestones.
 
     They are: now (and whether the model is on a device by now); the model's first forward on a device, if it moves
@@ -223,19 +213,18 @@ def milestones(
     `record`. Each has what has grown since the one before. `print()` shows the list; each is logged, too, by the logger
     `gpumem_exporter.client`.
 
-    An epoch is an iteration over `loader`; where there is no `DataLoader`, `for epoch in seen.epochs(range(10))`, or a
-    call of `seen.epoch()`.
+    The script says where an epoch starts: `for epoch in seen.epochs(range(10))` around its loop, or a call of
+    `seen.epoch()`, for example from a trainer's callback.
 
-    Weak references only; nothing is hooked into the model, the optimizer or the loader themselves, so they can be
-    copied and pickled as ever. It ends with the model, or with `close()`.
+    The milestones hold weak references only and put no hook on the model or the optimizer themselves, so both can be
+    copied and pickled. They end with the model, or with `close()`.
 
     Args:
         model: a module, wrapped or not.
         optimizer: one of `torch.optim`; without it the first step of any counts.
-        loader: the `torch.utils.data.DataLoader` of the training data.
         level: at which each milestone is logged.
     """
-    return Milestones(model, optimizer, loader=loader, level=level)
+    return Milestones(model, optimizer, level=level)
 
 
 def _closed() -> Milestones:
@@ -252,36 +241,3 @@ def _place(model: Any) -> str:
     with torch._C.DisableTorchFunction():  # noqa: SLF001 - a mode that the program has on is for its own calls
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"
-
-
-def _count_iterations(loader: Any, begun: Callable[[], object]) -> Callable[[], None]:
-    """Have `begun` called when somebody begins to iterate over this loader; returns what ends that.
-
-    Python looks `__iter__` up in the class alone. So it is the class that is changed, once for all, and only what is
-    said here of one loader is taken back: another library may have put its own round ours in between.
-    """
-    cls = type(loader)
-    try:
-        hash(loader)
-        weakref.ref(loader)
-        cls._gpumem_probe = None
-        del cls._gpumem_probe
-    except (TypeError, AttributeError):
-        log.warning("epochs of a %s cannot be seen; call epoch() or iterate over epochs(...)", cls.__qualname__)
-        return lambda: None
-    watched = cls.__dict__.get("_gpumem_iterations")
-    if watched is None:
-        watched = cls._gpumem_iterations = weakref.WeakKeyDictionary()
-        iterate = cls.__iter__
-
-        @functools.wraps(iterate)
-        def __iter__(self: Any) -> Any:  # noqa: N807 - it is one
-            with Swallowing():  # this runs inside the program's loop
-                callback = watched.get(self)
-                if callback is not None:
-                    callback()
-            return iterate(self)
-
-        cls.__iter__ = __iter__
-    watched[loader] = begun
-    return lambda: watched.pop(loader, None)
