@@ -46,11 +46,7 @@ class Allocator:
         self._uuids: dict[int, str] = {}
         self._many_pools: set[int] = set()
         self._observed = observed or Observed()
-        self._captures = Captures(
-            torch.cuda,
-            getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False),
-            self._c._cuda_hasPrimaryContext,
-        )
+        self._captures = Captures(getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False))
         self._removers: list[Callable[[], None]] = list(self._captures.hooks())
         self.torch_version = str(getattr(torch, "__version__", ""))
         backend = getattr(torch.cuda, "get_allocator_backend", None)
@@ -88,7 +84,7 @@ class Allocator:
 
     @property
     def capturing(self) -> bool:
-        """A CUDA graph is being captured somewhere in this process (see `Captures`)."""
+        """A CUDA graph is being captured somewhere in this process, or may be (see `Captures`)."""
         return self._captures.under_way
 
     @property

@@ -228,7 +228,7 @@ class Worker:
             waiting.cancel(reply.cancelled)
             for command in reply.commands:
                 expires_seconds = sent + command.deadline_seconds
-                if command.mode == "now":
+                if command.mode == "now" and not allocator.capturing:
                     results.append(executor.run(command, expires_seconds=expires_seconds))
                 else:
                     waiting.take(command, expires_seconds=expires_seconds)
