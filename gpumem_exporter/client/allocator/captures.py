@@ -8,14 +8,14 @@ into the same pool later. So it is dead once all of them are.
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client.allocator.heap import PoolId
+from gpumem_exporter.client.hooks.graph_captures import on_captures
 
 __all__ = ["Captures"]
 
@@ -44,13 +44,9 @@ class Captures:
         self._dead: set[PoolId] = set()
         self._deaths = 0
 
-    def hooks(self) -> Iterator[Callable[[], None]]:
-        """Begin to watch; each of these takes a hook out again. Torch swallows what its hooks raise."""
-        graphs = sys.modules.get("torch.cuda.graphs")
-        for name, hook in (("start", self._begin), ("end", self._end)):
-            register = getattr(graphs, f"register_graph_capture_{name}_hook", None)
-            if register is not None:
-                yield register(hook).remove
+    def watch(self) -> Callable[[], None]:
+        """Start to watch; returns a function that ends it."""
+        return on_captures(self._begin, self._end)
 
     @property
     def under_way(self) -> bool:

@@ -37,7 +37,7 @@ class Bench:
         )
         monkeypatch.setitem(sys.modules, "torch.cuda.graphs", graphs)
         self.captures = Captures(lambda: threading.get_ident() in self.capturing)
-        self.removers = list(self.captures.hooks())
+        self.remove = self.captures.watch()
         self.other = ThreadPoolExecutor(1)
 
     def _register(self, name: str, hook: Callable[[Any], None]) -> Any:
@@ -167,15 +167,14 @@ def test_the_version_changes_with_each_death_and_only_then(bench: Bench) -> None
 
 def test_hooks_can_be_taken_out(bench: Bench) -> None:
     assert set(bench.hooks) == {"start", "end"}
-    for remove in bench.removers:
-        remove()
+    bench.remove()
     assert bench.hooks == {}
 
 
 def test_a_torch_without_hooks_tells_of_the_calling_thread_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace())
     captures = Captures(lambda: threading.get_ident() in bench.capturing)
-    assert list(captures.hooks()) == []
+    captures.watch()()
     bench.elsewhere(lambda: bench.capturing.add(threading.get_ident()))
     assert not captures.under_way
     assert bench.elsewhere(lambda: captures.under_way)
