@@ -11,7 +11,7 @@ from typing import Any
 
 from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.log import log
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
@@ -149,7 +149,7 @@ class Steps:
             try:
                 listener(optimizer)
             except Exception as error:  # this runs inside the program's optimizer
-                if of_a_handler(error):
+                if raised_by_signal_handler(error):
                     raise
                 self._stop(key)
                 log.warning("nothing is done at steps any more: %r", error)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
@@ -108,7 +108,7 @@ class Milestones:
         try:
             devices = self._devices()
         except Exception as error:  # a guest breaks nothing
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             log.debug("nothing is known at %s: %r", name, error)
             devices = ()
