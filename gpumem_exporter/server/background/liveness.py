@@ -110,7 +110,7 @@ class Presence:
         for process in snapshot.processes:
             if now - process.received_seconds > self._quiet_seconds:
                 self._forget_if_dead(process.key, process.host_pid, process.report.process.start_time_ticks)
-        self._disconnected.intersection_update(one.key for one in (*snapshot.processes, *snapshot.silent))
+        self._disconnected &= {process.key for process in snapshot.processes} | {one.key for one in snapshot.silent}
         for silent in snapshot.silent:
             if silent.key in self._disconnected:
                 self.forget(silent.key, "its connection broke, and it has not reported since")
