@@ -342,7 +342,7 @@ def test_a_kept_connection_that_has_gone_is_opened_anew(start_https: StartHttps,
         assert connection.request("GET", "/-/ready").status == 200
         sock = connection._socket
         assert sock is not None
-        sock.interrupt()
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)
         assert connection.request("GET", "/-/ready").status == 200
 
 
