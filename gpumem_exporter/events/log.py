@@ -93,7 +93,7 @@ class EventLog:
         self._storage = storage
         self._clock = clock
         self._on_dropped = on_dropped
-        self._on_kept = on_committed
+        self._on_committed = on_committed
         self._retry_seconds = retry_seconds
         self._max_waiting = max_waiting
         self._failures = FailureLog(_log, clock)
@@ -222,7 +222,7 @@ class EventLog:
         self._failures.recovered("events")
         self._log_damaged_file()
         self._remove(batch)
-        self._on_kept(new_events)
+        self._on_committed(new_events)
         for each in batch:
             _resolve(each.committed, True)
         return True
