@@ -10,6 +10,7 @@ thread's cache flush waits for it, and the interpreter with it. Hence `Sampler` 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,8 @@ from typing import Any
 from gpumem_exporter.client.allocator.captures import Captures
 from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
 from gpumem_exporter.client.allocator.reclaimable import DeviceState, Reclaimable, known
-from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.measure.observed import Observed, process_observed
+from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -45,8 +46,12 @@ class Allocator:
         self._uuids: dict[int, str] = {}
         self._many_pools: set[int] = set()
         self._observed = observed or Observed()
-        self._captures = Captures(getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False))
-        self._stop_watching = self._captures.watch()
+        self._captures = Captures(
+            torch.cuda,
+            getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False),
+            self._c._cuda_hasPrimaryContext,
+        )
+        self._removers: list[Callable[[], None]] = list(self._captures.hooks())
         self.torch_version = str(getattr(torch, "__version__", ""))
         backend = getattr(torch.cuda, "get_allocator_backend", None)
         self._backend = backend() if backend is not None else "native"
@@ -83,7 +88,7 @@ class Allocator:
 
     @property
     def capturing(self) -> bool:
-        """A CUDA graph is being captured somewhere in this process, or may be (see `Captures`)."""
+        """A CUDA graph is being captured somewhere in this process (see `Captures`)."""
         return self._captures.under_way
 
     @property
@@ -107,8 +112,10 @@ class Allocator:
         return True
 
     def detach(self) -> None:
-        """Remove the hooks on graph captures."""
-        self._stop_watching()
+        """Take every hook out of torch again."""
+        while self._removers:
+            with contextlib.suppress(Exception):
+                self._removers.pop()()
 
     def devices(self) -> list[int]:
         """The indices of the devices on which this process has a context: the only ones it can hold memory on."""

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
-from gpumem_exporter.client.oom.observer import OutOfMemoryLog
+from gpumem_exporter.client.oom.observer import OutOfMemoryLog, OutOfMemoryObserver
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 
