@@ -24,7 +24,7 @@ class HeldPolls:
 
         Cancelling the call is safe.
         """
-        self.wake(key)  # the client of an earlier request has gone: a process has one connection
+        self.wake(key)  # an earlier request has no client any more: a process has one connection
         future = asyncio.get_running_loop().create_future()
         self._futures[key] = future
         try:

@@ -22,7 +22,7 @@ from tests.support.waiting import patient, wait_for
 from tests.support.zygote import EXPORTER, ForkedProcess, fork_program
 
 UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
-"""Whoever tests asks for more than anybody else."""
+"""Tests request more actions than the default limits allow."""
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", *UNLIMITED)
 """Flags of an exporter that shows what is so at once."""
 
@@ -181,7 +181,7 @@ class Metrics:
         return value
 
     def states_of(self, pid: int) -> list[str]:
-        """The lines about a process, but for what once happened to it: that outlives it."""
+        """The lines of a process, except its last out-of-memory error, which outlives the process."""
         return [
             line
             for line in self.text.splitlines()
