@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gpumem_exporter.client.commands.scheduler import Waiting
-from gpumem_exporter.wire.protocol import Command, CommandResult
+from gpumem_exporter.client.commands.scheduler import Scheduler
+from gpumem_exporter.wire.protocol import Command, CommandResult, ReasonCode
 
 __all__ = ["CommandTiming"]
 
@@ -43,7 +43,7 @@ class CommandTiming:
         self._clock = clock
         self._stepped_seconds: float | None = None
         self._step_seconds: float | None = None
-        self.waiting = Waiting(self, self, self, wake=lambda: None, clock=clock)
+        self.waiting = Scheduler(self, self, self, wake=lambda: None, clock=clock)
 
     @property
     def step_seconds(self) -> float | None:
@@ -70,7 +70,11 @@ class CommandTiming:
     def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
         """Run a queued command, unless its deadline has passed."""
         if self._clock() >= expires_seconds:
-            return self.settle(CommandResult(command.id, "expired", "its deadline had passed when its turn came"))
+            return self.settle(
+                CommandResult(
+                    command.id, "expired", "the deadline passed before the command started", ReasonCode.DEADLINE_PASSED
+                )
+            )
         return self._execute(command)
 
     run_if_free = run

@@ -20,7 +20,16 @@ from gpumem_exporter.demo.command_timing import CommandTiming
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.expandable import ExpandableAllocator
 from gpumem_exporter.demo.slot import DeviceSlot, Tensor
-from gpumem_exporter.wire.protocol import MODES, Command, CommandResult, OutOfMemory, ProcessIdentity, Reply, Report
+from gpumem_exporter.wire.protocol import (
+    MODES,
+    Command,
+    CommandResult,
+    OutOfMemory,
+    ProcessIdentity,
+    ReasonCode,
+    Reply,
+    Report,
+)
 
 __all__ = ["ACTIONS", "SimulatedProcess", "Tensor"]
 
@@ -242,11 +251,18 @@ class SimulatedProcess:
 
     def _execute(self, command: Command) -> CommandResult:
         if self.ended:
-            return CommandResult(command.id, "gone", "the process has ended")
+            return CommandResult(command.id, "gone", "the process has exited", ReasonCode.PROCESS_EXITED)
         if command.action not in ACTIONS:
-            return CommandResult(command.id, "unsupported", f"the demo's processes do not support {command.action}")
+            return CommandResult(
+                command.id,
+                "unsupported",
+                f"the demo's processes do not support {command.action}",
+                ReasonCode.UNKNOWN_ACTION,
+            )
         if command.deadline_seconds <= 0:
-            return CommandResult(command.id, "expired", "the deadline had passed before the command arrived")
+            return CommandResult(
+                command.id, "expired", "the deadline passed before the command arrived", ReasonCode.DEADLINE_PASSED
+            )
         # As in torch, `empty_cache` and the garbage collector affect all devices; the result has only the target ones.
         slots = [slot for slot in self._slots if not command.uuids or slot.device.identity.uuid in command.uuids]
         before = [slot.memory_use() for slot in slots]

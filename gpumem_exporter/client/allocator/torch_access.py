@@ -23,7 +23,7 @@ from gpumem_exporter.client.allocator.reclaimable import DeviceState, Reclaimabl
 from gpumem_exporter.client.measure.observed import Observed, process_observed
 from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
 from gpumem_exporter.errors import CommandRefusedError
-from gpumem_exporter.wire.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample, ReasonCode
 
 __all__ = ["Allocator", "DeviceState"]
 
@@ -228,7 +228,9 @@ class Allocator:
         try:
             taken: dict[str, Any] = self._torch.cuda.memory._snapshot()
         except (AttributeError, RuntimeError) as error:
-            raise CommandRefusedError(f"this allocator gives no snapshot: {error}") from None
+            raise CommandRefusedError(
+                f"this allocator gives no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
+            ) from None
         return taken
 
     def _notice_settings(self) -> str:

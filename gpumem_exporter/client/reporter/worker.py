@@ -14,7 +14,7 @@ from dataclasses import replace
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.torch_access import Allocator
 from gpumem_exporter.client.commands.executor import Executor
-from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.commands.scheduler import Scheduler
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.phases import current_phase
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog, OutOfMemoryObserver
@@ -172,7 +172,7 @@ class Worker:
     def _report_until_stopped(self, allocator: Allocator) -> None:
         sampler = Sampler(allocator, swallow=lambda error: self._troubles.note("cannot sample at a step", error))
         executor = Executor(allocator, sampler)
-        waiting = Waiting(executor, allocator, sampler, wake=self._wake)
+        waiting = Scheduler(executor, allocator, sampler, wake=self._wake)
         sampler.at_step = waiting.at_step
         identity = current_process(
             self._settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings

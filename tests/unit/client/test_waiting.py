@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.client.allocator.sampler import Sampler
-from gpumem_exporter.client.commands.executor import CAPTURING, Executor
-from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.commands.executor import Executor
+from gpumem_exporter.client.commands.scheduler import Scheduler
 from gpumem_exporter.wire.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
 
@@ -23,7 +23,7 @@ class Bench:
         self.allocator: Any = FakeAllocator()
         self.sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
         self.executor = Executor(self.allocator, self.sampler, clock=lambda: self.now)
-        self.waiting = Waiting(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
+        self.waiting = Scheduler(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
         self.sampler.at_step = self.waiting.at_step
 
     def wake(self) -> None:
@@ -96,7 +96,7 @@ def test_during_a_capture_a_step_waits_for_the_next_but_one_of_a_number_is_refus
     bench.allocator.capturing = True
     bench.steps(2)
     result = bench.result()
-    assert (result.id, result.outcome, result.reason) == ("b", "refused", CAPTURING)
+    assert (result.id, result.outcome, result.reason_code) == ("b", "refused", "cuda_graph_capture")
     bench.allocator.capturing = False
     bench.steps()
     assert bench.result().step == 3
