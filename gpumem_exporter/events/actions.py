@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, SubmittedAction, Target
+from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.events.model import Event
 
 __all__ = ["MAX_RESULTS", "about", "action_event", "asked_event", "read_action", "read_asked"]
@@ -119,5 +120,5 @@ def _one_of(values: Iterable[T]) -> T | None:
 
 
 def _result(result: ActionResult) -> dict[str, Any]:
-    names = ("pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "freed_bytes", "step")
+    names = ("pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "reason_code", "freed_bytes", "step")
     return {name: getattr(result, name) for name in names}

@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
-from gpumem_exporter.actions.model import Action, ActionRequest, Target
+from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.brakes import Brakes, Try
 from gpumem_exporter.actions.policy.figures import FIELDS, Sighting, StillClock, sightings
 from gpumem_exporter.actions.policy.model import Rule
 from gpumem_exporter.actions.policy.values import shown_value
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 

@@ -7,11 +7,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.actions.model import ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.policy.figures import FIELDS
 from gpumem_exporter.actions.policy.model import DEFAULT_COOLDOWN_SECONDS, FREEING, Condition, Rule, StopAfter
 from gpumem_exporter.actions.policy.values import shown_value
 from gpumem_exporter.actions.policy.yaml_nodes import NodeReader, is_scalar, line_of
+from gpumem_exporter.actions.request import ACTIONS, ActionRequest, Target
 from gpumem_exporter.wire.protocol import MODES
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import inf
 
-from gpumem_exporter.actions.model import ActionRequest
+from gpumem_exporter.actions.request import ActionRequest
 
 __all__ = ["DEFAULT_COOLDOWN_SECONDS", "FREEING", "RESULTS", "Condition", "Rule", "StopAfter"]
 

@@ -17,7 +17,8 @@ from pydantic import (
     model_validator,
 )
 
-from gpumem_exporter.actions.model import ACTIONS, Action, ActionRequest, Target
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import ACTIONS, ActionRequest, Target
 from gpumem_exporter.server.http.problems import FieldError, ProblemError, field_errors
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, MODES

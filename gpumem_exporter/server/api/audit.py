@@ -21,6 +21,7 @@ from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_asked
 from gpumem_exporter.server.api.event_writes import read_events, wait_until_kept
+from gpumem_exporter.wire.protocol import ReasonCode
 
 __all__ = ["Audit"]
 
@@ -139,7 +140,7 @@ def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -
 
 def _lost(asked: SubmittedAction) -> Action:
     results = tuple(
-        ActionResult(pid=pid, workload=workload, rank=rank, gpu="", uuid="", outcome="failed", reason=RESTARTED)
+        ActionResult(pid, workload, rank, "", "", "failed", RESTARTED, ReasonCode.EXPORTER_RESTARTED)
         for pid, workload, rank in asked.processes
     )
     return replace(asked.action, state="failed", results=results)

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from typing_extensions import TypedDict
 
-from gpumem_exporter.actions.model import gpu_labels
+from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpumem_exporter.actions.model import gpu_labels
+from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.documents import SeenProcess, devices_document, seen_processes

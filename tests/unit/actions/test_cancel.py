@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.model import Action, Target
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
-from gpumem_exporter.wire.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 from tests.support.builders import MIB, UUIDS, sample
 from tests.support.dispatching import Bench, Ranks, run
 
@@ -22,8 +23,8 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def answer_why(ranks: Ranks, process: ReportingProcess, action: Action, outcome: str, reason: str) -> None:
-    result = CommandResult(action.id, outcome, reason)
+def refuse(ranks: Ranks, process: ReportingProcess, action: Action, code: ReasonCode) -> None:
+    result = CommandResult(action.id, "refused", f"because of {code}", code)
     ranks.dispatcher.take_results(replace(process, report=replace(process.report, results=(result,))))
 
 
@@ -51,7 +52,7 @@ def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_
         assert await answer == ()
         for process in held:
             assert ranks.dispatcher.cancelled(process) == (action.id,)
-            answer_why(ranks, process, action, "refused", "cancelled: not every rank could take part")
+            refuse(ranks, process, action, ReasonCode.CANCELLED)
         (finished,) = ranks.finished
         assert {(row.rank, row.outcome, row.reason) for row in finished.results} == {
             ("0", "refused", "cancelled by policy:alice"),
@@ -67,11 +68,11 @@ def test_what_was_refused_or_done_before_the_cancellation_came_keeps_its_own_res
         for process in (ranks.first, ranks.second):
             await ranks.dispatcher.commands(process, 0)
         ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
-        answer_why(ranks, ranks.first, action, "refused", "a CUDA graph is being captured")
+        refuse(ranks, ranks.first, action, ReasonCode.CUDA_GRAPH_CAPTURE)
         ranks.answer(ranks.second, action, "done", freed=7)
         (finished,) = ranks.finished
         assert {(row.outcome, row.reason) for row in finished.results} == {
-            ("refused", "a CUDA graph is being captured"),
+            ("refused", "because of cuda_graph_capture"),
             ("done", ""),
         }
         assert finished.freed_bytes == 7

@@ -12,7 +12,7 @@ import pytest
 import gpumem_exporter
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import ActionRequest, Target
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 from gpumem_exporter.core.store import Store

@@ -10,10 +10,12 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import (
     ANSWER_GRACE_SECONDS,
     GROUP_ANSWER_SECONDS,
-    GROUP_LEAD_SECONDS,
 )
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
 from gpumem_exporter.actions.limits import RateLimits
-from gpumem_exporter.actions.model import ActionRequest, SubmittedAction, Target
+from gpumem_exporter.actions.model import SubmittedAction
+from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.targets import select_listed
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.errors import (
     ActionNotAllowedError,
@@ -421,9 +423,9 @@ def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_
 def test_a_target_of_an_empty_device_is_nobody_also_among_those_who_do_not_report(bench: Bench) -> None:
     bench.store.put_reading(node(device(UUIDS[0], gpu="0", processes={900: MIB}), taken=bench.now))
     snapshot = bench.store.snapshot(bench.now)
-    assert [listed.pid for listed in Target(gpu="0").select_listed(snapshot)] == [900]
-    assert list(Target(gpu="").select_listed(snapshot)) == []
-    assert list(Target(uuid="").select_listed(snapshot)) == []
+    assert [listed.pid for listed in select_listed(Target(gpu="0"), snapshot)] == [900]
+    assert list(select_listed(Target(gpu=""), snapshot)) == []
+    assert list(select_listed(Target(uuid=""), snapshot)) == []
 
 
 def test_of_a_group_whose_ranks_do_not_answer_each_has_one_result(ranks: Ranks) -> None:
@@ -445,8 +447,8 @@ def test_who_is_to_be_ended_lives_on_if_that_is_cancelled_before_it_is_written_d
     class Deadly(Terminator):
         ended: ClassVar[list[int]] = []
 
-        def objection(self, host_pid: int | None, start_time_ticks: int) -> str:
-            return ""
+        def refusal(self, action_id: str, host_pid: int | None, start_time_ticks: int) -> None:
+            return None
 
         async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
             self.ended.append(host_pid)

@@ -15,7 +15,9 @@ from gpumem_exporter.actions.lifecycle import (
     TerminationPart,
     advanced,
 )
-from gpumem_exporter.actions.model import Action, ActionResult, Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.wire.protocol import Command
 from tests.support.builders import reporting
 
@@ -46,7 +48,7 @@ def test_a_state_is_followed_only_by_the_states_of_the_table(state: Any, to: Any
 
 def command_part() -> CommandPart:
     command = Command(id="a", action="empty_cache", deadline_seconds=30.0)
-    return CommandPart(command, 1, reporting(1), (), deadline_seconds=30.0)
+    return CommandPart(command, SelectedProcess(1, reporting(1), ()), deadline_seconds=30.0)
 
 
 def test_a_command_may_be_delivered_and_held_twice_because_replies_get_lost() -> None:

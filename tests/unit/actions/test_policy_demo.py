@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpumem_exporter.actions.model import DEFAULT_ACTIONS
 from gpumem_exporter.actions.policy.file import read_policy
+from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
 from tests.support.policy_demo import START, DemoBench
 

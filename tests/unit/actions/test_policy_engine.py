@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target
+from gpumem_exporter.actions.model import Action, ActionResult
 from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Decision, Engine, Round, Stop
 from gpumem_exporter.actions.policy.figures import FIELDS
 from gpumem_exporter.actions.policy.model import RESULTS, Condition, Rule, StopAfter
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.wire.protocol import DeviceSample
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
@@ -55,7 +56,9 @@ class Bench:
     def finish(
         self, decision: Decision, freed: int | None = 200 * MIB, outcome: str = "done", before: int | None = 200 * MIB
     ) -> Stop | None:
-        row = ActionResult(1, "train", "", "0", UUIDS[0], outcome, "why", before, freed_bytes=freed)
+        row = ActionResult(
+            1, "train", "", "0", UUIDS[0], outcome, "why", reserved_before_bytes=before, freed_bytes=freed
+        )
         dry = decision.request.dry_run
         action = Action(f"a{self.now}", "empty_cache", "done", "policy:r", 0.0, Target(pid=1), dry_run=dry)
         return self.engine.finished(decision, replace(action, results=(row,)), self.now)

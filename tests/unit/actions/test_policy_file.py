@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.actions.model import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.actions.policy.figures import FIELDS
 from gpumem_exporter.actions.policy.file import MAX_RULES, read_policy
 from gpumem_exporter.actions.policy.model import Condition, Rule, StopAfter
 from gpumem_exporter.actions.policy.yaml_nodes import MAX_POLICY_BYTES
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.settings import load_settings
 from tests.support.paths import REPOSITORY

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import DEFAULT_ACTIONS, ActionRequest, Target
+from gpumem_exporter.actions.request import DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.wire.protocol import CommandResult

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import Action, ActionResult, Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, Recorder

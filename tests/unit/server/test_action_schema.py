@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.server.api.action_schema import action_document, read_action
 from gpumem_exporter.server.http.problems import ProblemError
 

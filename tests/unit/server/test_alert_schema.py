@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import ActionRequest, Target
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.server.api.alert_schema import (
     ALERT_KEYS,
     MAX_ALERTS,
