@@ -10,7 +10,6 @@ from fastapi.responses import PlainTextResponse
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
-from gpumem_exporter.server.api.action_schema import ActionBody
 from gpumem_exporter.server.api.alert_schema import AlertsBody
 from gpumem_exporter.server.api.report_schema import report_core_schema
 from gpumem_exporter.server.http.problems import Problem, problems
@@ -31,7 +30,7 @@ def describe(app: FastAPI, *, telemetry_path: str) -> dict[str, Any]:
         separate_input_output_schemas=False,
     )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    _, bodies = models_json_schema([(ActionBody, "validation"), (AlertsBody, "validation")], ref_template=_REF)
+    _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
     problem = TypeAdapter(Problem).json_schema(ref_template=_REF)
     for schema in (bodies, report, problem):

@@ -13,7 +13,7 @@ from gpumem_exporter.server.api.alert_schema import (
     AlertBody,
     AlertRequestError,
     read_alerts,
-    wanted_action,
+    requested_action,
 )
 from gpumem_exporter.server.http.problems import ProblemError
 from tests.support.paths import REPOSITORY
@@ -48,9 +48,9 @@ def alert(labels: dict[str, str] | None = None, **annotations: str) -> AlertBody
 
 
 def request(labels: dict[str, str] | None = None, **annotations: str) -> ActionRequest:
-    wanted = wanted_action(alert(labels, **annotations))
+    wanted = requested_action(alert(labels, **annotations))
     assert wanted is not None
-    return wanted.action.request()
+    return wanted.request
 
 
 def test_a_message_of_alertmanager_is_read_as_it_is_sent() -> None:
@@ -102,8 +102,8 @@ def test_what_is_no_json_object_is_refused(body: bytes) -> None:
 
 
 def test_an_alert_that_names_no_action_asks_for_none() -> None:
-    assert wanted_action(alert()) is None
-    assert wanted_action(alert({"gpumem_action": " "}, gpumem_target_pid="4")) is None
+    assert requested_action(alert()) is None
+    assert requested_action(alert({"gpumem_action": " "}, gpumem_target_pid="4")) is None
 
 
 def test_labels_and_annotations_say_what_is_asked_for() -> None:
@@ -158,7 +158,7 @@ def test_a_long_reason_is_cut_for_the_audit_log() -> None:
 
 def test_another_firing_is_not_acted_on_for_five_minutes_unless_the_alert_says_otherwise() -> None:
     asks = {"gpumem_action": "snapshot", "gpumem_target_pid": "7"}
-    usual, other = wanted_action(alert(asks)), wanted_action(alert(asks, gpumem_cooldown_seconds="60"))
+    usual, other = requested_action(alert(asks)), requested_action(alert(asks, gpumem_cooldown_seconds="60"))
     assert usual is not None
     assert other is not None
     assert (usual.cooldown_seconds, other.cooldown_seconds) == (300.0, 60.0)
@@ -188,14 +188,14 @@ def test_what_is_asked_for_wrongly_is_named_as_the_alert_has_it(
     annotations: dict[str, str], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(AlertRequestError) as refused:
-        wanted_action(alert({"gpumem_action": "empty_cache"}, **annotations))
+        requested_action(alert({"gpumem_action": "empty_cache"}, **annotations))
     message = str(refused.value)
     assert [part for part in named if part not in message] == [], message
 
 
 def test_an_action_that_there_is_not_is_named() -> None:
     with pytest.raises(AlertRequestError, match=r"gpumem_action: .*'clear'.*\bempty_cache\b"):
-        wanted_action(alert(gpumem_action="clear", gpumem_target_all="true"))
+        requested_action(alert(gpumem_action="clear", gpumem_target_all="true"))
 
 
 def test_the_example_names_every_key() -> None:
