@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from gpumem_exporter.actions.policy.engine import Stop
+from gpumem_exporter.actions.policy.outcomes import Stop
 from gpumem_exporter.events.actions import about
 from gpumem_exporter.events.model import Event
 

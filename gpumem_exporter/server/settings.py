@@ -181,8 +181,8 @@ def load_settings(flags: Mapping[str, Any] | None = None, environ: Mapping[str, 
     flags = {key if "." in key else setting_key(key): value for key, value in (flags or {}).items()}
     config_file = flags.pop("config.file", None) or environ.get(environment_name("config.file"), "")
     if config_file:
-        for key, value in read_config_file(Path(config_file), known=tuple(keys)).items():
-            given[key] = (f"{config_file}: {key}", value)
+        for key, setting in read_config_file(Path(config_file), known=tuple(keys)).items():
+            given[key] = (f"{config_file}:{setting.line}: {key}", setting.value)
     for key in keys:
         if text := environ.get(environment_name(key), ""):
             given[key] = (environment_name(key), text)

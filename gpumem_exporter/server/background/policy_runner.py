@@ -14,9 +14,11 @@ from pathlib import Path
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.engine import Decision, Engine, Stop
+from gpumem_exporter.actions.policy.engine import Engine
 from gpumem_exporter.actions.policy.file import read_policy
 from gpumem_exporter.actions.policy.model import Rule
+from gpumem_exporter.actions.policy.outcomes import Stop
+from gpumem_exporter.actions.policy.rule_state import Decision
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError, ConfigurationError
@@ -139,7 +141,7 @@ class PolicyKeeper:
         )
 
     def _under_way(self) -> set[ProcessKey]:
-        mine = {decision.sighting.process.key for decision in self._asked.values()}
+        mine = {decision.observation.process.key for decision in self._asked.values()}
         return {*self._dispatcher.under_way(), *mine}
 
     def _ask(self, decision: Decision, now: float) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gpumem_exporter.actions.policy.yaml_nodes import NodeReader, is_mapping, is_scalar, line_of
+from gpumem_exporter.core.yaml_file import YamlReader, is_mapping, is_scalar, line_of
 
 if TYPE_CHECKING:
     from yaml.nodes import Node
@@ -77,12 +77,13 @@ def read_web_config(path: Path) -> WebConfig:
     Raises:
         ConfigurationError: one line that names the file, the line, what is wrong and what would be right.
     """
-    return _Reader(path, "web configuration file", f"{' or '.join(_KEYS)}, or {{}} for neither").web_config()
+    return _Reader(path, "web configuration file").web_config()
 
 
-class _Reader(NodeReader):
+class _Reader(YamlReader):
     def web_config(self) -> WebConfig:
-        given = self._known(self.compose(), "the file", _KEYS, (), _KEYS_ELSEWHERE)
+        root = self.root(f"{' or '.join(_KEYS)}, or {{}} for neither")
+        given = self._known(root, "the file", _KEYS, (), _KEYS_ELSEWHERE)
         return WebConfig(
             tls=self._tls(given["tls_server_config"]) if "tls_server_config" in given else None,
             users=self._users(given["basic_auth_users"]) if "basic_auth_users" in given else {},

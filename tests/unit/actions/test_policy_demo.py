@@ -80,7 +80,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def acted(bench: DemoBench) -> Iterator[tuple[str, str]]:
     """Which rule acted on which workload, each time."""
     for _, decision in bench.decided:
-        yield decision.rule.name, decision.sighting.process.report.process.workload
+        yield decision.rule.name, decision.observation.process.report.process.workload
 
 
 def test_it_clears_the_hoarder_and_the_fragmented_one_and_leaves_the_steady_ones_alone(runs: Runs) -> None:

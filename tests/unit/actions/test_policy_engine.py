@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Decision, Engine, Round, Stop
-from gpumem_exporter.actions.policy.figures import FIELDS
+from gpumem_exporter.actions.policy.engine import MAX_DECISIONS, Engine, Evaluation
 from gpumem_exporter.actions.policy.model import RESULTS, Condition, Rule, StopAfter
+from gpumem_exporter.actions.policy.outcomes import Stop
+from gpumem_exporter.actions.policy.rule_state import Decision
+from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.wire.protocol import DeviceSample
@@ -40,10 +42,10 @@ class Bench:
         self.under_way: set[ProcessKey] = set()
         self.reading: NodeReading | None = node(device(UUIDS[0], total=1000 * MIB, used=990 * MIB))
 
-    def evaluate(self, *processes: ReportingProcess) -> Round:
+    def evaluate(self, *processes: ReportingProcess) -> Evaluation:
         return self.engine.evaluate(Snapshot(self.now, self.reading, processes), lambda: self.under_way)
 
-    def hoarding(self, seconds: float = 1.0, **changes: Any) -> Round:
+    def hoarding(self, seconds: float = 1.0, **changes: Any) -> Evaluation:
         """A second later, process 1 hoards (still)."""
         self.now += seconds
         return self.evaluate(process(at=self.now, **changes))
@@ -64,7 +66,7 @@ class Bench:
         return self.engine.finished(decision, replace(action, results=(row,)), self.now)
 
 
-def only(found: Round, result: str) -> bool:
+def only(found: Evaluation, result: str) -> bool:
     return not found.decisions and [key[1] for key in found.counts] == [result]
 
 
@@ -304,7 +306,7 @@ def test_a_stop_is_for_that_process_alone() -> None:
     assert bench.act(freed=0) is not None
     bench.now += 100
     found = bench.evaluate(process(1, at=bench.now), process(2, at=bench.now))
-    assert [decision.sighting.process.key for decision in found.decisions] == [ProcessKey(1, 2)]
+    assert [decision.observation.process.key for decision in found.decisions] == [ProcessKey(1, 2)]
 
 
 def test_a_clear_that_helps_makes_those_before_it_count_no_more() -> None:

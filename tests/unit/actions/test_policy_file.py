@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.actions.policy.figures import FIELDS
 from gpumem_exporter.actions.policy.file import MAX_RULES, read_policy
 from gpumem_exporter.actions.policy.model import Condition, Rule, StopAfter
-from gpumem_exporter.actions.policy.yaml_nodes import MAX_POLICY_BYTES
+from gpumem_exporter.actions.policy.values import FIELDS
 from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.settings import load_settings
 from tests.support.paths import REPOSITORY
@@ -68,7 +68,7 @@ rules:
         Condition("device_free_ratio", under=0.05),
         Condition("idle_seconds", over=90.0, under=7200.0),
     )
-    asks = rule.asks
+    asks = rule.request
     assert (asks.action, asks.mode, asks.collect_garbage, asks.deadline_seconds) == ("empty_cache", "idle", True, 120.0)
     assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (90.0, 3600.0, 6)
     assert rule.stop_after == StopAfter(2, 1e9, 30.0)
@@ -78,7 +78,7 @@ rules:
 def test_a_rule_that_says_the_least_is_a_dry_run_and_has_brakes(tmp_path: Path) -> None:
     (rule,) = read(tmp_path, MINIMAL)
     assert rule.dry_run is True
-    assert (rule.asks.mode, rule.asks.group) == ("now", False)
+    assert (rule.request.mode, rule.request.group) == ("now", False)
     assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (0.0, 300.0, 12)
     assert rule.stop_after == StopAfter(3, 64 << 20, None)
 
@@ -92,7 +92,7 @@ def test_no_stop_is_asked_for_by_name_and_is_not_there_for_what_frees_nothing(tm
 
 def test_a_group_acts_at_a_step(tmp_path: Path) -> None:
     (rule,) = read(tmp_path, MINIMAL.replace("empty_cache}", "empty_cache, group: true}"))
-    assert (rule.asks.mode, rule.asks.group) == ("step", True)
+    assert (rule.request.mode, rule.request.group) == ("step", True)
 
 
 def test_a_policy_may_have_no_rules_yet(tmp_path: Path) -> None:
@@ -183,7 +183,7 @@ def test_what_is_wrong_is_named_with_its_line_and_what_would_be_right(
 def test_terminate_is_for_now_alone_where_it_is_allowed(tmp_path: Path) -> None:
     terminate = MINIMAL.replace("empty_cache", "terminate")
     (rule,) = read(tmp_path, terminate, ACTIONS)
-    assert rule.asks.action == "terminate"
+    assert rule.request.action == "terminate"
     assert "now" in refusal(tmp_path, terminate.replace("terminate}", "terminate, mode: step}"), ACTIONS)
 
 
@@ -198,8 +198,8 @@ def test_a_file_without_rules_or_without_sense_is_refused(tmp_path: Path, conten
 def test_a_file_that_is_not_there_or_too_long_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"no\.yml'.*{os.strerror(errno.ENOENT)}"):
         read_policy(tmp_path / "no.yml", allowed=DEFAULT_ACTIONS)
-    (tmp_path / "long.yml").write_text("#" * (MAX_POLICY_BYTES + 1))
-    with pytest.raises(ConfigurationError, match=str(MAX_POLICY_BYTES)):
+    (tmp_path / "long.yml").write_text("#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigurationError, match=str(MAX_FILE_BYTES)):
         read_policy(tmp_path / "long.yml", allowed=DEFAULT_ACTIONS)
 
 
@@ -227,5 +227,5 @@ def test_a_rule_is_for_the_workloads_that_it_names(
     tmp_path: Path, patterns: tuple[str, ...], workload: str, concerned: bool
 ) -> None:
     (rule,) = read(tmp_path, MINIMAL)
-    rule = Rule("r", rule.when, rule.asks, patterns)
+    rule = Rule("r", rule.when, rule.request, patterns)
     assert rule.concerns(workload) is concerned

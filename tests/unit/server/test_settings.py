@@ -147,7 +147,7 @@ def test_a_wrong_flag_is_named_with_its_value_and_what_would_be_right(
 def test_a_wrong_value_is_laid_at_the_door_of_its_source(tmp_path: Path) -> None:
     assert refused({}, {"GPUMEM_COLLECT_INTERVAL": "x"}).startswith("GPUMEM_COLLECT_INTERVAL: 'x'")
     file = written(tmp_path / "c.yaml", "collect:\n  interval: [1]\n")
-    assert refused({"config.file": file}).startswith(f"{file}: collect.interval: [1]")
+    assert refused({"config.file": file}).startswith(f"{file}:2: collect.interval: [1]")
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,12 @@ def test_a_wrong_value_is_laid_at_the_door_of_its_source(tmp_path: Path) -> None
         ("web:\n  listen-adress: ':1'", ("'web.listen-adress'",)),
         ("zzz: 1", ("'zzz'", "web.listen-address")),
         ("config.file: x", ("'config.file'",)),
-        ("collect.interval: 1\ncollect:\n  interval: 1", ("'collect.interval'",)),
+        ("collect.interval: 1\ncollect:\n  interval: 1", (":3: ", "'collect.interval'", "line 1")),
         ("collect.interval:", (": collect.interval:",)),
         ("- 1", ("keys",)),
         ("a: [", ("YAML",)),
-        ("a: !!python/object/apply:os.system [true]", ("YAML",)),
+        ("log.level: !!python/object/apply:os.system [true]", (":1: log.level:", "YAML")),
+        ("log: {level: {a: 1}}", (":1: log.level:", "value")),
         ("\x00", ("YAML",)),
     ],
 )

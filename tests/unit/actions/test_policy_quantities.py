@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.actions.policy.values import read_value, shown_value
+from gpumem_exporter.actions.policy.quantities import read_quantity, shown_quantity
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from gpumem_exporter.actions.policy.values import read_value, shown_value
     ],
 )
 def test_a_figure_is_read_with_its_unit(text: str, unit: str, value: float) -> None:
-    assert read_value(text, unit) == pytest.approx(value)
+    assert read_quantity(text, unit) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -50,8 +50,8 @@ def test_a_figure_is_read_with_its_unit(text: str, unit: str, value: float) -> N
     ],
 )
 def test_what_is_no_figure_is_refused_with_what_would_be(text: str, unit: str) -> None:
-    with pytest.raises(ValueError, match=r"^expected"):
-        read_value(text, unit)
+    with pytest.raises(ValueError, match=r"^(bytes|a ratio|a time), such as "):
+        read_quantity(text, unit)
 
 
 @pytest.mark.parametrize(
@@ -68,4 +68,4 @@ def test_what_is_no_figure_is_refused_with_what_would_be(text: str, unit: str) -
     ],
 )
 def test_a_figure_is_shown_as_somebody_would_write_it(value: float, unit: str, shown: str) -> None:
-    assert shown_value(value, unit) == shown
+    assert shown_quantity(value, unit) == shown
