@@ -1,33 +1,39 @@
-"""The exporter's HTTP API as the commands use it: one address that answers, JSON in and out, problems as errors."""
+"""The exporter's HTTP API as the commands use it: finds the address that answers, reads JSON, raises errors."""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, ExporterUntrustedError
+from gpumem_exporter.errors import (
+    ConfigurationError,
+    ExporterAnswerError,
+    ExporterUnreachableError,
+    ExporterUntrustedError,
+)
 from gpumem_exporter.wire.http import Answer, Connection, shown_url
 
 __all__ = ["ExporterApi", "Transport", "has_ended"]
 
 _ACTIONS = "/api/v1/actions"
-_FINISHED_STATES = ("done", "failed", "expired")
-_LOOK_AGAIN_SECONDS = 0.25
+_FINAL_STATES = ("done", "failed", "expired")
+_POLL_SECONDS = 0.25
 _LONGEST_HOLD_SECONDS = 10.0
-"""How long one request asks the exporter to wait; the rest of a longer wait is asked for again."""
+"""How long the exporter may delay the answer to one request. A longer wait polls for the rest."""
 
 
 def has_ended(action: Mapping[str, Any]) -> bool:
-    """Nothing more will become of an action."""
-    return action.get("state") in _FINISHED_STATES
+    """Whether an action has its final state."""
+    return action.get("state") in _FINAL_STATES
 
 
 class Transport(Protocol):
-    """What is used of a `Connection`."""
+    """The methods of `Connection` that `ExporterApi` uses."""
 
     def request(
         self,
@@ -38,24 +44,24 @@ class Transport(Protocol):
         *,
         timeout_seconds: float | None = None,
     ) -> Answer:
-        """Send one request and read the whole answer."""
+        """Send a request and return the answer."""
 
     def close(self) -> None:
         """Close the connection."""
 
 
 class ExporterApi:
-    """Talks to the first of some addresses that answers. Not thread-safe.
+    """The API at the first of several addresses that answers. Not thread-safe.
 
     Args:
         urls: the addresses to try, in order.
-        token: sent as a bearer token when it is not empty.
-        timeout_seconds: for each answer that the exporter does not hold back on purpose.
-        advice: what to try where no address answers, for the error.
+        token: sent as a bearer token if it is not empty.
+        timeout_seconds: for each answer, in addition to a delay that the request permits.
+        advice: ends the error message when no address answers.
         connect: makes the transport to one address.
 
     Raises:
-        ConfigurationError: an address is not one.
+        ConfigurationError: an address is invalid.
     """
 
     def __init__(
@@ -64,7 +70,7 @@ class ExporterApi:
         *,
         token: str = "",
         timeout_seconds: float = 5.0,
-        advice: str = "start one with `gpumem-exporter serve`, or name its address with --url",
+        advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
         connect: Callable[[str, float], Transport] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -87,11 +93,11 @@ class ExporterApi:
 
     @property
     def url(self) -> str:
-        """The address in use: the one that answered, before that the first to be tried."""
+        """The address that answered. Before the first answer, the first address to try."""
         return self._candidates[0][0]
 
     def close(self) -> None:
-        """Close whatever is open."""
+        """Close the connections."""
         for _, transport in self._candidates:
             transport.close()
 
@@ -100,70 +106,76 @@ class ExporterApi:
 
         Args:
             path: the route.
-            also: statuses that carry a document too, besides 200.
+            also: statuses besides 200 whose answers are documents.
 
         Raises:
-            ExporterUnreachableError: no address answers, or what answers is not an exporter.
-            ExporterAnswerError: it answers with an error.
+            ExporterUnreachableError: no address answers, or the answer is not an exporter's.
+            ExporterAnswerError: the exporter answers with an error.
         """
         return self._document(self._request("GET", path), (200, *also))
 
     def post(self, path: str, document: Mapping[str, Any], *, hold_seconds: float) -> dict[str, Any]:
-        """Post one JSON document; the exporter may take `hold_seconds` longer to answer (200, or 202 for later).
+        """Post one JSON document. The exporter may delay the answer by `hold_seconds`.
 
         Raises:
+            ConfigurationError: a value in the document is invalid (422).
             ExporterUnreachableError: no address answers.
-            ExporterAnswerError: it answers with an error.
+            ExporterAnswerError: the exporter answers with another error.
         """
-        headers = {"Content-Type": "application/json"}
-        answer = self._request(
-            "POST", path, json.dumps(document).encode(), headers, self._timeout_seconds + hold_seconds
-        )
-        return self._document(answer, (200, 202))
+        with _invalid_value_is_wrong_usage():
+            return self._post(path, document, {}, hold_seconds)
 
     def act(self, request: Mapping[str, Any], *, wait_seconds: float) -> dict[str, Any]:
-        """Ask for an action and wait for its end; returns it as it stands when that comes, or when the wait is over.
+        """Request an action and wait for it. Returns the action in its final state, or as it is after the wait.
 
         Raises:
-            ExporterUnreachableError: no address answers, or it stopped answering.
-            ExporterAnswerError: the action is refused (403), matches nothing (404) or is not well formed (422).
+            ConfigurationError: a value in the request is invalid (422).
+            ExporterUnreachableError: no address answers, or the exporter stopped answering.
+            ExporterAnswerError: the exporter rejects the action (403), or no process matches its target (404).
         """
         end = self._clock() + wait_seconds
-        action = self.begin(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
+        with _invalid_value_is_wrong_usage():
+            action = self.begin(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
         while not has_ended(action) and (left := end - self._clock()) > 0:
-            self._sleep(min(left, _LOOK_AGAIN_SECONDS))
+            self._sleep(min(left, _POLL_SECONDS))
             action = self.action(action["id"])
         return action
 
     def begin(self, request: Mapping[str, Any], *, hold_seconds: float = 0.0) -> dict[str, Any]:
-        """Ask for an action; the exporter may take `hold_seconds` longer to answer, by which it may have ended.
+        """Request an action. The exporter may delay the answer by `hold_seconds` to include the results.
 
         Raises:
-            ExporterUnreachableError: no address answers; it may have been asked for all the same.
-            ExporterAnswerError: as `act`.
+            ExporterUnreachableError: no address answers. The exporter may still have received the request.
+            ExporterAnswerError: the exporter rejects the action.
         """
-        body = json.dumps({**request, "wait_seconds": hold_seconds}).encode()
-        headers = {"Content-Type": "application/json", "Idempotency-Key": str(uuid.uuid4())}
-        answer = self._request("POST", _ACTIONS, body, headers, self._timeout_seconds + hold_seconds)
-        return self._document(answer, (200, 202))
+        headers = {"Idempotency-Key": str(uuid.uuid4())}
+        return self._post(_ACTIONS, {**request, "wait_seconds": hold_seconds}, headers, hold_seconds)
 
     def action(self, action_id: str) -> dict[str, Any]:
-        """An action as it stands.
+        """Read an action.
 
         Raises:
             ExporterUnreachableError: no address answers.
-            ExporterAnswerError: it is not known (any more).
+            ExporterAnswerError: the exporter does not know the action.
         """
         return self.get(f"{_ACTIONS}/{action_id}")
 
     def cancel(self, action_id: str) -> dict[str, Any]:
-        """Take back what has not begun of an action; returns it as it stands.
+        """Cancel an action where it has not started, and return it.
 
         Raises:
             ExporterUnreachableError: no address answers.
-            ExporterAnswerError: it is not known (any more).
+            ExporterAnswerError: the exporter does not know the action.
         """
         return self._document(self._request("DELETE", f"{_ACTIONS}/{action_id}"), (200, 202))
+
+    def _post(
+        self, path: str, document: Mapping[str, Any], headers: Mapping[str, str], hold_seconds: float
+    ) -> dict[str, Any]:
+        timeout_seconds = self._timeout_seconds + hold_seconds
+        headers = {"Content-Type": "application/json", **headers}
+        answer = self._request("POST", path, json.dumps(document).encode(), headers, timeout_seconds)
+        return self._document(answer, (200, 202))
 
     def _request(
         self,
@@ -183,7 +195,7 @@ class ExporterApi:
             except ExporterUnreachableError as error:
                 failures.append(str(error))
                 if isinstance(error, ExporterUntrustedError):
-                    advice = ""  # there is one
+                    advice = ""  # An exporter is running.
                 continue
             self._candidates = [(url, transport)]
             return answer
@@ -197,7 +209,17 @@ class ExporterApi:
         if answer.status in expected:
             if isinstance(document, dict):
                 return document
-            raise ExporterUnreachableError(f"what answers at {shown_url(self.url)} is not a gpumem-exporter")
+            raise ExporterUnreachableError(f"the server at {shown_url(self.url)} is not a gpumem-exporter")
         detail = document.get("detail") or document.get("title") if isinstance(document, dict) else None
         phrase = http.client.responses.get(answer.status, "no reason given")
         raise ExporterAnswerError(answer.status, detail if isinstance(detail, str) else phrase)
+
+
+@contextlib.contextmanager
+def _invalid_value_is_wrong_usage() -> Iterator[None]:
+    try:
+        yield
+    except ExporterAnswerError as error:
+        if error.status == http.client.UNPROCESSABLE_ENTITY:
+            raise ConfigurationError(error.detail) from error
+        raise

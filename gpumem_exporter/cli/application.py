@@ -1,6 +1,6 @@
-"""The commands that Typer parses: which module each lives in, and how Typer's own complaints are told.
+"""The Typer application: every command, each imported when it is used.
 
-Only the module of the command that was asked for is imported, because what a command needs is what its start costs.
+A command's module has `build(name)`, which returns a Typer application with that command.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import importlib
 import io
 import sys
 from collections.abc import Sequence
-from typing import cast
+from difflib import get_close_matches
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from gpumem_exporter.cli.commands.run import SUMMARY as RUN_SUMMARY
-from gpumem_exporter.cli.main import COMMANDS, INTERRUPTED, PROGRAM, WRONG_USAGE
+from gpumem_exporter.cli.main import COMMANDS, INTERRUPTED, PROGRAM
+from gpumem_exporter.cli.options import new_application
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["build", "invoke"]
+__all__ = ["invoke"]
 
 _EXAMPLES = """\b
 Examples:
@@ -26,72 +28,80 @@ Examples:
   gpumem-exporter run -- python train.py              # report without a code change
   gpumem-exporter info                                # where every byte is
   gpumem-exporter top                                 # the same, live
-  gpumem-exporter clear --gpu 0                       # give cached memory back
+  gpumem-exporter clear --gpu 0                       # release cached memory
   gpumem-exporter plan train:make_model --input 'float32[B,3,224,224]' --gpu 80GiB
-  gpumem-exporter doctor                              # what is wrong, and what mends it
+  gpumem-exporter doctor                              # what is wrong and how to fix it
 
 \b
-Exit codes: 0 done; 1 the thing asked for failed; 2 wrong usage or configuration.
+Exit codes: 0 done; 1 the request failed; 2 wrong usage or configuration.
 """
-
-_MODULES = {name: f"gpumem_exporter.cli.commands.{name.replace('-', '_')}" for name in COMMANDS if name != "run"}
-
-_PARAMETER_ERROR = cast(type[Exception], typer.BadParameter.__mro__[2])
-"""The root of what Typer raises for wrong usage. Its module has moved with Typer's releases, its place has not."""
 
 
 def invoke(words: Sequence[str]) -> int:
-    """Run the command that the words name and return its exit code.
+    """Run a command and return its exit code.
+
+    Args:
+        words: the command and its arguments.
 
     Raises:
-        ConfigurationError: the words are not what the command takes; names what is wrong.
-        GpumemError: what the command asked for failed.
+        ConfigurationError: wrong usage; the message names the invalid word or option.
+        GpumemError: the command failed.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that lacks a character shows another; it is no reason to end in a traceback.
+        # A character that the terminal lacks is replaced. It does not end the command.
         sys.stdout.reconfigure(errors="replace")
-    name = words[0] if words and words[0] in COMMANDS else None
-    command = typer.main.get_command(build(name))
     try:
-        code = command.main(args=list(words), prog_name=PROGRAM, standalone_mode=False)
+        return int(typer.main.get_command(_build()).main(list(words), PROGRAM, standalone_mode=False) or 0)
     except typer.Abort:
         return INTERRUPTED
-    except _PARAMETER_ERROR as error:
-        message = getattr(error, "format_message", error.__str__)()
-        context = getattr(error, "ctx", None)
-        # An option without its argument is told before there is a context.
-        command_path = context.command_path if context else f"{PROGRAM} {name or ''}".rstrip()
-        raise ConfigurationError(_complaint(message, command_path)) from error
-    return int(code or 0)
+    except Exception as error:
+        # Typer exports only one of its usage errors, but all of them have this method.
+        if not hasattr(error, "format_message"):
+            raise
+        raise ConfigurationError(_with_hint(error, words)) from error
 
 
-def build(name: str | None = None) -> typer.Typer:
-    """The application with one command, or with all of them."""
-    application = typer.Typer(
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    )
+def _build() -> typer.Typer:
+    application = new_application(cls=_Commands)
 
     @application.callback(epilog=_EXAMPLES)
     def _root(
-        version: bool = typer.Option(False, "--version", help="Show the version and exit."),
+        _version: bool = typer.Option(False, "--version", help="Show the version and exit."),
     ) -> None:
-        """Where every byte of GPU memory went in PyTorch processes, and a way to give it back."""
+        """Show where every byte of GPU memory is in PyTorch processes, and release it."""
+        # The console script handles --version before it imports Typer.
 
-    for listed in COMMANDS if name is None else (name,):
-        if listed == "run":
-            application.command("run", help=RUN_SUMMARY)(_run)
-        else:
-            importlib.import_module(_MODULES[listed]).register(application)
     return application
 
 
-def _run() -> int:
-    """Stand in the list of commands; the console script hands `run` to its own module before Typer is imported."""
-    return WRONG_USAGE
+class _Commands(TyperGroup):
+    """Imports the module of a command when the command is looked up."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ARG002 - the signature of Click
+        """Return the names in the order of the help."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ARG002 - the signature of Click
+        """Return a command.
+
+        Raises:
+            ConfigurationError: there is no such command.
+        """
+        module = COMMANDS.get(cmd_name)
+        if module is None:
+            raise ConfigurationError(_unknown(cmd_name))
+        return typer.main.get_command(importlib.import_module(module).build(cmd_name))
 
 
-def _complaint(message: str, command: str) -> str:
-    return f"{message.rstrip('.')}; see {command} --help"
+def _unknown(word: str) -> str:
+    close = get_close_matches(word, COMMANDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the commands are {', '.join(COMMANDS)}"
+    return f"no command {word!r}; {hint}"
+
+
+def _with_hint(error: Any, words: Sequence[str]) -> str:
+    """Typer's message, and the command whose help to read."""
+    context = getattr(error, "ctx", None)
+    name = words[0] if words and words[0] in COMMANDS else ""
+    command = context.command_path if context else f"{PROGRAM} {name}".rstrip()
+    return f"{error.format_message().rstrip('.')}; see {command} --help"

@@ -1,8 +1,7 @@
-"""The console script: finds the command that is meant and turns every expected error into one line and an exit code.
+"""The console script: runs one command and turns every expected error into one line and an exit code.
 
 `run` and `--version` use the standard library alone, because a training image has this package without its
-dependencies. `serve` reads flags that are plainly right by itself, because importing Typer takes a tenth of its start.
-Everything else is handed to `gpumem_exporter.cli.application`, which brings Typer.
+dependencies. Typer parses every other command: see `gpumem_exporter.cli.application`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 
 from gpumem_exporter import __version__
 from gpumem_exporter.errors import ConfigurationError, GpumemError
@@ -21,69 +19,75 @@ __all__ = ["COMMANDS", "FAILED", "INTERRUPTED", "PROGRAM", "WRONG_USAGE", "main"
 
 PROGRAM = "gpumem-exporter"
 
-COMMANDS = (
-    *("serve", "run", "info", "top"),
-    *("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
-    *("plan", "release-nvml", "attach-nvml", "doctor"),
-    "fleet",
-)
-"""In the order in which the help lists them."""
+_MODULES = {
+    "serve": ("serve",),
+    "run": ("run",),
+    "info": ("info",),
+    "top": ("top",),
+    "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
+    "plan": ("plan",),
+    "nvml": ("release-nvml", "attach-nvml"),
+    "doctor": ("doctor",),
+    "fleet": ("fleet",),
+}
+COMMANDS = {name: f"gpumem_exporter.cli.commands.{module}" for module, names in _MODULES.items() for name in names}
+"""The module of each command, in the order of the help."""
 
 FAILED = 1
-"""The thing asked for failed."""
+"""The request failed."""
 WRONG_USAGE = 2
 """Wrong usage or configuration."""
 INTERRUPTED = 130
-"""Ended by Ctrl-C, as a shell counts it."""
+"""Ended by Ctrl-C: 128 plus the number of the signal, as in a shell."""
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     Args:
-        arguments: what follows the program's name; the process' own by default.
+        arguments: the words after the program's name; those of this process by default.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     name = words[0] if words and words[0] in COMMANDS else ""
-    speaker = f"{PROGRAM} {name}".rstrip()
-    _open_what_is_closed()
+    prefix = f"{PROGRAM} {name}".rstrip()
+    _open_closed_output()
     try:
         code = _dispatch(words)
         sys.stdout.flush()
     except ConfigurationError as error:
-        return _fail(speaker, str(error), WRONG_USAGE)
+        return _fail(prefix, str(error), WRONG_USAGE)
     except GpumemError as error:
-        return _fail(speaker, str(error), FAILED)
+        return _fail(prefix, str(error), FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read the output has gone.
-        _drop_output()
+        # The reader of the output exited, such as `head`.
+        _discard_output()
         return FAILED
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in _DISK_FULL:
             raise
-        _drop_output()
-        return _fail(speaker, f"cannot write: {error.strerror}", FAILED)
+        _discard_output()
+        return _fail(prefix, f"cannot write: {error.strerror}", FAILED)
     return code
 
 
 def one_line(text: str) -> str:
-    """Text as one line without control characters, whatever it came from."""
+    """Return a text from any source as one line without control characters."""
     return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
-def _open_what_is_closed() -> None:
-    """Output that the caller has closed goes nowhere; the next file opened must not get its number, and the text."""
+def _open_closed_output() -> None:
+    """Open /dev/null for an output that the caller closed, so that no other file gets its number and the text."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
 
 
-def _drop_output() -> None:
-    """The interpreter must not trip over the rest of the output when it ends."""
+def _discard_output() -> None:
+    """Send the buffered output to /dev/null, so that the interpreter does not fail on it at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
@@ -96,45 +100,25 @@ def _dispatch(words: list[str]) -> int:
         from gpumem_exporter.cli.commands.run import run
 
         return run(words[1:])
-    if first in COMMANDS or first in ("--help", "-h"):
-        return _with_dependencies(words)
-    raise ConfigurationError(_unknown(first))
-
-
-def _with_dependencies(words: list[str]) -> int:
+    if not words:
+        raise ConfigurationError(f"no command; the commands are {', '.join(COMMANDS)}; see {PROGRAM} --help")
     try:
-        if words[0] == "serve":
-            serve = importlib.import_module("gpumem_exporter.cli.commands.serve")
-            flags = serve.read_flags(words[1:])
-            if flags is not None:
-                return int(serve.start(flags))
         return int(importlib.import_module("gpumem_exporter.cli.application").invoke(words))
     except ModuleNotFoundError as error:
-        raise _incomplete(words[0], error) from error
+        raise _missing_dependency(first, error) from error
 
 
-def _incomplete(command: str, error: ModuleNotFoundError) -> Exception:
-    """Say what to install when a dependency is missing; a missing module of this package is a defect, passed on."""
+def _missing_dependency(command: str, error: ModuleNotFoundError) -> Exception:
+    """The error for a missing dependency. A missing module of this package is a defect and is returned as it is."""
     module = (error.name or "").partition(".")[0]
     if module in ("", "gpumem_exporter"):
         return error
     return ConfigurationError(
         f"{command} needs the Python package {module!r}: install {PROGRAM} without --no-deps "
-        f"(what is here suffices for `{PROGRAM} run` and the client)"
+        f"(an installation with --no-deps has `{PROGRAM} run` and the client)"
     )
 
 
-def _unknown(word: str) -> str:
-    known = f"the commands are {', '.join(COMMANDS)}"
-    if not word:
-        return f"no command is given; {known}; see {PROGRAM} --help"
-    if word.startswith("-"):
-        return f"no option {word!r} before a command; {known}; see {PROGRAM} --help"
-    close = get_close_matches(word, COMMANDS, n=1)
-    meant = f"did you mean {close[0]!r}?" if close else known
-    return f"no command {word!r}; {meant}"
-
-
-def _fail(speaker: str, message: str, code: int) -> int:
-    print(f"{speaker}: {one_line(message)}", file=sys.stderr)
+def _fail(prefix: str, message: str, code: int) -> int:
+    print(f"{prefix}: {one_line(message)}", file=sys.stderr)
     return code

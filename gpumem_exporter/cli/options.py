@@ -1,70 +1,76 @@
-"""Options that several commands share, each written once, and the way a command takes them as one object."""
+"""Options that several commands share, and the step from groups of options to a Typer command."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["AccessOptions", "ConnectionOptions", "command_from", "read_token", "with_options"]
-
-OptionsT = TypeVar("OptionsT")
+__all__ = [
+    "AccessOptions",
+    "ConnectionOptions",
+    "add_command",
+    "command_from_options",
+    "command_from_parameters",
+    "new_application",
+    "read_token",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AccessOptions:
-    """What lets a command in at an exporter, and how it answers."""
+    """The token of a command, and the form of its output."""
 
     token_file: Annotated[
         Path | None,
         typer.Option(
             "--token-file",
             metavar="PATH",
-            help="File with the token that lets actions in. Default: GPUMEM_ACTION_TOKEN_FILE; "
+            help="File with the token for actions. Default: GPUMEM_ACTION_TOKEN_FILE. "
             "GPUMEM_ACTION_TOKEN is the token itself.",
         ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON with sizes in bytes.")] = False
 
     def token(self, environ: Mapping[str, str] = os.environ) -> str:
-        """The token for actions, empty where none is given: option, else environment.
+        """Return the token for actions, or an empty string if there is none: from the option, else the environment.
 
         Raises:
-            ConfigurationError: the file cannot be read, or holds no token.
+            ConfigurationError: the file cannot be read, or does not contain one token.
         """
-        named = str(self.token_file) if self.token_file is not None else ""
-        if not named:
+        path = str(self.token_file) if self.token_file is not None else ""
+        if not path:
             token = environ.get("GPUMEM_ACTION_TOKEN", "").strip()
             if token:
-                return _header_safe(token, "GPUMEM_ACTION_TOKEN")
-            named = environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
-        return read_token(named) if named else ""
+                return _checked_token(token, "GPUMEM_ACTION_TOKEN")
+            path = environ.get("GPUMEM_ACTION_TOKEN_FILE", "").strip()
+        return read_token(path) if path else ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectionOptions(AccessOptions):
-    """How a command reaches the exporter."""
+    """The address of the exporter."""
 
     url: Annotated[
         str | None,
         typer.Option(
             "--url",
             metavar="URL",
-            help="The exporter: http://host:port, https://host:port or unix:///path/to.sock; user:password@ before the "
-            "host is basic auth. Default: GPUMEM_EXPORTER_URL, else first unix:///run/gpumem/exporter.sock, then "
+            help="The exporter: http://host:port, https://host:port or unix:///path/to.sock. user:password@ before the "
+            "host is basic auth. Default: GPUMEM_EXPORTER_URL, else unix:///run/gpumem/exporter.sock, then "
             "http://127.0.0.1:9844.",
         ),
     ] = None
 
     def urls(self, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """The addresses to try, in order."""
+        """Return the addresses to try, in order."""
         if self.url is not None:
             return (self.url,)
         from gpumem_exporter.client.reporter.settings import exporter_urls
@@ -73,60 +79,111 @@ class ConnectionOptions(AccessOptions):
 
 
 def read_token(path: str) -> str:
-    """The token that a file holds.
+    """Read the token in a file.
 
     Raises:
-        ConfigurationError: the file cannot be read, or holds no token.
+        ConfigurationError: the file cannot be read, or does not contain one token.
     """
     try:
         token = Path(path).read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
         raise ConfigurationError(f"token file {path}: {reason}") from error
-    if not token:
-        raise ConfigurationError(f"token file {path} is empty; it must hold the token alone")
-    return _header_safe(token, f"token file {path}")
+    return _checked_token(token, f"token file {path}")
 
 
-def _header_safe(token: str, source: str) -> str:
-    if not (token.isascii() and token.isprintable()) or " " in token:
-        raise ConfigurationError(f"{source} must hold one token of printable ASCII without blanks")
+def _checked_token(token: str, source: str) -> str:
+    """The token if a header can carry it. The message must not show the token."""
+    if not token or not (token.isascii() and token.isprintable()) or " " in token:
+        raise ConfigurationError(f"{source}: expected one token of printable ASCII characters without blanks")
     return token
 
 
-def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], int]], Callable[..., int]]:
-    """Give a command the fields of a dataclass as options; the command takes the one object.
+def new_application(**settings: Any) -> typer.Typer:
+    """Return an empty Typer application with the settings that all commands share."""
+    return typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+        **settings,
+    )
 
-    Each field is `name: Annotated[type, typer.Option(...)] = default`.
+
+def command_from_options(
+    name: str, run: Callable[..., int], *groups: type[Any], description: str | None = None, epilog: str = ""
+) -> typer.Typer:
+    """Return an application with one command; the arguments are those of `add_command`."""
+    application = new_application()
+    add_command(application, name, run, *groups, description=description, epilog=epilog)
+    return application
+
+
+def add_command(
+    application: typer.Typer,
+    name: str,
+    run: Callable[..., int],
+    *groups: type[Any],
+    description: str | None = None,
+    epilog: str = "",
+) -> None:
+    """Add a command whose options are the fields of some dataclasses.
+
+    Args:
+        application: gets the command.
+        name: the command's name.
+        run: takes one instance of each group, in their order, and returns the exit code.
+        groups: dataclasses whose fields are `name: Annotated[type, typer.Option(...)] = default`.
+        description: the help text; the docstring of `run` by default.
+        epilog: printed below the options.
     """
-    hints = get_type_hints(options, include_extras=True)
-    owners = {
-        name: place for place, base in enumerate(options.__mro__) for name in getattr(base, "__annotations__", ())
-    }
-    parameters = [
-        Parameter(item.name, Parameter.KEYWORD_ONLY, default=_default(item), annotation=hints[item.name])
-        # What a command alone takes stands before what it shares with others.
-        for item in sorted(fields(options), key=lambda item: owners[item.name])  # type: ignore[arg-type]
-    ]
 
-    def decorate(command: Callable[[OptionsT], int]) -> Callable[..., int]:
-        return command_from(parameters, lambda values: command(options(**values)), command.__doc__)
+    def run_with(values: dict[str, Any]) -> int:
+        return run(*(group(**{item.name: values[item.name] for item in fields(group)}) for group in groups))
 
-    return decorate
+    parameters = [parameter for group in groups for parameter in _parameters(group)]
+    _add(application, name, run_with, parameters, description or run.__doc__, epilog)
 
 
-def command_from(
-    parameters: list[Parameter], command: Callable[[dict[str, Any]], int], description: str | None
-) -> Callable[..., int]:
-    """A function that Typer reads as one with these parameters, and that hands their values over as a mapping."""
+def command_from_parameters(
+    name: str,
+    run: Callable[[dict[str, Any]], int],
+    parameters: Sequence[Parameter],
+    *,
+    description: str,
+    epilog: str = "",
+) -> typer.Typer:
+    """Return an application with one command. `run` takes the values of the parameters by name."""
+    application = new_application()
+    _add(application, name, run, parameters, description, epilog)
+    return application
 
+
+def _add(
+    application: typer.Typer,
+    name: str,
+    run: Callable[[dict[str, Any]], int],
+    parameters: Sequence[Parameter],
+    description: str | None,
+    epilog: str,
+) -> None:
     def typed(**values: Any) -> int:
-        return command(values)
+        return run(values)
 
-    typed.__doc__ = description
+    # Typer reads the parameters from the signature.
     typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    typed.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
-    return typed
+    typed.__signature__ = Signature(list(parameters))  # type: ignore[attr-defined]
+    application.command(name, help=description, epilog=epilog)(typed)
+
+
+def _parameters(group: type[Any]) -> list[Parameter]:
+    """One parameter for each field. The fields that a group itself defines stand before those that it inherits."""
+    hints = get_type_hints(group, include_extras=True)
+    depths = {name: depth for depth, base in enumerate(group.__mro__) for name in getattr(base, "__annotations__", ())}
+    return [
+        Parameter(item.name, Parameter.KEYWORD_ONLY, default=_default(item), annotation=hints[item.name])
+        for item in sorted(fields(group), key=lambda item: depths[item.name])
+    ]
 
 
 def _default(item: Field[Any]) -> Any:

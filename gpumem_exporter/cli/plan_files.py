@@ -1,4 +1,4 @@
-"""`plan --apply` and `--restore`: what they show, and the order in which they write."""
+"""`plan --apply` and `--restore`: change configuration files and print the changes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["change_files", "restore_files"]
 
 
 def change_files(paths: Sequence[Path], maps: Sequence[str], plan: Plan, *, write: bool, file: IO[str]) -> None:
-    """Show the differences; write them once all files are known to take them.
+    """Print the differences, and write them once it is known that every file can be changed.
 
     Raises:
-        ConfigurationError: a file or a key cannot be changed; no file is then.
+        ConfigurationError: a file or a key cannot be changed. No file is changed then.
     """
     from gpumem_exporter.training.planning.configuration import apply, backup_of, diff, parse_map, planned_text
 
@@ -24,18 +24,18 @@ def change_files(paths: Sequence[Path], maps: Sequence[str], plan: Plan, *, writ
     values = parse_map(maps, planned)
     texts = [(path, *planned_text(path, values)) for path in paths]
     for path, before, after in texts:
-        print(diff(path, before, after) or f"{path} says so already\n", end="", file=file)
+        print(diff(path, before, after) or f"{path} has these values already\n", end="", file=file)
     for path, before, after in texts if write else ():
         if before != after:
             apply(path, before, after)
-            print(f"{path} is changed; what it was is in {backup_of(path)}", file=file)
+            print(f"changed {path}; the old file is {backup_of(path)}", file=file)
 
 
 def restore_files(paths: Sequence[Path]) -> int:
-    """Put back what the files were."""
+    """Restore files from their backups."""
     from gpumem_exporter.training.planning.configuration import restore
 
     for path in paths:
         restore(path)
-        print(f"{path} is as it was")
+        print(f"restored {path}")
     return 0

@@ -45,7 +45,7 @@ def test_a_missing_socket_fails_only_where_it_is_the_only_way(tmp_path: Path) ->
     (required,) = check_socket(tmp_path / "s", required=True)
     (optional,) = check_socket(tmp_path / "s", required=False)
     assert (required.verdict, optional.verdict) == (FAIL, PASS)
-    assert f"--web.listen-socket {tmp_path / 's'}" in required.mend
+    assert f"--web.listen-socket {tmp_path / 's'}" in required.fix
 
 
 class _ClosedPath(type(Path())):  # type: ignore[misc]
@@ -61,14 +61,14 @@ def test_a_socket_in_a_folder_that_is_closed_to_the_user_fails_only_where_it_is_
     (optional,) = check_socket(path, required=False)
     assert (required.verdict, optional.verdict) == (FAIL, PASS)
     assert str(path) in required.detail
-    assert "--url http://" in required.mend
+    assert "--url http://" in required.fix
 
 
 def test_a_directory_in_the_sockets_place_fails_with_the_mend(tmp_path: Path) -> None:
     (finding,) = check_socket(tmp_path, required=True)
     assert finding.verdict == FAIL
     assert str(tmp_path) in finding.detail
-    assert "directory" in finding.mend
+    assert "directory" in finding.fix
 
 
 def test_the_first_address_that_is_a_socket_is_looked_at() -> None:

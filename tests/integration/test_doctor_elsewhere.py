@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from gpumem_exporter.cli.commands import doctor
-from gpumem_exporter.cli.commands.doctor import DoctorOptions, diagnose
+from gpumem_exporter.cli.commands.doctor import diagnose
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, Finding
+from gpumem_exporter.cli.options import ConnectionOptions
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from tests.support.running_exporter import ScriptedProvider, running_exporter
 from tests.support.waiting import eventually
@@ -22,7 +23,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _found(url: str) -> dict[str, Finding]:
-    return {finding.check: finding for finding in diagnose(DoctorOptions(url=url))}
+    return {finding.check: finding for finding in diagnose(ConnectionOptions(url=url))}
 
 
 @pytest.mark.usefixtures("elsewhere")

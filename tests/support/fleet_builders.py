@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpumem_exporter.cli.fleet.asks import Nodes
-from gpumem_exporter.cli.fleet.naming import Place
+from gpumem_exporter.cli.fleet.requests import Fleet
+from gpumem_exporter.cli.fleet.selection import Exporter
 from gpumem_exporter.errors import ExporterError
 
-A, B, C = (Place(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
+A, B, C = (Exporter(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
 
 
 def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
@@ -103,10 +103,10 @@ class ScriptedExporter:
         return [said for kind, said in self.asked if kind == what]
 
 
-def nodes(exporters: Mapping[Place, ScriptedExporter], clock: Clock, parallel: int = 4) -> Nodes:
+def fleet_of(exporters: Mapping[Exporter, ScriptedExporter], clock: Clock, parallel: int = 4) -> Fleet:
     """The exporters of a fleet."""
-    by_url = {place.url: exporter for place, exporter in exporters.items()}
-    return Nodes(
+    by_url = {address.url: exporter for address, exporter in exporters.items()}
+    return Fleet(
         exporters,
         token="",
         parallel=parallel,

@@ -1,76 +1,79 @@
-"""`doctor`: what is wrong here, and what mends it."""
+"""`doctor`: what is wrong on this machine and how to fix it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
-from gpumem_exporter.cli.doctor.exporter import check_auth, check_clock, check_health, check_version, reach
+from gpumem_exporter.cli.doctor.exporter import (
+    check_auth,
+    check_clock,
+    check_health,
+    check_version,
+    is_on_this_machine,
+    reach,
+)
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
-from gpumem_exporter.cli.doctor.place import is_on_this_machine
 from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
 from gpumem_exporter.cli.doctor.socket import check_socket, socket_path, socket_peer
 from gpumem_exporter.cli.main import FAILED
-from gpumem_exporter.cli.options import ConnectionOptions, with_options
+from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 from gpumem_exporter.procfs import pid_namespace
 
 if TYPE_CHECKING:
     from gpumem_exporter.nvml.provider import Provider
 
-__all__ = ["diagnose", "register"]
+__all__ = ["build", "diagnose"]
 
 _EXAMPLES = """\b
 Examples:
   gpumem-exporter doctor
   gpumem-exporter doctor --url http://gpu-node-7:9844
-  kubectl exec -n gpumem POD -- gpumem-exporter doctor    # the pod of the node in question
+  kubectl exec -n gpumem POD -- gpumem-exporter doctor    # the exporter's pod
   gpumem-exporter doctor --json | jq '.findings[] | select(.verdict != "PASS")'
 
 \b
-Exit code: 1 when a line says FAIL, else 0.
+Exit code: 1 if a line has FAIL, else 0.
 """
 
 _DRIVER_TIMEOUT_SECONDS = 10.0
 _STYLES = {PASS: "green", WARN: "yellow", FAIL: "bold red"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DoctorOptions(ConnectionOptions):
-    """What `doctor` takes."""
+def build(name: str) -> typer.Typer:
+    """Return the command."""
+    return command_from_options(name, _doctor, ConnectionOptions, epilog=_EXAMPLES)
 
 
-def register(application: typer.Typer) -> None:
-    """Add the command."""
-    application.command("doctor", epilog=_EXAMPLES)(with_options(DoctorOptions)(doctor))
+def _doctor(options: ConnectionOptions) -> int:
+    """Show what is wrong and how to fix it.
 
-
-def doctor(options: DoctorOptions) -> int:
-    """Say what is wrong here, and what mends it.
-
-    Looks at driver, devices, exporter, socket, version, health, rights, clock, reporters and PID namespace. Run it
-    where the exporter runs to judge the driver, and where training runs to judge the way to the exporter; of a driver
-    on another machine it says what the exporter there says. Nothing is changed.
+    Checks driver, devices, exporter, socket, version, health, permissions, clock, reporters and PID namespace. Run it
+    on the exporter's machine to check the driver, and where training runs to check the connection to the exporter.
+    If the driver is on another machine, doctor shows what the exporter reports about it. Nothing is changed.
     """
     findings = tuple(diagnose(options))
     verdict = verdict_of(findings)
     if options.as_json:
-        print_json({"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
+        # Until the next version `mend` is a second name of `fix`.
+        documents = [{**asdict(finding), "mend": finding.fix} for finding in findings]
+        print_json({"verdict": verdict, "findings": documents})
     else:
         _print(findings)
     return FAILED if verdict == FAIL else 0
 
 
-def diagnose(options: DoctorOptions) -> Iterator[Finding]:
-    """Run every check, each on its own."""
+def diagnose(options: ConnectionOptions) -> Iterator[Finding]:
+    """Run every check. A check that fails does not stop the others."""
     urls = options.urls()
     token = options.token()
-    with ExporterApi(urls, token=token) as api:
+    with ExporterApi(urls, token=token, advice="") as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url)
         yield from collect("driver", lambda: _driver_findings(health, nearby=nearby))
@@ -83,7 +86,7 @@ def diagnose(options: DoctorOptions) -> Iterator[Finding]:
 
 
 def _driver_findings(health: dict[str, Any] | None, *, nearby: bool) -> Iterator[Finding]:
-    """Of the driver that the exporter has: asked here, or told by an exporter on another machine."""
+    """Check the exporter's driver: directly on this machine, else by the exporter's /health."""
     nvml = (health or {}).get("nvml") or {}
     source = str((health or {}).get("source") or "") if nvml.get("up") else ""
     error = "" if nvml.get("up") else str(nvml.get("error") or "")
@@ -116,7 +119,7 @@ def _processes(api: ExporterApi) -> list[dict[str, Any]]:
 
 
 def _exporter_namespace(url: str) -> int | None:
-    """The exporter's PID namespace, by the peer of its socket; None where that cannot be known."""
+    """The exporter's PID namespace, from the peer of its socket; None if unknown."""
     path = socket_path((url,))
     if path is None:
         return None
@@ -138,8 +141,8 @@ def _print(findings: Iterable[Finding]) -> None:
 
     lines = Table.grid(padding=(0, 2, 0, 0))
     for finding in findings:
-        told = plain(finding.detail)
-        if finding.mend:
-            told.append("\n").append_text(plain(f"→ {finding.mend}", "italic"))
-        lines.add_row(plain(finding.verdict, _STYLES[finding.verdict]), plain(finding.check), told)
+        text = plain(finding.detail)
+        if finding.fix:
+            text.append("\n").append_text(plain(f"→ {finding.fix}", "italic"))
+        lines.add_row(plain(finding.verdict, _STYLES[finding.verdict]), plain(finding.check), text)
     show(open_console(), [lines])

@@ -1,4 +1,4 @@
-"""`fleet`: look at many nodes, and act on what a PromQL query names there, without an inventory of them."""
+"""`fleet`: show many nodes, and act on the processes that a PromQL query selects there."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from typing import Annotated
 
 import typer
 
-from gpumem_exporter.cli.fleet.acting import act
-from gpumem_exporter.cli.fleet.options import (
-    ActOptions,
-    FleetClearOptions,
-    FleetFractionOptions,
-    FleetTimedOptions,
-    LookOptions,
-)
-from gpumem_exporter.cli.fleet.outcome import warn
-from gpumem_exporter.cli.fleet.overview import look
+from gpumem_exporter.cli.action_options import RequestOptions
+from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
+from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
+from gpumem_exporter.cli.fleet.options import FleetOptions, OverviewOptions, SelectionOptions
+from gpumem_exporter.cli.fleet.overview import read_overview
+from gpumem_exporter.cli.fleet.results import print_warnings
 from gpumem_exporter.cli.main import FAILED
-from gpumem_exporter.cli.options import with_options
+from gpumem_exporter.cli.options import add_command, new_application
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["register"]
+__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -34,21 +30,20 @@ Examples:
   gpumem-exporter fleet gc --query 'sum by (instance, pid) (gpumem_torch_fragmented_bytes) > 4e9'
 
 \b
-How a series is read:
-  instance                          its exporter: http://INSTANCE, or what --instance-url says
-  pid, workload, rank, gpu, uuid    the processes there; labels narrow each other
+The labels of a series:
+  instance                          select its exporter: http://INSTANCE, or --instance-url
+  pid, workload, rank, gpu, uuid    select processes there; labels narrow each other
 
 \b
-Nothing is done that the query does not name, to no more processes than --max-processes, and each
-exporter's answer is held against what was asked. Exporters on other machines want a token, which
-goes to the addresses that the series name.
+The command acts only on processes that the query selects, and on at most --max-processes. It compares
+each exporter's answer with the request. Exporters on other machines require a token. The command
+sends the token to the addresses in the series.
 
 \b
-Exit codes: 0 all done; 1 something was not: an exporter that is down or refuses, a process that has
-gone; 2 wrong usage or query.
+Exit codes: 0 all done; 1 an exporter is down or refuses, or a process exited; 2 wrong usage or query.
 """
 
-_ACT = """\b
+_ACTION_EXAMPLES = """\b
 Examples:
   gpumem-exporter fleet {name} --prometheus http://prometheus:9090 --dry-run \\
     --query '{query}'
@@ -56,113 +51,68 @@ Examples:
     --prometheus-header 'X-Scope-OrgID: gpu' --query '{query}' | jq .results
 
 \b
-`gpumem-exporter fleet --help` says how a series is read.
+See `gpumem-exporter fleet --help` for the labels of a series.
 """
 _QUERY = "gpumem_torch_reclaimable_bytes > 8e9"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopOptions(LookOptions):
-    """What `fleet top` takes."""
+class FleetTopOptions(OverviewOptions):
+    """The options of `fleet top`."""
 
     interval_seconds: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", help="How often to look: 0.2 to 3600.")
+        float, typer.Option("--interval", metavar="SECONDS", help="Seconds between updates: 0.2 to 3600.")
     ] = 5.0
 
 
-def register(application: typer.Typer) -> None:
-    """Add the commands."""
-    fleet = typer.Typer(
-        help="Look at many nodes, and act on them, by a query.",
-        epilog=_EXAMPLES,
-        rich_markup_mode=None,
-        add_completion=False,
-    )
-    fleet.command("info")(with_options(LookOptions)(info))
-    fleet.command("top")(with_options(TopOptions)(top))
-    fleet.command("clear", epilog=_examples("clear"))(with_options(FleetClearOptions)(clear))
-    fleet.command("gc", epilog=_examples("gc"))(with_options(FleetTimedOptions)(collect))
-    fleet.command("reset-peak", epilog=_examples("reset-peak"))(with_options(FleetTimedOptions)(reset_peak))
-    fleet.command("snapshot", epilog=_examples("snapshot"))(with_options(FleetTimedOptions)(snapshot))
-    fleet.command("fraction", epilog=_examples("fraction 0.5"))(with_options(FleetFractionOptions)(fraction))
-    fleet.command("terminate", epilog=_examples("terminate"))(with_options(ActOptions)(terminate))
-    application.add_typer(fleet, name="fleet")
+def build(name: str) -> typer.Typer:
+    """Return the group of commands."""
+    group = new_application(name=name, help="Show many nodes, and act on them by a query.", epilog=_EXAMPLES)
+    add_command(group, "info", _info, OverviewOptions, FleetOptions)
+    add_command(group, "top", _top, FleetTopOptions, FleetOptions)
+    for command in ACTION_COMMANDS:
+        _add_action(group, command)
+    return group
 
 
-def info(options: LookOptions) -> int:
+def _info(selection: OverviewOptions, options: FleetOptions) -> int:
     """Show a row for each device of each exporter.
 
-    The figures are what each exporter says now, not what Prometheus scraped: Prometheus only says which there are.
+    Prometheus lists the exporters. Each exporter then reports its current values.
     """
-    overview = look(options.connect(), options, options.token())
+    overview = read_overview(options.connect(), selection.query, options)
     if options.as_json:
         print_json(overview.document())
     else:
-        warn(overview.warnings)
+        print_warnings(overview.warnings)
         show(open_console(), overview.tables())
     return 0 if overview.complete else FAILED
 
 
-def top(options: TopOptions) -> int:
-    """Show what `fleet info` shows, live; q quits."""
-    from gpumem_exporter.cli.fleet.live import need_terminal, show_live
+def _top(selection: FleetTopOptions, options: FleetOptions) -> int:
+    """Show `fleet info` live; q quits."""
+    from gpumem_exporter.cli.fleet.live import require_terminal, show_live
 
-    if not 0.2 <= options.interval_seconds <= 3600:
-        raise ConfigurationError(f"--interval {options.interval_seconds:g}: must be 0.2 to 3600 seconds")
-    need_terminal()
-    prometheus, token = options.connect(), options.token()
-    show_live(lambda: look(prometheus, options, token), interval_seconds=options.interval_seconds)
+    if not 0.2 <= selection.interval_seconds <= 3600:
+        raise ConfigurationError(f"--interval {selection.interval_seconds:g}: must be 0.2 to 3600 seconds")
+    require_terminal()
+    prometheus = options.connect()
+    options.token()
+    show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=selection.interval_seconds)
     return 0
 
 
-def clear(options: FleetClearOptions) -> int:
-    """Give cached memory back to the driver.
+def _add_action(group: typer.Typer, command: ActionCommand) -> None:
+    def run(request: RequestOptions, selection: SelectionOptions, options: FleetOptions) -> int:
+        return act(command.action, selection, request, options)
 
-    Each process that the query names does what `clear` has it do.
-    """
-    return act("empty_cache", options)
-
-
-def collect(options: FleetTimedOptions) -> int:
-    """Run Python's garbage collector in processes.
-
-    Each process that the query names does what `gc` has it do.
-    """
-    return act("collect_garbage", options)
-
-
-def reset_peak(options: FleetTimedOptions) -> int:
-    """Begin the peaks of processes anew.
-
-    Each process that the query names does what `reset-peak` has it do; where its series name devices, for those alone.
-    """
-    return act("reset_peak", options)
-
-
-def snapshot(options: FleetTimedOptions) -> int:
-    """Have processes write a memory snapshot.
-
-    Each process that the query names does what `snapshot` has it do, on its own node: --json says where the files are.
-    """
-    return act("snapshot", options)
-
-
-def fraction(options: FleetFractionOptions) -> int:
-    """Cap what processes may reserve.
-
-    Each process that the query names does what `fraction` has it do; where its series name devices, on those alone.
-    """
-    return act("set_memory_fraction", options)
-
-
-def terminate(options: ActOptions) -> int:
-    """End processes: SIGTERM, ten seconds, SIGKILL.
-
-    Each process that the query names is ended as `terminate` ends it, by exporters whose --action.allow names it, for
-    whoever has their token.
-    """
-    return act("terminate", options)
-
-
-def _examples(name: str) -> str:
-    return _ACT.format(name=name, query=_QUERY)
+    devices = " If a series names a device, only on that device." if command.action in PER_DEVICE else ""
+    argument = " 0.5" if command.name == "fraction" else ""
+    add_command(
+        group,
+        command.name,
+        run,
+        *(command.options, SelectionOptions, FleetOptions),
+        description=f"{command.summary}\n\nActs as `{command.name}` on each process that the query selects.{devices}",
+        epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=_QUERY),
+    )

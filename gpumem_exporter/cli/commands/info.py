@@ -1,17 +1,16 @@
-"""`info`: one look at devices, processes and the ledger."""
+"""`info`: devices, processes and the ledger, once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.options import ConnectionOptions, with_options
+from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
 
-__all__ = ["register"]
+__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -21,20 +20,15 @@ Examples:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class InfoOptions(ConnectionOptions):
-    """What `info` takes."""
+def build(name: str) -> typer.Typer:
+    """Return the command."""
+    return command_from_options(name, _info, ConnectionOptions, epilog=_EXAMPLES)
 
 
-def register(application: typer.Typer) -> None:
-    """Add the command."""
-    application.command("info", epilog=_EXAMPLES)(with_options(InfoOptions)(info))
-
-
-def info(options: InfoOptions) -> int:
+def _info(options: ConnectionOptions) -> int:
     """Show devices, processes and where every byte is.
 
-    Sizes are what the driver and the reporters said last; a dash is a figure that cannot be known.
+    The values are the latest of the driver and the reporters. A dash is a value that is not known.
     """
     with ExporterApi(options.urls(), token=options.token()) as api:
         devices = api.get("/api/v1/devices")

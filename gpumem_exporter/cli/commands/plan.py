@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpumem_exporter.cli.options import with_options
+from gpumem_exporter.cli.options import command_from_options
 from gpumem_exporter.cli.plan_files import change_files, restore_files
 from gpumem_exporter.cli.render.plan_tables import show_plan
 from gpumem_exporter.cli.render.terminal import print_json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpumem_exporter.training.planning.devices import Gpu
     from gpumem_exporter.training.planning.plan import Plan
 
-__all__ = ["register"]
+__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -111,9 +111,9 @@ class PlanOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False
 
 
-def register(application: typer.Typer) -> None:
-    """Add the command."""
-    application.command("plan", epilog=_EXAMPLES)(with_options(PlanOptions)(plan))
+def build(name: str) -> typer.Typer:
+    """Return the command."""
+    return command_from_options(name, plan, PlanOptions, epilog=_EXAMPLES)
 
 
 def plan(options: PlanOptions) -> int:

@@ -1,10 +1,11 @@
 """`run`: start a command with the reporter injected into every Python process below it.
 
-Standard library only: this runs in training images that have this package without its dependencies.
+This module uses the standard library alone, also to read its options: training images have this package without its
+dependencies, and so without Typer.
 
-The bootstrap directory, which holds a `sitecustomize`, goes in front of PYTHONPATH; every Python interpreter that
-inherits the environment imports it when it starts. The command then replaces this process, so that signals, exit code
-and process id are its own.
+The bootstrap directory, which contains a `sitecustomize`, goes in front of PYTHONPATH. Every Python interpreter that
+inherits the environment imports it at its start. The command then replaces this process, so that signals, exit code
+and process ID are its own.
 """
 
 from __future__ import annotations
@@ -18,38 +19,41 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["HELP", "NOT_EXECUTABLE", "NOT_FOUND", "SUMMARY", "injected_environment", "run"]
+if TYPE_CHECKING:
+    import typer
+
+__all__ = ["HELP", "NOT_EXECUTABLE", "NOT_FOUND", "build", "injected_environment", "run"]
 
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
-"""As env(1) and shells have it."""
+"""The exit codes of env(1) and of shells."""
 
-SUMMARY = "Start a command with the reporter injected into it."
+_SUMMARY = "Start a command with the reporter injected into it."
 
 HELP = f"""\
 Usage: gpumem-exporter run [OPTIONS] -- CMD [ARG]...
 
-  {SUMMARY}
+  {_SUMMARY}
 
-  No code changes: the reporter starts by itself in every Python process below CMD once that initialises CUDA, also
-  below torchrun, in spawned and in forked workers. It costs under a millisecond where CUDA is never touched. CMD
-  replaces this process: signals and exit code are its own. Only Python started with -I or -E, which ignore PYTHONPATH,
-  is left out.
+  No code changes: the reporter starts in every Python process below CMD when the process initializes CUDA, also below
+  torchrun and in spawned or forked workers. A process without CUDA spends less than a millisecond. CMD replaces this
+  process, so signals and exit code are its own. Python with -I or -E ignores PYTHONPATH and gets no reporter.
 
 Options:
   --workload NAME  Label of the processes' series (GPUMEM_WORKLOAD).
   --url URL        The exporter: http://host:port, https://host:port or unix:///path/to.sock (GPUMEM_EXPORTER_URL).
-                   Default: first unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
-  --rank RANK      Rank label (GPUMEM_RANK). Below torchrun and Slurm leave it out: RANK and SLURM_PROCID are used.
-  --plan FILE      What was planned for each process (gpumem-exporter plan ... --json > FILE): the error of the plan is
-                   exported beside what the processes take (GPUMEM_PLAN).
+                   Default: unix:///run/gpumem/exporter.sock, then http://127.0.0.1:9844.
+  --rank RANK      Rank label (GPUMEM_RANK). Not needed below torchrun and Slurm, which set RANK and SLURM_PROCID.
+  --plan FILE      The plan of each process (gpumem-exporter plan ... --json > FILE). The exporter then also exports the
+                   error of the plan (GPUMEM_PLAN).
   --allocator KEY:VALUE,...
-                   Settings of PyTorch's CUDA allocator, checked and put in force beside those that the environment
-                   has (PYTORCH_CUDA_ALLOC_CONF), as in expandable_segments:True,garbage_collection_threshold:0.8.
-  -h, --help       Show this and exit.
+                   Settings of PyTorch's CUDA allocator, checked and added to PYTORCH_CUDA_ALLOC_CONF, such as
+                   expandable_segments:True,garbage_collection_threshold:0.8.
+  -h, --help       Show this message and exit.
 
 Examples:
   gpumem-exporter run -- python train.py --lr 3e-4
@@ -57,9 +61,9 @@ Examples:
   gpumem-exporter run --allocator expandable_segments:True -- python train.py
   gpumem-exporter run --plan plan.json -- python train.py
   gpumem-exporter run --url unix:///run/gpumem/exporter.sock -- bash job.sh
-  GPUMEM_DISABLED=1 gpumem-exporter run -- python train.py    # the same command, nothing injected
+  GPUMEM_DISABLED=1 gpumem-exporter run -- python train.py    # no reporter
 
-Exit code: the command's own; 2 wrong usage, 126 the command cannot be executed, 127 it is not found.
+Exit code: that of CMD; 2 wrong usage; 126 CMD cannot be executed; 127 CMD is not found.
 """
 
 _VARIABLES = {
@@ -70,25 +74,32 @@ _VARIABLES = {
 }
 
 
+def build(name: str) -> typer.Typer:
+    """Return the entry of the help. The console script calls `run` before it imports Typer."""
+    from gpumem_exporter.cli.options import command_from_parameters
+
+    return command_from_parameters(name, lambda _: run([]), [], description=_SUMMARY)
+
+
 def run(arguments: Sequence[str]) -> int:
-    """Replace this process by the command that `arguments` names; returns only when that cannot be done.
+    """Replace this process by the command in `arguments`. Returns only if that fails.
 
     Raises:
-        ConfigurationError: the options are wrong, or no command is given.
+        ConfigurationError: an option is invalid, or there is no command.
     """
     names = ["help", "workload=", "url=", "rank=", "plan=", "allocator="]
     try:
         options, command = getopt.getopt(list(arguments), "h", names)
     except getopt.GetoptError as error:
         raise ConfigurationError(
-            f"{error}; options before the command are --workload, --url, --rank, --plan and --allocator,"
-            " and the command follows `--`"
+            f"{error}; the options are --workload, --url, --rank, --plan and --allocator,"
+            " and the command follows after `--`"
         ) from error
     if any(name in ("-h", "--help") for name, _ in options):
         print(HELP, end="")
         return 0
     if not command or not command[0]:
-        raise ConfigurationError("no command is given; say for instance gpumem-exporter run -- python train.py")
+        raise ConfigurationError("no command; give one, such as gpumem-exporter run -- python train.py")
     given = {_VARIABLES[name]: value for name, value in options if name in _VARIABLES}
     given |= _allocator_settings([value for name, value in options if name == "--allocator"])
     _require_url(given.get("GPUMEM_EXPORTER_URL"))
@@ -99,10 +110,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str, str]:
-    """The environment in which Python starts the reporter: `bootstrap` stands first in PYTHONPATH, once.
+    """Return an environment in which Python starts the reporter: `bootstrap` is the first entry of PYTHONPATH.
 
-    What stood there stays, in its order. An empty entry of PYTHONPATH means the working directory: one that was there
-    stays, and none is added.
+    The other entries keep their order. An empty entry stands for the working directory: an existing one stays, and
+    none is added.
     """
     inherited = environ.get("PYTHONPATH", "")
     entries = [entry for entry in inherited.split(os.pathsep) if entry != bootstrap] if inherited else []
@@ -110,9 +121,9 @@ def injected_environment(environ: Mapping[str, str], bootstrap: str) -> dict[str
 
 
 def _given_environment() -> dict[str, str]:
-    """The environment that this process was started with.
+    """The environment at the start of this process.
 
-    In the C locale an interpreter sets LC_CTYPE as it starts (PEP 538), which the command would inherit.
+    In the C locale the interpreter sets LC_CTYPE (PEP 538). The command must not inherit it.
     """
     environment = dict(os.environ)
     with contextlib.suppress(OSError):
@@ -127,10 +138,12 @@ def _given_environment() -> dict[str, str]:
 def _bootstrap_directory() -> str:
     directory = Path(__file__).resolve().parents[2] / "client" / "bootstrap"
     if not (directory / "sitecustomize.py").is_file():
-        raise ConfigurationError(f"{directory} lacks sitecustomize.py: this installation is broken; install it again")
+        raise ConfigurationError(
+            f"{directory} has no sitecustomize.py: the installation is broken; install gpumem-exporter again"
+        )
     if os.pathsep in str(directory):
         raise ConfigurationError(
-            f"PYTHONPATH cannot carry {directory}, for the {os.pathsep!r} in it; install elsewhere"
+            f"PYTHONPATH cannot contain {directory} because of its {os.pathsep!r}; install in another directory"
         )
     return str(directory)
 
@@ -152,7 +165,7 @@ def _require_url(url: str | None) -> None:
 
 
 def _require_plan(path: str) -> str:
-    """The file's absolute path: the command may begin in this folder and go on in another."""
+    """Check the plan and return its absolute path: the command may change the working directory."""
     from gpumem_exporter.client.reporter.plan import planned_peak_bytes
 
     planned_peak_bytes(path)
@@ -164,13 +177,13 @@ def _replace_process(command: Sequence[str], environment: Mapping[str, str]) -> 
     sys.stderr.flush()
     _restore_signals()
     try:
-        os.execvpe(command[0], list(command), dict(environment))  # noqa: S606 - running the command is what it is for
+        os.execvpe(command[0], list(command), dict(environment))  # noqa: S606 - this is the purpose of `run`
     except OSError as error:
         return _cannot_run(command[0], error)
 
 
 def _restore_signals() -> None:
-    """Undo what the interpreter ignores from its start on: ignored signals stay ignored across exec."""
+    """Restore the signals that the interpreter ignores: they would stay ignored after exec."""
     for name in ("SIGPIPE", "SIGXFSZ"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) is signal.SIG_IGN:
@@ -181,7 +194,7 @@ def _restore_signals() -> None:
 def _cannot_run(program: str, error: OSError) -> int:
     missing = error.errno == errno.ENOENT or (error.errno == errno.ENOTDIR and os.sep not in program)
     if missing and shutil.which(program) is not None:
-        reason, code = "the interpreter that its first line names is missing", NOT_EXECUTABLE
+        reason, code = "the interpreter in its first line is missing", NOT_EXECUTABLE
     elif missing:
         where = "" if os.sep in program else " in PATH"
         reason, code = f"not found{where}", NOT_FOUND

@@ -1,4 +1,4 @@
-"""`top`: devices and processes, live, in a terminal; or once, for scripts."""
+"""`top`: devices and processes, live in a terminal, or once for scripts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.main import INTERRUPTED
-from gpumem_exporter.cli.options import ConnectionOptions, with_options
+from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, show
 from gpumem_exporter.cli.top.rows import SORTS, Choice, with_gpu
 from gpumem_exporter.cli.top.source import Reading, Source
@@ -24,7 +24,7 @@ from gpumem_exporter.wire.http import shown_url
 if TYPE_CHECKING:
     from gpumem_exporter.cli.top.driver import DriverReader
 
-__all__ = ["register"]
+__all__ = ["build"]
 
 _EXAMPLES = """\b
 Examples:
@@ -35,22 +35,22 @@ Examples:
   gpumem-exporter top --once --json | jq -r '.rows[] | select(.fragmented_bytes > 1e9) | .workload'
 
 \b
-Keys: arrows or j and k choose, s sorts, r reverses, / filters, c clears after asking,
+Keys: arrows or j and k select, s sorts, r reverses, / filters, c clears after a question,
 e shows the events, ? helps, q quits.
 
 \b
 --once --json prints one document:
-  exporter   the address that answered; null where it was the driver alone
+  exporter   the address that answered; null if the driver alone was read
   source     nvml, or demo for simulated devices
   taken_unix_seconds, nvml, devices
              as GET /api/v1/devices has them; a device's ledger is null without an exporter
   rows       one for each process on each device, filtered and in order: pid, gpu, uuid, workload,
              rank, command, user, k8s_namespace, k8s_pod, state, used_bytes, allocated_bytes,
              reserved_bytes, reclaimable_bytes, fragmented_bytes, non_torch_bytes, step,
-             sample_age_seconds, actions; null for what cannot be known
+             sample_age_seconds, actions; null if unknown
 
 \b
-Exit codes: 0 shown; 1 neither the exporter nor, where none was named, the driver answers; 2 wrong usage.
+Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
 
 _SHORTEST_INTERVAL_SECONDS, _LONGEST_INTERVAL_SECONDS = 0.2, 3600.0
@@ -58,35 +58,33 @@ _SHORTEST_INTERVAL_SECONDS, _LONGEST_INTERVAL_SECONDS = 0.2, 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class TopOptions(ConnectionOptions):
-    """What `top` takes."""
+    """The options of `top`."""
 
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="COLUMN", help=f"By which rows are sorted: {', '.join(SORTS)}.")
-    ] = "used"
-    reverse: Annotated[bool, typer.Option("--reverse", help="Turn the order round.")] = False
+    sort: Annotated[str, typer.Option("--sort", metavar="COLUMN", help=f"Sort rows by: {', '.join(SORTS)}.")] = "used"
+    reverse: Annotated[bool, typer.Option("--reverse", help="Reverse the order.")] = False
     filter_text: Annotated[
         str,
         typer.Option(
             "--filter",
             metavar="WORDS",
-            help="Only rows in which every word stands: in pid, uuid, workload, command, user, pod or state.",
+            help="Only rows that contain every word in their pid, uuid, workload, command, user, pod or state.",
         ),
     ] = ""
     gpus: Annotated[
         list[str] | None,
-        typer.Option("--gpu", metavar="INDEX", help="Only this device: 0, or 0:1 for MIG. May be given again."),
+        typer.Option("--gpu", metavar="INDEX", help="Only this device: 0, or 0:1 for MIG (repeatable)."),
     ] = None
     workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="Only this workload.")] = None
     interval_seconds: Annotated[
-        float, typer.Option("--interval", metavar="SECONDS", help="How often to look: 0.2 to 3600.")
+        float, typer.Option("--interval", metavar="SECONDS", help="Seconds between updates: 0.2 to 3600.")
     ] = 1.0
-    once: Annotated[bool, typer.Option("--once", help="Print what is known now, and end.")] = False
+    once: Annotated[bool, typer.Option("--once", help="Print the current values once and exit.")] = False
 
     def view(self) -> View:
-        """What is shown at first.
+        """Return the view at the start.
 
         Raises:
-            ConfigurationError: an option says nothing that can be shown.
+            ConfigurationError: an option is invalid.
         """
         if self.sort not in SORTS:
             raise ConfigurationError(f"--sort {self.sort}: must be one of {', '.join(SORTS)}")
@@ -95,21 +93,21 @@ class TopOptions(ConnectionOptions):
         ):
             raise ConfigurationError(f"--interval {self.interval_seconds:g}: must be 0.2 to 3600 seconds")
         if self.as_json and not self.once:
-            raise ConfigurationError("--json prints one document: add --once")
+            raise ConfigurationError("--json prints one document; add --once")
         choice = Choice(tuple(self.gpus or ()), self.workload, self.filter_text)
         return View(choice=choice, sort=self.sort, reverse=self.reverse)
 
 
-def register(application: typer.Typer) -> None:
-    """Add the command."""
-    application.command("top", epilog=_EXAMPLES)(with_options(TopOptions)(top))
+def build(name: str) -> typer.Typer:
+    """Return the command."""
+    return command_from_options(name, _top, TopOptions, epilog=_EXAMPLES)
 
 
-def top(options: TopOptions) -> int:
+def _top(options: TopOptions) -> int:
     """Show devices, their ledgers and the processes on them, live.
 
-    Where no exporter answers and none was named (--url, GPUMEM_EXPORTER_URL), the driver alone is shown: devices, and
-    what each process uses. What is inside of a process is then not known, and stands as a dash.
+    If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads the driver alone: devices and
+    the memory of each process. A dash is a value that is not known.
     """
     view = options.view()
     if not options.once:
@@ -147,20 +145,20 @@ def _live(source: Source, reading: Reading, view: View, interval_seconds: float,
         return 0
     if ended == signal.SIGINT:
         return INTERRUPTED
-    # Whoever sent it sees that it was obeyed.
+    # The sender of the signal sees that the signal ended this process.
     signal.signal(ended, signal.SIG_DFL)
     signal.raise_signal(signal.Signals(ended))
     return 128 + ended
 
 
 def _need_terminal() -> None:
-    """Raise unless this is a terminal that can be drawn on, and typed on.
+    """Check that input and output are a terminal that can move its cursor.
 
     Raises:
-        ConfigurationError: says what to use instead.
+        ConfigurationError: they are not; the message names the alternative.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigurationError("input and output must be a terminal; for anything else there is `top --once`")
+        raise ConfigurationError("input and output must be a terminal; without one, use `top --once`")
     if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
         raise ConfigurationError("this terminal cannot move its cursor (TERM); use `top --once`, or `info`")
 

@@ -1,1 +1,1 @@
-"""What `doctor` looks at, one function a question. Each answers with findings and knows nothing of the others."""
+"""The checks of `doctor`. Each is a function that yields findings and does not depend on the others."""

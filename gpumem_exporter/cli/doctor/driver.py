@@ -1,4 +1,4 @@
-"""Does the driver's library answer here, and for which devices?"""
+"""Checks of the driver: whether NVML answers, and for which devices."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ if TYPE_CHECKING:
 __all__ = ["RELEASED", "check_driver", "judge_driver_elsewhere"]
 
 RELEASED = "released on request"
-"""How an exporter begins to say that it has no driver because somebody asked for it (`release-nvml`)."""
-_NO_DEMO = "serve without --demo where there are GPUs"
+"""The start of an exporter's driver error after `release-nvml`."""
+_NO_DEMO = "run serve without --demo on a node with GPUs"
 
 
 def check_driver(
     make_provider: Callable[[], Provider], *, exporter_source: str, exporter_error: str = "", timeout_seconds: float
 ) -> Iterator[Finding]:
-    """Initialise NVML in this process, list the devices, release it again.
+    """Initialize NVML in this process, list the devices, and shut NVML down.
 
     Args:
-        make_provider: the driver to ask.
-        exporter_source: where a reachable exporter has its devices from, `nvml` or `demo`; empty without one that has.
-        exporter_error: why a reachable exporter has none; empty where none is reached.
-        timeout_seconds: a driver that takes longer counts as hanging; its thread is left behind.
+        make_provider: makes the driver.
+        exporter_source: the exporter's source of devices, `nvml` or `demo`; empty without an exporter or a driver.
+        exporter_error: why the exporter has no driver; empty without an exporter.
+        timeout_seconds: a driver that takes longer hangs; its thread is abandoned.
     """
     answers: list[tuple[str, Sequence[DeviceIdentity]] | Exception] = []
-    thread = threading.Thread(target=_ask, args=(make_provider, answers), name="gpumem-doctor-nvml", daemon=True)
+    thread = threading.Thread(target=_query, args=(make_provider, answers), name="gpumem-doctor-nvml", daemon=True)
     thread.start()
     thread.join(timeout_seconds)
     if not answers:
-        mend = "look for Xid errors in the kernel's log; reset or drain the GPU, or restart the node"
-        yield Finding("driver", FAIL, f"NVML does not answer within {timeout_seconds:g} s", mend)
+        fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
+        yield Finding("driver", FAIL, f"NVML does not answer within {timeout_seconds:g} s", fix)
         return
     answer = answers[0]
     if isinstance(answer, Exception):
@@ -48,21 +48,22 @@ def check_driver(
 
 
 def judge_driver_elsewhere(*, exporter_source: str, exporter_error: str) -> Finding:
-    """What an exporter on another machine says of its driver: this machine's is not the one that matters.
+    """Judge the driver of an exporter on another machine by what that exporter reports.
 
     Args:
-        exporter_source: where it has its devices from, `nvml` or `demo`; empty while it has none.
+        exporter_source: its source of devices, `nvml` or `demo`; empty if it has none.
         exporter_error: why it has none.
     """
     if exporter_source == "nvml":
-        return Finding("driver", PASS, "the exporter has one; it is on another machine, and this one's is not asked")
+        return Finding("driver", PASS, "the exporter, on another machine, has a driver")
     if exporter_source == "demo":
         return Finding("driver", WARN, "the exporter shows simulated devices", _NO_DEMO)
-    mend = "run this and nvidia-smi on the exporter's machine: this one's driver is not asked"
-    return Finding("driver", _verdict(exporter_error), f"the exporter has none: {exporter_error}", mend)
+    fix = "run doctor and nvidia-smi on the exporter's machine"
+    detail = f"the exporter, on another machine, has no driver: {exporter_error}"
+    return Finding("driver", _verdict(exporter_error), detail, fix)
 
 
-def _ask(make_provider: Callable[[], Provider], answers: list[Any]) -> None:
+def _query(make_provider: Callable[[], Provider], answers: list[Any]) -> None:
     try:
         provider = make_provider()
         provider.open()
@@ -70,28 +71,29 @@ def _ask(make_provider: Callable[[], Provider], answers: list[Any]) -> None:
             answers.append((provider.driver_version(), tuple(provider.devices())))
         finally:
             provider.close()
-    except Exception as error:  # noqa: BLE001 - it is the finding
+    except Exception as error:  # noqa: BLE001 - the error is the finding
         answers.append(error)
 
 
 def _absent(error: Exception, exporter_source: str, exporter_error: str) -> Finding:
-    """There is no driver in this process; whether that matters depends on the exporter's."""
+    """Judge a driver that this process cannot use. It is not needed if the exporter has one."""
+    here = f"not usable in this process ({error})"
     if exporter_source == "nvml":
-        return Finding("driver", PASS, f"none in this process ({error}); the exporter has one, which suffices")
+        return Finding("driver", PASS, f"{here}, and not needed: the exporter has a driver")
     if exporter_source == "demo":
-        return Finding("driver", WARN, f"none here ({error}); the exporter shows simulated devices", _NO_DEMO)
+        return Finding("driver", WARN, f"{here}; the exporter shows simulated devices", _NO_DEMO)
     if exporter_error and exporter_error != str(error):
-        detail = f"none here ({error}); the exporter has none either: {exporter_error}"
-        return Finding("driver", _verdict(exporter_error), detail, _mend(error))
-    return Finding("driver", FAIL, str(error), _mend(error))
+        detail = f"{here} nor in the exporter: {exporter_error}"
+        return Finding("driver", _verdict(exporter_error), detail, _fix(error))
+    return Finding("driver", FAIL, str(error), _fix(error))
 
 
 def _verdict(exporter_error: str) -> str:
-    """An exporter without a driver has a fault, unless it was asked to let it go."""
+    """A missing driver is a failure, unless `release-nvml` closed it."""
     return WARN if exporter_error.startswith(RELEASED) else FAIL
 
 
-def _mend(error: Exception) -> str:
+def _fix(error: Exception) -> str:
     if not isinstance(error, NvmlError):
         return "install gpumem-exporter again, with its dependencies"
     return (
@@ -102,14 +104,14 @@ def _mend(error: Exception) -> str:
 
 def _judge_devices(devices: Sequence[DeviceIdentity]) -> Iterator[Finding]:
     if not devices:
-        mend = "make the GPUs visible here: docker --gpus all, or NVIDIA_VISIBLE_DEVICES=all; see nvidia-smi -L"
-        yield Finding("devices", FAIL, "the driver lists no device", mend)
+        fix = "make the GPUs visible here: docker --gpus all, or NVIDIA_VISIBLE_DEVICES=all; see nvidia-smi -L"
+        yield Finding("devices", FAIL, "the driver lists no device", fix)
         return
     broken = [device for device in devices if device.error]
     for device in broken:
-        mend = "see the kernel's log for its Xid; reset the GPU or restart the node. The others are served meanwhile"
-        yield Finding("devices", FAIL, f"gpu {device.gpu} {device.uuid}: {device.error}", mend)
-    well = [device for device in devices if not device.error]
-    if well:
-        listed = ", ".join(f"{device.gpu} {device.name}".strip() for device in well)
-        yield Finding("devices", PASS, f"{len(well)} of {len(devices)} answer: {listed}")
+        fix = "look for its Xid in the kernel log; reset the GPU or restart the node. The other devices work"
+        yield Finding("devices", FAIL, f"gpu {device.gpu} {device.uuid}: {device.error}", fix)
+    working = [device for device in devices if not device.error]
+    if working:
+        listed = ", ".join(f"{device.gpu} {device.name}".strip() for device in working)
+        yield Finding("devices", PASS, f"{len(working)} of {len(devices)} answer: {listed}")

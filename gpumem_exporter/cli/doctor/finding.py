@@ -1,4 +1,4 @@
-"""What a check found, and how one check fails without costing the others."""
+"""The finding of a check."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ FAIL = "FAIL"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's."""
+    """One line of `doctor`."""
 
     check: str
     verdict: str
-    """`PASS`, `WARN` (works, but not all of it) or `FAIL`."""
+    """`PASS`, `WARN` (works in part) or `FAIL`."""
     detail: str
-    mend: str = ""
-    """What to do about it; empty where there is nothing to do."""
+    fix: str = ""
+    """How to fix it; empty if there is nothing to fix."""
 
 
 def collect(check: str, look: Callable[[], Iterable[Finding]]) -> tuple[Finding, ...]:
-    """Run one check; whatever it trips over becomes its own finding."""
+    """Run one check. An exception becomes a finding."""
     try:
         return tuple(look())
-    except Exception as error:  # noqa: BLE001 - each check fails alone, and an odd node is what this is run on
-        return (Finding(check, WARN, f"could not be looked at: {str(error) or type(error).__name__}"),)
+    except Exception as error:  # noqa: BLE001 - each check fails alone, also on a broken node
+        return (Finding(check, WARN, f"the check failed: {str(error) or type(error).__name__}"),)
 
 
 def counted(number: int | str, one: str, more: str) -> str:
-    """How many of something, in words: `1 device`, `2 devices`."""
+    """Return a number with its noun: `1 device`, `2 devices`."""
     return f"{number} {one if number == 1 else more}"
 
 
 def verdict_of(findings: Sequence[Finding]) -> str:
-    """The worst of them."""
+    """Return the worst verdict."""
     verdicts = {finding.verdict for finding in findings}
     return next((verdict for verdict in (FAIL, WARN) if verdict in verdicts), PASS)

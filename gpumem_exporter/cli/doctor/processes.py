@@ -1,4 +1,4 @@
-"""Do processes report, and can the exporter tell which of the driver's processes each of them is?"""
+"""Checks of processes: whether they report, and whether the exporter can match them with the driver's processes."""
 
 from __future__ import annotations
 
@@ -13,82 +13,85 @@ INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 """Inode of the host's own PID namespace, PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h."""
 
 _SHOWN = 5
-_MEND = "run the exporter in the host's PID namespace: hostPID: true in the pod, --pid=host for docker and podman"
+_FIX = "run the exporter in the host's PID namespace: hostPID: true in the pod, --pid=host for docker and podman"
 
 Document = Mapping[str, Any]
 
 
 def check_reporters(processes: Sequence[Document]) -> Iterator[Finding]:
-    """How many report, and which fell silent."""
+    """Count the processes that report, and name silent ones."""
     by_state: dict[str, list[Document]] = {"reporting": [], "silent": [], "unreported": []}
     for process in processes:
         by_state.setdefault(str(process.get("state")), []).append(process)
     silent = by_state["silent"]
     if silent:
-        mend = "see with `py-spy dump --pid PID` whether it is stopped, or hangs in a call that keeps the GIL"
-        yield Finding("reporters", WARN, f"{len(silent)} fell silent: {_listed(silent)}", mend)
+        fix = "check with `py-spy dump --pid PID` whether it is stopped, or hangs in a call that keeps the GIL"
+        yield Finding("reporters", WARN, f"{len(silent)} silent: {_listed(silent)}", fix)
     reporting, unreported = by_state["reporting"], by_state["unreported"]
-    without = f"; {len(unreported)} on the devices without a reporter" if unreported else ""
+    without = (
+        f"; {counted(len(unreported), 'process', 'processes')} on the devices without a reporter" if unreported else ""
+    )
     if reporting:
-        yield Finding("reporters", PASS, f"{counted(len(reporting), 'reports', 'report')}{without}")
+        yield Finding("reporters", PASS, f"{counted(len(reporting), 'process reports', 'processes report')}{without}")
     elif not silent:
-        mend = "start training with `gpumem-exporter run -- CMD`, or call gpumem_exporter.client.start()"
-        yield Finding("reporters", WARN, f"no process reports{without}", mend)
+        fix = "start training with `gpumem-exporter run -- CMD`, or call gpumem_exporter.client.start()"
+        yield Finding("reporters", WARN, f"no process reports{without}", fix)
 
 
 def check_pid_namespace(
     processes: Sequence[Document], *, exporter_namespace: int | None, own_namespace: int | None, driver_up: bool
 ) -> Iterator[Finding]:
-    """Whether the pids that the exporter sees are the driver's, which knows those of the host alone.
+    """Check that the exporter runs in the host's PID namespace: the driver lists processes by the host's pids.
 
     Args:
         processes: as the exporter lists them.
-        exporter_namespace: inode of the exporter's PID namespace; None where it cannot be read from here.
-        own_namespace: inode of this process' PID namespace, 0 where it cannot be read; None where the exporter is on
-            another machine, of which it says nothing.
-        driver_up: the exporter has a driver, so that it matters now.
+        exporter_namespace: inode of the exporter's PID namespace; None if unknown.
+        own_namespace: inode of this process' PID namespace, 0 if unknown; None if the exporter is on another machine.
+        driver_up: whether the exporter has a driver.
     """
     reporting = [process for process in processes if process.get("state") == "reporting"]
     serious = FAIL if driver_up else WARN
     lost = [process for process in reporting if process.get("host_pid") is None]
     if lost:
-        detail = f"the exporter cannot tell which of the driver's processes these reporters are: {_listed(lost)}"
-        yield Finding("pid namespace", serious, f"{detail}; their memory stands under other_processes", _MEND)
+        detail = f"the exporter cannot match these reporters with the driver's processes: {_listed(lost)}"
+        yield Finding("pid namespace", serious, f"{detail}; their memory counts as other processes", _FIX)
         return
-    strangers = [process for process in processes if _stranger(process)]
+    not_found = [process for process in processes if _not_found(process)]
     unlisted = [process for process in reporting if driver_up and _unlisted(process)]
-    if strangers and unlisted:
-        detail = f"the driver lists pids that the exporter does not see ({_listed(strangers)})"
-        yield Finding("pid namespace", FAIL, f"{detail}, and none of the reporters {_listed(unlisted)}", _MEND)
+    if not_found and unlisted:
+        detail = f"the driver lists pids that the exporter does not see ({_listed(not_found)})"
+        yield Finding("pid namespace", FAIL, f"{detail}, and none of the reporters {_listed(unlisted)}", _FIX)
     elif exporter_namespace not in (None, 0, INITIAL_PID_NAMESPACE):
-        yield Finding("pid namespace", WARN, "the exporter does not run in the host's: pids do not match there", _MEND)
+        detail = "the exporter does not run in the host's: its pids are not the driver's"
+        yield Finding("pid namespace", WARN, detail, _FIX)
     elif reporting and driver_up:
         reporters = counted(len(reporting), "reporter", "reporters")
-        yield Finding("pid namespace", PASS, f"the driver's processes and {reporters} are told apart")
+        yield Finding("pid namespace", PASS, f"{reporters} matched with the driver's processes")
     elif exporter_namespace == INITIAL_PID_NAMESPACE:
         yield Finding("pid namespace", PASS, "the exporter runs in the host's")
     else:
-        proof = "without a driver nothing proves" if reporting else "nothing reports yet that would prove"
-        yield _judge_own(own_namespace, f"{proof} the exporter's")
+        missing = "without a driver" if reporting else "before a process reports"
+        yield _judge_own(own_namespace, f"the exporter's is not known {missing}")
 
 
-def _judge_own(own_namespace: int | None, not_proved: str) -> Finding:
-    """What this process' own namespace says where nothing tells the exporter's."""
+def _judge_own(own_namespace: int | None, unknown: str) -> Finding:
+    """Judge by this process' own namespace if the exporter's is unknown."""
     if own_namespace is None:
-        mend = "run this on the exporter's machine"
-        return Finding("pid namespace", WARN, f"not known from this machine: {not_proved}", mend)
+        fix = "run doctor on the exporter's machine"
+        return Finding("pid namespace", WARN, unknown, fix)
     if own_namespace == INITIAL_PID_NAMESPACE:
-        return Finding("pid namespace", PASS, f"this is the host's; {not_proved}")
-    return Finding("pid namespace", WARN, f"this is not the host's, and {not_proved}", f"if it runs here too, {_MEND}")
+        return Finding("pid namespace", PASS, f"this process runs in the host's; {unknown}")
+    detail = f"this process does not run in the host's, and {unknown}"
+    return Finding("pid namespace", WARN, detail, f"if the exporter runs here, {_FIX}")
 
 
-def _stranger(process: Document) -> bool:
-    """The driver lists it, and the exporter finds no process with that pid."""
+def _not_found(process: Document) -> bool:
+    """Whether the driver lists a process that the exporter does not find."""
     return process.get("state") == "unreported" and not process.get("command")
 
 
 def _unlisted(process: Document) -> bool:
-    """It holds memory by its own account, and the driver has it on none of those devices."""
+    """Whether a process reports memory on devices where the driver does not list it."""
     holding = [device for device in process.get("devices") or () if device.get("reserved_bytes")]
     return bool(holding) and all(device.get("used_bytes") is None for device in holding)
 

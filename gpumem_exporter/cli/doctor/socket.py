@@ -1,4 +1,4 @@
-"""The unix socket: is it there, may this user connect, and who listens behind it?"""
+"""Checks of the unix socket: existence, permission to connect, and the listening process."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _UCRED = struct.Struct("3i")
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Who listens behind a unix socket: SO_PEERCRED of unix(7)."""
+    """The process that listens at a unix socket: SO_PEERCRED of unix(7)."""
 
     pid: int
-    """In this process' PID namespace; 0 where it is not in it."""
+    """In this process' PID namespace; 0 for a process outside of it."""
     uid: int
 
 
 def socket_path(urls: tuple[str, ...]) -> Path | None:
-    """The path of the first address that is a unix socket."""
+    """Return the path of the first address that is a unix socket."""
     return next((Path(url.removeprefix("unix://")) for url in urls if url.startswith("unix://")), None)
 
 
 def socket_peer(path: Path, timeout_seconds: float = 2.0) -> Peer:
-    """Connect, and ask the kernel who is there.
+    """Connect and return the listening process.
 
     Raises:
-        OSError: nobody listens, or this user may not connect.
+        OSError: no process listens, or this user may not connect.
     """
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(timeout_seconds)
@@ -47,45 +47,45 @@ def socket_peer(path: Path, timeout_seconds: float = 2.0) -> Peer:
 
 
 def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
-    """Look at the socket's file, its permissions and its listener.
+    """Check the socket's file, its permissions and its listener.
 
     Args:
         path: the socket.
-        required: there is no other way to the exporter.
+        required: whether the socket is the only address.
     """
     try:
         status = path.stat()
     except FileNotFoundError:
         if required:
-            mend = f"serve with --web.listen-socket {path}, and mount its directory in the containers that report"
-            yield Finding("socket", FAIL, f"none at {path}", mend)
+            fix = f"run serve with --web.listen-socket {path}, and mount its directory in the containers that report"
+            yield Finding("socket", FAIL, f"none at {path}", fix)
         else:
-            yield Finding("socket", PASS, f"none at {path}, and none is needed: TCP does")
+            yield Finding("socket", PASS, f"none at {path}, and not needed: there is a TCP address")
         return
     except PermissionError:
-        closed = f"{path} is closed to this user ({_user(os.geteuid())})"
+        denied = f"this user ({_user(os.geteuid())}) may not access {path}"
         if required:
-            mend = "run as root, or reach the exporter by TCP: --url http://127.0.0.1:9844"
-            yield Finding("socket", FAIL, closed, mend)
+            fix = "run as root, or reach the exporter by TCP: --url http://127.0.0.1:9844"
+            yield Finding("socket", FAIL, denied, fix)
         else:
-            yield Finding("socket", PASS, f"{closed}, and is not needed: TCP does")
+            yield Finding("socket", PASS, f"{denied}; it is not needed: there is a TCP address")
         return
     verdict = FAIL if required else WARN
     described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {_user(status.st_uid)}"
     if not stat.S_ISSOCK(status.st_mode):
-        mend = "remove it, and mount the socket's directory rather than the socket itself"
-        yield Finding("socket", verdict, f"{described} is not a socket", mend)
+        fix = "remove it, and mount the socket's directory, not the socket"
+        yield Finding("socket", verdict, f"{described} is not a socket", fix)
         return
     try:
         peer = socket_peer(path)
     except PermissionError:
-        mend = "run as its owner or in its group, or let the exporter's umask give others the right to write to it"
-        yield Finding("socket", verdict, f"{described}: this user ({_user(os.geteuid())}) may not connect", mend)
+        fix = "run as its owner or in its group, or set the exporter's umask so that others may write to it"
+        yield Finding("socket", verdict, f"{described}: this user ({_user(os.geteuid())}) may not connect", fix)
         return
     except OSError as error:
-        mend = "start the exporter again: it replaces a socket that a killed one left behind"
+        fix = "start the exporter again: it replaces the socket of a killed exporter"
         yield Finding(
-            "socket", verdict, f"{described}: nobody listens ({(error.strerror or str(error)).lower()})", mend
+            "socket", verdict, f"{described}: no process listens ({(error.strerror or str(error)).lower()})", fix
         )
         return
     where = f"pid {peer.pid}" if peer.pid else "in another PID namespace"

@@ -1,5 +1,4 @@
-"""What the commands of `fleet` do: who is meant, by a query; asking many exporters; what came of it.
+"""`fleet`: Prometheus selects exporters and processes by a query; each exporter acts on its own processes.
 
-Prometheus says which exporters there are and what they saw, each exporter acts on its own processes: there is no
-inventory and no coordinator.
+There is no inventory and no coordinator.
 """

@@ -1,4 +1,4 @@
-"""The devices of a fleet on a terminal, drawn again and again, until q or Ctrl-C; the terminal is as before then."""
+"""The devices of a fleet live on a terminal, until q or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from gpumem_exporter.errors import ConfigurationError, GpumemError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["need_terminal", "show_live"]
+__all__ = ["require_terminal", "show_live"]
 
-_LOOK_SECONDS = 0.1
+_KEY_WAIT_SECONDS = 0.1
 
 
-def need_terminal() -> None:
-    """Raise unless this is a terminal that can be drawn on, and typed on.
+def require_terminal() -> None:
+    """Check that input and output are a terminal that can move its cursor.
 
     Raises:
-        ConfigurationError: says what to use instead.
+        ConfigurationError: they are not; the message names the alternative.
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigurationError("input and output must be a terminal; for anything else there is `fleet info`")
+        raise ConfigurationError("input and output must be a terminal; without one, use `fleet info`")
     if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
         raise ConfigurationError("this terminal cannot move its cursor (TERM); use `fleet info`")
 
 
 def show_live(read: Callable[[], Overview], *, interval_seconds: float) -> None:
-    """Show what `read` gives every `interval_seconds`, until q is typed.
+    """Show the result of `read` every `interval_seconds` until the user types q.
 
-    Where a later reading fails, that is said above what was read before.
+    If a later reading fails, its error is shown above the last overview.
 
     Raises:
         GpumemError: the first reading failed.
@@ -55,23 +55,23 @@ def show_live(read: Callable[[], Overview], *, interval_seconds: float) -> None:
     background.start()
     console = Console(highlight=False, markup=False, emoji=False)
     with _keys() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
-        trouble = ""
+        error = ""
         size = console.size
-        live.update(Group(*_frame(overview, trouble)), refresh=True)
+        live.update(Group(*_frame(overview, error)), refresh=True)
         while not _quit(keyboard):
             news = background.take()
             if news is None and console.size == size:
                 continue
             size = console.size
             if isinstance(news, Overview):
-                overview, trouble = news, ""
+                overview, error = news, ""
             elif news is not None:
-                trouble = str(news)
-            live.update(Group(*_frame(overview, trouble)), refresh=True)
+                error = str(news)
+            live.update(Group(*_frame(overview, error)), refresh=True)
 
 
 class _Background:
-    """Reads again and again in a thread, so that a key is heeded while a node does not answer."""
+    """Reads in a thread, so that keys work while a node does not answer."""
 
     def __init__(self, read: Callable[[], Overview], interval_seconds: float) -> None:
         self._read = read
@@ -80,11 +80,11 @@ class _Background:
         self._news: Overview | GpumemError | None = None
 
     def start(self) -> None:
-        """Begin; it ends with the program."""
+        """Start the thread, which runs until the program exits."""
         threading.Thread(target=self._run, name="gpumem-fleet-top", daemon=True).start()
 
     def take(self) -> Overview | GpumemError | None:
-        """What was read since this was asked last."""
+        """Return the overview or the error since the last call; None if there is no new one."""
         with self._lock:
             news, self._news = self._news, None
         return news
@@ -101,28 +101,28 @@ class _Background:
                 self._news = news
 
 
-def _frame(overview: Overview, trouble: str) -> Iterator[RenderableType]:
+def _frame(overview: Overview, error: str) -> Iterator[RenderableType]:
     yield plain(f"{time.strftime('%H:%M:%S')}  q quits", "dim")
-    if trouble:
-        yield plain(trouble, "bold red")
+    if error:
+        yield plain(error, "bold red")
     yield from overview.screen()
 
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int]:
-    """The keyboard without Enter and echo, and its modes as before afterwards, whatever ends this program."""
+    """The keyboard without line buffering and echo. Its modes are restored, also after a signal."""
     keyboard = sys.stdin.fileno()
     modes = termios.tcgetattr(keyboard)
 
     def end(number: int, _: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)
 
-    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the first may come ignored, as from a script that uses &
+    ending = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # A shell may start background jobs with SIGINT ignored.
     handlers = {number: signal.signal(number, end) for number in ending}
     try:
         tty.setcbreak(keyboard, termios.TCSADRAIN)
         without_stop = termios.tcgetattr(keyboard)
-        without_stop[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on the other screen
+        without_stop[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell on the alternate screen.
         termios.tcsetattr(keyboard, termios.TCSADRAIN, without_stop)
         yield keyboard
     finally:
@@ -133,8 +133,8 @@ def _keys() -> Iterator[int]:
 
 
 def _quit(keyboard: int) -> bool:
-    """Whether q was typed; waits a moment for it."""
-    ready, _, _ = select.select([keyboard], [], [], _LOOK_SECONDS)
+    """Whether the user typed q; waits up to 0.1 s for a key."""
+    ready, _, _ = select.select([keyboard], [], [], _KEY_WAIT_SECONDS)
     if not ready:
         return False
     typed = os.read(keyboard, 64)

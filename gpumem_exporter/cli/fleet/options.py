@@ -1,4 +1,4 @@
-"""What the commands of `fleet` take beside what they share with those for one node."""
+"""The options of `fleet` besides those of the commands for one node."""
 
 from __future__ import annotations
 
@@ -9,36 +9,27 @@ from typing import Annotated
 
 import typer
 
-from gpumem_exporter.cli.action_requests import RequestOptions, TimedRequest
-from gpumem_exporter.cli.commands.clear import ClearRequest
-from gpumem_exporter.cli.commands.fraction import FractionRequest
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.options import AccessOptions, read_token
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = [
-    "ActOptions",
-    "FleetClearOptions",
-    "FleetFractionOptions",
-    "FleetOptions",
-    "FleetTimedOptions",
-    "LookOptions",
-]
+__all__ = ["FleetOptions", "OverviewOptions", "SelectionOptions"]
 
-EVERY_EXPORTER = 'up{job="gpumem"}'
+_EVERY_EXPORTER = 'up{job="gpumem"}'
+_HEADER_NAME_PUNCTUATION = "!#$%&'*+-.^_`|~"
 
 
 @dataclass(frozen=True, kw_only=True)
 class FleetOptions(AccessOptions):
-    """Which Prometheus is asked, and how its series lead to exporters."""
+    """How to query Prometheus, and how to find the exporter of a series."""
 
     prometheus: Annotated[
         str | None,
         typer.Option(
             "--prometheus",
             metavar="URL",
-            help="The API that is queried: Prometheus, Thanos, Mimir or Cortex, up to what stands before /api/v1. "
-            "http or https; user:password@ is basic auth. Default: GPUMEM_PROMETHEUS_URL.",
+            help="The API of Prometheus, Thanos, Mimir or Cortex: the part of its http or https URL before /api/v1. "
+            "user:password@ is basic auth. Default: GPUMEM_PROMETHEUS_URL.",
         ),
     ] = None
     prometheus_token_file: Annotated[
@@ -46,7 +37,7 @@ class FleetOptions(AccessOptions):
         typer.Option(
             "--prometheus-token-file",
             metavar="PATH",
-            help="File with a bearer token for it. Default: GPUMEM_PROMETHEUS_TOKEN_FILE.",
+            help="File with a bearer token for the API. Default: GPUMEM_PROMETHEUS_TOKEN_FILE.",
         ),
     ] = None
     prometheus_headers: Annotated[
@@ -54,7 +45,7 @@ class FleetOptions(AccessOptions):
         typer.Option(
             "--prometheus-header",
             metavar="'NAME: VALUE'",
-            help="A header for it, such as 'X-Scope-OrgID: gpu'. May be given again.",
+            help="A header for the API, such as 'X-Scope-OrgID: gpu' (repeatable).",
         ),
     ] = None
     instance_url: Annotated[
@@ -62,19 +53,18 @@ class FleetOptions(AccessOptions):
         typer.Option(
             "--instance-url",
             metavar="TEMPLATE",
-            help="Where the exporter of a series is, such as https://{instance}: each {label} stands for what that "
-            "label says.",
+            help="URL of a series' exporter, such as https://{instance}; {label} is the value of that label.",
         ),
     ] = "http://{instance}"
     parallel: Annotated[
-        int, typer.Option("--parallel", metavar="N", min=1, max=256, help="How many exporters are asked at a time.")
+        int, typer.Option("--parallel", metavar="N", min=1, max=256, help="Exporters that are queried at a time.")
     ] = 16
 
     def connect(self, environ: Mapping[str, str] = os.environ) -> Prometheus:
-        """The Prometheus that is meant.
+        """Return the API to query.
 
         Raises:
-            ConfigurationError: none is, or what is said of it is wrong.
+            ConfigurationError: there is no URL, or an option is invalid.
         """
         url = self.prometheus or environ.get("GPUMEM_PROMETHEUS_URL", "").strip()
         if not url:
@@ -85,51 +75,37 @@ class FleetOptions(AccessOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookOptions(FleetOptions):
-    """Which exporters are looked at."""
+class OverviewOptions:
+    """The exporters that `fleet info` and `fleet top` show."""
 
     query: Annotated[
         str,
-        typer.Option("--query", metavar="PROMQL", help="The exporters of its series are shown."),
-    ] = EVERY_EXPORTER
+        typer.Option("--query", metavar="PROMQL", help="Show the exporters of this query's series."),
+    ] = _EVERY_EXPORTER
 
 
 @dataclass(frozen=True, kw_only=True)
-class ActOptions(RequestOptions, FleetOptions):
-    """Whom an action means on a fleet."""
+class SelectionOptions:
+    """The processes of a fleet that act."""
 
     query: Annotated[
         str,
         typer.Option(
             "--query",
             metavar="PROMQL",
-            help="The processes of its series are meant: the exporter by `instance`, there by `pid`, `workload`, "
-            "`rank`, `gpu` and `uuid`, as far as a series has them.",
+            help="Select the processes of this query's series: the exporter by `instance`, its processes by `pid`, "
+            "`workload`, `rank`, `gpu` and `uuid`, where a series has these labels.",
         ),
     ]
     max_processes: Annotated[
-        int, typer.Option("--max-processes", metavar="N", min=1, help="More than so many, and nothing is done.")
+        int,
+        typer.Option("--max-processes", metavar="N", min=1, help="Do nothing if the query selects more processes."),
     ] = 100
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetTimedOptions(TimedRequest, ActOptions):
-    """Whom an action means on a fleet, and when it runs there."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetClearOptions(ClearRequest, FleetTimedOptions):
-    """What `fleet clear` takes."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FleetFractionOptions(FractionRequest, FleetTimedOptions):
-    """What `fleet fraction` takes."""
 
 
 def _header(text: str) -> tuple[str, str]:
     name, colon, value = (part.strip() for part in text.partition(":"))
-    named = bool(name) and all(c.isascii() and (c.isalnum() or c in "!#$%&'*+-.^_`|~") for c in name)
-    if not (colon and named and value.isascii() and value.isprintable()):
+    valid_name = bool(name) and all(c.isascii() and (c.isalnum() or c in _HEADER_NAME_PUNCTUATION) for c in name)
+    if not (colon and valid_name and value.isascii() and value.isprintable()):
         raise ConfigurationError(f"--prometheus-header {name or text!r}: expected 'NAME: VALUE' in printable ASCII")
     return name, value

@@ -1,4 +1,4 @@
-"""One instant query to the HTTP API that Prometheus, Thanos, Mimir and Cortex share."""
+"""An instant query to the HTTP API of Prometheus, Thanos, Mimir and Cortex."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ if TYPE_CHECKING:
     from email.message import Message
     from urllib.request import OpenerDirector, Request
 
-__all__ = ["Found", "Prometheus", "found"]
+__all__ = ["Prometheus", "QueryResult", "query_result"]
 
 _ANSWER_BYTES_MAX = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """What a query gave."""
+class QueryResult:
+    """The series of a query."""
 
     series: tuple[Mapping[str, str], ...]
-    """The labels of each."""
+    """The labels of each series."""
     warnings: tuple[str, ...] = ()
-    """What the API says of its answer, such as that a store did not take part."""
+    """Warnings of the API, such as that a store did not take part."""
 
 
 class Prometheus:
-    """An API that answers queries. Proxies and certificates are the environment's to say (HTTPS_PROXY, SSL_CERT_FILE).
+    """A query API. HTTPS_PROXY and SSL_CERT_FILE in the environment apply.
 
     Args:
-        url: up to what stands before `/api/v1`, any path of its own included; `user:password@` is basic auth.
+        url: the URL before `/api/v1`, including any path; `user:password@` is basic auth.
         token: a bearer token; empty for none.
-        headers: what every request carries beside.
-        timeout_seconds: for connecting, and for each wait for the next bytes.
+        headers: additional headers of each request.
+        timeout_seconds: for connecting, and for each read.
 
     Raises:
-        ConfigurationError: the URL is none, or says another way in than the token.
+        ConfigurationError: the URL is invalid, or it has a password and there is also a token.
     """
 
     def __init__(
@@ -54,7 +54,9 @@ class Prometheus:
         self._headers = {"Accept": "application/json", "User-Agent": "gpumem-exporter-cli"}
         if parts.username is not None:
             if token:
-                raise ConfigurationError("--prometheus has a user and a token file is given: which of them lets in?")
+                raise ConfigurationError(
+                    "--prometheus has a user, and there is also a token file; give only one of them"
+                )
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = "Basic " + base64.b64encode(pair.encode()).decode()
         elif token:
@@ -63,12 +65,12 @@ class Prometheus:
         self._timeout_seconds = timeout_seconds
         self._opener = _opener()
 
-    def query(self, expression: str) -> Found:
-        """Evaluate an expression now.
+    def query(self, expression: str) -> QueryResult:
+        """Evaluate an expression at the current time.
 
         Raises:
-            ConfigurationError: the expression is wrong, or gives no series.
-            PrometheusError: nobody answers, not in time, or with an error.
+            ConfigurationError: the expression is invalid, or its result is not an instant vector.
+            PrometheusError: the API does not answer in time, or answers with an error.
         """
         from urllib.request import Request
 
@@ -80,8 +82,8 @@ class Prometheus:
         except ValueError:
             document = None
         if status != http.client.OK or not isinstance(document, dict) or document.get("status") != "success":
-            raise self._refused(status, document)
-        return found(document, expression)
+            raise self._error(status, document)
+        return query_result(document, expression)
 
     def _get(self, request: Request) -> tuple[int, bytes]:
         from urllib.error import HTTPError
@@ -93,16 +95,18 @@ class Prometheus:
             with error:
                 if 300 <= error.code < 400:
                     where = error.headers.get("Location", "elsewhere")
-                    raise PrometheusError(f"{self.url} sends on to {where}: name that address") from None
+                    raise PrometheusError(f"{self.url} redirects to {where}; give that address") from None
                 try:
                     return error.code, _read(error)
                 except (OSError, http.client.HTTPException):
                     return error.code, b""
         except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
             reason = getattr(error, "reason", None) or error
-            raise PrometheusError(f"no Prometheus answers at {self.url}: {reason or type(error).__name__}") from error
+            raise PrometheusError(
+                f"Prometheus does not answer at {self.url}: {reason or type(error).__name__}"
+            ) from error
 
-    def _refused(self, status: int, document: Any) -> Exception:
+    def _error(self, status: int, document: Any) -> Exception:
         if isinstance(document, dict) and isinstance(document.get("error"), str):
             if document.get("errorType") == "bad_data":
                 return ConfigurationError(f"--query: {document['error']}")
@@ -111,26 +115,26 @@ class Prometheus:
         if status in (401, 403):
             phrase += "; see --prometheus-token-file and --prometheus-header"
         if status in (200, 404):
-            return PrometheusError(f"what answers at {self.url}/api/v1/query is no Prometheus API (HTTP {status})")
+            return PrometheusError(f"the server at {self.url}/api/v1/query is not a Prometheus API (HTTP {status})")
         return PrometheusError(f"{self.url}: HTTP {status}: {phrase}")
 
 
-def found(document: Mapping[str, Any], expression: str) -> Found:
-    """The series in a successful answer.
+def query_result(document: Mapping[str, Any], expression: str) -> QueryResult:
+    """Return the series in a successful answer.
 
     Raises:
-        ConfigurationError: the expression gives something else than series.
-        PrometheusError: the answer is not as the API has it.
+        ConfigurationError: the result is not an instant vector.
+        PrometheusError: the document is not an answer of the API.
     """
     data = document.get("data")
     kind = data.get("resultType") if isinstance(data, Mapping) else None
     results = data.get("result") if isinstance(data, Mapping) else None
     if kind in ("scalar", "string", "matrix"):
-        raise ConfigurationError(f"--query {expression}: gives a {kind}; an instant vector of series is needed")
+        raise ConfigurationError(f"--query {expression}: the result is a {kind}; it must be an instant vector")
     if kind != "vector" or not isinstance(results, list):
-        raise PrometheusError("an answer without series: is this a Prometheus API?")
+        raise PrometheusError("the answer has no series; check that --prometheus is a Prometheus API")
     warnings = document.get("warnings")
-    return Found(
+    return QueryResult(
         tuple(_labels(result) for result in results),
         tuple(str(warning) for warning in warnings) if isinstance(warnings, list) else (),
     )
@@ -139,12 +143,12 @@ def found(document: Mapping[str, Any], expression: str) -> Found:
 def _labels(result: Any) -> Mapping[str, str]:
     metric = result.get("metric") if isinstance(result, dict) else None
     if not isinstance(metric, dict) or not all(isinstance(value, str) for value in metric.values()):
-        raise PrometheusError("a series without labels in the answer: is this a Prometheus API?")
+        raise PrometheusError("a series in the answer has no labels; check that --prometheus is a Prometheus API")
     return metric
 
 
 def _checked(url: str) -> SplitResult:
-    wrong = ConfigurationError("--prometheus: expected http://host:port or https://host, with its path if it has one")
+    wrong = ConfigurationError("--prometheus: expected http://host:port or https://host, with any path")
     try:
         parts = urlsplit(url)
         port = parts.port
@@ -156,7 +160,7 @@ def _checked(url: str) -> SplitResult:
 
 
 def _opener() -> OpenerDirector:
-    """Follows redirects on the same host alone: nobody else is to have the token."""
+    """Follow redirects on the same host alone: no other host may receive the token."""
     from urllib.request import HTTPRedirectHandler, build_opener
 
     class SameOrigin(HTTPRedirectHandler):
@@ -174,5 +178,5 @@ def _opener() -> OpenerDirector:
 def _read(answer: Any) -> bytes:
     body: bytes = answer.read(_ANSWER_BYTES_MAX + 1)
     if len(body) > _ANSWER_BYTES_MAX:
-        raise ValueError(f"an answer of over {_ANSWER_BYTES_MAX} bytes")
+        raise ValueError(f"the answer is larger than {_ANSWER_BYTES_MAX} bytes")
     return body

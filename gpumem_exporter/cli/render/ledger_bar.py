@@ -10,7 +10,7 @@ __all__ = ["SEGMENTS", "Segment", "bar_lengths"]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the bar: the categories in it, its name in the legend, and how it looks with and without Unicode."""
+    """A part of the bar: its name in the legend, its categories, and its character with and without Unicode."""
 
     name: str
     categories: tuple[str, ...]
@@ -30,9 +30,9 @@ SEGMENTS: tuple[Segment, ...] = (
 
 
 def bar_lengths(ledger: Mapping[str, int], width: int, segments: Sequence[Segment] = SEGMENTS) -> tuple[int, ...]:
-    """How many of `width` characters each segment gets, by largest remainder; they add up to `width`.
+    """Return the number of characters of each segment, by largest remainder; they add up to `width`.
 
-    A segment whose categories come to less than nothing (the residual is signed) gets none.
+    A segment with a negative sum gets none: non-torch and unattributed are signed.
     """
     sizes = [max(0, sum(ledger.get(category, 0) for category in segment.categories)) for segment in segments]
     total = sum(sizes)

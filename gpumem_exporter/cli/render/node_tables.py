@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["DEMO_NOTICE", "device_name", "down_sentence", "node_tables", "returnable_sentence"]
+__all__ = ["DEMO_NOTICE", "clear_summary", "device_error", "device_name", "node_tables"]
 
 Document = Mapping[str, Any]
 
@@ -23,7 +23,7 @@ DEMO_NOTICE = "DEMO: simulated devices and processes"
 
 _BAR_WIDTH = 24
 _ONE_TABLE_WIDTH = 150
-"""From here on a process' identity and memory stand in one row."""
+"""The width from which the identity and the memory of a process fit in one row."""
 
 _NO_DEVICE: tuple[Document, ...] = ({},)
 _IDENTITY = (
@@ -47,7 +47,7 @@ _MEMORY = (
 def node_tables(
     devices: Document, processes: Document, *, width: int, unicode_output: bool
 ) -> Iterator[RenderableType]:
-    """Everything `info` shows, top to bottom, for a terminal of `width` columns."""
+    """Yield all that `info` shows, from top to bottom, for a terminal of `width` columns."""
     if devices.get("source") == "demo":
         yield plain(DEMO_NOTICE, "bold yellow")
     nvml = devices.get("nvml") or {}
@@ -59,7 +59,7 @@ def node_tables(
         yield _legend(unicode_output)
     for device in listed:
         if not device.get("up", True):
-            yield plain(down_sentence(device), "bold red")
+            yield plain(device_error(device), "bold red")
     known = [device for device in listed if device.get("ledger")]
     if known:
         yield from _ledger_tables(known, width)
@@ -68,37 +68,37 @@ def node_tables(
     if running:
         yield from _process_tables(running, one_table=width >= _ONE_TABLE_WIDTH)
     else:
-        yield plain("No process on any device, and none that reports.")
+        yield plain("There is no process on a device, and no process that reports.")
     yield plain("")
-    yield plain(returnable_sentence(running), "bold")
+    yield plain(clear_summary(running), "bold")
 
 
-def returnable_sentence(processes: Sequence[Document]) -> str:
-    """What a clear of everything would give back, as far as it is known."""
+def clear_summary(processes: Sequence[Document]) -> str:
+    """Return how much memory a clear of all processes would free, where it is known."""
     able = [process for process in processes if process.get("reporting") and _clears(process)]
     if not able:
-        return "A clear would give back nothing: no process takes that action."
+        return "A clear would free nothing: no process accepts this action."
     known = [
         [device["reclaimable_bytes"] for device in process.get("devices") or () if _has(device, "reclaimable_bytes")]
         for process in able
     ]
     if not any(known):
-        return "What a clear would give back cannot be known."
+        return "It is not known how much memory a clear would free."
     total = sum(sum(sizes) for sizes in known)
-    giving = sum(1 for sizes in known if sum(sizes) > 0)
+    freeing = sum(1 for sizes in known if sum(sizes) > 0)
     hides = [any(map(_hides_its_cache, process.get("devices") or ())) for process in able]
     unknown = sum(1 for sizes, hidden in zip(known, hides, strict=True) if hidden or not sizes)
-    sentence = f"A clear would give back {human_bytes(total)} from {giving} of {len(able)} reporting processes"
-    return f"{sentence}; of {unknown} it cannot be known." if unknown else f"{sentence}."
+    sentence = f"A clear would free {human_bytes(total)} in {freeing} of {len(able)} reporting processes"
+    return f"{sentence}; unknown for {unknown}." if unknown else f"{sentence}."
 
 
-def down_sentence(device: Document) -> str:
-    """Of a device that does not answer: which, and why."""
+def device_error(device: Document) -> str:
+    """Return the name of a device that does not answer, and the error."""
     return f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
 
 
 def device_name(device: Document) -> str:
-    """Its name with its MIG profile, which the driver's name of a MIG device has at its end; a dash for none."""
+    """Return the name with the MIG profile, unless the name has the profile already; a dash if unknown."""
     name, profile = device.get("name") or "", device.get("mig_profile") or ""
     return (name if profile in name else f"{name} {profile}".lstrip()) or UNKNOWN
 
@@ -136,7 +136,7 @@ def _legend(unicode_output: bool) -> Text:
 
 
 def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[RenderableType]:
-    """A column for each device, in as many tables as the width asks for, of about the same size."""
+    """A column for each device, in several tables of about equal size if the terminal is narrow."""
     rows = [(name, [human_bytes(device["ledger"].get(name)) for device in devices]) for name in CATEGORIES]
     rows.append(("total", [human_bytes((device.get("memory") or {}).get("total_bytes")) for device in devices]))
     headings = [f"gpu {device.get('gpu') or UNKNOWN}" for device in devices]
@@ -201,7 +201,7 @@ def _clears(process: Document) -> bool:
 
 
 def _hides_its_cache(device: Document) -> bool:
-    """It caches something, and nobody can say what of that a clear would give back."""
+    """Whether it is unknown how much of the device's cache a clear would free."""
     reserved, allocated = device.get("reserved_bytes"), device.get("allocated_bytes")
     return not _has(device, "reclaimable_bytes") and reserved is not None and reserved > (allocated or 0)
 

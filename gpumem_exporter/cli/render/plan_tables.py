@@ -1,4 +1,4 @@
-"""What `plan` prints."""
+"""The output of `plan`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["show_plan"]
 
 _SOURCES = {
     "model": "the model, run on tensors without values",
-    "profile": "steps measured on this machine's GPU, and a line through them",
-    "description": "a transformer of these measures",
+    "profile": "steps measured on this machine's GPU, and a line fitted to them",
+    "description": "a transformer of these sizes",
 }
 
 
 def show_plan(plan: Plan) -> None:
-    """Print the answer, where the memory goes, and what else could be done."""
+    """Print the batch size, the memory at the peak, and changes that save memory."""
     show(open_console(), [*_answer(plan), plain(""), _breakdown(plan), *_changes(plan)])
 
 
@@ -41,7 +41,7 @@ def _answer(plan: Plan) -> list[RenderableType]:
     over = f" over {plan.devices} devices" if plan.devices > 1 else ""
     use = f"use     a batch of {plan.batch}, {steps}effective batch {plan.effective_batch}{over}"
     if plan.target_effective_batch not in (None, plan.effective_batch):
-        use += f" (asked for {plan.target_effective_batch}, which does not divide evenly)"
+        use += f" (requested {plan.target_effective_batch}, which does not divide evenly)"
     peaks = (
         f"peak    {human_bytes(plan.reserved_peak_bytes)} reserved, {human_bytes(plan.allocated_peak_bytes)} in tensors"
     )

@@ -1,4 +1,4 @@
-"""Where tables go: a terminal gets colours and its own width, anything else plain lines that nothing is cut from."""
+"""Output of text and tables: a terminal gets colors and its width, a file gets plain lines of any length."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _UNLIMITED_WIDTH = 10_000
 
 
 def open_console(file: IO[str] | None = None) -> Console:
-    """A console on standard output, or on a file. NO_COLOR and FORCE_COLOR are Rich's to honour."""
+    """Return a console on standard output or on a file. Rich reads NO_COLOR and FORCE_COLOR."""
     from rich.console import Console
 
     target = file if file is not None else sys.stdout
@@ -32,7 +32,7 @@ def open_console(file: IO[str] | None = None) -> Console:
 
 
 def show(console: Console, renderables: Iterable[RenderableType]) -> None:
-    """Print one after the other; what is not for a terminal has no blanks at the end of its lines."""
+    """Print in order. A file gets no blanks at the end of lines."""
     if console.is_terminal:
         for renderable in renderables:
             console.print(renderable)
@@ -45,11 +45,11 @@ def show(console: Console, renderables: Iterable[RenderableType]) -> None:
 
 
 def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table without lines whose rows are one line each.
+    """Return a table without borders; each row is one line.
 
     Args:
-        title: stands above it; empty for none.
-        columns: heading and side of each: `left`, `right`, or `cut`, which is left and gives way when room is short.
+        title: printed above the table; empty for none.
+        columns: heading and alignment of each: `left`, `right`, or `cut`, which is left and shrinks first.
         rows: a cell for each column.
     """
     from rich.table import Table
@@ -58,7 +58,7 @@ def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequenc
         title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0)
     )
     for heading, side in columns:
-        # Rich takes room from columns that may wrap before it takes any from the others.
+        # Rich shrinks columns that may wrap before it shrinks the others.
         built.add_column(heading, justify="right" if side == "right" else "left", no_wrap=side != "cut")
     for row in rows:
         cells = [plain(cell) if isinstance(cell, str) else cell for cell in row]
@@ -69,12 +69,12 @@ def table(title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequenc
 
 
 def plain(value: object, style: str = "") -> Text:
-    """Text that came from elsewhere, as it is: no markup in it is obeyed, and no control character leaves here."""
+    """Return text from any source without markup and without control characters."""
     from rich.text import Text
 
     return Text("".join(c if c.isprintable() else "?" for c in str(value)), style=style)
 
 
 def print_json(document: Any) -> None:
-    """Print a document for programs: ASCII, indented, keys in the exporter's order."""
+    """Print a JSON document: ASCII, indented, keys in the exporter's order."""
     print(json.dumps(document, indent=2))

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, returnable_sentence
+from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, clear_summary
 from gpumem_exporter.cli.render.sizes import human_seconds
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import beside, cell, line
@@ -181,7 +181,7 @@ def _nothing(view: View) -> str:
 def _returnable(moment: Moment) -> str:
     if not moment.reading.url:
         return "What a clear would give back cannot be known without an exporter."
-    return returnable_sentence(moment.reading.processes.get("processes") or [])
+    return clear_summary(moment.reading.processes.get("processes") or [])
 
 
 def _footer(moment: Moment, view: View, place: str, width: int, unicode_output: bool) -> Text:

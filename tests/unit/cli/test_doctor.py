@@ -9,9 +9,15 @@ import pytest
 
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.doctor.driver import RELEASED, check_driver, judge_driver_elsewhere
-from gpumem_exporter.cli.doctor.exporter import check_auth, check_clock, check_health, check_version, reach
+from gpumem_exporter.cli.doctor.exporter import (
+    check_auth,
+    check_clock,
+    check_health,
+    check_version,
+    is_on_this_machine,
+    reach,
+)
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
-from gpumem_exporter.cli.doctor.place import is_on_this_machine
 from gpumem_exporter.cli.doctor.processes import INITIAL_PID_NAMESPACE, check_pid_namespace, check_reporters
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
@@ -117,7 +123,7 @@ def test_one_broken_device_fails_and_the_others_pass() -> None:
 def test_a_driver_without_devices_fails_and_says_what_to_do() -> None:
     findings = _driver(_Provider())
     assert _verdicts(findings) == [("driver", PASS), ("devices", FAIL)]
-    assert findings[1].mend
+    assert findings[1].fix
 
 
 @pytest.mark.parametrize(("source", "verdict"), [("", FAIL), ("nvml", PASS), ("demo", WARN)])
@@ -125,7 +131,7 @@ def test_no_driver_here_fails_unless_the_exporter_does_without(source: str, verd
     (finding,) = _driver(_Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1")), source)
     assert (finding.check, finding.verdict) == ("driver", verdict)
     assert "libnvidia-ml.so.1" in finding.detail
-    assert bool(finding.mend) == (verdict != PASS)
+    assert bool(finding.fix) == (verdict != PASS)
 
 
 @pytest.mark.parametrize(("reason", "verdict"), [("driver not loaded", FAIL), (f"{RELEASED} by ada (upgrade)", WARN)])
@@ -159,8 +165,8 @@ def test_an_exporter_on_another_machine_answers_for_its_own_driver(source: str, 
     finding = judge_driver_elsewhere(exporter_source=source, exporter_error=reason)
     assert (finding.check, finding.verdict) == ("driver", verdict)
     assert reason in finding.detail
-    assert bool(finding.mend) == (verdict != PASS)
-    assert "NVIDIA_DRIVER_CAPABILITIES" not in finding.mend, "advice for this machine"
+    assert bool(finding.fix) == (verdict != PASS)
+    assert "NVIDIA_DRIVER_CAPABILITIES" not in finding.fix, "advice for this machine"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +213,7 @@ def test_an_exporter_that_answers_names_its_address_and_whoever_did_not() -> Non
 def test_no_exporter_fails_with_what_to_do(error: Exception) -> None:
     finding, health = reach(_Api(error), ["http://node:9844"])  # type: ignore[arg-type]
     assert finding.verdict == FAIL
-    assert finding.mend
+    assert finding.fix
     assert health is None
 
 
@@ -217,8 +223,8 @@ def test_an_exporter_that_wants_a_password_says_how_to_give_one_and_none_is_show
     assert (finding.verdict, health) == (FAIL, None)
     for part in ("https://node:9844/health", "401", "password-needed"):
         assert part in finding.detail
-    assert "secret" not in finding.detail + finding.mend
-    assert "user:password@" in finding.mend
+    assert "secret" not in finding.detail + finding.fix
+    assert "user:password@" in finding.fix
 
 
 def test_another_version_warns_and_names_both() -> None:
@@ -245,7 +251,7 @@ def test_health_is_taken_over_with_its_reasons(status: str | None, verdict: str)
 def test_the_clock_passes_when_the_last_poll_is_fresh_by_this_clock(taken: float | None, verdict: str) -> None:
     (finding,) = check_clock({"taken_unix_seconds": taken}, wall_clock=lambda: 1000.0)
     assert finding.verdict == verdict
-    assert bool(finding.mend) == (verdict == WARN)
+    assert bool(finding.fix) == (verdict == WARN)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +271,7 @@ def test_who_may_not_act_is_told_why_and_a_refused_token_fails(
     assert finding.verdict == verdict
     if isinstance(answer, ExporterAnswerError):
         assert answer.detail in finding.detail
-        assert finding.mend
+        assert finding.fix
 
 
 def test_reporters_are_counted_and_silent_ones_named() -> None:
@@ -279,7 +285,7 @@ def test_reporters_are_counted_and_silent_ones_named() -> None:
 def test_no_reporter_warns_and_says_how_to_get_one() -> None:
     (finding,) = check_reporters([_process(4, "unreported")])
     assert finding.verdict == WARN
-    assert "gpumem-exporter run --" in finding.mend
+    assert "gpumem-exporter run --" in finding.fix
 
 
 def test_a_reporter_that_the_exporter_cannot_place_fails_only_while_there_is_a_driver() -> None:
@@ -288,7 +294,7 @@ def test_a_reporter_that_the_exporter_cannot_place_fails_only_while_there_is_a_d
         (finding,) = _namespace(_process(1), lost, driver_up=driver_up)
         assert finding.verdict == verdict
         assert "pid 5" in finding.detail
-        assert "hostPID" in finding.mend
+        assert "hostPID" in finding.fix
 
 
 def test_driver_pids_that_nobody_has_beside_reporters_that_the_driver_lacks_fail() -> None:
@@ -322,7 +328,7 @@ def test_reporters_of_an_exporter_without_a_driver_are_not_said_to_be_missing() 
 def test_without_reporters_the_namespaces_inode_decides(exporter: int | None, own: int | None, verdict: str) -> None:
     (finding,) = _namespace(exporter_namespace=exporter, own_namespace=own)
     assert finding.verdict == verdict
-    assert bool(finding.mend) == (verdict == WARN)
+    assert bool(finding.fix) == (verdict == WARN)
 
 
 def test_what_each_finding_says() -> None:
@@ -379,5 +385,5 @@ def test_what_each_finding_says() -> None:
         *check_pid_namespace([], **elsewhere),
         *collect("clock", broken),
     ]
-    lines = [f"{found.verdict} {found.check}: {found.detail}{found.mend and f' → {found.mend}'}" for found in findings]
+    lines = [f"{found.verdict} {found.check}: {found.detail}{found.fix and f' → {found.fix}'}" for found in findings]
     assert_golden("doctor.txt", "\n".join(lines).replace(__version__, "VERSION") + "\n")

@@ -9,7 +9,7 @@ from gpumem_exporter.cli.main import PROGRAM, main
 COMMANDS = ("info", "top", "clear", "gc", "reset-peak", "snapshot", "fraction", "terminate")
 
 
-def test_the_help_lists_every_command_of_a_fleet_and_says_how_a_series_is_read(
+def test_the_help_lists_every_command_and_the_labels_of_a_series(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["fleet", "--help"]) == 0
@@ -21,7 +21,7 @@ def test_the_help_lists_every_command_of_a_fleet_and_says_how_a_series_is_read(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_of_a_fleet_has_a_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_command_has_a_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", command, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(f"Usage: {PROGRAM} fleet {command}")
@@ -48,7 +48,7 @@ def test_each_command_of_a_fleet_has_a_help(command: str, capsys: pytest.Capture
         (["info", "--prometheus", "node:9090"], "--prometheus", "http://host:port"),
     ],
 )
-def test_wrong_usage_ends_with_2_and_one_line_that_names_what_is_wrong_and_what_is_right(
+def test_wrong_usage_exits_with_2_and_one_line(
     arguments: list[str],
     wrong: str,
     right: str,

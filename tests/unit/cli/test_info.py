@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpumem_exporter.cli.render.node_tables import node_tables, returnable_sentence
+from gpumem_exporter.cli.render.node_tables import clear_summary, node_tables
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.golden import assert_golden
 
@@ -194,11 +194,11 @@ _UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
 )
 def test_the_last_line_says_what_a_clear_would_give_back(processes: list[dict[str, Any]], figures: list[str]) -> None:
     """The sum, from how many processes of how many, and of how many more it is not known."""
-    assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", returnable_sentence(processes)) == figures
+    assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", clear_summary(processes)) == figures
 
 
 def test_a_cache_that_is_not_known_is_not_called_empty() -> None:
-    assert returnable_sentence([_UNKNOWN]) != returnable_sentence([_UNABLE])
+    assert clear_summary([_UNKNOWN]) != clear_summary([_UNABLE])
 
 
 def test_what_info_prints() -> None:

@@ -6,7 +6,7 @@ from gpumem_exporter import __version__
 from gpumem_exporter.cli.main import COMMANDS, PROGRAM, main, one_line
 
 
-def _ends_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:
+def _exits_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:
     assert main(arguments) == code
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -46,7 +46,7 @@ def test_the_help_of_each_command_shows_examples(command: str, capsys: pytest.Ca
         ([], "command", "serve"),
         (["claer"], "'claer'", "'clear'"),
         (["dance"], "'dance'", ", ".join(COMMANDS)),
-        (["--verbose", "info"], "'--verbose'", "--help"),
+        (["--verbose", "info"], "--verbose", "--help"),
         (["info", "--jsn"], "--jsn", "--json"),
         (["info", "now"], "now", "info --help"),
         (["clear", "--pid", "many", "--all"], "--pid", "integer"),
@@ -65,15 +65,15 @@ def test_the_help_of_each_command_shows_examples(command: str, capsys: pytest.Ca
         (["run"], "command", "gpumem-exporter run --"),
     ],
 )
-def test_wrong_usage_ends_with_2_and_one_line_that_names_what_is_wrong_and_what_is_right(
+def test_wrong_usage_exits_with_2_and_one_line(
     arguments: list[str], wrong: str, right: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = _ends_with_one_line(capsys, arguments, 2)
+    line = _exits_with_one_line(capsys, arguments, 2)
     assert wrong in line
     assert right in line
 
 
-def test_ctrl_c_ends_with_130_and_says_nothing(
+def test_ctrl_c_exits_with_130_and_prints_nothing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> None:
@@ -84,5 +84,5 @@ def test_ctrl_c_ends_with_130_and_says_nothing(
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_message_is_one_printable_line_whatever_it_came_from() -> None:
+def test_a_message_is_one_printable_line() -> None:
     assert one_line("two\n  lines\tand \x1b[31mred") == "two lines and ?[31mred"

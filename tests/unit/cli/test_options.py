@@ -13,14 +13,14 @@ def _file(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_address_is_the_option_then_the_environment_then_the_defaults() -> None:
+def test_the_address_comes_from_the_option_then_the_environment_then_the_defaults() -> None:
     environ = {"GPUMEM_EXPORTER_URL": "http://env:1"}
     assert ConnectionOptions(url="http://option:1").urls(environ) == ("http://option:1",)
     assert ConnectionOptions().urls(environ) == ("http://env:1",)
     assert ConnectionOptions().urls({}) == ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
 
 
-def test_the_token_is_the_options_then_the_variables_then_the_variables_files(tmp_path: Path) -> None:
+def test_the_token_comes_from_the_option_then_the_variable_then_its_file(tmp_path: Path) -> None:
     option, variable = _file(tmp_path / "o", "of-option\n"), _file(tmp_path / "v", " of-file \n")
     environ = {"GPUMEM_ACTION_TOKEN": "of-variable", "GPUMEM_ACTION_TOKEN_FILE": str(variable)}
     assert ConnectionOptions(token_file=option).token(environ) == "of-option"
@@ -30,7 +30,7 @@ def test_the_token_is_the_options_then_the_variables_then_the_variables_files(tm
 
 
 @pytest.mark.parametrize("content", ["", " \n", "two tokens", "two\nlines", "späß", "nul\0"])
-def test_a_file_that_holds_no_single_token_is_refused_without_showing_it(tmp_path: Path, content: str) -> None:
+def test_a_file_without_one_token_is_an_error_that_does_not_show_the_content(tmp_path: Path, content: str) -> None:
     with pytest.raises(ConfigurationError, match=str(tmp_path)) as caught:
         ConnectionOptions(token_file=_file(tmp_path / "t", content)).token({})
     assert not content.strip() or content.strip() not in str(caught.value)

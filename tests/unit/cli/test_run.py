@@ -19,7 +19,7 @@ _ENTRIES = st.lists(st.sampled_from(["", "/a", "/b", "rel", _BOOTSTRAP]), max_si
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str], dict[str, str]]]]:
-    """What would have replaced this process."""
+    """Record the commands that would replace this process."""
     calls: list[tuple[str, list[str], dict[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda *call: calls.append(call))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGPIPE, signal.SIGXFSZ)}
@@ -40,15 +40,13 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[s
         (f"/a:{_BOOTSTRAP}:/b", f"{_BOOTSTRAP}:/a:/b"),
     ],
 )
-def test_the_bootstrap_stands_first_and_the_working_directory_is_not_added(
-    inherited: str | None, expected: str
-) -> None:
+def test_the_bootstrap_is_first_and_the_working_directory_is_not_added(inherited: str | None, expected: str) -> None:
     environ = {} if inherited is None else {"PYTHONPATH": inherited}
     assert injected_environment(environ, _BOOTSTRAP)["PYTHONPATH"] == expected
 
 
 @given(_ENTRIES)
-def test_the_users_entries_keep_their_order_and_injecting_twice_changes_nothing(entries: list[str]) -> None:
+def test_user_entries_keep_their_order_and_injecting_twice_changes_nothing(entries: list[str]) -> None:
     inherited = os.pathsep.join(entries)
     once = injected_environment({"PYTHONPATH": inherited}, _BOOTSTRAP)
     own = [entry for entry in entries if entry != _BOOTSTRAP] if inherited else []
@@ -56,13 +54,13 @@ def test_the_users_entries_keep_their_order_and_injecting_twice_changes_nothing(
     assert injected_environment(once, _BOOTSTRAP) == once
 
 
-def test_nothing_else_of_the_environment_changes_but_the_mark_of_the_injection() -> None:
+def test_the_rest_of_the_environment_is_unchanged() -> None:
     environ = {"HOME": "/h", "RANK": "3"}
     assert injected_environment(environ, _BOOTSTRAP) == {**environ, "PYTHONPATH": _BOOTSTRAP, "GPUMEM_INJECT": "1"}
     assert environ == {"HOME": "/h", "RANK": "3"}
 
 
-def test_the_options_become_variables_and_the_command_keeps_its_own(
+def test_options_become_variables_and_the_command_keeps_its_arguments(
     executed: list[tuple[str, list[str], dict[str, str]]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("GPUMEM_WORKLOAD", "of the environment")
@@ -79,14 +77,14 @@ def test_the_options_become_variables_and_the_command_keeps_its_own(
     assert environment["GPUMEM_PLAN"] == str(tmp_path / "plan.json")
 
 
-def test_the_dashes_before_the_command_may_be_left_out(
+def test_the_dashes_before_the_command_are_optional(
     executed: list[tuple[str, list[str], dict[str, str]]],
 ) -> None:
     run(["--workload", "llm", "torchrun", "--nproc-per-node", "8"])
     assert executed[0][1] == ["torchrun", "--nproc-per-node", "8"]
 
 
-def test_what_is_injected_is_this_very_package(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
+def test_this_package_is_injected(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
     run(["--", "true"])
     first = executed[0][2]["PYTHONPATH"].split(os.pathsep)[0]
     package = Path(gpumem_exporter.__file__).parent
@@ -109,7 +107,7 @@ def test_what_is_injected_is_this_very_package(executed: list[tuple[str, list[st
         (["--plan", "", "--", "true"], r"plan\b"),
     ],
 )
-def test_wrong_usage_is_said_in_one_line_and_starts_nothing(
+def test_wrong_usage_is_one_line_and_starts_nothing(
     arguments: list[str], named: str, executed: list[tuple[str, list[str], dict[str, str]]]
 ) -> None:
     with pytest.raises(ConfigurationError, match=named) as caught:
@@ -129,6 +127,6 @@ def test_the_help_shows_examples_and_exit_codes(flag: str, capsys: pytest.Captur
         assert option in out
 
 
-def test_the_commands_own_help_is_not_ours(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
+def test_help_after_the_command_belongs_to_the_command(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
     run(["--", "python", "--help"])
     assert executed[0][1] == ["python", "--help"]

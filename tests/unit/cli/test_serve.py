@@ -2,22 +2,16 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
-import typer
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gpumem_exporter.cli.commands import serve
-from gpumem_exporter.cli.commands.serve import read_flags
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.server.settings import Settings, setting_key
 
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
-    """What would have been served; takes the place of the server."""
+    """Replace the server, and record what it would serve."""
     calls: list[tuple[Settings, bool]] = []
     stand_in = ModuleType("gpumem_exporter.server.serve")
 
@@ -33,7 +27,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Settings, bool]]:
     return calls
 
 
-def test_the_help_has_every_setting_with_its_flag_its_text_and_its_default(
+def test_the_help_has_every_setting_with_its_text_and_default(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["serve", "--help"]) == 0
@@ -47,7 +41,7 @@ def test_the_help_has_every_setting_with_its_flag_its_text_and_its_default(
     assert "--demo" in words
 
 
-def test_nothing_given_is_the_defaults(served: list[tuple[Settings, bool]]) -> None:
+def test_without_flags_the_defaults_apply(served: list[tuple[Settings, bool]]) -> None:
     assert main(["serve"]) == 0
     assert served == [(Settings(), False)]
 
@@ -82,47 +76,7 @@ def test_every_flag_reaches_its_setting(served: list[tuple[Settings, bool]]) -> 
     assert served == [(settings, True)]
 
 
-_FLAGS = ["--demo", "--config.file", *(f"--{setting_key(name)}" for name in Settings.model_fields)]
-_VALUES = ["1", "x", "", "a=b", "a,b", "--demo", "-1", "--log.level"]
-_WORDS = st.lists(
-    st.sampled_from(_FLAGS)
-    | st.sampled_from(_VALUES)
-    | st.builds("{}={}".format, *map(st.sampled_from, (_FLAGS, _VALUES))),
-    max_size=6,
-)
-
-
-@given(_WORDS)
-def test_flags_read_without_typer_are_what_typer_reads(words: list[str]) -> None:
-    quick = read_flags(words)
-    if quick is None:
-        return
-    typed: list[dict[str, Any]] = []
-    application = typer.Typer(rich_markup_mode=None, add_completion=False)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(serve, "start", lambda values: typed.append(values) or 0)
-        serve.register(application)
-    assert typer.main.get_command(application).main(args=words, standalone_mode=False) == 0
-    (values,) = typed
-    assert quick == {name: value for name, value in values.items() if value not in (None, False, [], ())}
-
-
-@pytest.mark.parametrize(
-    "words", [["--help"], ["-h"], ["--log.levl", "x"], ["--log.level"], ["--log.level", "--demo"], ["x"], ["--demo=1"]]
-)
-def test_help_and_mistakes_are_left_to_typer(words: list[str]) -> None:
-    assert read_flags(words) is None
-
-
-def test_a_plain_start_is_read_without_typer() -> None:
-    assert read_flags(["--demo", "--log.level=debug", "--web.listen-address", ":1", "--web.listen-address", ":2"]) == {
-        "demo": True,
-        "log_level": "debug",
-        "web_listen_address": [":1", ":2"],
-    }
-
-
-def test_an_empty_flag_beats_the_environment(
+def test_an_empty_flag_overrides_the_environment(
     served: list[tuple[Settings, bool]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GPUMEM_WEB_LISTEN_SOCKET", "/of/environment")

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpumem_exporter.cli.action_requests import ActionOptions, exit_code, request_body
-from gpumem_exporter.cli.commands.clear import ClearOptions
-from gpumem_exporter.cli.commands.fraction import FractionOptions
+from gpumem_exporter.cli.action_options import ClearOptions, FractionOptions, RequestOptions, TargetOptions
+from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.render.action_tables import action_tables, summary
 from gpumem_exporter.errors import ConfigurationError
 from tests.support.golden import assert_golden
@@ -47,44 +46,34 @@ def _printed(action: dict[str, Any], *, dry_run: bool = False, width: int = 80) 
 @pytest.mark.parametrize(
     ("options", "target"),
     [
-        (ActionOptions(everything=True), {"all": True}),
-        (ActionOptions(gpu="0:1", rank="3"), {"gpu": "0:1", "rank": "3"}),
-        (ActionOptions(pid="1@4026532007"), {"pid": "1@4026532007"}),
-        (ActionOptions(uuid="GPU-1", pid="7", workload="llm"), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
-        (ActionOptions(workload=""), {"workload": ""}),
+        (TargetOptions(everything=True), {"all": True}),
+        (TargetOptions(gpu="0:1", rank="3"), {"gpu": "0:1", "rank": "3"}),
+        (TargetOptions(pid="1@4026532007"), {"pid": "1@4026532007"}),
+        (TargetOptions(uuid="GPU-1", pid="7", workload="llm"), {"uuid": "GPU-1", "pid": 7, "workload": "llm"}),
+        (TargetOptions(workload=""), {"workload": ""}),
     ],
 )
-def test_the_target_holds_what_was_chosen_and_nothing_else(options: ActionOptions, target: dict[str, Any]) -> None:
-    assert request_body("empty_cache", options)["target"] == target
+def test_the_target_has_the_given_options(options: TargetOptions, target: dict[str, Any]) -> None:
+    assert options.target() == target
 
 
-def test_no_target_is_refused_before_anything_is_asked() -> None:
-    with pytest.raises(ConfigurationError, match="--all"):
-        request_body("empty_cache", ActionOptions())
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (TargetOptions(), "--all"),
+        (TargetOptions(everything=True, gpu="0", pid="3"), "--gpu, --pid"),
+        *((TargetOptions(everything=True, wait_seconds=wait), "--wait") for wait in (-0.1, float("inf"), float("nan"))),
+    ],
+)
+def test_an_invalid_target_is_an_error(options: TargetOptions, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        options.target()
 
 
-def test_all_beside_something_narrower_is_refused_and_named() -> None:
-    with pytest.raises(ConfigurationError, match="--gpu, --pid"):
-        request_body("empty_cache", ActionOptions(everything=True, gpu="0", pid="3"))
-
-
-@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
-def test_a_deadline_that_is_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(ConfigurationError, match="--deadline"):
-        request_body("empty_cache", ActionOptions(everything=True, deadline_seconds=seconds))
-
-
-@pytest.mark.parametrize("seconds", [-0.1, float("inf"), float("nan")])
-def test_a_wait_that_is_no_time_is_refused(seconds: float) -> None:
-    with pytest.raises(ConfigurationError, match="--wait"):
-        request_body("empty_cache", ActionOptions(everything=True, wait_seconds=seconds))
-
-
-def test_the_request_carries_what_the_api_takes() -> None:
-    options = ClearOptions(pid="7", dry_run=True, deadline_seconds=5.0, reason="room", collect_garbage=True, group=True)
-    assert request_body("empty_cache", options) == {
+def test_the_request_has_every_option() -> None:
+    options = ClearOptions(dry_run=True, deadline_seconds=5.0, reason="room", collect_garbage=True, group=True)
+    assert options.request("empty_cache") == {
         "action": "empty_cache",
-        "target": {"pid": 7},
         "mode": "step",
         "group": True,
         "collect_garbage": True,
@@ -95,16 +84,17 @@ def test_the_request_carries_what_the_api_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("options", "message"),
     [
-        (ClearOptions(everything=True, mode="soon"), r"--mode soon\b.*\bnow\b.*\bstep\b.*\bidle\b"),
-        (ClearOptions(everything=True, mode="now", group=True), r"--mode now\b"),
-        (FractionOptions(everything=True, fraction=1.5), r"\bF 1\.5\b.*\b0\b.*\b1\b"),
+        *((RequestOptions(deadline_seconds=it), "--deadline") for it in (0.0, -1.0, float("inf"), float("nan"))),
+        (ClearOptions(mode="soon"), r"--mode soon\b.*\bnow\b.*\bstep\b.*\bidle\b"),
+        (ClearOptions(mode="now", group=True), r"--mode now\b"),
+        (FractionOptions(fraction=1.5), r"\bF 1\.5\b.*\b0\b.*\b1\b"),
     ],
 )
-def test_what_does_not_go_together_is_refused_before_anybody_is_asked(options: ActionOptions, named: str) -> None:
-    with pytest.raises(ConfigurationError, match=named):
-        request_body("empty_cache", options)
+def test_an_invalid_option_is_an_error(options: RequestOptions, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        options.request("x")
 
 
 @pytest.mark.parametrize(
@@ -129,17 +119,17 @@ def _figures(text: str) -> list[str]:
     return re.findall(r"\d+(?:\.\d+)?(?: (?:B|[KMGT]iB))?", text)
 
 
-def test_freed_bytes_are_added_up_over_devices_and_processes() -> None:
+def test_freed_bytes_are_summed_over_devices_and_processes() -> None:
     action = _action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, freed_bytes=1 << 30))
     for dry_run in (True, False):
         assert _figures(summary(action, dry_run=dry_run)) == ["3.5 GiB", "2", "2"]
 
 
-def test_a_freed_size_that_nobody_measured_is_not_called_zero() -> None:
+def test_unknown_freed_bytes_are_not_zero() -> None:
     assert _figures(summary(_action(_result(freed_bytes=None)), dry_run=False)) == ["1", "1"]
 
 
-def test_a_garbage_collection_shows_how_far_the_allocated_bytes_fell_or_grew() -> None:
+def test_a_garbage_collection_shows_the_change_of_allocated_bytes() -> None:
     fell = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30, freed_bytes=0)
     grew = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30, freed_bytes=0)
     said = [summary(_action(result, action="collect_garbage"), dry_run=False) for result in (fell, grew)]
@@ -149,20 +139,16 @@ def test_a_garbage_collection_shows_how_far_the_allocated_bytes_fell_or_grew() -
     assert printed[1].split()[-5:] == ["GiB", "2.0", "GiB", "3.1", "ms"]
 
 
-def test_results_stand_in_the_order_of_workload_and_rank() -> None:
+def test_results_are_sorted_by_workload_and_rank() -> None:
     lines = _printed(_action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
     assert [line.split()[2] for line in lines[1:4]] == ["0", "2", "10"]
 
 
-def test_a_reset_of_peaks_shows_no_freed_bytes() -> None:
-    assert _figures(summary(_action(_result(freed_bytes=0), action="reset_peak"), dry_run=False)) == ["1", "1"]
-
-
-def test_what_is_not_finished_says_where_its_end_can_be_read() -> None:
+def test_an_action_that_has_not_ended_names_its_url() -> None:
     assert "GET /api/v1/actions/a1" in summary(_action(state="running"), dry_run=False)
 
 
-def test_what_was_not_done_is_told_once_a_process_with_its_reason() -> None:
+def test_a_reason_is_printed_once_for_each_process() -> None:
     refused = _result(outcome="refused", reason="disabled-by-x", freed_bytes=None)
     lines = _printed(_action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"))
     (line,) = [line for line in lines if "disabled-by-x" in line]
@@ -170,7 +156,7 @@ def test_what_was_not_done_is_told_once_a_process_with_its_reason() -> None:
     assert _figures(lines[-1]) == ["2.0 GiB", "1", "2"]
 
 
-def test_the_table_fits_eighty_columns_and_cuts_nothing_but_the_workload() -> None:
+def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:
     result = _result(
         pid=4194304,
         workload="a-workload-with-quite-a-long-name-of-its-own",
@@ -188,7 +174,7 @@ def test_the_table_fits_eighty_columns_and_cuts_nothing_but_the_workload() -> No
         assert cell in row
 
 
-def test_text_of_the_exporter_cannot_colour_or_move_the_terminal() -> None:
+def test_text_of_the_exporter_cannot_control_the_terminal() -> None:
     lines = _printed(
         _action(_result(workload="[red]x[/] \x1b[2J", outcome="failed", reason="a\nb\x07"), state="failed")
     )
@@ -198,7 +184,7 @@ def test_text_of_the_exporter_cannot_colour_or_move_the_terminal() -> None:
     assert any(line.endswith(" a?b?") for line in lines)
 
 
-def test_what_each_action_prints() -> None:
+def test_the_output_of_each_action() -> None:
     refused = _result(outcome="refused", reason="disabled by the program", freed_bytes=None)
     collected = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30, freed_bytes=0)
     grown = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30, freed_bytes=0)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.fleet.asks import Failure
-from gpumem_exporter.cli.fleet.outcome import Outcome
 from gpumem_exporter.cli.fleet.overview import Overview
+from gpumem_exporter.cli.fleet.requests import Failure
+from gpumem_exporter.cli.fleet.results import FleetResult
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.fleet_builders import A, B, C, row
 from tests.support.golden import assert_golden
@@ -27,11 +27,6 @@ def refused(instance: str, pid: int | None, reason: str, **changes: Any) -> dict
     return on(instance, pid, "refused", reason=reason, **nothing, **changes)
 
 
-def lines(outcome: Outcome, capsys: pytest.CaptureFixture[str], *warnings: str) -> list[str]:
-    outcome.tell(warnings, query="q", as_json=False)
-    return capsys.readouterr().out.splitlines()
-
-
 def figures(text: str) -> list[str]:
     """Return the sizes and counts of a line, in order."""
     return re.findall(r"\d+(?:\.\d+)?(?: [KMGT]iB)?", text)
@@ -46,45 +41,17 @@ MANY_REFUSED = [
 HALF_DONE = [on("node1", rank="0"), refused("node2", 1, "cancelled", rank="1")]
 
 
-def test_a_row_says_what_was_freed_where_and_equal_pids_on_two_nodes_are_two_processes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    printed = lines(Outcome("empty_cache", False, [on("node1"), on("node2"), on("node2", gpu="1")]), capsys)
+def test_equal_pids_on_two_nodes_are_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [on("node1"), on("node2"), on("node2", gpu="1")]
+    FleetResult("empty_cache", False, rows).print([], query="q", as_json=False)
+    printed = capsys.readouterr().out.splitlines()
     assert " ".join(printed[1].split()) == "node1 1 train 0 0 done 3.0 GiB 1.0 GiB 2.0 GiB -"
-    assert len(printed) == 1 + 3 + 1
     assert figures(printed[-1]) == ["6.0 GiB", "2", "2"]
-    assert figures(lines(Outcome("empty_cache", True, [on("node1")]), capsys)[-1]) == ["2.0 GiB", "1", "1"]
 
 
-def test_why_something_was_not_done_is_said_once_for_each_exporter_and_reason(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    printed = lines(Outcome("empty_cache", False, MANY_REFUSED), capsys)
-    assert [(line.partition(":")[0], figures(line)[1:]) for line in printed[-4:-1]] == [
-        ("node1", [str(pid) for pid in range(1, 9)]),
-        ("node2", ["5"]),
-        ("node3", []),
-    ]
-    assert [line.rpartition(": ")[2] for line in printed[-4:-1]] == ["no-token", "no-token", "no-answer"]
-    assert figures(printed[-1]) == ["2.0 GiB", "1", "13"]
-
-
-def test_a_group_that_was_called_off_says_who_had_acted_already(capsys: pytest.CaptureFixture[str]) -> None:
-    reason = "node2: refused: no-token"
-    stopped = lines(Outcome("empty_cache", False, HALF_DONE, 90, reason), capsys)
-    assert any(reason in line for line in stopped)
-    assert any("rank 0 on node1" in line and "node2" not in line for line in stopped)
-    none = lines(Outcome("empty_cache", False, HALF_DONE[1:], 90, "why"), capsys)
-    assert not any("rank 0" in line for line in none)
-    whole = lines(Outcome("empty_cache", False, HALF_DONE[:1], 90), capsys)
-    assert any("step 90" in line for line in whole)
-    assert not any("step 90" in line for line in (*stopped, *none))
-
-
-def test_what_the_api_says_of_its_answer_goes_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
-    Outcome("empty_cache", False, []).tell(["store b\nis down"], query="q", as_json=False)
+def test_warnings_of_prometheus_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    FleetResult("empty_cache", False, []).print(["store b\nis down"], query="q", as_json=False)
     captured = capsys.readouterr()
-    assert captured.out.count("\n") == 1
     assert "store b" not in captured.out
     assert captured.err.startswith("warning: ")
     assert captured.err.endswith(": store b is down\n")
@@ -92,7 +59,7 @@ def test_what_the_api_says_of_its_answer_goes_to_standard_error(capsys: pytest.C
 
 def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [on("node1"), refused("node2", None, "no")]
-    Outcome("empty_cache", False, rows, 7, "why").tell(["w"], query="q > 1", as_json=True)
+    FleetResult("empty_cache", False, rows, 7, "why").print(["w"], query="q > 1", as_json=True)
     assert json.loads(capsys.readouterr().out) == {
         "action": "empty_cache",
         "query": "q > 1",
@@ -106,9 +73,9 @@ def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> N
     }
 
 
-def test_nothing_to_do_is_done_and_anything_undone_is_not() -> None:
-    assert Outcome("empty_cache", False, []).done
-    assert not Outcome("empty_cache", False, [on("a"), on("b", outcome="gone")]).done
+def test_a_result_is_done_if_every_row_is() -> None:
+    assert FleetResult("empty_cache", False, []).done
+    assert not FleetResult("empty_cache", False, [on("a"), on("b", outcome="gone")]).done
 
 
 def devices(*known: dict[str, Any], source: str = "nvml") -> dict[str, Any]:
@@ -134,7 +101,7 @@ def shared_devices(source: str) -> Overview:
     return Overview({A: devices(unknown, second, source=source), C: devices(first, second, source=source)})
 
 
-def test_an_overview_has_a_row_for_each_device_what_is_wrong_and_the_sums(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_overview_has_devices_errors_and_sums(capsys: pytest.CaptureFixture[str]) -> None:
     overview = Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer"), C: devices(GPU)})
     assert not overview.complete
     show(open_console(), overview.tables())
@@ -155,9 +122,7 @@ def test_an_overview_has_a_row_for_each_device_what_is_wrong_and_the_sums(capsys
     }
 
 
-def test_of_devices_of_which_nobody_knows_it_an_overview_does_not_say_what_a_clear_would_give_back(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_unknown_reclaimable_bytes_are_not_summed_as_zero(capsys: pytest.CaptureFixture[str]) -> None:
     unsplit = {**GPU, "ledger": {"torch_fragmented": 9 << 30}}
     show(open_console(), Overview({A: devices(unsplit)}).tables())
     printed = capsys.readouterr().out.splitlines()
@@ -165,36 +130,29 @@ def test_of_devices_of_which_nobody_knows_it_an_overview_does_not_say_what_a_cle
     assert figures(printed[-1]) == ["1", "1", "1", "60.0 GiB", "80.0 GiB"]
 
 
-def test_a_device_that_two_exporters_tell_of_counts_once_and_simulated_ones_are_told_apart_by_their_node(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("source", "sums"),
+    [
+        ("nvml", ["2", "2", "2", "120 GiB", "160 GiB", "16.0 GiB"]),
+        ("demo", ["2", "2", "4", "180 GiB", "240 GiB", "24.0 GiB"]),
+    ],
+)
+def test_a_device_of_two_exporters_counts_once_unless_it_is_simulated(
+    source: str, sums: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One exporter under two names, or a sidecar beside the node's own."""
-
-    def last_lines(source: str) -> list[str]:
-        show(open_console(), shared_devices(source).tables())
-        return capsys.readouterr().out.splitlines()[-2:]
-
-    shared, sums = last_lines("nvml")
-    assert "node1:9844" in shared
-    assert "node3:9844" in shared
-    assert figures(sums) == ["2", "2", "2", "120 GiB", "160 GiB", "16.0 GiB"]
-    assert figures(last_lines("demo")[1]) == ["2", "2", "4", "180 GiB", "240 GiB", "24.0 GiB"]
+    show(open_console(), shared_devices(source).tables())
+    assert figures(capsys.readouterr().out.splitlines()[-1]) == sums
 
 
-def test_an_overview_says_what_is_a_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    show(open_console(), Overview({A: devices(source="demo")}).tables())
-    assert capsys.readouterr().out.startswith("DEMO")
-
-
-def test_what_fleet_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> None:
     actions = {
-        "clear": Outcome("empty_cache", False, [on("node1"), on("node2"), on("node2", gpu="1")]),
-        "clear, refused": Outcome("empty_cache", False, MANY_REFUSED),
-        "clear, nothing named": Outcome("empty_cache", False, []),
-        "clear of a group": Outcome("empty_cache", False, HALF_DONE[:1], 90),
-        "clear of a group, dry run": Outcome("empty_cache", True, HALF_DONE[:1], 90),
-        "clear of a group, half done": Outcome("empty_cache", False, HALF_DONE, 90, "node2: refused: no-token"),
-        "clear of a group, not done": Outcome("empty_cache", False, HALF_DONE[1:], 90, "node2: refused: no-token"),
+        "clear": FleetResult("empty_cache", False, [on("node1"), on("node2"), on("node2", gpu="1")]),
+        "clear, refused": FleetResult("empty_cache", False, MANY_REFUSED),
+        "clear, nothing selected": FleetResult("empty_cache", False, []),
+        "clear of a group": FleetResult("empty_cache", False, HALF_DONE[:1], 90),
+        "clear of a group, dry run": FleetResult("empty_cache", True, HALF_DONE[:1], 90),
+        "clear of a group, half done": FleetResult("empty_cache", False, HALF_DONE, 90, "node2: refused: no-token"),
+        "clear of a group, not done": FleetResult("empty_cache", False, HALF_DONE[1:], 90, "node2: refused: no-token"),
     }
     overviews = {
         "info": Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer"), C: devices(GPU)}),
@@ -202,11 +160,11 @@ def test_what_fleet_commands_print(capsys: pytest.CaptureFixture[str]) -> None:
         "info, shared devices": shared_devices("nvml"),
         "info, demo": shared_devices("demo"),
         "info, no driver": Overview({A: {"source": "nvml", "nvml": {"up": False, "error": ""}, "devices": []}}),
-        "info, nothing named": Overview({}),
+        "info, nothing selected": Overview({}),
     }
     parts = []
-    for name, outcome in actions.items():
-        outcome.tell(["store b is down"] if name == "clear" else [], query="q", as_json=False)
+    for name, result in actions.items():
+        result.print(["store b is down"] if name == "clear" else [], query="q", as_json=False)
         captured = capsys.readouterr()
         parts.append(f"== {name}\n{captured.err}{captured.out}")
     for name, overview in overviews.items():

@@ -14,7 +14,7 @@ _PROBLEM = {"type": "about:blank", "title": "Not Found", "status": 404, "detail"
 
 
 class _Scripted:
-    """A transport that gives prepared answers and remembers what it was asked."""
+    """A transport with prepared answers that records requests."""
 
     def __init__(self, *answers: Answer | ExporterUnreachableError) -> None:
         self.answers = list(answers)
@@ -41,7 +41,7 @@ class _Scripted:
 
 
 class _Time:
-    """A clock that moves only when somebody sleeps."""
+    """A clock that moves only in `sleep`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -79,37 +79,44 @@ def test_the_first_address_that_answers_is_kept() -> None:
     assert len(first.asked) == 1
 
 
-def test_nobody_at_any_address_names_them_all_and_what_to_do() -> None:
+def test_the_error_without_an_exporter_names_every_address() -> None:
     api = _api({"a": _Scripted(_refused("a")), "b": _Scripted(_refused("b"))})
     with pytest.raises(ExporterUnreachableError, match=r"\ba: .*\bb: .*gpumem-exporter serve\b.*--url\b"):
         api.get("/x")
 
 
-def test_a_problem_becomes_an_error_with_its_status_and_detail() -> None:
+def test_a_problem_is_an_error_with_its_status_and_detail() -> None:
     with pytest.raises(ExporterAnswerError) as caught:
         _api({"a": _Scripted(_answer(_PROBLEM, 404))}).get("/x")
     assert (caught.value.status, caught.value.detail) == (404, "nothing matches pid=1")
 
 
+def test_an_invalid_value_in_a_request_is_wrong_usage() -> None:
+    problem = {"status": 422, "detail": "deadline_seconds: must be over 0"}
+    for call in (lambda api: api.act({}, wait_seconds=0.0), lambda api: api.post("/x", {}, hold_seconds=0.0)):
+        with pytest.raises(ConfigurationError, match="deadline_seconds"):
+            call(_api({"a": _Scripted(_answer(problem, 422))}))
+
+
 @pytest.mark.parametrize("body", [b"", b"<html>no</html>", b"[]", b'{"detail": 3}'])
-def test_an_error_without_a_problem_is_told_by_its_status(body: bytes) -> None:
+def test_an_error_without_a_problem_has_its_status(body: bytes) -> None:
     with pytest.raises(ExporterAnswerError, match=r"\b502\b"):
         _api({"a": _Scripted(Answer(502, {}, body))}).get("/x")
 
 
 @pytest.mark.parametrize("body", [b"<html>hello</html>", b"[1]", b"\xff"])
-def test_something_else_that_answers_is_not_taken_for_an_exporter(body: bytes) -> None:
+def test_another_server_is_not_taken_for_an_exporter(body: bytes) -> None:
     with pytest.raises(ExporterUnreachableError, match=r"http://a:1 .*gpumem-exporter"):
         _api({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
 
 
-def test_a_status_that_carries_a_document_too_may_be_asked_for() -> None:
+def test_a_document_may_have_another_expected_status() -> None:
     assert _api({"a": _Scripted(_answer({"status": "failing"}, 503))}).get("/health", also=(503,)) == {
         "status": "failing"
     }
 
 
-def test_the_token_goes_with_every_request_and_none_goes_without() -> None:
+def test_a_token_is_sent_only_if_there_is_one() -> None:
     with_token, without = _Scripted(_answer({})), _Scripted(_answer({}))
     _api({"a": with_token}, token="secret").get("/x")
     _api({"a": without}).get("/x")
@@ -117,7 +124,7 @@ def test_the_token_goes_with_every_request_and_none_goes_without() -> None:
     assert "Authorization" not in without.asked[0][3]
 
 
-def test_an_action_is_posted_as_json_that_may_be_repeated() -> None:
+def test_an_action_is_posted_with_a_new_idempotency_key() -> None:
     transport = _Scripted(_answer({"id": "1", "state": "done"}), _answer({"id": "2", "state": "done"}))
     api = _api({"a": transport})
     api.act({"action": "empty_cache"}, wait_seconds=3.0)
@@ -131,7 +138,7 @@ def test_an_action_is_posted_as_json_that_may_be_repeated() -> None:
     assert len(set(keys)) == 2
 
 
-def test_a_long_wait_is_held_in_part_and_asked_for_again_until_the_end() -> None:
+def test_a_long_wait_holds_the_first_request_and_then_polls() -> None:
     running = _answer({"id": "7", "state": "running"}, 202)
     transport = _Scripted(running, _answer({"id": "7", "state": "running"}), _answer({"id": "7", "state": "failed"}))
     time = _Time()
@@ -141,26 +148,26 @@ def test_a_long_wait_is_held_in_part_and_asked_for_again_until_the_end() -> None
     assert len(time.slept) == 2
 
 
-def test_the_wait_ends_when_it_is_over_with_the_action_as_it_stands() -> None:
+def test_after_the_wait_the_action_is_returned_as_it_is() -> None:
     transport = _Scripted(*[_answer({"id": "7", "state": "running"}, 202 if i == 0 else 200) for i in range(100)])
     time = _Time()
     assert _api({"a": transport}, time).act({}, wait_seconds=1.0)["state"] == "running"
     assert time.now == pytest.approx(1.0)
 
 
-def test_not_waiting_asks_once() -> None:
+def test_without_a_wait_there_is_one_request() -> None:
     transport = _Scripted(_answer({"id": "7", "state": "queued"}, 202))
     assert _api({"a": transport}).act({}, wait_seconds=0.0)["state"] == "queued"
     assert len(transport.asked) == 1
 
 
-def test_every_transport_is_closed_at_the_end() -> None:
+def test_every_transport_is_closed() -> None:
     transports = {"a": _Scripted(), "b": _Scripted()}
     with _api(transports):
         pass
     assert all(transport.closed for transport in transports.values())
 
 
-def test_an_address_that_is_none_is_a_configuration_error() -> None:
+def test_an_invalid_address_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match=r"node:9844.*http://.*https://.*unix:///"):
         ExporterApi(["node:9844"])

@@ -1,0 +1,161 @@
+"""The options of an action, and the request that the exporter's API takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.wire.protocol import MODES
+
+__all__ = [
+    "ANSWER_GRACE_SECONDS",
+    "ClearOptions",
+    "FractionOptions",
+    "RequestOptions",
+    "TargetOptions",
+    "TimedOptions",
+]
+
+ANSWER_GRACE_SECONDS = 10.0
+"""How long after its deadline an action that started in time may still run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """The options of every action."""
+
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would happen. Change nothing.")] = False
+    deadline_seconds: Annotated[
+        float,
+        typer.Option(
+            "--deadline", metavar="SECONDS", help="A process that has not started the action by then does not run it."
+        ),
+    ] = 30.0
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded in the audit log.")] = ""
+
+    def request(self, action: str) -> dict[str, Any]:
+        """Return the request without its target.
+
+        Raises:
+            ConfigurationError: a value is invalid, or options contradict each other.
+        """
+        if not 0 < self.deadline_seconds < float("inf"):
+            raise ConfigurationError(f"--deadline {self.deadline_seconds:g}: must be seconds over 0")
+        return {
+            "action": action,
+            "deadline_seconds": self.deadline_seconds,
+            "dry_run": self.dry_run,
+            "reason": self.reason,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedOptions(RequestOptions):
+    """The options of an action that a process itself performs."""
+
+    mode: Annotated[
+        str | None,
+        typer.Option(
+            "--mode",
+            metavar="MODE",
+            help="When the process acts. now: at once, on the reporter's thread. step: in the training thread, at the "
+            "end of a step. idle: while no step runs and nothing is allocated. Default: now; step with --group.",
+        ),
+    ] = None
+    group: Annotated[
+        bool, typer.Option("--group", help="All ranks of the workload act after the same step, or none does.")
+    ] = False
+
+    def request(self, action: str) -> dict[str, Any]:
+        """Return the request without its target."""
+        if self.mode not in (None, *MODES):
+            raise ConfigurationError(f"--mode {self.mode}: must be {', '.join(MODES)}")
+        if self.group and self.mode not in (None, "step"):
+            raise ConfigurationError(f"--group acts at the end of a step; leave out --mode {self.mode}")
+        mode = self.mode or ("step" if self.group else "now")
+        return {**super().request(action), "mode": mode, "group": self.group}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClearOptions(TimedOptions):
+    """The options of `clear`."""
+
+    collect_garbage: Annotated[
+        bool,
+        typer.Option("--gc", help="Run Python's garbage collector first, which also runs finalizers of user code."),
+    ] = False
+
+    def request(self, action: str) -> dict[str, Any]:
+        """Return the request without its target."""
+        return {**super().request(action), "collect_garbage": self.collect_garbage}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FractionOptions(TimedOptions):
+    """The argument and the options of `fraction`."""
+
+    fraction: Annotated[float, typer.Argument(metavar="F", help="Share of each device's memory: over 0, at most 1.")]
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Cap also a process that has reserved more. Its next new segment fails."),
+    ] = False
+
+    def request(self, action: str) -> dict[str, Any]:
+        """Return the request without its target."""
+        if not 0 < self.fraction <= 1:
+            raise ConfigurationError(f"F {self.fraction:g}: must be over 0 and at most 1")
+        return {**super().request(action), "fraction": self.fraction, "force": self.force}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOptions:
+    """The processes of one exporter that act, and how long the command waits for them."""
+
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", metavar="INDEX", help="Processes on this device: 0, or 0:1 for MIG.")
+    ] = None
+    uuid: Annotated[
+        str | None, typer.Option("--uuid", metavar="UUID", help="Processes on this device: GPU-… or MIG-….")
+    ] = None
+    pid: Annotated[str | None, typer.Option("--pid", metavar="PID", help="This process, as `info` lists it.")] = None
+    workload: Annotated[str | None, typer.Option("--workload", metavar="NAME", help="Processes of this workload.")] = (
+        None
+    )
+    rank: Annotated[str | None, typer.Option("--rank", metavar="RANK", help="Processes of this rank.")] = None
+    everything: Annotated[bool, typer.Option("--all", help="Every process that reports.")] = False
+    wait_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--wait", metavar="SECONDS", help="How long to wait for the result; 0 does not wait. Default: to the end."
+        ),
+    ] = None
+
+    def target(self) -> dict[str, Any]:
+        """Return the target as the API takes it.
+
+        Raises:
+            ConfigurationError: there is no target, `--all` contradicts another option, or a value is invalid.
+        """
+        if self.wait_seconds is not None and not 0 <= self.wait_seconds < float("inf"):
+            raise ConfigurationError(f"--wait {self.wait_seconds:g}: must be 0 or more seconds")
+        pid = None if self.pid is None else _pid(self.pid)
+        given = {"gpu": self.gpu, "uuid": self.uuid, "pid": pid, "workload": self.workload, "rank": self.rank}
+        chosen = {name: value for name, value in given.items() if value is not None}
+        if self.everything and chosen:
+            names = ", ".join(f"--{name}" for name in chosen)
+            raise ConfigurationError(f"--all selects every process that reports; leave out --all or {names}")
+        if not self.everything and not chosen:
+            raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank or --all")
+        return {"all": True} if self.everything else chosen
+
+
+def _pid(text: str) -> int | str:
+    """A pid as the API takes it: a number, or PID@NAMESPACE, which tells equal pids of two namespaces apart."""
+    number, at, namespace = text.partition("@")
+    parts = (number, namespace) if at else (number,)
+    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigurationError(f"--pid {text}: must be an integer of 1 or more, or a text such as 1@4026532007")
+    return text if at else int(number)

@@ -1,0 +1,163 @@
+"""The commands that request an action, from one table; `fleet` has the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+
+from gpumem_exporter.cli.action_options import (
+    ANSWER_GRACE_SECONDS,
+    ClearOptions,
+    FractionOptions,
+    RequestOptions,
+    TargetOptions,
+    TimedOptions,
+)
+from gpumem_exporter.cli.api_client import ExporterApi
+from gpumem_exporter.cli.main import FAILED
+from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.render.terminal import print_json
+
+__all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActionCommand:
+    """A command that requests an action."""
+
+    name: str
+    action: str
+    summary: str
+    description: str
+    examples: str
+    options: type[RequestOptions] = TimedOptions
+
+
+ACTION_COMMANDS = (
+    ActionCommand(
+        "clear",
+        "empty_cache",
+        "Release cached memory to the driver.",
+        "Each selected process runs torch.cuda.empty_cache(). No tensor is touched. A process clears all of its "
+        "devices: PyTorch has no other way. The next allocations take memory from the driver again, which costs some "
+        "milliseconds once.",
+        """\
+  gpumem-exporter clear --all --dry-run               # how much a clear would free
+  gpumem-exporter clear --gpu 0
+  gpumem-exporter clear --workload notebook --gc --reason "make room for the release run"
+  gpumem-exporter clear --workload llm-pretrain --group    # all ranks, after the same step
+  gpumem-exporter clear --workload notebook --mode idle --deadline 600
+  gpumem-exporter clear --pid 4711 --json | jq .freed_bytes
+""",
+        ClearOptions,
+    ),
+    ActionCommand(
+        "gc",
+        "collect_garbage",
+        "Run Python's garbage collector in processes.",
+        "It frees tensors in reference cycles, and runs finalizers of user code. The memory stays in the allocator's "
+        "cache; `clear --gc` also releases it to the driver.",
+        """\
+  gpumem-exporter gc --pid 4711
+  gpumem-exporter gc --workload notebook --reason "tensors in reference cycles"
+  gpumem-exporter clear --workload notebook --gc      # collect, then release the cache
+""",
+    ),
+    ActionCommand(
+        "reset-peak",
+        "reset_peak",
+        "Reset the peak memory statistics of processes.",
+        "Each selected process runs torch.cuda.reset_peak_memory_stats() for the selected devices. This also resets "
+        "what torch.cuda.max_memory_allocated() returns to user code.",
+        """\
+  gpumem-exporter reset-peak --all
+  gpumem-exporter reset-peak --workload llm-pretrain --rank 0 --reason "after the warm-up"
+""",
+    ),
+    ActionCommand(
+        "snapshot",
+        "snapshot",
+        "Write memory snapshots of processes.",
+        "Each selected process writes PyTorch's own pickle, for https://pytorch.org/memory_viz, into its "
+        "GPUMEM_SNAPSHOT_DIR, by default a folder of its user in the temporary directory. The result has the path. "
+        "If torch.cuda.memory._record_memory_history() is active in the process, the snapshot also has the code that "
+        "allocated each block.",
+        """\
+  gpumem-exporter snapshot --pid 4711
+  gpumem-exporter snapshot --workload llm-pretrain --rank 0 --mode step
+""",
+    ),
+    ActionCommand(
+        "fraction",
+        "set_memory_fraction",
+        "Cap the memory that processes may reserve.",
+        "Each selected process runs torch.cuda.set_per_process_memory_fraction(F) for the selected devices. This "
+        "frees nothing. An allocation that would reserve more than the cap raises an out-of-memory error. The cap "
+        "does not count CUDA contexts, NCCL and other libraries.",
+        """\
+  gpumem-exporter fraction 0.5 --workload notebook
+  gpumem-exporter fraction 1 --pid 4711               # remove the cap
+""",
+        FractionOptions,
+    ),
+    ActionCommand(
+        "terminate",
+        "terminate",
+        "Terminate processes: SIGTERM, and SIGKILL after ten seconds.",
+        "The process must report or be on a device, and `serve --action.allow` must include terminate. The exporter "
+        "sends the signals, so it needs the right to signal the process. It must know the caller: use its unix "
+        "socket, or the token of --action.token-file.",
+        """\
+  gpumem-exporter terminate --pid 4711 --dry-run
+  gpumem-exporter terminate --pid 4711 --reason "left behind by job 17"
+""",
+        RequestOptions,
+    ),
+)
+
+
+def build(name: str) -> typer.Typer:
+    """Return the command."""
+    command = next(command for command in ACTION_COMMANDS if command.name == name)
+
+    def run(target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
+        return _run(command.action, target, request, connection)
+
+    return command_from_options(
+        name,
+        run,
+        *(TargetOptions, command.options, ConnectionOptions),
+        description=f"{command.summary}\n\n{command.description}",
+        epilog=f"\b\nExamples:\n{command.examples}",
+    )
+
+
+def _run(action: str, target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
+    """Request an action, print its results, and return the exit code."""
+    body = {**request.request(action), "target": target.target()}
+    wait_seconds = target.wait_seconds
+    if wait_seconds is None:
+        wait_seconds = request.deadline_seconds + ANSWER_GRACE_SECONDS
+    with ExporterApi(connection.urls(), token=connection.token()) as api:
+        document = api.act(body, wait_seconds=wait_seconds)
+    if connection.as_json:
+        print_json(document)
+    else:
+        from gpumem_exporter.cli.render.action_tables import action_tables
+        from gpumem_exporter.cli.render.terminal import open_console, show
+
+        show(open_console(), action_tables(document, dry_run=request.dry_run))
+    return exit_code(document, waited=wait_seconds > 0)
+
+
+def exit_code(document: Mapping[str, Any], *, waited: bool) -> int:
+    """Return 0 if every result is done. An action that was not waited for succeeds when the exporter accepts it."""
+    outcomes = [result["outcome"] for result in document.get("results") or () if result.get("outcome")]
+    if any(outcome != "done" for outcome in outcomes):
+        return FAILED
+    state = document.get("state")
+    accepted = not waited and state in ("queued", "running")
+    return 0 if state == "done" or accepted else FAILED

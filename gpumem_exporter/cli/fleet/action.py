@@ -1,0 +1,191 @@
+"""An action on the processes that a query selects: find them, submit the requests, print the results."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS, RequestOptions, TimedOptions
+from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, ProcessReading, form_group, ranks_query
+from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
+from gpumem_exporter.cli.fleet.prometheus import Prometheus
+from gpumem_exporter.cli.fleet.requests import ExporterRequest, Failure, Fleet, result_rows
+from gpumem_exporter.cli.fleet.results import FleetResult
+from gpumem_exporter.cli.fleet.selection import (
+    Exporter,
+    Selector,
+    TargetProcess,
+    Unmatched,
+    exporters_of,
+    natural_order,
+    select,
+    selectors_of,
+)
+from gpumem_exporter.cli.main import FAILED
+from gpumem_exporter.core.naming import json_pid
+from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
+from gpumem_exporter.wire.http import shown_url
+
+__all__ = ["PER_DEVICE", "act", "requests_for"]
+
+PER_DEVICE = ("reset_peak", "set_memory_fraction")
+"""The actions that act on one device of a process. The others act on the whole process."""
+
+Selectors = Mapping[Exporter, Sequence[Selector]]
+
+
+def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet: FleetOptions) -> int:
+    """Request an action of all processes that the query selects, print the results, and return the exit code.
+
+    Raises:
+        ConfigurationError: an option or the query is invalid.
+        PrometheusError: the query could not be evaluated.
+        ActionRefusedError: the query selects too many processes, or a group cannot take part. Nothing was requested.
+    """
+    body = options.request(action)
+    prometheus = fleet.connect()
+    token = fleet.token()
+    found = prometheus.query(selection.query)
+    selectors = selectors_of(found.series, fleet.instance_url)
+    run = _Run(body, selection, fleet, token)
+    if selectors and isinstance(options, TimedOptions) and options.group:
+        result = run.as_group(selectors, prometheus)
+    else:
+        result = run.on_each(selectors)
+    result.print(found.warnings, query=selection.query, as_json=fleet.as_json)
+    return 0 if result.done else FAILED
+
+
+class _Run:
+    """One action on a fleet."""
+
+    def __init__(self, body: Mapping[str, Any], selection: SelectionOptions, options: FleetOptions, token: str) -> None:
+        self._body = body
+        self._action: str = body["action"]
+        self._wait_seconds: float = body["deadline_seconds"] + ANSWER_GRACE_SECONDS
+        self._selection = selection
+        self._options = options
+        self._token = token
+
+    def on_each(self, selectors: Selectors) -> FleetResult:
+        """Every process acts by itself."""
+        with self._connect(selectors) as fleet:
+            processes, unmatched = self._select(fleet, selectors, unreported=self._action == "terminate")
+            self._require_allowed_number(processes)
+            requests = requests_for(self._action, processes)
+            fleet.submit(requests, self._body)
+            fleet.wait(requests, wait_seconds=self._wait_seconds)
+        return self._result(requests, unmatched)
+
+    def as_group(self, selectors: Selectors, prometheus: Prometheus) -> FleetResult:
+        """All ranks of the workload act after the same step."""
+        with self._connect(selectors) as fleet:
+            processes, unmatched = self._select(fleet, selectors, unreported=False)
+        if not processes:
+            return self._result((), unmatched)
+        workload = _one_workload(processes)
+        with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self._options.instance_url)
+        by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
+        exporters = sorted(by_url.values(), key=natural_order)
+        with self._connect(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
+            requested = time.monotonic()
+            readings = {
+                exporter: document
+                if isinstance(document, Failure)
+                else ProcessReading(document["processes"], requested)
+                for exporter, document in fleet.read(exporters, "processes").items()
+            }
+            deadline = self._body["deadline_seconds"]
+            group = form_group(workload, readings, deadline_seconds=deadline, clock=time.monotonic)
+            self._require_allowed_number(group.processes)
+            requests = group.act(fleet, self._body, wait_seconds=self._wait_seconds)
+        return self._result(requests, (), group.at_step, group.cancel_reason)
+
+    def _connect(self, exporters: Iterable[Exporter], timeout_seconds: float = 5.0) -> Fleet:
+        parallel = self._options.parallel
+        return Fleet(exporters, token=self._token, parallel=parallel, timeout_seconds=timeout_seconds)
+
+    def _select(
+        self, fleet: Fleet, selectors: Selectors, *, unreported: bool
+    ) -> tuple[list[TargetProcess], list[Unmatched]]:
+        """Read the exporters' processes. Return the selected ones, and the selectors without one."""
+        processes: list[TargetProcess] = []
+        unmatched: list[Unmatched] = []
+        for exporter, document in fleet.read(tuple(selectors), "processes").items():
+            if isinstance(document, Failure):
+                failed = (Unmatched(exporter, one, document.outcome, document.reason) for one in selectors[exporter])
+                unmatched.extend(failed)
+            else:
+                found, lacking = select(exporter, selectors[exporter], document["processes"], unreported=unreported)
+                processes += found
+                unmatched += lacking
+        return processes, unmatched
+
+    def _require_allowed_number(self, processes: Sequence[TargetProcess]) -> None:
+        most = self._selection.max_processes
+        if len(processes) > most:
+            raise ActionRefusedError(
+                f"the query selects {len(processes)} processes, more than --max-processes {most}; nothing was requested"
+            )
+
+    def _result(
+        self,
+        requests: Sequence[ExporterRequest],
+        unmatched: Sequence[Unmatched],
+        at_step: int | None = None,
+        cancel_reason: str = "",
+    ) -> FleetResult:
+        dry_run = self._body["dry_run"]
+        rows = [
+            (request.exporter, row)
+            for request in requests
+            for row in result_rows(request, action=self._action, dry_run=dry_run)
+        ]
+        rows += [(one.exporter, _unmatched_row(one)) for one in unmatched]
+        ordered = [row for _, row in sorted(rows, key=_table_order)]
+        return FleetResult(self._action, dry_run, ordered, at_step, cancel_reason)
+
+
+def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:
+    """Return one request for each process, or for each selected device if the action acts on devices."""
+    requests = []
+    for process in processes:
+        per_device = process.uuids is not None and action in PER_DEVICE
+        targets = [{"uuid": uuid} for uuid in process.uuids or ()] if per_device else [{}]
+        requests += [
+            ExporterRequest(process.exporter, (process,), {**process.api_target, **target}) for target in targets
+        ]
+    return requests
+
+
+def _one_workload(processes: Sequence[TargetProcess]) -> str:
+    workloads = sorted({process.workload or "" for process in processes})
+    if len(workloads) > 1 or not workloads[0]:
+        listed = ", ".join(workload or "(none)" for workload in workloads)
+        raise GroupIncompleteError(f"--group needs one workload; the query selects {listed}")
+    return workloads[0]
+
+
+def _table_order(item: tuple[Exporter, Mapping[str, Any]]) -> tuple[Any, ...]:
+    """By exporter, workload and rank; rank 10 is after rank 9."""
+    exporter, row = item
+    rank, pid = (row["rank"] or "").zfill(9), str(row["pid"] or "").zfill(12)
+    return natural_order(exporter), row["workload"] or "", rank, pid, row["gpu"] or ""
+
+
+def _unmatched_row(unmatched: Unmatched) -> dict[str, Any]:
+    selector = unmatched.selector
+    return {
+        "instance": unmatched.exporter.instance,
+        "url": shown_url(unmatched.exporter.url),
+        "action_id": None,
+        "pid": selector.pid if selector.pid is None else json_pid(selector.pid),
+        "workload": selector.workload,
+        "rank": selector.rank,
+        "gpu": selector.gpu,
+        "uuid": selector.uuid,
+        "outcome": unmatched.outcome,
+        "reason": unmatched.reason,
+        "freed_bytes": None,
+    }

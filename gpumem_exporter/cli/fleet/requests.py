@@ -1,0 +1,271 @@
+"""Requests to many exporters at a time: submit actions, wait for their end, and compare answers with requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from gpumem_exporter.cli.api_client import ExporterApi, has_ended
+from gpumem_exporter.cli.fleet.selection import Exporter, TargetProcess
+from gpumem_exporter.errors import ExporterAnswerError, ExporterError
+from gpumem_exporter.wire.http import shown_url
+
+__all__ = ["ExporterRequest", "Failure", "Fleet", "result_rows", "run_parallel"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_FIRST_PAUSE_SECONDS = 0.05
+_LONGEST_PAUSE_SECONDS = 0.5
+_MISSED_ANSWERS_MAX = 3
+"""An action has failed if its exporter misses this number of answers in a row."""
+_REFUSALS = (401, 403, 409, 422, 429)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An outcome that the command line itself found, not an exporter."""
+
+    outcome: str
+    reason: str
+
+
+@dataclass(slots=True)
+class ExporterRequest:
+    """An action at one exporter, and its state."""
+
+    exporter: Exporter
+    processes: tuple[TargetProcess, ...]
+    target: Mapping[str, Any]
+    action: Mapping[str, Any] = field(default_factory=dict)
+    """The latest document of the action; empty before the first answer."""
+    failure: Failure | None = None
+    missed_answers: int = 0
+    """Answers that the exporter missed in a row."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the request may still change."""
+        return self.failure is None and not has_ended(self.action)
+
+
+class Fleet:
+    """The exporters of a fleet, each on its own connection. Not thread-safe.
+
+    Args:
+        exporters: the exporters to connect to.
+        token: the bearer token for actions at each exporter.
+        parallel: the number of exporters that are queried at a time.
+        timeout_seconds: for each answer.
+        connect: makes the API of one address.
+
+    Raises:
+        ConfigurationError: an address is invalid.
+    """
+
+    def __init__(
+        self,
+        exporters: Iterable[Exporter],
+        *,
+        token: str,
+        parallel: int,
+        timeout_seconds: float = 5.0,
+        connect: Callable[[str], ExporterApi] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        make = connect or (lambda url: ExporterApi((url,), token=token, timeout_seconds=timeout_seconds, advice=""))
+        self._apis = {exporter.url: make(exporter.url) for exporter in exporters}
+        self._parallel = parallel
+        self._clock = clock
+        self._sleep = sleep
+
+    def __enter__(self) -> Fleet:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for api in self._apis.values():
+            api.close()
+
+    def read(self, exporters: Sequence[Exporter], resource: str) -> dict[Exporter, Mapping[str, Any] | Failure]:
+        """Return the document `processes` or `devices` of each exporter, or the failure."""
+
+        def read_one(exporter: Exporter) -> Mapping[str, Any] | Failure:
+            try:
+                document = self._apis[exporter.url].get(f"/api/v1/{resource}")
+            except ExporterError as error:
+                return _failure(error)
+            if isinstance(document.get(resource), list):
+                return document
+            return Failure("failed", f"the server at {shown_url(exporter.url)} is not a gpumem-exporter")
+
+        return dict(zip(exporters, run_parallel(exporters, read_one, parallel=self._parallel), strict=True))
+
+    def submit(self, requests: Sequence[ExporterRequest], body: Mapping[str, Any]) -> None:
+        """Submit requests without waiting for their end."""
+        self._for_each(requests, lambda request, api: _submit(request, api, body))
+
+    def wait(
+        self, requests: Sequence[ExporterRequest], *, wait_seconds: float, observe: Callable[[], None] = lambda: None
+    ) -> None:
+        """Poll until every request has ended or the time is over.
+
+        Args:
+            requests: submitted requests.
+            wait_seconds: the longest wait.
+            observe: called at the start and after each round.
+        """
+        end = self._clock() + wait_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        observe()
+        while pending := [request for request in requests if request.pending]:
+            left = end - self._clock()
+            if left <= 0:
+                break
+            self._sleep(min(left, pause))
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+            self._for_each(pending, _poll)
+            observe()
+        for request in requests:
+            if request.pending:
+                reason = f"action {request.action.get('id')} did not end within {wait_seconds:g} s"
+                request.failure = Failure("expired", reason)
+
+    def cancel(self, requests: Sequence[ExporterRequest]) -> None:
+        """Cancel requests where they have not started."""
+        self._for_each([request for request in requests if request.pending and request.action], _cancel)
+
+    def _for_each(
+        self, requests: Iterable[ExporterRequest], work: Callable[[ExporterRequest, ExporterApi], None]
+    ) -> None:
+        """Work on several exporters in parallel. One exporter's requests share a connection and run in sequence."""
+        by_url: dict[str, list[ExporterRequest]] = {}
+        for request in requests:
+            by_url.setdefault(request.exporter.url, []).append(request)
+
+        def work_on(url: str) -> None:
+            for request in by_url[url]:
+                work(request, self._apis[url])
+
+        run_parallel(tuple(by_url), work_on, parallel=self._parallel)
+
+
+def result_rows(request: ExporterRequest, *, action: str, dry_run: bool) -> Iterator[dict[str, Any]]:
+    """Yield a row for each process and device of a request.
+
+    A result for another process, device or action than the requested one is a failure.
+    """
+    exporter = request.exporter
+    origin = {
+        "instance": exporter.instance,
+        "url": shown_url(exporter.url),
+        "action_id": request.action.get("id"),
+    }
+    requested = {str(process.pid): process for process in request.processes}
+    answered = set()
+    for result in request.action.get("results") or ():
+        pid = str(result.get("pid"))
+        answered.add(pid)
+        row = {**origin, **result}
+        if pid not in requested or _contradicts(request.target, result):
+            row |= {"outcome": "failed", "reason": "the exporter acted on a process that was not requested"}
+        yield row
+    failure = request.failure
+    other_action = (request.action.get("action"), request.action.get("dry_run")) != (action, dry_run)
+    if failure is None and other_action:
+        failure = Failure("failed", "the exporter answered for another action than the requested one")
+        answered.clear()
+    for pid, process in requested.items():
+        if pid not in answered:
+            missing = failure or Failure("failed", "the exporter's answer lacks this process")
+            yield {**origin, **_unknown_result(process), "outcome": missing.outcome, "reason": missing.reason}
+
+
+def run_parallel(items: Sequence[T], work: Callable[[T], R], *, parallel: int) -> list[R]:
+    """Return the result of `work` for each item, in order; at most `parallel` run at a time.
+
+    The threads are daemons, unlike those of `concurrent.futures`: Ctrl-C does not wait for a node that hangs. The
+    first exception is raised after all threads have ended.
+    """
+    results: dict[int, R] = {}
+    errors: list[BaseException] = []
+    indexes = iter(range(len(items)))
+    lock = threading.Lock()
+
+    def run() -> None:
+        while True:
+            with lock:
+                index = next(indexes, None)
+            if index is None or errors:
+                return
+            try:
+                results[index] = work(items[index])
+            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+                errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, name=f"gpumem-fleet-{number}", daemon=True)
+        for number in range(min(parallel, len(items)))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[index] for index in range(len(items))]
+
+
+def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any]) -> None:
+    try:
+        request.action = api.begin({**body, "target": request.target})
+    except ExporterAnswerError as error:
+        gone = Failure("gone", "no process matches; it may have exited")
+        request.failure = gone if error.status == 404 else _failure(error)
+    except ExporterError as error:
+        request.failure = Failure("failed", f"{error}; the exporter may have received the request and acted")
+
+
+def _poll(request: ExporterRequest, api: ExporterApi) -> None:
+    try:
+        request.action = api.action(str(request.action["id"]))
+        request.missed_answers = 0
+    except ExporterAnswerError:
+        request.failure = Failure("failed", "the exporter no longer knows the action; the process may have acted")
+    except ExporterError as error:
+        request.missed_answers += 1
+        if request.missed_answers >= _MISSED_ANSWERS_MAX:
+            request.failure = Failure("failed", f"requested, and the process may have acted, but {error}")
+
+
+def _cancel(request: ExporterRequest, api: ExporterApi) -> None:
+    try:
+        request.action = api.cancel(str(request.action["id"]))
+    except ExporterError:
+        return  # `wait` finds out how the request ends.
+
+
+def _failure(error: ExporterError) -> Failure:
+    refused = isinstance(error, ExporterAnswerError) and error.status in _REFUSALS
+    return Failure("refused" if refused else "failed", str(error))
+
+
+def _contradicts(target: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
+    """Whether a result is of another process or device than the target, in spite of its pid."""
+    if any(name in target and target[name] != result.get(name) for name in ("workload", "rank")):
+        return True
+    return "uuid" in target and result.get("uuid") not in ("", target["uuid"])
+
+
+def _unknown_result(process: TargetProcess) -> dict[str, Any]:
+    return {
+        "pid": process.pid,
+        "workload": process.workload,
+        "rank": process.rank,
+        "gpu": ",".join(process.gpus),
+        "uuid": None,
+        "freed_bytes": None,
+    }
