@@ -64,7 +64,7 @@ def test_a_released_driver_is_held_by_nothing_and_torch_series_stay(
     for device in (0, 1):
         assert [name for name in series_of(metrics, uuid=node.uuid(device)) if name.startswith(gone)] == []
     health = exporter.get("/health")
-    assert (health["status"], health["nvml"]) == ("degraded", {"up": False, "error": said})
+    assert (health["status"], health["nvml"]) == ("degraded", {"up": False, "error": said, "released": True})
 
     # It stays so, by itself, for longer than any attempt to attach would wait, whatever else is asked of it.
     node.restart_driver()

@@ -29,10 +29,11 @@ class Check(TypedDict):
 
 
 class NvmlState(TypedDict):
-    """Whether the driver answers; otherwise why not."""
+    """Whether the driver answers; otherwise why not. `released`: `release-nvml` is in force."""
 
     up: bool
     error: str
+    released: bool
 
 
 class HealthDocument(TypedDict):
@@ -116,7 +117,11 @@ def health_document(
         "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
         "version": version,
         "source": source,
-        "nvml": {"up": up, "error": "" if up else checks["nvml"]["detail"]},
+        "nvml": {
+            "up": up,
+            "error": "" if up else checks["nvml"]["detail"],
+            "released": not up and poller.release is not None,
+        },
         "devices": len(node.devices) if node else 0,
         "processes": len(snapshot.processes),
         "checks": checks,

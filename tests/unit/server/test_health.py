@@ -8,7 +8,7 @@ import pytest
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.events import EventLogStatus
-from gpumem_exporter.nvml.poller import PollerStatus
+from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.server.api.health import health_document
 from tests.support.builders import UUIDS, device, node, reporting
 
@@ -25,7 +25,7 @@ def test_a_node_where_all_is_well_is_ok() -> None:
     snapshot = Snapshot(0.0, node(device(UUIDS[0]), device(UUIDS[1], gpu="1")), (reporting(),))
     document = health(snapshot)
     assert document["status"] == "ok"
-    assert document["nvml"] == {"up": True, "error": ""}
+    assert document["nvml"] == {"up": True, "error": "", "released": False}
     assert (document["devices"], document["processes"]) == (2, 1)
     assert (document["version"], document["source"]) == ("1.2.3", "nvml")
     assert {check["status"] for check in document["checks"].values()} == {"ok"}
@@ -35,7 +35,13 @@ def test_no_driver_is_degraded_and_says_why() -> None:
     down = dataclasses.replace(node(up=False), error="libnvidia-ml.so.1 is not there")
     document = health(Snapshot(0.0, down))
     assert document["status"] == "degraded"
-    assert document["nvml"] == {"up": False, "error": "libnvidia-ml.so.1 is not there"}
+    assert document["nvml"] == {"up": False, "error": "libnvidia-ml.so.1 is not there", "released": False}
+
+
+def test_a_release_of_nvml_is_a_flag_for_programs() -> None:
+    down = dataclasses.replace(node(up=False), error="released on request by ada")
+    document = health(Snapshot(0.0, down), release=ReleaseRequest("ada", 0.0))
+    assert document["nvml"]["released"] is True
 
 
 def test_before_the_first_poll_it_is_degraded() -> None:
