@@ -100,7 +100,6 @@ def build_runtime(
         registry,
         version=__version__,
         source=provider.source,
-        max_prepared_processes=settings.report_max_processes,
     )
     holds = Holds()
     instruments.show_held_requests(holds.__len__)
@@ -112,7 +111,6 @@ def build_runtime(
         try:
             events.take_reading(reading)  # first: what a page has shown of a process is in its last row
         finally:
-            exposition.prepare_reading(reading)
             store.put_reading(reading)
 
     poller = Poller(

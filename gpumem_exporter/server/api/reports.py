@@ -109,7 +109,7 @@ class ReportsRoute:
             if before is not None:
                 runtime.presence.replaced(before, process)
             _tell_of_unknown_devices(report, process)
-        runtime.exposition.prepare(process, runtime.store.snapshot(now).node)
+        runtime.exposition.refresh(process)
         return process
 
     async def _commands(

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.collectors.collector import GpumemCollector
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
@@ -122,17 +121,6 @@ def test_an_unknown_value_is_absent() -> None:
     assert first.startswith('gpumem_last_oom_timestamp_seconds{gpu="",')
     second = [line.split("{")[0].removeprefix("gpumem_last_oom_") for line in bench.lines() if UUIDS[1] in line]
     assert second == [name for name in NAMES if name not in ("device_free_bytes", "limit_bytes")]
-
-
-def test_another_registry_has_the_same_series() -> None:
-    bench = Bench()
-    bench.report(7, oom(sample=sample()))
-    embedded = CollectorRegistry()
-    embedded.register(GpumemCollector(bench.snapshot, version="1", source="nvml"))
-    families = text_string_to_metric_families(generate_latest(embedded).decode())
-    found = {found.name: found.value for family in families for found in family.samples if "_last_oom_" in found.name}
-    assert found == {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in bench.lines()}
-    assert len(found) == len(NAMES) - 2
 
 
 # --- lifetime
