@@ -164,7 +164,7 @@ def build_runtime(
             host,
             clock=clock,
             report_interval_seconds=settings.report_interval,
-            on_gone=events.process_gone,
+            on_ended=events.processes_ended,
         ),
         events=events,
         audit=audit,

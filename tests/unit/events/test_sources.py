@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.model import Action, ActionResult, Target
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts, ReportingProcess
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts, ReportingProcess, Snapshot
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.events import Event, Recorder
 from gpumem_exporter.events.actions import MAX_RESULTS, action_event
@@ -37,15 +37,20 @@ class Bench:
         self.now = 100.0
         self.log = RecordedLog()
         self.shown: list[Event] = []
-        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
+        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=1000)
+        self.snapshots = 0
         self.recorder = Recorder(
             self.log,  # type: ignore[arg-type]
-            lambda: self.store.snapshot(self.now),
+            self.snapshot,
             report_expiry_seconds=15,
             reading_expiry_seconds=5,
             wall_clock=lambda: 1e9 + self.now,
             on_ooms=self.shown.extend,
         )
+
+    def snapshot(self) -> Snapshot:
+        self.snapshots += 1
+        return self.store.snapshot(self.now)
 
     def report(self, pid: int = 7, *, host_pid: int | None = None, **changes: Any) -> Future[bool] | None:
         sent = report(pid, **changes)
@@ -63,7 +68,7 @@ class Bench:
         self.recorder.sweep(self.store.snapshot(self.now))
 
     def forget(self, process: ReportingProcess, reason: str) -> None:
-        self.recorder.process_gone(process.key, reason)
+        self.recorder.processes_ended([(process.key, reason)])
         self.store.forget(process.key)
 
     def process(self) -> ReportingProcess:
@@ -273,6 +278,24 @@ def test_processes_that_share_a_pid_have_the_names_of_their_series() -> None:
     bench.report(1, pid_namespace=5, session="a")
     bench.report(1, pid_namespace=6, session="b")
     assert [event.pid for event in bench.log.events] == [1, "1@6"]
+
+
+@pytest.mark.parametrize("host_pids", [True, False])
+def test_the_names_of_many_processes_that_end_at_once_are_computed_once(host_pids: bool) -> None:
+    bench = Bench()
+    for pid in range(1, 513):
+        bench.report(pid, host_pid=pid if host_pids else None, session=str(pid))
+    assert bench.snapshots == (0 if host_pids else 512), "a report takes at most one snapshot"
+    bench.snapshots = 0
+    bench.log.events.clear()
+    bench.recorder.processes_ended(
+        [(process.key, "killed") for process in bench.store.snapshot(bench.now).processes[:256]]
+    )
+    bench.now += 16
+    bench.sweep()
+    assert bench.types() == ["process_ended"] * 512
+    assert {event.pid for event in bench.log.events} == set(range(1, 513))
+    assert bench.snapshots == (0 if host_pids else 1)
 
 
 def lost(gpu: int = 0, **changes: Any) -> DeviceReading:
