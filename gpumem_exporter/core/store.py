@@ -157,7 +157,7 @@ class Store:
         if len(devices) == len(report.devices):
             return report
         if not devices:
-            raise UnknownDeviceError(f"devices.0.uuid: the driver has no device {report.devices[0].uuid!r}")
+            raise UnknownDeviceError(f"the driver has no device {report.devices[0].uuid!r}")
         return replace(report, devices=devices)
 
 

@@ -90,8 +90,8 @@ def create_app(
     app.state.runtime = runtime
     # First and plain: these two are asked for all the time, and a list of routes is searched from its start.
     app.router.routes[:0] = [
-        Route(REPORTS_PATH, ReportsRoute(runtime), include_in_schema=False),
-        Route(settings.web_telemetry_path, MetricsRoute(runtime), include_in_schema=False),
+        Route(REPORTS_PATH, ReportsRoute(runtime.ingest), include_in_schema=False),
+        Route(settings.web_telemetry_path, MetricsRoute(runtime.exposition, runtime.snapshot), include_in_schema=False),
     ]
     for router in (
         state_router,

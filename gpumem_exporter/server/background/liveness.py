@@ -111,7 +111,7 @@ class Presence:
         quiet: list[ReportingProcess | SilentReporter] = [
             process for process in snapshot.processes if now - process.received_seconds > self._quiet_seconds
         ]
-        self._disconnected &= {reporter.key for reporter in (*snapshot.processes, *snapshot.silent)}
+        self._disconnected &= {process.key for process in snapshot.processes} | {one.key for one in snapshot.silent}
         ended = [
             (silent.key, "its connection broke, and it has not reported since")
             for silent in snapshot.silent
