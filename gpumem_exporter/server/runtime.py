@@ -39,7 +39,7 @@ from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History
 
 if TYPE_CHECKING:
-    from gpumem_exporter.server.background.policy_runner import PolicyKeeper
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner
     from gpumem_exporter.server.security.web_access import WebAccess
 
 __all__ = ["Runtime", "build_runtime"]
@@ -73,7 +73,7 @@ class Runtime:
     own_names: OwnNames
     reports_rule: Rule
     actions_rule: Rule
-    policies: PolicyKeeper | None
+    policies: PolicyRunner | None
     """None without `--policy.file`."""
     web: WebAccess | None
     """None without `--web.config.file`."""
@@ -270,12 +270,12 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
 
 def _policies(
     settings: Settings, state: CurrentState, dispatcher: Dispatcher, instruments: Instruments, log: EventLog
-) -> PolicyKeeper | None:
+) -> PolicyRunner | None:
     if not settings.policy_file:
         return None
-    from gpumem_exporter.server.background.policy_runner import PolicyKeeper  # loaded only if there is a policy
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner  # loaded only if there is a policy
 
-    return PolicyKeeper(
+    return PolicyRunner(
         Path(settings.policy_file),
         allowed=frozenset(settings.action_allow),
         dispatcher=dispatcher,
