@@ -44,7 +44,7 @@ class Ingest:
         instruments: counts reports by outcome.
         clock: monotonic seconds.
         wall_clock: seconds since the epoch.
-        report_interval_seconds: the interval that reporters are told, and the longest hold of a request.
+        report_interval_seconds: the interval for reporters, and the longest time that a request is held.
     """
 
     def __init__(

@@ -21,7 +21,7 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError, ConfigurationError
 from gpumem_exporter.events import EventLog
-from gpumem_exporter.events.policies import policy_stopped_event
+from gpumem_exporter.events.actions import policy_stopped_event
 
 __all__ = ["PolicyRunner"]
 
