@@ -13,7 +13,7 @@ from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.security.request_guard import RELOAD_PATH
 
 if TYPE_CHECKING:
-    from gpumem_exporter.server.background.policy_runner import PolicyKeeper
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner
 
 __all__ = ["policy_router"]
 
@@ -32,7 +32,7 @@ class RulesDocument(TypedDict):
     rules: list[RuleDocument]
 
 
-def policy_router(policies: PolicyKeeper | None) -> APIRouter:
+def policy_router(policies: PolicyRunner | None) -> APIRouter:
     """Return the route that reloads the policy; `policies` is None without `--policy.file`."""
     router = APIRouter(tags=["policy"])
 
