@@ -76,7 +76,7 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> API
             raise ProblemError(403, _ANONYMOUS_TERMINATION)
         wanted = body.request()
         if idempotency_key is not None:
-            await audit.recalled()
+            await audit.wait_until_recalled()
         action = _submitted(dispatcher, wanted, request, idempotency_key)
         if not action.finished and body.wait_seconds > 0:
             await holds.until(dispatcher.wait(action.id, body.wait_seconds), request.receive)
@@ -111,7 +111,7 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> API
         if action is None:
             raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
-            await audit.kept(action)
+            await audit.wait_until_stored(action)
         return json_response(action_document(action), 200 if action.finished else running_status)
 
     return router

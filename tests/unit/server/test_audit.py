@@ -25,7 +25,7 @@ def test_a_row_that_cannot_be_read_is_told_and_keeps_no_request_waiting(caplog: 
 
     async def recall() -> bool:
         await audit.recall(dispatcher)
-        waiting = asyncio.ensure_future(audit.recalled())
+        waiting = asyncio.ensure_future(audit.wait_until_recalled())
         await asyncio.sleep(0)
         return waiting.done()
 
