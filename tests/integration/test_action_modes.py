@@ -69,7 +69,7 @@ def stepping(process: TorchProcess, folder: Path, pause: float = 0.01) -> Iterat
         stop.unlink()
 
 
-def test_in_mode_step_the_training_thread_clears_after_a_step_and_the_driver_has_what_it_freed(
+def test_mode_step_clears_in_the_training_thread_after_a_step(
     exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
 ) -> None:
     cache(process)
@@ -86,7 +86,7 @@ def test_in_mode_step_the_training_thread_clears_after_a_step_and_the_driver_has
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("mode", ["now", "step", "idle"])
-def test_in_every_mode_what_was_freed_is_what_the_driver_has_gained(
+def test_in_every_mode_the_freed_bytes_are_what_the_driver_gained(
     mode: str, settings: str, exporter: ExporterProcess, start_torch: StartTorch, node: EmulatedNode, tmp_path: Path
 ) -> None:
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=settings)
@@ -109,18 +109,16 @@ def test_in_every_mode_what_was_freed_is_what_the_driver_has_gained(
         assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
 
 
-def test_in_mode_step_a_process_that_makes_none_says_so_at_the_deadline(
-    exporter: ExporterProcess, process: TorchProcess
-) -> None:
+def test_mode_step_expires_in_a_process_without_steps(exporter: ExporterProcess, process: TorchProcess) -> None:
     cache(process)
     action = exporter.act("empty_cache", target={"pid": process.pid}, mode="step", deadline_seconds=0.5)
     (row,) = action["results"]
     assert (action["state"], row["outcome"]) == ("expired", "expired")
-    assert row["reason"] == "no step ended before the deadline"
+    assert row["reason_code"] == "no_step_ended"
     assert process.call("stats", device=0)["reserved_bytes.all.current"] == 64 * MIB
 
 
-def test_in_mode_idle_it_waits_until_steps_have_ended_and_nothing_is_allocated(
+def test_mode_idle_waits_until_no_step_runs_and_nothing_is_allocated(
     exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
 ) -> None:
     cache(process)
@@ -139,7 +137,7 @@ def test_in_mode_idle_it_waits_until_steps_have_ended_and_nothing_is_allocated(
     assert process.call("stats", device=0)["reserved_bytes.all.current"] == 0
 
 
-def test_no_capture_is_broken_by_actions_at_random_moments(
+def test_actions_at_random_times_break_no_cuda_graph_capture(
     exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
 ) -> None:
     """What is asked `now` during a capture is refused, what is asked for a step waits until it is over."""
@@ -174,7 +172,7 @@ while not os.path.exists(finished):  # an action may still wait for a step
             for row in action["results"]:
                 outcomes[mode, row["outcome"]] = outcomes.get((mode, row["outcome"]), 0) + 1
                 if row["outcome"] == "refused":
-                    assert row["reason"] == "a CUDA graph is being captured"
+                    assert row["reason_code"] == "cuda_graph_capture"
         assert not process.answered(), process.receive(number)  # a capture that was spoilt ends the program
     finished.touch()
     assert process.receive(number, timeout_seconds=120) == tries
@@ -183,7 +181,7 @@ while not os.path.exists(finished):  # an action may still wait for a step
     assert outcomes.get(("step", "done")), outcomes
 
 
-def test_a_snapshot_is_torchs_own_and_says_what_is_in_it(
+def test_a_snapshot_is_a_pickle_of_torch_with_a_correct_summary(
     exporter: ExporterProcess, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "snapshots"
@@ -211,12 +209,12 @@ def test_a_snapshot_is_torchs_own_and_says_what_is_in_it(
     assert process.exec("result = torch._C._cuda_isHistoryEnabled()") is True
 
 
-def test_a_memory_fraction_below_what_is_reserved_is_refused_unless_forced(
+def test_a_memory_fraction_below_the_reserved_memory_is_refused_unless_forced(
     exporter: ExporterProcess, process: TorchProcess
 ) -> None:
     held = process.call("alloc", nbytes=2 << 30)
     (row,) = exporter.act("set_memory_fraction", target={"pid": process.pid}, fraction=0.1)["results"]
-    assert row["outcome"] == "refused"
+    assert (row["outcome"], row["reason_code"]) == ("refused", "reserved_exceeds_fraction")
     assert f"{2 << 30} bytes are reserved" in row["reason"]
     process.call("alloc", nbytes=1 << 30)  # nothing has changed
     (row,) = exporter.act("set_memory_fraction", target={"pid": process.pid}, fraction=0.1, force=True)["results"]
@@ -231,7 +229,7 @@ def deadly(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess
     return start_exporter(node, *QUICK, "--action.allow", "terminate,empty_cache")
 
 
-def test_terminate_ends_the_process_that_is_meant_and_gives_back_what_the_driver_said_it_used(
+def test_terminate_ends_the_target_process_and_releases_its_memory(
     deadly: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
 ) -> None:
     victim, other = (start_torch(GPUMEM_EXPORTER_URL=deadly.url) for _ in range(2))
@@ -245,13 +243,13 @@ def test_terminate_ends_the_process_that_is_meant_and_gives_back_what_the_driver
     assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("done", held)]
     assert node.books().used_by(victim.pid) == held
     action = deadly.act("terminate", target={"pid": victim.pid})
-    assert [(row["outcome"], row["reason"]) for row in action["results"]] == [("done", "ended by SIGTERM")]
+    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigterm")]
     assert action["freed_bytes"] == held
     assert node.books().used_by(victim.pid) == 0
     assert other.pid in deadly.processes()
 
 
-def test_terminate_kills_what_does_not_heed_and_what_does_not_report(
+def test_terminate_kills_a_process_that_ignores_sigterm_and_does_not_report(
     deadly: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
 ) -> None:
     process = start_torch()
@@ -259,11 +257,11 @@ def test_terminate_kills_what_does_not_heed_and_what_does_not_report(
     pid = str(process.pid)
     wait_for(lambda: deadly.metrics().values("gpumem_process_memory_used_bytes", pid=pid), "the driver's list")
     action = deadly.act("terminate", target={"pid": process.pid}, wait_seconds=60)
-    assert [(row["outcome"], row["reason"]) for row in action["results"]] == [("done", "ended by SIGKILL")]
+    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigkill")]
     assert node.books().used_by(process.pid) == 0
 
 
-def test_terminate_is_off_unless_it_is_allowed(exporter: ExporterProcess, process: TorchProcess) -> None:
+def test_terminate_is_not_allowed_by_default(exporter: ExporterProcess, process: TorchProcess) -> None:
     exporter.act("terminate", target={"pid": process.pid}, expect=403)
     assert process.call("stats", device=0)
 
@@ -329,7 +327,7 @@ def ranks(node: EmulatedNode, exporter: ExporterProcess, folder: Path, count: in
 
 
 @pytest.mark.slow
-def test_a_group_clears_after_the_same_step_on_every_rank_twenty_times_of_twenty(
+def test_a_group_clears_after_the_same_step_on_every_rank_in_each_of_twenty_runs(
     node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
 ) -> None:
     with ranks(node, exporter, tmp_path, 4) as pids:
@@ -352,7 +350,7 @@ def test_a_group_clears_after_the_same_step_on_every_rank_twenty_times_of_twenty
     assert sum(action["freed_bytes"] for action in actions) > 0
 
 
-def test_with_one_rank_stopped_the_group_is_called_off_says_which_and_nothing_hangs(
+def test_a_group_with_a_stopped_rank_is_withdrawn_and_names_the_rank(
     node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
 ) -> None:
     with ranks(node, exporter, tmp_path, 2) as pids:
@@ -364,7 +362,7 @@ def test_with_one_rank_stopped_the_group_is_called_off_says_which_and_nothing_ha
         outcomes = {row["rank"]: row["outcome"] for row in action["results"]}
         assert outcomes["1"] == "expired"
         assert outcomes["0"] in ("refused", "expired")  # a busy machine may keep it, too, from saying in time
-        assert "did not ask for work in time" in next(r["reason"] for r in action["results"] if r["rank"] == "1")
+        assert next(row["reason_code"] for row in action["results"] if row["rank"] == "1") == "group_rank_late"
         step = exporter.processes()[pids[1]]["step"]
         wait_for(lambda: exporter.processes()[pids[1]]["step"] > step + 5, "both ranks' going on")
         # what was called off never runs afterwards
@@ -384,14 +382,17 @@ def ask_apart(exporter: ExporterProcess, **request: Any) -> tuple[int, Any]:
 
 
 def ask_group(exporter: ExporterProcess, target: dict[str, str]) -> Any:
-    """Have a group clear; again where a busy machine has kept a rank from its steps, or from answering.
+    """Request a clear of a group until it is done: a busy machine may delay the steps or the report of a rank.
 
-    Then it is none of the ranks.
+    A group that is not done has acted on no rank.
     """
-    for _ in range(5):
+
+    def done() -> Any:
         status, action = ask_apart(exporter, target=target, group=True, wait_seconds=60, deadline_seconds=60)
         if status == 200 and action["state"] == "done":
-            break
+            return action
         assert status == 200 or "makes no steps" in action["detail"], action
         assert not any(row["outcome"] == "done" for row in action.get("results", ())), action
-    return action
+        return None
+
+    return wait_for(done, "a group that acts")

@@ -45,7 +45,7 @@ def path(tmp_path: Path) -> Iterator[AlertPath]:
         exporter.close()
 
 
-def test_a_leak_and_a_fragmented_heap_raise_their_alerts_and_an_action_resolves_them(path: AlertPath) -> None:
+def test_a_leak_and_fragmentation_fire_alerts_that_an_action_resolves(path: AlertPath) -> None:
     troubles = {"GpuMemFragmentationHigh": "demo-asr-varlen", "GpuMemLeak": "demo-rag-indexer-leak"}
     fired, come_before_action = {}, {}
     for name, workload in troubles.items():
@@ -79,7 +79,7 @@ def assert_it_tells_what_to_know(alert: Mapping[str, Any]) -> None:
     assert (DEPLOY.parent / annotations["runbook_url"]).is_file()
 
 
-def test_making_the_rules_faster_changes_each_duration_and_nothing_else() -> None:
+def test_faster_rules_differ_only_in_their_durations() -> None:
     rules = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
     assert len(rules) >= 2
     for path in rules:

@@ -28,7 +28,7 @@ def refuse(ranks: Ranks, process: ReportingProcess, action: Action, code: Reason
     ranks.dispatcher.take_results(replace(process, report=replace(process.report, results=(result,))))
 
 
-def test_what_nobody_has_fetched_is_taken_back_at_once_and_says_by_whom(ranks: Ranks) -> None:
+def test_a_command_that_was_not_fetched_is_cancelled_at_once_and_names_the_caller(ranks: Ranks) -> None:
     action = ranks.ask(mode="step")
     cancelled = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
     assert cancelled is not None
@@ -38,7 +38,7 @@ def test_what_nobody_has_fetched_is_taken_back_at_once_and_says_by_whom(ranks: R
     assert run(ranks.dispatcher.commands(ranks.first, 0)) == ()
 
 
-def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_whom(ranks: Ranks) -> None:
+def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask_group()
         for process in (ranks.first, ranks.second):
@@ -62,7 +62,7 @@ def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_
     run(scenario())
 
 
-def test_what_was_refused_or_done_before_the_cancellation_came_keeps_its_own_result(ranks: Ranks) -> None:
+def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask(mode="step")
         for process in (ranks.first, ranks.second):
@@ -89,7 +89,7 @@ def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None
     assert ranks.dispatcher.cancel("nobody", requested_by=Caller.policy("alice")) is None
 
 
-def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> None:
+def test_a_requested_step_is_used(ranks: Ranks) -> None:
     action = ranks.ask_group(at_step=123)
     assert action.at_step == 123
     (command,) = run(ranks.dispatcher.commands(ranks.first, 0))
@@ -105,7 +105,7 @@ def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> Non
         ({"step": None}, {"at_step": 123}, r"pid 2 \(rank 1\).*\bsteps"),
     ],
 )
-def test_a_step_that_was_chosen_elsewhere_is_refused_where_a_rank_cannot_act_after_it(
+def test_a_requested_step_is_refused_if_a_rank_cannot_act_after_it(
     ranks: Ranks, changes: dict[str, Any], asked: dict[str, Any], said: str
 ) -> None:
     ranks.rank(2, "1", **{"step": 48, **changes})
@@ -114,7 +114,7 @@ def test_a_step_that_was_chosen_elsewhere_is_refused_where_a_rank_cannot_act_aft
     assert ranks.dispatcher.recent() == ()
 
 
-def test_a_cap_is_for_the_devices_that_are_meant_alone() -> None:
+def test_a_memory_fraction_applies_only_to_the_target_devices() -> None:
     bench = Bench()
     bench.put(1, rank="0", devices=(sample(UUIDS[0], 8 * MIB), sample(UUIDS[1], 2 * MIB)))
     bench.ask("set_memory_fraction", Target(uuid=UUIDS[1], pid=1), fraction=0.5)

@@ -68,7 +68,7 @@ def test_a_field_of_the_wrong_type_is_reported_once(location: tuple[str, ...], c
     assert [error["loc"] for error in caught.value.errors()] == [location]
 
 
-def test_an_action_reads_as_the_contract_writes_it() -> None:
+def test_the_document_of_an_action_has_the_documented_keys() -> None:
     result = ActionResult(pid=7, workload="w", rank="0", gpu="0", uuid="GPU-0", outcome="done", freed_bytes=5)
     action = Action(
         id="abc",
