@@ -41,12 +41,12 @@ def exporter() -> Iterator[RunningExporter]:
         yield running
 
 
-def alert(fingerprint: str = "aaaa", status: str = "firing", began: str = "monday", **said: str) -> dict[str, Any]:
+def alert(fingerprint: str = "aaaa", status: str = "firing", starts_at: str = "monday", **texts: str) -> dict[str, Any]:
     return {
         "status": status,
         "labels": {"alertname": "Hoarded"},
-        "annotations": said,
-        "startsAt": began,
+        "annotations": texts,
+        "startsAt": starts_at,
         "endsAt": "0001-01-01T00:00:00Z",
         "generatorURL": "",
         "fingerprint": fingerprint,
@@ -58,11 +58,11 @@ def message(*alerts: dict[str, Any]) -> dict[str, Any]:
 
 
 def send(exporter: RunningExporter, *alerts: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
-    """What became of each alert."""
+    """Send alerts and return the outcome of each."""
     answer = exporter.request("POST", ALERTS, message(*alerts), **headers)
     assert answer.status == 200, answer.body
-    told: list[dict[str, Any]] = json.loads(answer.body)["alerts"]
-    return told
+    outcomes: list[dict[str, Any]] = json.loads(answer.body)["alerts"]
+    return outcomes
 
 
 def counted(exporter: RunningExporter, outcome: str) -> float | None:
@@ -75,9 +75,9 @@ def actions(exporter: RunningExporter) -> list[Any]:
 
 
 def test_a_firing_alert_becomes_an_action_with_its_name(exporter: RunningExporter) -> None:
-    (told,) = send(exporter, alert(gpumem_mode="step", gpumem_reason="7 bytes", **CLEAR))
+    (outcomes,) = send(exporter, alert(gpumem_mode="step", gpumem_reason="7 bytes", **CLEAR))
     (action,) = actions(exporter)
-    assert told == {"fingerprint": "aaaa", "outcome": "acted", "reason": "", "action_id": action["id"]}
+    assert outcomes == {"fingerprint": "aaaa", "outcome": "acted", "reason": "", "action_id": action["id"]}
     assert (action["action"], action["mode"], action["target"]) == ("empty_cache", "step", {"pid": 1})
     assert action["requested_by"] == "alert:Hoarded by tcp:127.0.0.1"
     assert re.search(r"\bHoarded \(aaaa\): 7 bytes$", action["reason"])
@@ -102,18 +102,18 @@ def test_concurrent_equal_messages_act_once(exporter: RunningExporter) -> None:
         return send(exporter, alert("aaaa", **CLEAR), alert("bbbb", **CLEAR), alert("aaaa", **CLEAR))
 
     with ThreadPoolExecutor(16) as pool:
-        told = [each for asked in [pool.submit(ask) for _ in range(16)] for each in asked.result(patient(30))]
-    assert [each["outcome"] for each in told].count("acted") == 2
-    assert {each["outcome"] for each in told} == {"acted", "repeated"}
+        outcomes = [each for sent in [pool.submit(ask) for _ in range(16)] for each in sent.result(patient(30))]
+    assert [each["outcome"] for each in outcomes].count("acted") == 2
+    assert {each["outcome"] for each in outcomes} == {"acted", "repeated"}
     assert len(actions(exporter)) == 2
 
 
 def test_another_firing_acts_again_after_the_cooldown(exporter: RunningExporter) -> None:
     quick = {**CLEAR, "gpumem_cooldown_seconds": "0"}
-    assert send(exporter, alert(began="monday", **CLEAR))[0]["outcome"] == "acted"
-    assert send(exporter, alert(began="tuesday", **CLEAR))[0]["outcome"] == "cooling"
-    assert send(exporter, alert("bbbb", began="monday", **quick))[0]["outcome"] == "acted"
-    assert send(exporter, alert("bbbb", began="tuesday", **quick))[0]["outcome"] == "acted"
+    assert send(exporter, alert(starts_at="monday", **CLEAR))[0]["outcome"] == "acted"
+    assert send(exporter, alert(starts_at="tuesday", **CLEAR))[0]["outcome"] == "cooling"
+    assert send(exporter, alert("bbbb", starts_at="monday", **quick))[0]["outcome"] == "acted"
+    assert send(exporter, alert("bbbb", starts_at="tuesday", **quick))[0]["outcome"] == "acted"
     assert len(actions(exporter)) == 3
 
 
@@ -126,17 +126,17 @@ def test_a_resolved_alert_does_nothing(exporter: RunningExporter) -> None:
 
 
 def test_an_alert_without_a_request_is_counted_as_ignored(exporter: RunningExporter) -> None:
-    (told,) = send(exporter, alert(summary="hi"))
-    assert (told["outcome"], told["action_id"]) == ("ignored", None)
+    (outcomes,) = send(exporter, alert(summary="hi"))
+    assert (outcomes["outcome"], outcomes["action_id"]) == ("ignored", None)
     assert (actions(exporter), counted(exporter, "ignored")) == ([], 1)
 
 
 def test_a_refused_alert_does_not_affect_others_and_is_retried(exporter: RunningExporter) -> None:
     absent = alert("bbbb", gpumem_action="empty_cache", gpumem_target_pid="2")
-    told = send(exporter, alert("cccc", gpumem_action="clear"), absent, alert(**CLEAR))
-    assert [each["outcome"] for each in told] == ["refused", "refused", "acted"]
-    assert "'clear'" in told[0]["reason"]
-    assert "pid=2" in told[1]["reason"]
+    outcomes = send(exporter, alert("cccc", gpumem_action="clear"), absent, alert(**CLEAR))
+    assert [each["outcome"] for each in outcomes] == ["refused", "refused", "acted"]
+    assert "'clear'" in outcomes[0]["reason"]
+    assert "pid=2" in outcomes[1]["reason"]
     assert counted(exporter, "refused") == 2
     assert exporter.report(report(2, devices=(sample(UUIDS[1], 10, 7),))).status == 200
     assert [each["outcome"] for each in send(exporter, absent)] == ["acted"]
@@ -166,27 +166,27 @@ def test_only_callers_that_may_act_may_send_alerts(exporter: RunningExporter, tm
 
 def test_terminate_from_an_alert_requires_permission_and_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
-    victim = subprocess.Popen(["sleep", "600"])
-    asked = {"gpumem_action": "terminate", "gpumem_target_pid": str(victim.pid)}
+    target = subprocess.Popen(["sleep", "600"])
+    request = {"gpumem_action": "terminate", "gpumem_target_pid": str(target.pid)}
     secret = {"Authorization": "Bearer s3cret"}
     try:
-        for flags, headers, said in (
+        for flags, headers, texts in (
             ({"action_allow": "terminate"}, {}, "--action.token-file"),
             ({"action_token_file": str(tmp_path / "token")}, secret, "--action.allow"),
         ):
             with running_exporter(**flags) as exporter:
-                assert exporter.report(report(victim.pid, devices=(sample(),))).status == 200
-                (told,) = send(exporter, alert(**asked), **headers)
-                assert told["outcome"] == "refused"
-                assert said in told["reason"]
-        assert victim.poll() is None
+                assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
+                (outcomes,) = send(exporter, alert(**request), **headers)
+                assert outcomes["outcome"] == "refused"
+                assert texts in outcomes["reason"]
+        assert target.poll() is None
         with running_exporter(action_allow="terminate", action_token_file=str(tmp_path / "token")) as exporter:
-            assert exporter.report(report(victim.pid, devices=(sample(),))).status == 200
-            assert send(exporter, alert(**asked), **secret)[0]["outcome"] == "acted"
-            victim.wait(patient(30))
+            assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
+            assert send(exporter, alert(**request), **secret)[0]["outcome"] == "acted"
+            target.wait(patient(30))
     finally:
-        victim.kill()
-        victim.wait()
+        target.kill()
+        target.wait()
 
 
 def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
@@ -234,7 +234,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
 
 @contextmanager
 def alertmanager(folder: Path, receiver: str, token: Path) -> Iterator[Callable[..., None]]:
-    """Alertmanager with the example's route and receiver, made fast; yields what posts alerts to it."""
+    """Run Alertmanager with the example's route and receiver, but faster; yield a function that posts alerts."""
     configuration = yaml.safe_load(EXAMPLE.read_text())
     (route,) = configuration["route"]["routes"]
     route |= {"group_interval": "500ms", "repeat_interval": "500ms"}

@@ -65,13 +65,13 @@ def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
         rule("would", workloads=["tidy"], when=idle, dry_run=True),
     )
     exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
-    held = {}
+    processes = {}
     for workload in ("hoarder", "tidy"):
         process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client", workload=workload, rank=0)
         process.call("free", numbers=[process.call("alloc", nbytes=256 * MIB)])
-        held[workload] = (process, node.books().used_by(process.pid))
-    (hoarder, before), (tidy, kept) = held["hoarder"], held["tidy"]
+        processes[workload] = (process, node.books().used_by(process.pid))
+    (hoarder, before), (tidy, kept) = processes["hoarder"], processes["tidy"]
     wait_for(lambda: exporter.metrics().values(EVALUATIONS, rule="would", result="would_act") == [1], "the dry run")
     wait_for(lambda: node.books().used_by(hoarder.pid) == before - 256 * MIB, "the clear")
     assert node.books().used_by(tidy.pid) == kept
@@ -180,8 +180,8 @@ def test_a_sighup_during_the_start_reloads_after_it_and_one_during_the_stop_does
         [sys.executable, "-c", EARLY_AND_LATE, *arguments], capture_output=True, text=True, timeout=patient(120)
     )
     assert ended.returncode == 0, ended
-    said = [json.loads(line) for line in ended.stderr.splitlines()]
-    assert [line["requested_by"] for line in said if "requested_by" in line] == ["start", "SIGHUP"]
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert [line["requested_by"] for line in lines if "requested_by" in line] == ["start", "SIGHUP"]
 
 
 def test_reload_applies_the_file_and_returns_its_rules(exporter: RunningExporter, policy: Path) -> None:
@@ -226,7 +226,7 @@ def test_only_callers_that_may_act_may_reload(policy: Path, tmp_path: Path) -> N
 
 
 class Process:
-    """A scripted process that holds 50 MiB in its cache and never gives any of it back."""
+    """A scripted process with 50 MiB of cache that its clears do not release."""
 
     def __init__(self, exporter: RunningExporter) -> None:
         self.exporter = exporter
@@ -234,7 +234,7 @@ class Process:
         self.ran: list[str] = []
 
     def report(self) -> None:
-        """Report, and run what is asked."""
+        """Report, and record the commands of the reply."""
         self.sequence += 1
         devices = (sample(UUIDS[0], 10 * MIB, 50 * MIB),)
         results = tuple(

@@ -40,10 +40,10 @@ def carry_out(exporter: RunningExporter, pid: int, uuid: str) -> str:
 
 def test_a_finished_action_is_answered_200_with_its_results(exporter: RunningExporter) -> None:
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(exporter.act, action="empty_cache", target={"gpu": "0"}, reason="tidy")
+        pending = pool.submit(exporter.act, action="empty_cache", target={"gpu": "0"}, reason="tidy")
         eventually(lambda: len(exporter.runtime.holds))
         carry_out(exporter, 1, UUIDS[0])
-        answer = asked.result(patient(30))
+        answer = pending.result(patient(30))
     assert answer.status == 200
     action = json.loads(answer.body)
     assert (action["state"], action["freed_bytes"], action["reason"]) == ("done", 7, "tidy")
@@ -137,10 +137,10 @@ def test_the_audit_log_is_newest_first_and_has_a_limit(exporter: RunningExporter
 
 def test_an_action_ends_when_its_process_exits(exporter: RunningExporter) -> None:
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
+        pending = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
         eventually(lambda: len(exporter.runtime.holds))
         exporter.report(report(1, devices=(sample(),), workload="w1", sequence=9, final=True))
-        answer = asked.result(patient(30))
+        answer = pending.result(patient(30))
     action = json.loads(answer.body)
     assert (answer.status, action["state"]) == (200, "failed")
     assert [result["outcome"] for result in action["results"]] == ["gone"]

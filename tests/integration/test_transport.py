@@ -1,4 +1,4 @@
-"""The guest's HTTP against real sockets that behave well, badly, or not at all."""
+"""The HTTP client against real sockets that answer correctly, incorrectly or not at all."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.waiting import patient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nhi"
 Talk = Callable[[socket.socket, int], None]
-"""What the peer does with its nth connection."""
+"""What the server does with its nth connection."""
 
 
 @contextlib.contextmanager
 def peer(talk: Talk, family: int = socket.AF_INET, address: object = ("127.0.0.1", 0)) -> Iterator[str]:
-    """A server that does just what a test says; gives its URL."""
+    """Run a server that does what the test wants; yield its URL."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind(address)  # type: ignore[arg-type]
     listener.listen()
@@ -57,7 +57,7 @@ def read_request(connection: socket.socket) -> bytes:
     while b"\r\n\r\n" not in data:
         received = connection.recv(65536)
         if not received:
-            raise ConnectionError("the client has gone")
+            raise ConnectionError("the client closed the connection")
         data += received
     return data
 

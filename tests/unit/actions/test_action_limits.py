@@ -30,7 +30,7 @@ def test_a_full_minute_of_actions_may_come_at_once_and_refills_over_the_minute(b
     bench.take()
     with pytest.raises(TooManyActionsError):
         bench.take()
-    bench.take("somebody else")
+    bench.take("another caller")
 
 
 def test_the_limit_of_a_process_counts_all_callers_and_a_refused_action_counts_for_none(bench: Bench) -> None:
@@ -67,6 +67,6 @@ def test_the_number_of_remembered_callers_and_processes_is_limited(bench: Bench)
         bench.take("caller 4095")
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.01, "1"), (1.0, "1"), (9.2, "10")])
-def test_retry_after_is_in_whole_seconds(seconds: float, said: str) -> None:
-    assert retry_after(seconds) == said
+@pytest.mark.parametrize(("seconds", "header"), [(0.01, "1"), (1.0, "1"), (9.2, "10")])
+def test_retry_after_is_in_whole_seconds(seconds: float, header: str) -> None:
+    assert retry_after(seconds) == header

@@ -1,4 +1,4 @@
-"""Taking an action back, and a group's step that somebody else has chosen."""
+"""Cancelling an action, and the requested step of a group."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ra
         action = ranks.ask_group()
         for process in (ranks.first, ranks.second):
             await ranks.dispatcher.commands(process, 0)
-        held = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
-        answer = asyncio.create_task(ranks.dispatcher.commands(held[0], 5))
+        waiting = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
+        answer = asyncio.create_task(ranks.dispatcher.commands(waiting[0], 5))
         await asyncio.sleep(0)
         under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
         assert under_way is not None
         assert not under_way.finished
         assert await answer == ()
-        for process in held:
+        for process in waiting:
             assert ranks.dispatcher.cancelled(process) == (action.id,)
             refuse(ranks, process, action, ReasonCode.CANCELLED)
         (finished,) = ranks.finished
@@ -86,7 +86,7 @@ def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None
     again = ranks.ask(mode="step")
     first = ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("alice"))
     assert ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("bob")) == first
-    assert ranks.dispatcher.cancel("nobody", requested_by=Caller.policy("alice")) is None
+    assert ranks.dispatcher.cancel("unknown", requested_by=Caller.policy("alice")) is None
 
 
 def test_a_requested_step_is_used(ranks: Ranks) -> None:
@@ -97,7 +97,7 @@ def test_a_requested_step_is_used(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "asked", "said"),
+    ("changes", "group", "message"),
     [
         ({}, {"at_step": 50}, r"pid 1 \(rank 0\).*\b50\b.*\b50\b"),
         ({}, {"at_step": 10_000}, r"\b10000\b.*\b995\.2 s.*\b30 s"),
@@ -106,11 +106,11 @@ def test_a_requested_step_is_used(ranks: Ranks) -> None:
     ],
 )
 def test_a_requested_step_is_refused_if_a_rank_cannot_act_after_it(
-    ranks: Ranks, changes: dict[str, Any], asked: dict[str, Any], said: str
+    ranks: Ranks, changes: dict[str, Any], group: dict[str, Any], message: str
 ) -> None:
     ranks.rank(2, "1", **{"step": 48, **changes})
-    with pytest.raises(GroupIncompleteError, match=said):
-        ranks.ask_group(**asked)
+    with pytest.raises(GroupIncompleteError, match=message):
+        ranks.ask_group(**group)
     assert ranks.dispatcher.recent() == ()
 
 

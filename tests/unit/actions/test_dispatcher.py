@@ -265,7 +265,7 @@ def test_the_last_actions_are_listed_newest_first() -> None:
 
 def test_waiting_for_an_unknown_action_is_an_error(bench: Bench) -> None:
     with pytest.raises(KeyError):
-        run(bench.dispatcher.wait("nobody", 0))
+        run(bench.dispatcher.wait("unknown", 0))
 
 
 @pytest.fixture
@@ -298,7 +298,7 @@ def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"modes": ("now",)}, r"pid 2 \(rank 1\).*\bnow\b"),
         ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\).*\breset_peak\b"),
@@ -308,10 +308,10 @@ def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -
     ],
 )
 def test_a_group_with_a_rank_that_cannot_take_part_does_not_start(
-    ranks: Ranks, changes: dict[str, Any], said: str
+    ranks: Ranks, changes: dict[str, Any], message: str
 ) -> None:
     ranks.rank(2, "1", **{"step": 48, **changes})
-    with pytest.raises(GroupIncompleteError, match=said):
+    with pytest.raises(GroupIncompleteError, match=message):
         ranks.ask_group(target=EVERYBODY)
     assert ranks.dispatcher.recent() == ()
 
@@ -320,9 +320,9 @@ def test_a_command_that_a_process_keeps_is_not_sent_again(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask(mode="step")
         assert len(await ranks.dispatcher.commands(ranks.first, 0)) == 1
-        told = ranks.says(ranks.first, action.id)
-        assert await ranks.dispatcher.commands(told, 0) == ()
-        assert ranks.dispatcher.cancelled(told) == ()
+        reported = ranks.says(ranks.first, action.id)
+        assert await ranks.dispatcher.commands(reported, 0) == ()
+        assert ranks.dispatcher.cancelled(reported) == ()
 
     run(scenario())
 
@@ -371,22 +371,22 @@ def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ra
 
 def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -> None:
     async def scenario() -> None:
-        written = asyncio.Event()
-        asked: list[SubmittedAction] = []
+        recorded = asyncio.Event()
+        submitted: list[SubmittedAction] = []
 
-        async def write_down(one: SubmittedAction) -> None:
-            asked.append(one)
-            await written.wait()
+        async def record(one: SubmittedAction) -> None:
+            submitted.append(one)
+            await recorded.wait()
 
-        bench.dispatcher = bench.build(before_release=write_down)
+        bench.dispatcher = bench.build(before_release=record)
         action = bench.ask(idempotency_key="k", reason="room")
         answer = asyncio.create_task(bench.dispatcher.commands(bench.first, 5))
         await asyncio.sleep(0)
         assert await bench.dispatcher.commands(bench.second, 0) == ()
-        written.set()
+        recorded.set()
         assert [command.id for command in await answer] == [action.id]
         assert [command.id for command in await bench.dispatcher.commands(bench.second, 0)] == [action.id]
-        (one,) = asked
+        (one,) = submitted
         assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
         assert one.processes == ((1, "train", "0"), (2, "train", "1"))
 
@@ -466,13 +466,13 @@ def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(b
             return CommandResult(action_id, "done")
 
     async def scenario() -> None:
-        written = asyncio.Event()
+        recorded = asyncio.Event()
         bench.dispatcher = bench.build(
-            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: written.wait()
+            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: recorded.wait()
         )
         action = bench.ask("terminate", Target(pid=1))
         bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
-        written.set()
+        recorded.set()
         finished = await bench.dispatcher.wait(action.id, 5)
         assert {row.outcome for row in finished.results} == {"refused"}
         assert Deadly.ended == []

@@ -15,7 +15,7 @@ from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
 from tests.support.policy_demo import START, DemoBench
 
 SECONDS = 250.0
-"""Long enough for three clears of the fragmented workload, and for the stop of the one where nothing helps."""
+"""Long enough for three clears of the fragmented workload, and for the stop where clearing does not help."""
 
 
 def running(program: str) -> str:
@@ -27,7 +27,7 @@ def running(program: str) -> str:
 HOARDER = running("notebook")
 FRAGMENTED = running("varying_length_training")
 UNHELPED = running("pipeline_training")
-"""Its slack is what its next step needs: whatever is given back is taken again at once."""
+"""Its next step needs its slack: it reserves released memory again at once."""
 
 POLICY = f"""
 rules:
@@ -126,6 +126,6 @@ def first_at(bench: DemoBench, rule: str) -> float:
 
 
 def books(bench: DemoBench) -> dict[str, int]:
-    """What the driver says of each device."""
+    """The used bytes of each device, from the driver."""
     devices = bench.node.provider.devices()
     return {device.uuid: bench.node.provider.read_memory(device.uuid).used_bytes for device in devices}

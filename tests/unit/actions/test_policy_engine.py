@@ -18,23 +18,23 @@ from gpumem_exporter.wire.protocol import DeviceSample
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 SLACK = Condition("slack_bytes", over=100 * MIB)
-EVERYBODY = ("*",)
+EVERY_WORKLOAD = ("*",)
 
 
 def rule(name: str = "r", *when: Condition, action: str = "empty_cache", group: bool = False, **changes: Any) -> Rule:
-    asks = ActionRequest(action, Target(), mode="step" if group else "now", group=group)
+    request = ActionRequest(action, Target(), mode="step" if group else "now", group=group)
     given: dict[str, Any] = {"cooldown_seconds": 10.0, "dry_run": False, "stop_after": StopAfter(), **changes}
-    return Rule(name, when or (SLACK,), asks, given.pop("workloads", EVERYBODY), **given)
+    return Rule(name, when or (SLACK,), request, given.pop("workloads", EVERY_WORKLOAD), **given)
 
 
 def process(pid: int = 1, *samples: DeviceSample, at: float, **changes: Any) -> ReportingProcess:
-    """A process that reported at that time; by default it hoards 200 MiB on device 0."""
+    """A process that reported at this time; by default with 200 MiB of slack on device 0."""
     known = reporting(pid, devices=samples or (sample(reclaimable=200 * MIB),), **changes)
     return replace(known, received_seconds=at)
 
 
 class Bench:
-    """An engine, a clock, and what is under way."""
+    """An engine, a clock, and the processes with a running action."""
 
     def __init__(self, *rules: Rule) -> None:
         self.now = 1000.0
@@ -46,12 +46,12 @@ class Bench:
         return self.engine.evaluate(Snapshot(self.now, self.reading, processes), lambda: self.under_way)
 
     def hoarding(self, seconds: float = 1.0, **changes: Any) -> Evaluation:
-        """A second later, process 1 hoards (still)."""
+        """Evaluate some seconds later, when process 1 has 200 MiB of slack."""
         self.now += seconds
         return self.evaluate(process(at=self.now, **changes))
 
     def act(self, seconds: float = 10.0, **results: Any) -> Stop | None:
-        """The rule acts on process 1 after so long, with that result."""
+        """Let the rule act on process 1 some seconds later, with this result."""
         (decision,) = self.hoarding(seconds).decisions
         return self.finish(decision, **results)
 
@@ -96,7 +96,7 @@ def test_a_rule_requests_its_action_on_the_process_that_meets_its_conditions() -
     ],
 )
 def test_each_field_has_its_value_and_strict_bounds(field: str, value: float) -> None:
-    def holds(over: float, under: float) -> bool:
+    def acts(over: float, under: float) -> bool:
         bench = Bench(rule("r", Condition(field, over, under), cooldown_seconds=0.5))
         bench.reading = node(replace(device(UUIDS[0], total=1000 * MIB, used=990 * MIB), utilization_ratio=0.5))
         hoard = sample(allocated=100 * MIB, reclaimable=200 * MIB, fragmented=100 * MIB)
@@ -104,9 +104,9 @@ def test_each_field_has_its_value_and_strict_bounds(field: str, value: float) ->
         bench.now += 1
         return bool(bench.evaluate(process(1, hoard, at=bench.now)).decisions)
 
-    assert holds(value * 0.99, value * 1.01)
-    assert not holds(value, value * 1.01)
-    assert not holds(value * 0.99, value)
+    assert acts(value * 0.99, value * 1.01)
+    assert not acts(value, value * 1.01)
+    assert not acts(value * 0.99, value)
 
 
 def test_the_previous_test_covers_every_field() -> None:
@@ -282,11 +282,11 @@ def test_a_process_without_a_workload_is_in_no_group() -> None:
 def test_many_decisions_are_spread_over_evaluations() -> None:
     bench = Bench(rule(max_per_hour=600))
     bench.now += 1
-    everybody = [process(pid, at=bench.now) for pid in range(1, MAX_DECISIONS + 4)]
-    found = bench.evaluate(*everybody)
+    processes = [process(pid, at=bench.now) for pid in range(1, MAX_DECISIONS + 4)]
+    found = bench.evaluate(*processes)
     assert len(found.decisions) == MAX_DECISIONS
     assert found.counts == {("r", "pending"): 3}
-    assert len(bench.evaluate(*everybody).decisions) == 3
+    assert len(bench.evaluate(*processes).decisions) == 3
 
 
 def test_a_rule_stops_after_consecutive_clears_that_release_little() -> None:
@@ -357,7 +357,7 @@ def test_a_dry_run_acts_again_only_after_its_conditions_were_false() -> None:
     bench.finish(decision)
     assert only(bench.hoarding(100.0), "cooling")
     bench.now += 1
-    bench.evaluate(process(1, sample(), at=bench.now))  # somebody else's clear, or the program's own
+    bench.evaluate(process(1, sample(), at=bench.now))  # something else has cleared the cache
     assert bench.hoarding().decisions
 
 

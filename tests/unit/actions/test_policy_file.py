@@ -68,8 +68,13 @@ rules:
         Condition("device_free_ratio", under=0.05),
         Condition("idle_seconds", over=90.0, under=7200.0),
     )
-    asks = rule.request
-    assert (asks.action, asks.mode, asks.collect_garbage, asks.deadline_seconds) == ("empty_cache", "idle", True, 120.0)
+    request = rule.request
+    assert (request.action, request.mode, request.collect_garbage, request.deadline_seconds) == (
+        "empty_cache",
+        "idle",
+        True,
+        120.0,
+    )
     assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (90.0, 3600.0, 6)
     assert rule.stop_after == StopAfter(2, 1e9, 30.0)
     assert rule.dry_run is False

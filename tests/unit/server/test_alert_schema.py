@@ -107,7 +107,7 @@ def test_an_alert_without_an_action_requests_none() -> None:
 
 
 def test_labels_and_annotations_request_an_action() -> None:
-    asked = request(
+    requested = request(
         {"gpumem_action": "empty_cache", "gpumem_target_workload": "train"},
         gpumem_mode="step",
         gpumem_target_pid="4711",
@@ -119,17 +119,17 @@ def test_labels_and_annotations_request_an_action() -> None:
         gpumem_dry_run="true",
         gpumem_reason="slack is 5 GiB",
     )
-    assert asked == ActionRequest(
+    assert requested == ActionRequest(
         "empty_cache",
         Target(gpu="0", uuid="GPU-1", pid=4711, workload="train", rank="3"),
         mode="step",
         collect_garbage=True,
         deadline_seconds=60.0,
         dry_run=True,
-        reason=asked.reason,
+        reason=requested.reason,
     )
-    assert asked.reason.endswith(": slack is 5 GiB")
-    assert "Hoarded (0123456789abcdef)" in asked.reason
+    assert requested.reason.endswith(": slack is 5 GiB")
+    assert "Hoarded (0123456789abcdef)" in requested.reason
 
 
 def test_an_alert_can_request_a_group_a_fraction_and_every_process() -> None:
@@ -143,8 +143,8 @@ def test_an_alert_can_request_a_group_a_fraction_and_every_process() -> None:
 
 
 def test_an_empty_text_is_ignored() -> None:
-    asked = request(gpumem_action="empty_cache", gpumem_target_pid="7", gpumem_target_rank="", gpumem_mode=" ")
-    assert (asked.target, asked.mode) == (Target(pid=7), "now")
+    requested = request(gpumem_action="empty_cache", gpumem_target_pid="7", gpumem_target_rank="", gpumem_mode=" ")
+    assert (requested.target, requested.mode) == (Target(pid=7), "now")
 
 
 def test_a_label_and_an_annotation_may_have_the_same_value() -> None:
@@ -152,13 +152,13 @@ def test_a_label_and_an_annotation_may_have_the_same_value() -> None:
 
 
 def test_a_long_reason_is_shortened() -> None:
-    asked = request(gpumem_action="snapshot", gpumem_target_pid="7", gpumem_reason="x" * 5000)
-    assert len(asked.reason) == 1000
+    requested = request(gpumem_action="snapshot", gpumem_target_pid="7", gpumem_reason="x" * 5000)
+    assert len(requested.reason) == 1000
 
 
 def test_the_default_cooldown_is_five_minutes() -> None:
-    asks = {"gpumem_action": "snapshot", "gpumem_target_pid": "7"}
-    usual, other = requested_action(alert(asks)), requested_action(alert(asks, gpumem_cooldown_seconds="60"))
+    labels = {"gpumem_action": "snapshot", "gpumem_target_pid": "7"}
+    usual, other = requested_action(alert(labels)), requested_action(alert(labels, gpumem_cooldown_seconds="60"))
     assert usual is not None
     assert other is not None
     assert (usual.cooldown_seconds, other.cooldown_seconds) == (300.0, 60.0)

@@ -1,4 +1,4 @@
-"""Actions of before a start: what cannot be recalled is told, and keeps nobody waiting."""
+"""Actions before a restart: an action that cannot be recalled is logged and delays no request."""
 
 from __future__ import annotations
 
