@@ -125,20 +125,6 @@ def test_a_killed_exporter_has_stored_every_event_that_it_acknowledged(
     assert stores(exporter)
 
 
-def test_ids_and_cursors_continue_after_a_restart_with_and_without_a_folder(
-    start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    for flags in ((), ("--storage.path", str(tmp_path / "events"))):
-        exporter = start_exporter(None, *flags)
-        send(exporter, 1, 2, 3)
-        cursor = exporter.get(EVENTS)["next_after"]
-        assert exporter.stop() == 0
-        exporter.start()
-        assert len(stored(exporter)) == (3 if flags else 0)
-        send(exporter, 4)
-        assert [event["detail"].get("number") for event in events(exporter, after=cursor, type="oom")] == [4]
-
-
 # --- errors of the disk
 
 
@@ -391,22 +377,6 @@ def test_an_error_can_be_read_when_its_report_is_acknowledged(served: RunningExp
     for number in range(1, 51):
         served.report(report(1, devices=(sample(),), sequence=number, ooms=(OutOfMemory(UUIDS[0], number),)))
         assert numbers(served, "&limit=1") == [number]
-
-
-def test_an_action_is_an_event_of_each_target_process(served: RunningExporter) -> None:
-    for pid in (1, 2, 3):
-        served.report(report(pid, devices=(sample(),), actions=("empty_cache",), workload="w" if pid < 3 else "x"))
-    served.act(action="empty_cache", target={"workload": "w"}, dry_run=True)
-    served.act(action="reset_peak", target={"workload": "w"})  # they do not support it
-    found = {pid: served.document(f"{EVENTS}?type=action&pid={pid}")["events"] for pid in (1, 2, 3)}
-    assert found[3] == []
-    assert found[1] == found[2]
-    (event,) = found[1]
-    assert (event["detail"]["action"], event["detail"]["target"]) == ("reset_peak", {"workload": "w"})
-    assert [(row["pid"], row["outcome"]) for row in event["detail"]["results"]] == [
-        (1, "unsupported"),
-        (2, "unsupported"),
-    ]
 
 
 @pytest.mark.parametrize(

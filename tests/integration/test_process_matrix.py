@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.procfs import start_time_ticks
-from gpumem_exporter.wire.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, EmulatedNode
@@ -315,34 +314,3 @@ def test_a_process_with_a_reused_pid_has_no_values_of_the_earlier_one() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1] == "done"
-
-
-# Many
-
-
-def raw_report(pid: int, uuid: str, **changes: object) -> Report:
-    identity = ProcessIdentity(
-        pid=pid, start_time_ticks=1000 + pid, pid_namespace=77, session=f"s{pid}", session_started_seconds=1.0
-    )
-    sample = DeviceSample(uuid, allocated_bytes=pid * 512, reserved_bytes=pid * 1024, reclaimable_bytes=pid * 256)
-    return Report(identity, sequence=1, devices=(sample,), **changes)  # type: ignore[arg-type]
-
-
-def test_of_three_hundred_processes_those_beyond_the_limit_are_rejected_and_counted(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
-    exporter = start_exporter(node, "--report.max-processes", "200", "--report.expiry", "600")
-
-    def status(pid: int, **changes: object) -> int:
-        return exporter.request("POST", REPORTS_PATH, to_wire(raw_report(pid, node.uuid(pid % 2), **changes))).status
-
-    assert [status(pid) for pid in range(1001, 1301)] == [200] * 200 + [503] * 100
-    metrics = exporter.metrics()
-    shown = {dict(labels)["pid"]: value for labels, value in metrics.samples["gpumem_torch_allocated_bytes"].items()}
-    assert shown == {str(pid): pid * 512 for pid in range(1001, 1201)}
-    assert metrics.value("gpumem_processes_dropped_total") == 100
-    assert metrics.values("gpumem_reports_total", outcome="dropped") == [100]
-    metrics.assert_ledgers_add_up()
-    assert {entry["pid"] for entry in exporter.get("/api/v1/processes")["processes"]} == set(range(1001, 1201))
-    assert status(1001, final=True) == 200  # its place is free for another process
-    assert [status(1300), status(1299)] == [200, 503]
