@@ -118,7 +118,7 @@ class Ingest:
         before = self._reports.find(ProcessKey(report.process.pid_namespace, report.process.pid))
         process = self._put(report, host_pid)
         self._instruments.count_report("accepted")
-        if process.report.sequence != report.sequence:  # a later report arrived first; only the results are new
+        if process is before:  # the same or a later report has arrived before; only the results may be new
             return replace(process, report=report)
         if before is None or before.report.process.session != report.process.session:
             if before is not None:

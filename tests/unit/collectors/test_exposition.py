@@ -24,15 +24,6 @@ from tests.support.exposition_builders import (
 )
 
 
-def test_counters_have_the_name_that_each_format_requires() -> None:
-    writer = exposition()
-    text = writer.render(snapshot(process(7, SAMPLE)), openmetrics=False).decode()
-    openmetrics = writer.render(snapshot(process(7, SAMPLE)), openmetrics=True).decode()
-
-    assert "# TYPE gpumem_torch_ooms_total counter\ngpumem_torch_ooms_total{" in text
-    assert "# TYPE gpumem_torch_ooms counter\ngpumem_torch_ooms_total{" in openmetrics
-
-
 @pytest.mark.parametrize("openmetrics", [True, False])
 def test_the_own_registry_is_at_the_end_without_created_series(openmetrics: bool) -> None:
     own = CollectorRegistry()

@@ -83,12 +83,6 @@ def test_each_session_numbers_its_errors_separately() -> None:
     assert len({event.subject for event in bench.log.events if event.type == "oom"}) == 2
 
 
-def test_an_error_without_values_has_no_values() -> None:
-    bench = Bench()
-    bench.report(7, oom(1))
-    assert {value for name, value in bench.log.events[-1].detail.items() if name != "number"} == {None}
-
-
 def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() -> None:
     bench = Bench()
     facts = ProcessFacts(4711, 1000, command="python train.py", user="ada", k8s_pod="llm-0")
