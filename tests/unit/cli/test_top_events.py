@@ -19,7 +19,7 @@ _OOM = {
     "limit_bytes": 40 * GIB,
     "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
 }
-_ACTION = {"action": "empty_cache", "requested_by": "loopback", "reason": "asked for in top"}
+_ACTION = {"action": "empty_cache", "requested_by": "loopback", "reason": "requested in top"}
 _RESULTS = [{"pid": 7}, {"pid": 7}, {"pid": 8}]
 
 
@@ -108,7 +108,7 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
         (
             "action",
             {**_ACTION, "state": "done", "freed_bytes": 3 * GIB, "results": _RESULTS},
-            ("GPU 0", "empty_cache", "2 processes", "done", "3.0 GiB", "loopback", "(asked for in top)"),
+            ("GPU 0", "empty_cache", "2 processes", "done", "3.0 GiB", "loopback", "(requested in top)"),
         ),
         (
             "action",
@@ -118,7 +118,7 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
         (
             "action",
             {**_ACTION, "state": "done", "freed_bytes": None, "results": _RESULTS},
-            ("GPU 0", "empty_cache", "2 processes", "done", "loopback", "(asked for in top)"),
+            ("GPU 0", "empty_cache", "2 processes", "done", "loopback", "(requested in top)"),
         ),
         ("action_asked", {**_ACTION, "processes": [[7, "llm", "3"]]}, ("empty_cache", "1 process,", "loopback")),
         ("policy_stopped", {"rule": "hoard", "reason": "in-vain"}, ("GPU 0", "hoard", "in-vain")),

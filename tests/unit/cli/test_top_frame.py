@@ -333,7 +333,7 @@ def test_output_that_is_no_screen_has_the_last_ten_minutes_and_ten_events() -> N
 
 def _all_events() -> tuple[dict[str, Any], ...]:
     """One event of each type, a second apart, and one of the day before."""
-    action = {"action": "empty_cache", "requested_by": "loopback", "reason": "asked for in top"}
+    action = {"action": "empty_cache", "requested_by": "loopback", "reason": "requested in top"}
     oom = {
         "requested_bytes": 2 * GIB,
         "device_free_bytes": 3 * GIB,
