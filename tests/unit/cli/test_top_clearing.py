@@ -36,7 +36,7 @@ class _Api:
 
 
 class _World:
-    """An exporter that does what it is asked, and a clock."""
+    """An exporter with prepared results, and a clock."""
 
     def __init__(self) -> None:
         self.requests: list[Mapping[str, Any]] = []

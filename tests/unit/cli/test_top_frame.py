@@ -69,7 +69,7 @@ def test_every_size_is_whole_from_80_by_24(width: int, height: int) -> None:
         row = _row([line for line in lines if "80G" in line], str(gpu))
         assert row[-1] == "80.0G"
         assert {"93", "%"} <= set(row)
-        assert "20.0G" in row, "what a clear would give back on the device"
+        assert "20.0G" in row, "what a clear would free on the device"
     process_row = _row(lines, "1019")
     assert [cell for cell in process_row if cell.endswith("G")][:2] == ["20.0G", "6.0G"]
     assert {"2.0G", "1.0G", "llm"} <= set(process_row)
@@ -108,7 +108,7 @@ def test_a_frame_fits_any_terminal(
     out = io.StringIO()
     Console(file=out, width=width, height=height, color_system=None).print(whole(frame.lines))
     drawn = out.getvalue().removesuffix("\n").split("\n")
-    assert len(drawn) == height, "no line goes on in the next"
+    assert len(drawn) == height, "no line wraps"
     assert all(cell_len(line) <= width for line in drawn)
     assert not [c for line in drawn for c in line if not c.isprintable()]
 

@@ -65,7 +65,7 @@ class _Driver:
 
 
 class _World:
-    """A source, with a clock that stands until it is moved."""
+    """A source with a clock that the test moves."""
 
     def __init__(self, *, named: bool = False) -> None:
         self.api, self.driver, self.now = _Api(), _Driver(), 100.0
@@ -84,18 +84,18 @@ def test_with_an_exporter_the_driver_is_not_opened() -> None:
     assert world.driver.opened == 0
 
 
-@pytest.mark.parametrize("error", [ExporterUnreachableError("nobody"), ExporterAnswerError(404, "nobody")])
+@pytest.mark.parametrize("error", [ExporterUnreachableError("no-answer"), ExporterAnswerError(404, "no-answer")])
 def test_the_driver_replaces_an_exporter_that_does_not_answer(error: ExporterError) -> None:
     world = _World()
     world.api.error = error
     read = world.source.read()
     assert read.url == ""
-    assert "nobody" in read.without_exporter
+    assert "no-answer" in read.without_exporter
 
 
 def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
     world = _World()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.source.read()
     world.api.error = None
     world.now += 2.9
@@ -108,8 +108,8 @@ def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
 
 def test_the_driver_does_not_replace_a_named_exporter() -> None:
     world = _World(named=True)
-    world.api.error = ExporterUnreachableError("nobody")
-    with pytest.raises(ExporterUnreachableError, match="nobody"):
+    world.api.error = ExporterUnreachableError("no-answer")
+    with pytest.raises(ExporterUnreachableError, match="no-answer"):
         world.source.read()
     world.api.error = None
     assert world.source.read().url == "unix:///e.sock"
@@ -117,9 +117,9 @@ def test_the_driver_does_not_replace_a_named_exporter() -> None:
 
 def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
     world = _World()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.driver.error = NvmlUnavailableError("no library")
-    with pytest.raises(ExporterUnreachableError, match=r"nobody.*no library"):
+    with pytest.raises(ExporterUnreachableError, match=r"no-answer.*no library"):
         world.source.read()
     assert world.driver.released == 1
 
@@ -134,7 +134,7 @@ def test_a_document_of_another_server_is_an_error(processes: Any) -> None:
 
 def test_close_closes_both_sources() -> None:
     world = _World()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.source.read()
     world.source.close()
     assert (world.api.closed, world.driver.released) == (2, 1)
@@ -191,7 +191,7 @@ def test_the_driver_continues_the_past_and_has_no_events() -> None:
     world = _World()
     world.api.past = _OF_ROUTES
     world.source.read()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.now += 10.0
     world.driver.devices = {**_DEVICES, "taken_unix_seconds": world.now}
     read = world.source.read()
