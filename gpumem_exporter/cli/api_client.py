@@ -135,13 +135,13 @@ class ExporterApi:
         """
         end = self._clock() + wait_seconds
         with _invalid_value_is_wrong_usage():
-            action = self.begin(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
+            action = self.submit(request, hold_seconds=min(wait_seconds, _LONGEST_HOLD_SECONDS))
         while not has_ended(action) and (left := end - self._clock()) > 0:
             self._sleep(min(left, _POLL_SECONDS))
             action = self.action(action["id"])
         return action
 
-    def begin(self, request: Mapping[str, Any], *, hold_seconds: float = 0.0) -> dict[str, Any]:
+    def submit(self, request: Mapping[str, Any], *, hold_seconds: float = 0.0) -> dict[str, Any]:
         """Request an action. The exporter may delay the answer by `hold_seconds` to include the results.
 
         Raises:

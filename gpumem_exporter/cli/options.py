@@ -17,6 +17,7 @@ __all__ = [
     "AccessOptions",
     "ConnectionOptions",
     "add_command",
+    "checked_interval",
     "command_from_options",
     "command_from_parameters",
     "new_application",
@@ -97,6 +98,17 @@ def _checked_token(token: str, source: str) -> str:
     if not token or not (token.isascii() and token.isprintable()) or " " in token:
         raise ConfigurationError(f"{source}: expected one token of printable ASCII characters without blanks")
     return token
+
+
+def checked_interval(seconds: float) -> float:
+    """Return the value of --interval.
+
+    Raises:
+        ConfigurationError: the value is out of range.
+    """
+    if not 0.2 <= seconds <= 3600:
+        raise ConfigurationError(f"--interval {seconds:g}: must be 0.2 to 3600 seconds")
+    return seconds
 
 
 def new_application(**settings: Any) -> typer.Typer:

@@ -10,7 +10,7 @@ from tests.support.waiting import patient
 
 
 def _main(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str]:
-    """The console script in a process in which the module `without` cannot be imported."""
+    """Run the console script in a process that cannot import the module `without`."""
     block = f"sys.modules[{without!r}] = None; " if without else ""
     script = (
         f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {block}"
@@ -33,9 +33,7 @@ def _main(*arguments: str, without: str = "") -> subprocess.CompletedProcess[str
         ("uvicorn", ("serve", "--web.listen-address", "127.0.0.1:0")),
     ],
 )
-def test_a_missing_dependency_is_one_line_that_names_it_and_says_how_to_install(
-    missing: str, arguments: tuple[str, ...]
-) -> None:
+def test_a_missing_dependency_is_one_line_that_names_it(missing: str, arguments: tuple[str, ...]) -> None:
     ended = _main(*arguments, without=missing)
     assert ended.returncode == 2
     assert ended.stdout == ""

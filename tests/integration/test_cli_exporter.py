@@ -25,7 +25,7 @@ _TOKEN = "a-token-for-tests"
 
 @dataclass(frozen=True)
 class _Node:
-    """An exporter that runs, and the commands beside it."""
+    """A running exporter, and its commands."""
 
     socket: Path
     token_file: Path
@@ -63,7 +63,7 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Node]:
         exporter.close()
 
 
-def test_info_json_is_the_apis_own_documents_in_one(node: _Node) -> None:
+def test_info_json_has_the_documents_of_the_api(node: _Node) -> None:
     document = node.json("info")
     assert document["source"] == "demo"
     assert document["nvml"]["up"] is True
@@ -74,7 +74,7 @@ def test_info_json_is_the_apis_own_documents_in_one(node: _Node) -> None:
     assert {"pid", "workload", "devices"} <= set(document["processes"][0])
 
 
-def test_info_shows_every_device_and_process_and_says_that_it_is_a_demo(node: _Node) -> None:
+def test_info_shows_every_device_and_process_and_the_demo_notice(node: _Node) -> None:
     ended = node.command("info")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("DEMO")
@@ -88,39 +88,39 @@ def test_info_shows_every_device_and_process_and_says_that_it_is_a_demo(node: _N
     assert 0 < int(giving) <= int(of)
 
 
-def test_output_that_is_no_terminal_has_no_colours_and_no_lines_cut(node: _Node) -> None:
+def test_output_to_a_file_has_no_colors_and_full_lines(node: _Node) -> None:
     ended = node.command("info", COLUMNS="40")
     assert "\x1b" not in ended.stdout
     assert "…" not in ended.stdout
 
 
-@pytest.mark.parametrize(("environ", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_a_terminal_gets_its_width_and_colours_unless_it_wants_none(
-    node: _Node, environ: dict[str, str], coloured: bool
+@pytest.mark.parametrize(("environ", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_a_terminal_gets_its_width_and_colors_unless_no_color_is_set(
+    node: _Node, environ: dict[str, str], colored: bool
 ) -> None:
-    ours, theirs = os.openpty()
+    master, slave = os.openpty()
     arguments = [sys.executable, "-m", "gpumem_exporter", "info"]
     known = clean_environment(GPUMEM_EXPORTER_URL=node.url, COLUMNS="80", TERM="xterm-256color", **environ)
-    with subprocess.Popen(arguments, stdout=theirs, env=known) as process:
-        os.close(theirs)
-        with os.fdopen(ours, "rb") as terminal:
+    with subprocess.Popen(arguments, stdout=slave, env=known) as process:
+        os.close(slave)
+        with os.fdopen(master, "rb") as terminal:
             output = b""
             while True:
                 try:
                     output += (read := os.read(terminal.fileno(), 1 << 16))
-                except OSError:  # EIO: the other side has closed
+                except OSError:  # EIO: the other side is closed
                     break
                 if not read:
                     break
     assert process.returncode == 0
     text = output.decode()
-    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", text)) is coloured
+    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", text)) is colored
     lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("Process memory") for line in lines)
 
 
-def test_a_reader_that_goes_early_is_no_traceback(node: _Node) -> None:
+def test_a_reader_that_exits_early_causes_no_traceback(node: _Node) -> None:
     shell = f"{sys.executable} -m gpumem_exporter info --json | head -1"
     ended = subprocess.run(
         ["sh", "-c", shell],
@@ -133,7 +133,7 @@ def test_a_reader_that_goes_early_is_no_traceback(node: _Node) -> None:
     assert (ended.stdout, ended.stderr) == ("{\n", "")
 
 
-def test_a_dry_run_touches_nothing_and_a_clear_gives_back_what_it_says(node: _Node) -> None:
+def test_a_dry_run_changes_nothing_and_a_clear_frees_what_it_reports(node: _Node) -> None:
     target = ("--workload", "demo-notebook")
     before = node.json("clear", *target, "--dry-run")
     assert before["state"] == "done"
@@ -159,45 +159,45 @@ def test_actions_print_a_row_for_each_result_and_the_total(node: _Node) -> None:
         assert re.search(r"\b4\b.*\b4\b", lines[-1])
 
 
-def test_not_waiting_returns_an_action_that_was_taken(node: _Node) -> None:
+def test_without_a_wait_the_accepted_action_is_returned(node: _Node) -> None:
     assert node.json("gc", "--all", "--wait", "0")["state"] in ("queued", "running", "done")
 
 
-def test_a_target_that_matches_nothing_is_1_with_what_there_is(node: _Node) -> None:
+def test_a_target_that_matches_nothing_exits_with_1_and_lists_the_processes(node: _Node) -> None:
     ended = node.command("clear", "--workload", "nobody")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert "workload=nobody" in ended.stderr
     assert "workload=demo-notebook" in ended.stderr
 
 
-def test_who_may_not_act_is_1_with_the_mend(node: _Node) -> None:
+def test_a_refused_action_exits_with_1_and_names_the_option(node: _Node) -> None:
     ended = node.command("clear", "--all", token=False)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
     assert "--action.token-file" in ended.stderr
     assert _TOKEN not in ended.stderr
 
 
-def test_the_token_may_come_as_an_option_or_as_a_variable(node: _Node) -> None:
+def test_the_token_comes_from_an_option_or_a_variable(node: _Node) -> None:
     by_option = ("reset-peak", "--workload", "demo-notebook", "--token-file", str(node.token_file))
     assert node.command(*by_option, token=False).returncode == 0
     assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN=_TOKEN).returncode == 0
     assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN="wrong").returncode == 1
 
 
-def test_a_value_that_the_exporter_finds_wrong_is_wrong_usage(node: _Node) -> None:
+def test_a_value_that_the_exporter_rejects_is_wrong_usage(node: _Node) -> None:
     ended = node.command("clear", "--all", "--deadline", "1e9")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "deadline_seconds" in ended.stderr
 
 
-def test_nobody_there_is_1_and_names_the_address(node: _Node) -> None:
+def test_an_unreachable_exporter_exits_with_1_and_is_named(node: _Node) -> None:
     for command in (("info",), ("clear", "--all")):
         ended = node.command(*command, url="unix:///nonexistent.sock")
         assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
         assert "unix:///nonexistent.sock" in ended.stderr
 
 
-def test_doctor_finds_an_exporter_well_and_says_that_it_is_a_demo(node: _Node) -> None:
+def test_doctor_passes_a_healthy_demo(node: _Node) -> None:
     document = node.json("doctor")
     findings = {finding["check"]: finding for finding in document["findings"]}
     assert {check: finding["verdict"] for check, finding in findings.items() if check not in ("driver", "devices")} == {
@@ -215,13 +215,13 @@ def test_doctor_finds_an_exporter_well_and_says_that_it_is_a_demo(node: _Node) -
     assert "demo" in findings["health"]["detail"]
 
 
-def test_doctor_without_the_token_warns_with_the_mend(node: _Node) -> None:
+def test_doctor_without_the_token_warns_with_the_fix(node: _Node) -> None:
     lines = node.command("doctor", token=False).stdout.splitlines()
     (auth,) = [i for i, line in enumerate(lines) if line.split()[:2] == ["WARN", "auth"]]
     assert "--token-file" in lines[auth + 1]
 
 
-def test_doctor_with_nobody_there_fails_with_1_and_the_mend(node: _Node) -> None:
+def test_doctor_without_an_exporter_fails_with_1_and_the_fix(node: _Node) -> None:
     ended = node.command("doctor", url="unix:///nonexistent.sock")
     assert (ended.returncode, ended.stderr) == (1, "")
     lines = ended.stdout.splitlines()

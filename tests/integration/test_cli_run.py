@@ -46,7 +46,7 @@ def test_the_command_gets_its_arguments_its_labels_and_the_bootstrap(tmp_path: P
 
 
 @pytest.mark.parametrize("locale", [{}, {"LC_CTYPE": "POSIX"}, {"LC_CTYPE": "C.UTF-8"}, {"LC_ALL": "C"}])
-def test_the_command_s_locale_is_the_one_that_was_given(locale: dict[str, str]) -> None:
+def test_the_command_gets_the_original_locale(locale: dict[str, str]) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", CONSOLE_SCRIPT, "run", "--", "/usr/bin/env"],
         capture_output=True,
@@ -59,7 +59,7 @@ def test_the_command_s_locale_is_the_one_that_was_given(locale: dict[str, str]) 
     assert {name: value for name, value in told.items() if name.startswith("LC_")} == locale
 
 
-def test_the_users_own_path_and_sitecustomize_still_work(tmp_path: Path) -> None:
+def test_the_users_path_and_sitecustomize_still_work(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.own_sitecustomize_ran = True\n")
     (tmp_path / "own_module.py").write_text("answer = 42\n")
     code = "import own_module; print(own_module.answer, own_sitecustomize_ran)"
@@ -68,16 +68,16 @@ def test_the_users_own_path_and_sitecustomize_still_work(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 77, 126, 127])
-def test_the_exit_code_is_the_commands_own(code: int) -> None:
+def test_the_exit_code_is_that_of_the_command(code: int) -> None:
     assert _run("--", sys.executable, "-c", f"raise SystemExit({code})").returncode == code
 
 
-def test_the_command_is_the_process_that_was_started_and_dies_of_its_own_signals() -> None:
+def test_the_command_replaces_the_process_and_gets_its_signals() -> None:
     ended = _run("--", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     assert ended.returncode == -signal.SIGTERM
 
 
-def test_no_signal_is_ignored_that_was_not_ignored_before() -> None:
+def test_run_changes_no_signal_handling() -> None:
     # Both are started by an absolute path: what a child inherits differs between posix_spawn and fork.
     tell = [shutil.which("sh") or "sh", "-c", "grep SigIgn /proc/$$/status"]
     direct = subprocess.run(tell, capture_output=True, text=True, check=True)
@@ -85,7 +85,7 @@ def test_no_signal_is_ignored_that_was_not_ignored_before() -> None:
     assert _run("--", *tell).stdout == direct.stdout
 
 
-def test_a_command_that_is_not_found_is_127_and_one_line() -> None:
+def test_a_command_that_is_not_found_exits_with_127() -> None:
     for program in ("no-such-program-anywhere", "/nonexistent/program"):
         ended = _run("--", program)
         assert ended.returncode == 127
@@ -93,7 +93,7 @@ def test_a_command_that_is_not_found_is_127_and_one_line() -> None:
         assert program in ended.stderr
 
 
-def test_a_command_that_cannot_be_executed_is_126_and_one_line(tmp_path: Path) -> None:
+def test_a_command_that_cannot_be_executed_exits_with_126(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.write_text("echo hello\n")
     headless = tmp_path / "headless"
@@ -108,12 +108,12 @@ def test_a_command_that_cannot_be_executed_is_126_and_one_line(tmp_path: Path) -
     assert said[plain] == said[tmp_path] != said[headless], "a program's permission and its missing interpreter"
 
 
-def test_it_works_with_the_standard_library_alone() -> None:
+def test_run_works_with_the_standard_library_alone() -> None:
     ended = _run("--", sys.executable, "-c", "print('ran')", python=("-I", "-S"))
     assert (ended.stdout, ended.stderr, ended.returncode) == ("ran\n", "", 0)
 
 
-def test_it_imports_nothing_but_the_standard_library_and_itself() -> None:
+def test_run_imports_only_the_standard_library_and_this_package() -> None:
     code = (
         "import sys; before = set(sys.modules); sys.argv[1:] = ['run', '--help'];"
         f"sys.path.insert(0, {str(REPOSITORY)!r}); from gpumem_exporter.cli.main import main; main();"

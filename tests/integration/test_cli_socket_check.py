@@ -19,7 +19,7 @@ def _listening(path: Path) -> socket.socket:
     return listener
 
 
-def test_a_socket_that_somebody_listens_at_passes_with_its_mode_and_the_listener(tmp_path: Path) -> None:
+def test_a_listening_socket_passes_with_its_mode_and_listener(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with closing(_listening(path)):
         path.chmod(0o660)
@@ -31,7 +31,7 @@ def test_a_socket_that_somebody_listens_at_passes_with_its_mode_and_the_listener
 
 
 @pytest.mark.parametrize(("required", "verdict"), [(True, FAIL), (False, WARN)])
-def test_a_socket_that_a_killed_exporter_left_behind_fails_where_it_is_the_only_way(
+def test_the_socket_of_a_killed_exporter_fails_if_it_is_the_only_address(
     tmp_path: Path, required: bool, verdict: str
 ) -> None:
     _listening(tmp_path / "s").close()
@@ -41,22 +41,22 @@ def test_a_socket_that_a_killed_exporter_left_behind_fails_where_it_is_the_only_
     assert str(tmp_path / "s") in finding.detail
 
 
-def test_a_missing_socket_fails_only_where_it_is_the_only_way(tmp_path: Path) -> None:
+def test_a_missing_socket_fails_only_if_it_is_the_only_address(tmp_path: Path) -> None:
     (required,) = check_socket(tmp_path / "s", required=True)
     (optional,) = check_socket(tmp_path / "s", required=False)
     assert (required.verdict, optional.verdict) == (FAIL, PASS)
     assert f"--web.listen-socket {tmp_path / 's'}" in required.fix
 
 
-class _ClosedPath(type(Path())):  # type: ignore[misc]
-    """A path in a folder that is closed to whoever looks, which none is to root."""
+class _InaccessiblePath(type(Path())):  # type: ignore[misc]
+    """A path in an inaccessible folder. Root can access any folder, so this fakes it."""
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
 
 
-def test_a_socket_in_a_folder_that_is_closed_to_the_user_fails_only_where_it_is_the_only_way() -> None:
-    path = _ClosedPath("/run/gpumem/exporter.sock")
+def test_an_inaccessible_socket_fails_only_if_it_is_the_only_address() -> None:
+    path = _InaccessiblePath("/run/gpumem/exporter.sock")
     (required,) = check_socket(path, required=True)
     (optional,) = check_socket(path, required=False)
     assert (required.verdict, optional.verdict) == (FAIL, PASS)
@@ -64,13 +64,13 @@ def test_a_socket_in_a_folder_that_is_closed_to_the_user_fails_only_where_it_is_
     assert "--url http://" in required.fix
 
 
-def test_a_directory_in_the_sockets_place_fails_with_the_mend(tmp_path: Path) -> None:
+def test_a_directory_at_the_path_fails_with_a_fix(tmp_path: Path) -> None:
     (finding,) = check_socket(tmp_path, required=True)
     assert finding.verdict == FAIL
     assert str(tmp_path) in finding.detail
     assert "directory" in finding.fix
 
 
-def test_the_first_address_that_is_a_socket_is_looked_at() -> None:
+def test_the_first_socket_address_is_checked() -> None:
     assert socket_path(("http://a:1", "unix:///run/s", "unix:///t")) == Path("/run/s")
     assert socket_path(("http://a:1",)) is None

@@ -1,4 +1,4 @@
-"""`doctor --url` from another machine than the exporter's: what it finds is the exporter's, not this machine's."""
+"""`doctor --url` of an exporter on another machine: the findings are about that machine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _found(url: str) -> dict[str, Finding]:
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_driver_that_is_down_there_is_told_in_its_own_words_and_none_is_asked_here() -> None:
+def test_the_exporters_driver_error_is_shown_and_the_local_driver_is_not_opened() -> None:
     provider = ScriptedProvider()
     provider.error = "driver-not-loaded"
     with running_exporter(provider=provider) as exporter:
@@ -41,7 +41,7 @@ def test_a_driver_that_is_down_there_is_told_in_its_own_words_and_none_is_asked_
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_an_exporter_that_does_not_answer_there_says_nothing_of_this_machines_driver() -> None:
+def test_without_an_answer_the_local_driver_is_not_checked() -> None:
     found = _found("http://127.0.0.1:1")
     assert found.keys() == {"exporter"}
     assert found["exporter"].verdict == FAIL

@@ -1,23 +1,17 @@
 """`fleet` over three exporters that serve the demo and a real Prometheus that scrapes them.
 
-The first lets everybody on this machine act, the second wants a token, the third is stopped where a test says so.
+The first accepts actions of any local user, the second requires a token, and a fixture stops the third.
 """
 
 from __future__ import annotations
 
 import base64
-import fcntl
 import json
-import os
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,17 +29,18 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.ports import free_port
 from tests.support.running_command import clean_environment, run_command
 from tests.support.running_prometheus import RunningPrometheus
+from tests.support.terminal_program import TerminalProgram
 from tests.support.waiting import patient, wait_for
 
 TOKEN = "a-token-for-tests"
 NOTEBOOK = 'gpumem_torch_reclaimable_bytes{workload="demo-notebook"}'
-LATELY = f"last_over_time({NOTEBOOK}[10m])"
-"""Names the third node's processes too while that is down."""
+RECENT = f"last_over_time({NOTEBOOK}[10m])"
+"""Selects the third node's processes also while its exporter is down."""
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """Three exporters, the address of each as Prometheus knows it, and the commands beside them."""
+    """Three exporters, their instance labels, and a Prometheus."""
 
     exporters: tuple[ExporterProcess, ...]
     instances: tuple[str, ...]
@@ -67,12 +62,12 @@ class Fleet:
         return [dict(labels) for labels in Prometheus(self.prometheus.url).query(query).series]
 
     def wait_until_known(self) -> None:
-        """Return once Prometheus knows every process that these tests name."""
+        """Wait until Prometheus knows every process that these tests select."""
         known = 'gpumem_torch_reclaimable_bytes{workload=~"demo-(llm-pretrain|pipeline-finetune|notebook)"}'
         wait_for(lambda: len(self.ask(known)) == 3 * (4 + 2 + 1), "every process of three exporters", 90.0)
 
     def actions(self, number: int) -> list[Any]:
-        """What was asked of an exporter, newest first."""
+        """The actions of an exporter, newest first."""
         answer = self.exporters[number].request("GET", "/api/v1/actions", headers={"Authorization": f"Bearer {TOKEN}"})
         return list(json.loads(answer.body)["actions"])
 
@@ -109,7 +104,7 @@ def third_is_down(fleet: Fleet) -> Iterator[str]:
         fleet.wait_until_known()
 
 
-def test_a_dry_run_says_what_would_be_freed_where_and_touches_nothing(fleet: Fleet) -> None:
+def test_a_dry_run_reports_freed_bytes_and_changes_nothing(fleet: Fleet) -> None:
     before = [fleet.actions(number) for number in range(3)]
     document = fleet.json("clear", "--query", NOTEBOOK, "--dry-run")
     assert [row["instance"] for row in document["results"]] == sorted(fleet.instances, key=lambda i: int(i[10:]))
@@ -120,7 +115,7 @@ def test_a_dry_run_says_what_would_be_freed_where_and_touches_nothing(fleet: Fle
         assert [(action["dry_run"], action["action"]) for action in new] == [(True, "empty_cache")]
 
 
-def test_a_clear_asks_each_exporter_for_the_processes_that_the_query_names_and_for_no_other(fleet: Fleet) -> None:
+def test_a_clear_acts_on_exactly_the_processes_that_the_query_selects(fleet: Fleet) -> None:
     query = 'gpumem_torch_allocated_bytes{workload=~"demo-(llm-pretrain|pipeline-finetune)", rank!~"[23]"}'
     wanted = {(labels["instance"], labels["pid"]) for labels in fleet.ask(query)}
     before = [len(fleet.actions(number)) for number in range(3)]
@@ -131,7 +126,7 @@ def test_a_clear_asks_each_exporter_for_the_processes_that_the_query_names_and_f
         asked = fleet.actions(number)
         new = asked[: len(asked) - before[number]]
         assert {str(action["target"]["pid"]) for action in new} == {pid for at, pid in wanted if at == instance}
-        assert len(new) == 3  # a process on two devices is asked once
+        assert len(new) == 3  # a process on two devices has one request
         assert {(action["action"], action["reason"], action["state"]) for action in new} == {
             ("empty_cache", "a test", "done")
         }
@@ -144,16 +139,14 @@ def test_a_clear_asks_each_exporter_for_the_processes_that_the_query_names_and_f
     assert re.search(r"\d [KMGT]iB\b.*\b9\b.*\b9\b", lines[-1])
 
 
-def test_what_is_done_to_a_device_is_done_to_the_devices_that_are_named_alone(fleet: Fleet) -> None:
+def test_an_action_on_devices_acts_on_the_selected_devices_alone(fleet: Fleet) -> None:
     query = 'gpumem_torch_allocated_bytes{workload="demo-pipeline-finetune", gpu="6"}'
     document = fleet.json("reset-peak", "--query", query)
     assert [row["gpu"] for row in document["results"]] == ["6", "6", "6"]
 
 
-def test_an_exporter_that_refuses_and_one_that_is_down_are_named_and_the_others_still_act(
-    fleet: Fleet, third_is_down: str
-) -> None:
-    document = fleet.json("gc", "--query", LATELY, token=False, code=1)
+def test_exporters_that_refuse_or_are_down_are_named_and_the_others_act(fleet: Fleet, third_is_down: str) -> None:
+    document = fleet.json("gc", "--query", RECENT, token=False, code=1)
     found = {row["instance"]: row for row in document["results"]}
     assert {instance: row["outcome"] for instance, row in found.items()} == {
         fleet.instances[0]: "done",
@@ -163,7 +156,7 @@ def test_an_exporter_that_refuses_and_one_that_is_down_are_named_and_the_others_
     assert "401" in found[fleet.instances[1]]["reason"]
     assert f"http://{third_is_down}" in found[third_is_down]["reason"]
     assert found[third_is_down]["workload"] == "demo-notebook"
-    ended = fleet.command("gc", "--query", LATELY, token=False)
+    ended = fleet.command("gc", "--query", RECENT, token=False)
     assert ended.returncode == 1
     assert f"{third_is_down}: pid " in ended.stdout
     assert re.search(r"\b1\b.*\b3\b", ended.stdout.splitlines()[-1])
@@ -176,7 +169,7 @@ def test_an_exporter_that_refuses_and_one_that_is_down_are_named_and_the_others_
     assert re.search(r"\b2\b.*\b3\b.*\b16\b", sums)
 
 
-def test_a_process_that_has_gone_since_the_query_is_told_as_gone(fleet: Fleet) -> None:
+def test_a_process_that_exited_since_the_query_is_gone(fleet: Fleet) -> None:
     renamed = f'label_replace({NOTEBOOK}, "pid", "4000000", "pid", ".*")'
     document = fleet.json("clear", "--query", renamed, code=1)
     assert [(row["pid"], row["outcome"]) for row in document["results"]] == [(4000000, "gone")] * 3
@@ -185,7 +178,7 @@ def test_a_process_that_has_gone_since_the_query_is_told_as_gone(fleet: Fleet) -
     assert {(row["workload"], row["outcome"]) for row in document["results"]} == {("before", "gone")}
 
 
-def test_more_processes_than_are_allowed_are_counted_and_nothing_is_asked(fleet: Fleet) -> None:
+def test_more_than_max_processes_is_an_error_and_nothing_is_requested(fleet: Fleet) -> None:
     before = [len(fleet.actions(number)) for number in range(3)]
     ended = fleet.command(
         "clear", "--query", 'gpumem_reporter_up{workload="demo-llm-pretrain"}', "--max-processes", "9"
@@ -204,18 +197,18 @@ def test_more_processes_than_are_allowed_are_counted_and_nothing_is_asked(fleet:
         ("1", "scalar"),
     ],
 )
-def test_a_query_that_cannot_be_meant_is_wrong_usage(fleet: Fleet, query: str, named: str) -> None:
+def test_an_invalid_query_is_wrong_usage(fleet: Fleet, query: str, named: str) -> None:
     ended = fleet.command("clear", "--query", query)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
     assert named in ended.stderr
 
 
-def test_a_query_that_names_nothing_leaves_nothing_to_do(fleet: Fleet) -> None:
+def test_a_query_without_series_does_nothing(fleet: Fleet) -> None:
     ended = fleet.command("clear", "--query", "gpumem_torch_reclaimable_bytes > 1e15")
     assert (ended.returncode, ended.stdout.count("\n"), ended.stderr) == (0, 1, "")
 
 
-def test_a_workload_whose_ranks_make_no_steps_cannot_act_as_a_group_and_nothing_is_asked(fleet: Fleet) -> None:
+def test_ranks_without_steps_cannot_act_as_a_group(fleet: Fleet) -> None:
     before = [len(fleet.actions(number)) for number in range(3)]
     ended = fleet.command("clear", "--group", "--query", NOTEBOOK)
     assert (ended.returncode, ended.stdout) == (1, "")
@@ -234,37 +227,49 @@ def test_info_has_every_device_of_every_exporter(fleet: Fleet) -> None:
     assert (exporter["instance"], exporter["error"], len(exporter["devices"])) == (fleet.instances[0], None, 8)
 
 
-def test_top_shows_the_same_live_until_q_and_leaves_the_terminal_as_it_was(fleet: Fleet) -> None:
-    with on_terminal("top", "--interval", "0.2", GPUMEM_PROMETHEUS_URL=fleet.prometheus.url) as terminal:
-        terminal.read_until(b"24 devices")
-        terminal.read_until(b"24 devices")  # drawn again
+@contextmanager
+def live_top(fleet: Fleet) -> Iterator[TerminalProgram]:
+    """`fleet top` on a terminal, once it shows all devices."""
+    command = [sys.executable, "-m", "gpumem_exporter", "fleet", "top", "--interval", "0.2"]
+    environment = clean_environment(TERM="xterm-256color", GPUMEM_PROMETHEUS_URL=fleet.prometheus.url)
+    terminal = TerminalProgram(command, environment, columns=160, lines=50)
+    try:
+        terminal.until_shows("24 devices")
+        yield terminal
+    finally:
+        terminal.close()
+
+
+def test_top_is_live_until_q_and_restores_the_terminal(fleet: Fleet) -> None:
+    with live_top(fleet) as terminal:
+        drawn = terminal.output.count(b"24 devices")
+        terminal.until(lambda: terminal.output.count(b"24 devices") > drawn, "the next update")
         assert terminal.modes() != terminal.modes_before
-        os.write(terminal.fd, b"q")
+        terminal.type("q")
         assert terminal.wait() == 0
-        assert b"\x1b[?1049l" in terminal.output  # back from the other screen
+        assert b"\x1b[?1049l" in terminal.output  # back on the normal screen
         assert terminal.modes() == terminal.modes_before
 
 
-@pytest.mark.parametrize(("key_or_signal", "status"), [(b"\x03", 130), (signal.SIGTERM, 143)])
-def test_whatever_ends_top_the_terminal_is_as_it_was(fleet: Fleet, key_or_signal: Any, status: int) -> None:
-    with on_terminal("top", GPUMEM_PROMETHEUS_URL=fleet.prometheus.url) as terminal:
-        terminal.read_until(b"24 devices")
-        if isinstance(key_or_signal, bytes):
-            os.write(terminal.fd, key_or_signal)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_top_restores_the_terminal_after_a_signal(fleet: Fleet, number: signal.Signals, status: int) -> None:
+    with live_top(fleet) as terminal:
+        if number == signal.SIGINT:
+            terminal.type("\x03")
         else:
-            terminal.process.send_signal(key_or_signal)
+            terminal.signal(number)
         assert terminal.wait() == status
         assert terminal.modes() == terminal.modes_before
         assert b"Traceback" not in terminal.output
 
 
-def test_top_wants_a_terminal(fleet: Fleet) -> None:
+def test_top_without_a_terminal_is_wrong_usage(fleet: Fleet) -> None:
     ended = fleet.command("top")
     assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
     assert "fleet info" in ended.stderr
 
 
-def test_a_path_a_tenant_and_a_user_reach_the_api_and_an_alien_redirect_does_not_get_them(fleet: Fleet) -> None:
+def test_the_api_gets_path_header_and_user_and_a_redirect_to_another_host_gets_none(fleet: Fleet) -> None:
     with answering(fleet.prometheus.url) as (url, asked):
         address = url.removeprefix("http://")
         ended = fleet.command(
@@ -295,20 +300,20 @@ def test_a_bearer_token_is_read_from_its_file(fleet: Fleet, tmp_path: Path) -> N
         assert asked.pop()[1]["authorization"] == "Bearer of-prometheus"
 
 
-def test_a_prometheus_behind_https_is_believed_by_its_certificate_alone(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_prometheus_with_https_needs_a_trusted_certificate(fleet: Fleet, tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))
     targets = {fleet.instances[0]: fleet.instances[0]}
     with RunningPrometheus(tmp_path / "prometheus", targets, authority) as prometheus:
-        doubted = fleet.command("info", "--prometheus", prometheus.url)
-        assert (doubted.returncode, doubted.stdout, doubted.stderr.count("\n")) == (1, "", 1)
-        assert "certificate verify failed" in doubted.stderr
+        distrusting = fleet.command("info", "--prometheus", prometheus.url)
+        assert (distrusting.returncode, distrusting.stdout, distrusting.stderr.count("\n")) == (1, "", 1)
+        assert "certificate verify failed" in distrusting.stderr
 
         trusting = {"GPUMEM_PROMETHEUS_URL": prometheus.url, "SSL_CERT_FILE": str(tmp_path / "authority.pem")}
         wait_for(lambda: "8 devices" in fleet.command("info", **trusting).stdout, "the first scrape")
 
 
-def test_nobody_there_is_1_and_names_the_address() -> None:
+def test_an_unreachable_prometheus_is_named() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     ended = run_command("fleet", "info", "--prometheus", url)
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
@@ -317,7 +322,7 @@ def test_nobody_there_is_1_and_names_the_address() -> None:
 
 @contextmanager
 def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str, str]]]]]:
-    """A front of a Prometheus that strips a path, and keeps what it was asked with."""
+    """A proxy of a Prometheus that strips a path and records requests."""
     asked: list[tuple[str, Mapping[str, str]]] = []
 
     class Front(BaseHTTPRequestHandler):
@@ -348,66 +353,3 @@ def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str,
         finally:
             server.shutdown()
             thread.join(patient(30))
-
-
-@dataclass
-class Terminal:
-    """A command on a terminal of its own."""
-
-    process: subprocess.Popen[bytes]
-    fd: int
-    theirs: int
-    modes_before: list[Any]
-    output: bytes = b""
-
-    def modes(self) -> list[Any]:
-        return termios.tcgetattr(self.theirs)
-
-    def read_until(self, wanted: bytes, seconds: float = 60.0) -> None:
-        """Read until it has been written once more than before."""
-        begin, end = len(self.output), time.monotonic() + patient(seconds)
-        while wanted not in self.output[begin:]:
-            assert time.monotonic() < end, self.output
-            self._read(0.1)
-
-    def wait(self) -> int:
-        end = time.monotonic() + patient(60.0)
-        while self.process.poll() is None:
-            assert time.monotonic() < end
-            self._read(0.05)
-        self._read(0.0)
-        return self.process.wait()
-
-    def _read(self, seconds: float) -> None:
-        if select.select([self.fd], [], [], seconds)[0]:
-            self.output += os.read(self.fd, 1 << 16)
-
-
-@contextmanager
-def on_terminal(*arguments: str, **environ: str) -> Iterator[Terminal]:
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 50, 160, 0, 0))
-    before = termios.tcgetattr(theirs)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gpumem_exporter", "fleet", *arguments],
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
-        start_new_session=True,
-        preexec_fn=lambda: _control(theirs),
-        env=clean_environment(TERM="xterm-256color", **environ),
-    )
-    try:
-        yield Terminal(process, ours, theirs, before)
-    finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait(patient(30))
-        os.close(ours)
-        os.close(theirs)
-
-
-def _control(theirs: int) -> None:
-    """Ctrl-C on that terminal is for this process, though whoever starts it ignores that, as a script does with `&`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)

@@ -1,4 +1,4 @@
-"""Taking an action back, by the API."""
+"""Canceling an action by the API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exporter() -> Iterator[RunningExporter]:
         yield running
 
 
-def test_an_action_that_has_not_begun_is_taken_back_and_the_process_that_waits_is_told(
+def test_an_action_that_has_not_started_is_canceled_in_processes_that_wait(
     exporter: RunningExporter,
 ) -> None:
     asked = exporter.act(action="empty_cache", target={"all": True}, mode="step", wait_seconds=0)
@@ -42,14 +42,14 @@ def test_an_action_that_has_not_begun_is_taken_back_and_the_process_that_waits_i
     assert "commands" not in json.loads(nothing.body)
 
 
-def test_a_finished_action_stays_as_it_is_and_an_unknown_one_is_404(exporter: RunningExporter) -> None:
+def test_a_finished_action_cannot_be_canceled_and_an_unknown_one_is_404(exporter: RunningExporter) -> None:
     done = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, dry_run=True).body)
     answer = exporter.request("DELETE", f"{ACTIONS}/{done['id']}")
     assert (answer.status, json.loads(answer.body)) == (200, done)
     problem(exporter.request("DELETE", f"{ACTIONS}/nobody"), 404)
 
 
-def test_who_may_not_act_may_not_take_back_either(tmp_path: Path) -> None:
+def test_canceling_needs_the_same_permission_as_acting(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     with running_exporter(action_token_file=str(token)) as exporter:

@@ -1,4 +1,4 @@
-"""A group over several nodes: real ranks, in step by a collective, that report to two exporters; a real Prometheus."""
+"""A group on several nodes: real ranks with a collective in each step, two exporters and a real Prometheus."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ import torch, torch.distributed as dist
 from gpumem_exporter import client
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-os.environ["GPUMEM_EXPORTER_URL"] = sys.argv[2 + rank]  # as if it ran on a node of its own
+os.environ["GPUMEM_EXPORTER_URL"] = sys.argv[2 + rank]  # as on a node of its own
 client.start(workload="fleet-ranks")
 kept = torch.empty(1 << 20, dtype=torch.uint8, device=f"cuda:{rank}")
 stop = torch.zeros(1)
@@ -50,7 +50,7 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Ranks:
-    """Two ranks, the exporter of each, and the command beside them."""
+    """Two ranks, the exporter of each, and a Prometheus."""
 
     exporters: tuple[ExporterProcess, ...]
     instances: tuple[str, ...]
@@ -60,8 +60,8 @@ class Ranks:
     def clear(self, *options: str, code: int, stopped: int | None = None, refusal: str = "", **environ: str) -> Any:
         """Run `fleet clear --group`, with a process stopped meanwhile, and return its document.
 
-        With `refusal`, a pattern of what it must print on standard error, it asks no exporter and has no document.
-        The command runs again where a busy machine has kept the ranks from their steps for so long that it asked none.
+        With `refusal`, a pattern of its standard error, it requests nothing and prints no document. The command runs
+        again if the ranks of a busy machine were too slow for a group.
         """
         for _ in range(5):
             if stopped is not None:
@@ -94,7 +94,7 @@ class Ranks:
         )
 
     def step(self, rank: int) -> int:
-        """The last step of a rank that its exporter knows; 0 before there is one."""
+        """The last step that a rank reported; 0 before the first."""
         return int(self.exporters[rank].processes()[self.pids[rank]]["step"] or 0)
 
 
@@ -151,7 +151,7 @@ def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 def wait_until_known(prometheus: RunningPrometheus, count: int) -> None:
-    """Return once a Prometheus knows so many ranks."""
+    """Wait until a Prometheus knows `count` ranks."""
     known = f'max_over_time(gpumem_torch_allocated_bytes{{workload="{WORKLOAD}"}}[5m])'
     wait_for(lambda: len(Prometheus(prometheus.url).query(known).series) == count, f"{count} ranks")
 
@@ -161,14 +161,14 @@ def _end(launcher: subprocess.Popen[bytes], folder: Path, exporters: list[Export
     try:
         launcher.wait(patient(30))
     except subprocess.TimeoutExpired:
-        for exporter in exporters:  # torchrun gives each rank a session of its own
+        for exporter in exporters:  # torchrun starts each rank in its own session
             for pid in exporter.processes():
                 os.kill(pid, signal.SIGKILL)
         launcher.kill()
         launcher.wait(patient(30))
 
 
-def test_ranks_on_two_exporters_clear_after_the_same_step_though_the_query_names_one_of_them(ranks: Ranks) -> None:
+def test_all_ranks_clear_after_the_same_step_if_the_query_selects_one(ranks: Ranks) -> None:
     document = ranks.clear(code=0)
     assert document["state"] == "done"
     assert {(row["rank"], row["outcome"], row["step"]) for row in document["results"]} == {
@@ -180,30 +180,30 @@ def test_ranks_on_two_exporters_clear_after_the_same_step_though_the_query_names
     assert len({row["url"] for row in document["results"]}) == 2
 
 
-def test_with_an_exporter_that_refuses_the_others_ranks_never_act(ranks: Ranks) -> None:
+def test_a_refusal_of_one_exporter_cancels_the_other_ranks(ranks: Ranks) -> None:
     document = ranks.clear(code=1, GPUMEM_ACTION_TOKEN="wrong")
     assert re.search(r"\brefused\b.*\b401\b", document["called_off"])
     assert {row["rank"]: row["outcome"] for row in document["results"]} == {"0": "refused", "1": "refused"}
     cancelled = next(row for row in document["results"] if row["rank"] == "0")
     assert "cancelled" in cancelled["reason"]
     step = document["at_step"]
-    wait_for(lambda: ranks.step(0) > step, "the step's passing")
+    wait_for(lambda: ranks.step(0) > step, "the step to pass")
     (action,) = [one for one in ranks.exporters[0].get("/api/v1/actions")["actions"] if one["at_step"] == step]
     assert [row["outcome"] for row in action["results"]] == ["refused"]
 
 
-def test_with_one_rank_stopped_the_ranks_on_other_exporters_are_called_off_and_it_is_named(ranks: Ranks) -> None:
+def test_a_stopped_rank_is_named_and_cancels_the_other_ranks(ranks: Ranks) -> None:
     document = ranks.clear(code=1, stopped=ranks.pids[1])
     found = {row["rank"]: row for row in document["results"]}
     assert found["1"]["outcome"] == "expired"
-    assert found["0"]["outcome"] in ("refused", "expired")  # a busy machine may keep it, too, from saying in time
+    assert found["0"]["outcome"] in ("refused", "expired")  # on a busy machine it may expire, too
     assert found["1"]["reason"]
     assert re.search(f"expired: pid ({ranks.pids[0]}|{ranks.pids[1]})", document["called_off"])
     step = ranks.step(0)
-    wait_for(lambda: ranks.step(0) > step + 5, "both ranks' going on")
+    wait_for(lambda: ranks.step(0) > step + 5, "more steps of both ranks")
 
 
-def test_with_an_exporter_that_cannot_be_reached_nothing_is_asked(ranks: Ranks) -> None:
+def test_an_unreachable_exporter_stops_the_group(ranks: Ranks) -> None:
     before = len(ranks.exporters[0].get("/api/v1/actions")["actions"])
     ranks.exporters[1].signal(signal.SIGSTOP)
     try:
@@ -213,7 +213,7 @@ def test_with_an_exporter_that_cannot_be_reached_nothing_is_asked(ranks: Ranks) 
     assert len(ranks.exporters[0].get("/api/v1/actions")["actions"]) == before
 
 
-def test_with_a_rank_whose_exporter_prometheus_does_not_know_nothing_is_asked(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_rank_without_a_known_exporter_stops_the_group(ranks: Ranks, tmp_path: Path) -> None:
     before = len(ranks.exporters[0].get("/api/v1/actions")["actions"])
     with RunningPrometheus(tmp_path, {ranks.instances[0]: ranks.instances[0]}) as of_one:
         wait_until_known(of_one, 1)

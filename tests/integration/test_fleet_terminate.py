@@ -1,4 +1,4 @@
-"""`fleet terminate`: real processes on two nodes, one of whose exporters lets nobody end them; a real Prometheus."""
+"""`fleet terminate`: real processes on two nodes, one of which does not allow it; a real Prometheus."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Nodes:
         self._prometheus = prometheus
 
     def terminate(self, *options: str, code: int) -> Any:
-        """End the workload `doomed` wherever it is."""
+        """Terminate the workload `doomed` on every node."""
         ended = run_command(
             *("fleet", "terminate", "--prometheus", self._prometheus, "--query", DOOMED, "--json"),
             *("--deadline", str(patient(60)), *options),
@@ -43,7 +43,7 @@ class Nodes:
         return json.loads(ended.stdout)
 
     def used(self, number: int, workload: str) -> int:
-        """What the driver says that a process uses."""
+        """The bytes of a process by the driver."""
         return self.nodes[number].books().used_by(self.processes[number][workload].pid)
 
 
@@ -57,7 +57,7 @@ def nodes(
         node = make_node()
         instance = f"127.0.0.1:{free_port()}"
         flags = ("--web.listen-address", instance, "--action.token-file", str(tmp_path / "token"))
-        # No report is so late that its process is not listed any more.
+        # No report expires on a slow machine.
         reports = ("--report.interval", "0.2", "--report.expiry", str(patient(120)))
         exporter = start_exporter(node, *flags, "--action.allow", allowed, *reports)
         here = {}
@@ -75,7 +75,7 @@ def nodes(
         yield Nodes(made, processes, prometheus.url)
 
 
-def test_what_the_query_names_is_ended_where_that_is_allowed_and_nothing_else(nodes: Nodes) -> None:
+def test_selected_processes_are_terminated_only_where_that_is_allowed(nodes: Nodes) -> None:
     held = nodes.used(0, "doomed")
     for dry_run in (True, False):
         document = nodes.terminate(*(["--dry-run"] if dry_run else []), code=1)

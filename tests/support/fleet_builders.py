@@ -1,4 +1,4 @@
-"""Documents and exporters of a fleet, as its unit tests need them."""
+"""Documents and scripted exporters for the unit tests of `fleet`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A, B, C = (Exporter(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
 
 
 def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
-    """A reporting process on the devices of `gpus`, as `/api/v1/processes` has it."""
+    """Return a reporting process of `/api/v1/processes` on the devices `gpus`."""
     gpus = changes.pop("gpus", ("0",))
     return {
         "pid": pid,
@@ -31,19 +31,19 @@ def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
 
 
 def unreported(pid: int, **changes: Any) -> dict[str, Any]:
-    """A process that the driver alone knows."""
+    """Return a process that does not report."""
     nothing = {"reporting": False, "state": "unreported", "workload": None, "rank": None, "sample_age_seconds": None}
     return process(pid, **{**nothing, **changes})
 
 
 def row(pid: int | str = 1, outcome: str = "done", **changes: Any) -> dict[str, Any]:
-    """A result as the API has it."""
+    """Return a result of the API."""
     known = {"workload": "train", "rank": "0", "gpu": "0", "uuid": "GPU-0", "reason": "", "freed_bytes": 7}
     return {"pid": pid, "outcome": outcome, **known, **changes}
 
 
 def action(*results: dict[str, Any], state: str = "done", **changes: Any) -> dict[str, Any]:
-    """An action as the API has it."""
+    """Return an action of the API."""
     return {
         "id": "a1",
         "action": "empty_cache",
@@ -56,7 +56,7 @@ def action(*results: dict[str, Any], state: str = "done", **changes: Any) -> dic
 
 @dataclass
 class Clock:
-    """Moves when somebody sleeps, or by hand."""
+    """A clock that moves in `sleep`, or by hand."""
 
     now: float = 0.0
 
@@ -69,42 +69,42 @@ class Clock:
 
 @dataclass
 class ScriptedExporter:
-    """Answers in order; the last answer again and again. An error is raised."""
+    """An exporter that answers in order and repeats its last answer. It raises an answer that is an error."""
 
-    asked: list[tuple[str, Any]] = field(default_factory=list)
-    begins: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)
+    requests: list[tuple[str, Any]] = field(default_factory=list)
+    submits: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)
     later: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)
     cancels: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)
     document: Mapping[str, Any] | ExporterError = field(default_factory=dict)
-    on_begin: Callable[[], None] = lambda: None
+    on_submit: Callable[[], None] = lambda: None
 
     def get(self, path: str) -> Any:
-        self.asked.append(("get", path))
+        self.requests.append(("get", path))
         return _given(self.document)
 
-    def begin(self, request: Mapping[str, Any]) -> Any:
-        self.asked.append(("begin", request))
-        self.on_begin()
-        return _given(_next(self.begins))
+    def submit(self, request: Mapping[str, Any]) -> Any:
+        self.requests.append(("submit", request))
+        self.on_submit()
+        return _given(_next(self.submits))
 
     def action(self, action_id: str) -> Any:
-        self.asked.append(("action", action_id))
+        self.requests.append(("action", action_id))
         return _given(_next(self.later))
 
     def cancel(self, action_id: str) -> Any:
-        self.asked.append(("cancel", action_id))
+        self.requests.append(("cancel", action_id))
         return _given(_next(self.cancels))
 
     def close(self) -> None:
-        self.asked.append(("close", None))
+        self.requests.append(("close", None))
 
-    def asked_for(self, what: str) -> list[Any]:
-        """What came of one kind."""
-        return [said for kind, said in self.asked if kind == what]
+    def requests_of(self, kind: str) -> list[Any]:
+        """Return the requests of one kind."""
+        return [request for name, request in self.requests if name == kind]
 
 
 def fleet_of(exporters: Mapping[Exporter, ScriptedExporter], clock: Clock, parallel: int = 4) -> Fleet:
-    """The exporters of a fleet."""
+    """Return a fleet of scripted exporters."""
     by_url = {address.url: exporter for address, exporter in exporters.items()}
     return Fleet(
         exporters,

@@ -14,9 +14,8 @@ from gpumem_exporter.cli.fleet.options import FleetOptions, OverviewOptions, Sel
 from gpumem_exporter.cli.fleet.overview import read_overview
 from gpumem_exporter.cli.fleet.results import print_warnings
 from gpumem_exporter.cli.main import FAILED
-from gpumem_exporter.cli.options import add_command, new_application
-from gpumem_exporter.cli.render.terminal import open_console, print_json, show
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.cli.options import add_command, checked_interval, new_application
+from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 
 __all__ = ["build"]
 
@@ -91,14 +90,12 @@ def _info(selection: OverviewOptions, options: FleetOptions) -> int:
 
 def _top(selection: FleetTopOptions, options: FleetOptions) -> int:
     """Show `fleet info` live; q quits."""
-    from gpumem_exporter.cli.fleet.live import require_terminal, show_live
+    from gpumem_exporter.cli.fleet.live import show_live
 
-    if not 0.2 <= selection.interval_seconds <= 3600:
-        raise ConfigurationError(f"--interval {selection.interval_seconds:g}: must be 0.2 to 3600 seconds")
-    require_terminal()
+    interval_seconds = checked_interval(selection.interval_seconds)
+    require_terminal("fleet info")
     prometheus = options.connect()
-    options.token()
-    show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=selection.interval_seconds)
+    show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=interval_seconds)
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
@@ -13,8 +12,8 @@ import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.main import INTERRUPTED
-from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
-from gpumem_exporter.cli.render.terminal import open_console, print_json, show
+from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
+from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 from gpumem_exporter.cli.top.rows import SORTS, Choice, with_gpu
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
@@ -53,8 +52,6 @@ e shows the events, ? helps, q quits.
 Exit codes: 0 shown; 1 neither the exporter answers nor, without --url, the driver; 2 wrong usage.
 """
 
-_SHORTEST_INTERVAL_SECONDS, _LONGEST_INTERVAL_SECONDS = 0.2, 3600.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class TopOptions(ConnectionOptions):
@@ -88,10 +85,7 @@ class TopOptions(ConnectionOptions):
         """
         if self.sort not in SORTS:
             raise ConfigurationError(f"--sort {self.sort}: must be one of {', '.join(SORTS)}")
-        if not _SHORTEST_INTERVAL_SECONDS <= self.interval_seconds <= _LONGEST_INTERVAL_SECONDS or math.isnan(
-            self.interval_seconds
-        ):
-            raise ConfigurationError(f"--interval {self.interval_seconds:g}: must be 0.2 to 3600 seconds")
+        checked_interval(self.interval_seconds)
         if self.as_json and not self.once:
             raise ConfigurationError("--json prints one document; add --once")
         choice = Choice(tuple(self.gpus or ()), self.workload, self.filter_text)
@@ -111,7 +105,7 @@ def _top(options: TopOptions) -> int:
     """
     view = options.view()
     if not options.once:
-        _need_terminal()
+        require_terminal("top --once")
     token = options.token()
     named = options.url is not None or bool(os.environ.get("GPUMEM_EXPORTER_URL", "").strip())
     source = Source(options.urls(), token=token, driver=None if named else _open_driver)
@@ -149,18 +143,6 @@ def _live(source: Source, reading: Reading, view: View, interval_seconds: float,
     signal.signal(ended, signal.SIG_DFL)
     signal.raise_signal(signal.Signals(ended))
     return 128 + ended
-
-
-def _need_terminal() -> None:
-    """Check that input and output are a terminal that can move its cursor.
-
-    Raises:
-        ConfigurationError: they are not; the message names the alternative.
-    """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigurationError("input and output must be a terminal; without one, use `top --once`")
-    if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
-        raise ConfigurationError("this terminal cannot move its cursor (TERM); use `top --once`, or `info`")
 
 
 def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:

@@ -12,31 +12,20 @@ import threading
 import time
 import tty
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from gpumem_exporter.cli.fleet.overview import Overview
 from gpumem_exporter.cli.render.terminal import plain
-from gpumem_exporter.errors import ConfigurationError, GpumemError
+from gpumem_exporter.errors import GpumemError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["require_terminal", "show_live"]
+__all__ = ["show_live"]
 
 _KEY_WAIT_SECONDS = 0.1
-
-
-def require_terminal() -> None:
-    """Check that input and output are a terminal that can move its cursor.
-
-    Raises:
-        ConfigurationError: they are not; the message names the alternative.
-    """
-    if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        raise ConfigurationError("input and output must be a terminal; without one, use `fleet info`")
-    if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
-        raise ConfigurationError("this terminal cannot move its cursor (TERM); use `fleet info`")
 
 
 def show_live(read: Callable[[], Overview], *, interval_seconds: float) -> None:
@@ -50,55 +39,35 @@ def show_live(read: Callable[[], Overview], *, interval_seconds: float) -> None:
     from rich.console import Console, Group
     from rich.live import Live
 
-    background = _Background(read, interval_seconds)
-    overview = read()
-    background.start()
+    overview, error = read(), ""
+    updates: SimpleQueue[Overview | GpumemError] = SimpleQueue()
+    arguments = (read, interval_seconds, updates)
+    threading.Thread(target=_read_repeatedly, args=arguments, name="gpumem-fleet-top", daemon=True).start()
     console = Console(highlight=False, markup=False, emoji=False)
     with _keys() as keyboard, Live(console=console, screen=True, auto_refresh=False) as live:
-        error = ""
-        size = console.size
-        live.update(Group(*_frame(overview, error)), refresh=True)
+        size = None
         while not _quit(keyboard):
-            news = background.take()
-            if news is None and console.size == size:
+            update = None if updates.empty() else updates.get()
+            if update is None and console.size == size:
                 continue
             size = console.size
-            if isinstance(news, Overview):
-                overview, error = news, ""
-            elif news is not None:
-                error = str(news)
+            if isinstance(update, Overview):
+                overview, error = update, ""
+            elif update is not None:
+                error = str(update)
             live.update(Group(*_frame(overview, error)), refresh=True)
 
 
-class _Background:
-    """Reads in a thread, so that keys work while a node does not answer."""
-
-    def __init__(self, read: Callable[[], Overview], interval_seconds: float) -> None:
-        self._read = read
-        self._interval_seconds = interval_seconds
-        self._lock = threading.Lock()
-        self._news: Overview | GpumemError | None = None
-
-    def start(self) -> None:
-        """Start the thread, which runs until the program exits."""
-        threading.Thread(target=self._run, name="gpumem-fleet-top", daemon=True).start()
-
-    def take(self) -> Overview | GpumemError | None:
-        """Return the overview or the error since the last call; None if there is no new one."""
-        with self._lock:
-            news, self._news = self._news, None
-        return news
-
-    def _run(self) -> None:
-        while True:
-            time.sleep(self._interval_seconds)
-            news: Overview | GpumemError
-            try:
-                news = self._read()
-            except GpumemError as error:
-                news = error
-            with self._lock:
-                self._news = news
+def _read_repeatedly(
+    read: Callable[[], Overview], interval_seconds: float, updates: SimpleQueue[Overview | GpumemError]
+) -> None:
+    """Read in a thread of its own, so that keys work while a node does not answer."""
+    while True:
+        time.sleep(interval_seconds)
+        try:
+            updates.put(read())
+        except GpumemError as error:
+            updates.put(error)
 
 
 def _frame(overview: Overview, error: str) -> Iterator[RenderableType]:

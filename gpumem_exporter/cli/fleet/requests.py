@@ -221,7 +221,7 @@ def run_parallel(items: Sequence[T], work: Callable[[T], R], *, parallel: int) -
 
 def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any]) -> None:
     try:
-        request.action = api.begin({**body, "target": request.target})
+        request.action = api.submit({**body, "target": request.target})
     except ExporterAnswerError as error:
         gone = Failure("gone", "no process matches; it may have exited")
         request.failure = gone if error.status == 404 else _failure(error)

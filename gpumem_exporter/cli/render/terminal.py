@@ -3,18 +3,36 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
+
+from gpumem_exporter.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
     from rich.text import Text
 
-__all__ = ["open_console", "plain", "print_json", "show", "table"]
+__all__ = ["open_console", "plain", "print_json", "require_terminal", "show", "table"]
 
 _UNLIMITED_WIDTH = 10_000
+
+
+def require_terminal(alternative: str) -> None:
+    """Check that input and output are a terminal that can move its cursor.
+
+    Args:
+        alternative: the command to use without one.
+
+    Raises:
+        ConfigurationError: they are not.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigurationError(f"input and output must be a terminal; without one, use `{alternative}`")
+    if os.environ.get("TERM", "").lower() in ("", "dumb", "unknown"):
+        raise ConfigurationError(f"this terminal cannot move its cursor (TERM); use `{alternative}`")
 
 
 def open_console(file: IO[str] | None = None) -> Console:

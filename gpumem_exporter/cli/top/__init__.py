@@ -1,1 +1,1 @@
-"""The parts of `top`: where its figures come from, what is shown of them, and the terminal that shows it."""
+"""The parts of `top`: the source of its values, their display, and the terminal."""

@@ -47,7 +47,7 @@ def beside(left: Text, right: Text, width: int, *, ellipsis: bool = True) -> Tex
 
 
 def whole(lines: Sequence[Text]) -> Text:
-    """Lines one below the other, none of which goes on in the next."""
+    """Lines one below the other, without wrapping."""
     from rich.text import Text
 
     joined = Text("\n").join(lines)

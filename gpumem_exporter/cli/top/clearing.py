@@ -1,4 +1,4 @@
-"""`c` in `top`: what a clear of one process would give back is asked first, and done only when that is answered."""
+"""`c` in `top`: a dry run of a clear of one process, a question, and the clear after a yes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from gpumem_exporter.errors import GpumemError
 __all__ = ["Clearing", "Note", "OpenApi"]
 
 OpenApi = Callable[[str], ExporterApi]
-"""Makes the way to the exporter at an address."""
+"""Makes the API of the exporter at an address."""
 
 _DEADLINE_SECONDS, _WAIT_SECONDS = 10.0, 15.0
 _QUESTION_STANDS_SECONDS = 30.0
-"""After that the figures in it are too old to say yes to."""
-_TOLD_SECONDS = 15.0
+"""After this time the sizes in the question are too old for a yes."""
+_SHOWN_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Note:
 
     text: str
     ends_seconds: float
-    """Monotonic, until when it stands."""
+    """When it disappears, by the monotonic clock."""
     target: Mapping[str, Any] | None = None
     """Of a question: what a yes would clear."""
 
@@ -68,14 +68,14 @@ class Clearing:
         return note if note is not None and self._clock() < note.ends_seconds else None
 
     def ask(self, row: Row | None, url: str) -> None:
-        """Find out what a clear of a row's process would give back, and then ask whether it shall be done."""
+        """Find out how much a clear of a row's process would free, and ask the user whether to do it."""
         refusal = _refusal(row, url)
         if self._busy or row is None or refusal:
-            self._tell(refusal or "an action is still under way")
+            self._tell(refusal or "an action is still running")
             return
         target = {"pid": row.pid, **{name: getattr(row, name) for name in ("workload", "rank") if getattr(row, name)}}
         self._url = url
-        self._start(target, dry_run=True, saying=f"asking pid {row.pid} what a clear would free …")
+        self._start(target, dry_run=True, saying=f"asking how much a clear of pid {row.pid} would free …")
 
     def answer(self, *, yes: bool) -> None:
         """Do what the question was about, or drop it."""
@@ -103,40 +103,40 @@ class Clearing:
             "mode": "now",
             "deadline_seconds": _DEADLINE_SECONDS,
             "dry_run": dry_run,
-            "reason": "asked for in top",
+            "reason": "requested in top",
         }
         try:
             with self._open_api(url) as api:
                 action = api.act(request, wait_seconds=_WAIT_SECONDS)
             self._note = self._outcome(action, target, dry_run)
         except GpumemError as error:
-            self._note = Note(one_line(str(error)), self._clock() + _TOLD_SECONDS)
+            self._note = Note(one_line(str(error)), self._clock() + _SHOWN_SECONDS)
         finally:
             self._busy = False
             self._notify()
 
     def _outcome(self, action: Mapping[str, Any], target: Mapping[str, Any], dry_run: bool) -> Note:
         results = action.get("results") or []
-        troubles = list(reasons(results))
+        problems = list(reasons(results))
         outcome = f"pid {target['pid']}: {summary(action, dry_run=dry_run)}"
-        said = one_line(" ".join(troubles) or outcome)
+        said = one_line(" ".join(problems) or outcome)
         frees = any(result.get("freed_bytes") != 0 for result in results)
-        if dry_run and frees and not troubles:
+        if dry_run and frees and not problems:
             return Note(f"{said} Clear it? y/n", self._clock() + _QUESTION_STANDS_SECONDS, target)
-        return Note(said, self._clock() + _TOLD_SECONDS)
+        return Note(said, self._clock() + _SHOWN_SECONDS)
 
     def _tell(self, text: str) -> None:
         if not self._busy:
-            self._note = Note(text, self._clock() + _TOLD_SECONDS)
+            self._note = Note(text, self._clock() + _SHOWN_SECONDS)
 
 
 def _refusal(row: Row | None, url: str) -> str:
     if not url:
-        return "a clear goes through an exporter, and none answers"
+        return "a clear needs an exporter, and no exporter answers"
     if row is None:
-        return "choose a process first, with the arrow keys or j and k"
+        return "select a process first, with the arrow keys or j and k"
     if row.state != "reporting":
-        return f"pid {row.pid} does not report: it cannot be asked to clear"
+        return f"pid {row.pid} does not report, so it cannot clear its cache"
     if row.actions and "empty_cache" not in row.actions:
-        return f"pid {row.pid} does not take that action"
+        return f"pid {row.pid} does not accept this action"
     return ""

@@ -1,4 +1,4 @@
-"""The devices of `top`: a line each, with the ledger as a bar and its figures beside."""
+"""The devices of `top`: a line each, with the ledger as a bar and as sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["device_lines", "legend"]
 Device = Mapping[str, Any]
 
 _WIDE = 120
-"""From here on every part of the bar has its figure, and the headings are the legend."""
+"""The width from which every part of the bar has its size, and the headings are the legend."""
 _BUSY_WIDTH, _FIGURE_WIDTH = 5, 6
 _NAME_WIDTHS = (16, 28)
 """The most that a name gets, on a narrow and on a wide screen."""
@@ -33,13 +33,13 @@ _PAST_HEADING = "in use, 10 min"
 _MAKER = "NVIDIA "
 _RECLAIMABLE = SEGMENTS[1]
 _LEAST_BARS = (20, 12)
-"""What is left of the bar beside the last ten minutes, on a narrow and on a wide screen: there, its figures are too."""
+"""What is left of the bar beside the last ten minutes, on a narrow and on a wide screen."""
 _MEMORY_ALONE: tuple[Segment, ...] = (
     Segment("used", ("used",), "█", "#", "blue"),
     Segment("reserved by the driver", ("reserved",), "░", "-", "magenta"),
     SEGMENTS[-1],
 )
-"""The bar of a device of which nothing but NVML's own figures is known."""
+"""The bar of a device that only NVML knows."""
 
 
 def device_lines(
@@ -63,13 +63,13 @@ def device_lines(
     if width - name_width < _UNCUT:
         name_width = min(name_width, _NAME_WIDTHS[wide])
     headings = _figure_headings(devices, wide, unicode_output)
-    figure_widths = [max(_FIGURE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
-    room = width - (gpu_width + name_width + _BUSY_WIDTH + sum(figure_widths) + 3 + len(figure_widths))
+    size_widths = [max(_FIGURE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
+    room = width - (gpu_width + name_width + _BUSY_WIDTH + sum(size_widths) + 3 + len(size_widths))
     past_width = _past_width(room, wide) if unicode_output and _has_past(devices, past) else 0
     bar_width = max(8, min(_LONGEST_BAR, room - (past_width + 1 if past_width else 0)))
 
-    def built(first: Sequence[Text], figures: Sequence[Text]) -> Text:
-        sized = [cell(value, size, right=True) for value, size in zip(figures, figure_widths, strict=True)]
+    def built(first: Sequence[Text], sizes: Sequence[Text]) -> Text:
+        sized = [cell(value, size, right=True) for value, size in zip(sizes, size_widths, strict=True)]
         return line([*first, *sized], width)
 
     lines = [

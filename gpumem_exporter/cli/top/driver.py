@@ -1,4 +1,4 @@
-"""The driver read directly, told as the exporter's documents; what only reporters know is null in them."""
+"""The driver, read directly, as the exporter's documents; values that only reporters know are null."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class DriverReader:
         self._reader = NodeReader(provider, host, clock=time.monotonic, wall_clock=time.time)
 
     def read(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Devices and processes. No ledger and no state of a process: nobody was asked what is inside of it.
+        """Devices and processes, without ledgers and without states of processes.
 
         Raises:
             NvmlUnavailableError: there is no driver, or it does not answer.
@@ -43,14 +43,14 @@ class DriverReader:
         return devices, processes
 
     def release(self) -> None:
-        """Let go of the driver and of its library."""
+        """Release NVML and unload its library."""
         self._reader.close()
         self._provider.release()
 
 
 def open_driver() -> DriverReader:
     """The node's own driver, by NVML."""
-    # Why it does not answer is said where its figures would stand; a logged line would fall into the screen.
+    # The screen shows the error. A line in the log would overwrite the screen.
     logging.getLogger("gpumem_exporter").addHandler(logging.NullHandler())
     from gpumem_exporter.host import LinuxHost
     from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider

@@ -24,13 +24,13 @@ _NAMES = {
     "device_returned": ("device back", "bold green"),
     "process_started": ("started", ""),
     "process_ended": ("ended", ""),
-    "action_asked": ("action asked", ""),
+    "action_asked": ("requested", ""),
     "action": ("action", ""),
     "policy_stopped": ("rule stopped", "bold yellow"),
 }
 _NAME_WIDTH = max(len(name) for name, _ in _NAMES.values())
 _LONGEST_NAME = 20
-"""Of what is not known by name here: a later exporter may tell of more."""
+"""The longest shown name of a type that a newer exporter may have."""
 
 
 def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
@@ -54,7 +54,7 @@ def event_lines(
         width: of the screen.
         now_unix_seconds: by the clock of the events; None where that is not known.
         unicode_output: the terminal shows more than ASCII.
-        cut: an event has one line, and what is too long for it is cut; else it has as many as it takes.
+        cut: whether each event is cut to one line.
     """
     from rich.console import Console
 
@@ -66,10 +66,10 @@ def event_lines(
     room = max(1, width - time_width - name_width - 2)
     drawn = []
     for event, moment, (name, style) in zip(events, times, names, strict=True):
-        begun = [cell(moment, time_width, style="dim"), cell(name, name_width, style=style, ellipsis=unicode_output)]
+        start = [cell(moment, time_width, style="dim"), cell(name, name_width, style=style, ellipsis=unicode_output)]
         said = plain(_said(event))
         parts = [cell(said, room, ellipsis=unicode_output)] if cut else list(said.wrap(console, room)) or [said]
-        drawn.append([line([*(begun if part is parts[0] else blank), part], width) for part in parts])
+        drawn.append([line([*(start if part is parts[0] else blank), part], width) for part in parts])
     return drawn
 
 
@@ -80,7 +80,7 @@ def _said(event: Event) -> str:
         tell = _WORDS.get(str(event.get("type")))
         words = tell(event) if tell else ""
     except (AttributeError, KeyError, TypeError, ValueError):
-        words = ""  # another version's exporter tells it otherwise
+        words = ""  # An exporter of another version may have other fields.
     return f"{where}, {words}" if where and words else where or words
 
 
@@ -91,11 +91,11 @@ def _oom(event: Event) -> str:
     reserved, fragmented = allocator.get("reserved_bytes"), allocator.get("fragmented_bytes")
     had = [] if free is None else [f"{human_bytes(free)} was free"]
     if None not in (requested, free, limit, reserved) and free >= requested:
-        had.append(f"it held {human_bytes(reserved)} of its limit of {human_bytes(limit)}")
+        had.append(f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} reserved")
     if fragmented:
         had.append(f"{human_bytes(fragmented)} fragmented")
-    asked = "more than there was" if requested is None else human_bytes(requested)
-    return "; ".join(filter(None, (f"{_process(event)} asked for {asked}", ", ".join(had))))
+    asked = "more than was free" if requested is None else human_bytes(requested)
+    return "; ".join(filter(None, (f"{_process(event)} requested {asked}", ", ".join(had))))
 
 
 def _device_lost(event: Event) -> str:
@@ -110,8 +110,8 @@ def _action_asked(event: Event) -> str:
 
 def _action_ended(event: Event) -> str:
     detail = event["detail"]
-    told = detail["freed_bytes"] is not None and detail["action"] != "reset_peak"
-    freed = f", freed {human_bytes(detail['freed_bytes'])}" if told else ""
+    known = detail["freed_bytes"] is not None and detail["action"] != "reset_peak"
+    freed = f", freed {human_bytes(detail['freed_bytes'])}" if known else ""
     return _action(detail, len({result["pid"] for result in detail["results"]}), f": {detail['state']}{freed}")
 
 
@@ -122,7 +122,7 @@ def _action(detail: Event, processes: int, became: str) -> str:
 
 
 def _process(event: Event) -> str:
-    """Who a process is, in words."""
+    """The name of a process: workload, rank and pid."""
     workload, rank, pid = event.get("workload"), event.get("rank"), event.get("pid")
     name = (f"{workload} rank {rank}" if rank else str(workload)) if workload else ""
     if pid is None:

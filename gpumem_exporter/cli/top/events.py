@@ -1,4 +1,4 @@
-"""The last events, as the exporter tells them to whoever may read them."""
+"""The last events, from the exporter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _EVERY_SECONDS = 3.0
 _REFUSED_SECONDS = 60.0
 _KEPT = 100
 _REFUSALS = (401, 403)
-_TROUBLE = 500
+_SERVER_ERROR = 500
 
 
 class Events:
@@ -23,7 +23,7 @@ class Events:
 
     def __init__(self) -> None:
         self.refusal = ""
-        """Why there are none; empty while there are, and while nothing is known."""
+        """Why there are no events; empty if there are, or before the first answer."""
         self._events: tuple[Document, ...] | None = None
         self._after: int | None = None
         self._due_seconds = -float("inf")
@@ -35,20 +35,20 @@ class Events:
 
     @property
     def path(self) -> str:
-        """What to ask for: all that happened since the last answer."""
+        """The URL path of the events since the last answer."""
         return f"/api/v1/events?limit={_KEPT}" + ("" if self._after is None else f"&after={self._after}")
 
     def due(self, now: float) -> bool:
-        """The exporter has to be asked."""
+        """Whether to query the exporter."""
         return now >= self._due_seconds
 
     def take(self, page: Document, now: float) -> None:
-        """Take an answer; one of another form tells nothing."""
+        """Take an answer. An answer of another form is dropped."""
         try:
             after = int(page["next_after"])
             events = tuple(event for event in page["events"] if event["id"] >= 0 and event["unix_seconds"] >= 0)
         except (KeyError, TypeError, ValueError):
-            self._drop("this exporter tells no events", now)
+            self._drop("this exporter has no events", now)
             return
         known = self._events if self._after is not None and self._events is not None else ()
         self._events = (*known, *events)[-_KEPT:]
@@ -60,14 +60,14 @@ class Events:
         if not isinstance(error, ExporterAnswerError):
             self._due_seconds = now + _REFUSED_SECONDS
         elif error.status in _REFUSALS:
-            self._drop(f"events are for those who may act: {error.detail}", now)
-        elif error.status >= _TROUBLE:
+            self._drop(f"the exporter refuses to show events: {error.detail}", now)
+        elif error.status >= _SERVER_ERROR:
             self._due_seconds = now + _EVERY_SECONDS
         else:
-            self._drop("this exporter tells no events", now)
+            self._drop("this exporter has no events", now)
 
     def forget(self) -> None:
-        """Whoever answers next may be another exporter."""
+        """Forget the events, because the next answer may come from another exporter."""
         self.refusal = ""
         self._events = self._after = None
         self._due_seconds = -float("inf")

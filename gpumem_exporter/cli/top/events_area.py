@@ -1,4 +1,4 @@
-"""Where the events stand in `top`: below the processes as far as there is room, in their place, or in print. Pure."""
+"""The events in `top`: below the processes where there is room, instead of them, or printed. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["events_alone", "events_below", "events_printed"]
 
 _HEADING = "last events"
 _LONG_PAGE = 20
-"""From so many lines on, the events have a quarter of them though all could have processes."""
+"""The number of lines from which the events always get a quarter."""
 _PRINTED = 10
 
 
@@ -36,7 +36,7 @@ def events_below(
 def events_alone(
     reading: Reading, view: View, width: int, page: int, *, unicode_output: bool
 ) -> tuple[list[Text], View, str]:
-    """A heading and `page` lines of events, none of which is cut, from where the view stands.
+    """A heading and `page` lines of events, none of which is cut, from the view's position.
 
     Returns:
         The lines, the view with its place within what there is, and which events these are of how many.
@@ -70,10 +70,10 @@ def _last_events(reading: Reading, choice: Choice, width: int, most: int, unicod
 
 def _why_none(reading: Reading) -> str:
     if not reading.url:
-        return "An exporter keeps the events, and none answers."
+        return "Events need an exporter, and no exporter answers."
     if reading.events:
-        return "No event is about what was chosen."
+        return "No event matches."
     if reading.events is not None:
-        return "Nothing has happened since the exporter began to keep events."
-    why = reading.no_events or "they are not known yet"
+        return "The exporter has recorded no event yet."
+    why = reading.no_events or "waiting for the events"
     return f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"

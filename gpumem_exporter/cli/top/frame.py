@@ -30,26 +30,26 @@ _HEADER_WIDTH = 120
 """Of the header in output that has no width."""
 _REASON_LINES = 5
 _ROWS_KEPT = 5
-"""As many processes are shown before a device is."""
+"""The rows of processes that the devices leave room for."""
 
 _HELP = (
-    ("arrows, j k", "choose a process; it stays chosen when the order changes"),
-    ("space, pages", "a page on, a page back; g and G: the first, the last"),
-    ("s S", "sort by the next column, by the one before"),
-    ("r", "turn the order round"),
+    ("arrows, j k", "select a process; it stays selected when the order changes"),
+    ("space, pages", "next and previous page; g and G: first and last"),
+    ("s S", "sort by the next or the previous column"),
+    ("r", "reverse the order"),
     ("/", "filter: words in pid, workload, command, user, pod or state"),
-    ("c", "clear the chosen process: says what that would free, and asks"),
-    ("e", "the events instead of the processes, and back"),
-    ("escape", "drop the choice, then the filter"),
+    ("c", "clear the selected process, after a question with the size"),
+    ("e", "switch between events and processes"),
+    ("escape", "clear the selection, then the filter"),
     ("q, Ctrl-C", "quit; Ctrl-Z: suspend"),
     ("", ""),
     ("allocated", "in tensors"),
-    ("reclaimable", "in no tensor, and a clear gives it back"),
-    ("fragmented", "in no tensor, and a clear cannot give it back"),
-    ("10 min", "the most in use in each part; blank where nothing was read"),
-    ("non-torch", "the driver's figure less the allocator's: context, NCCL, libraries"),
-    ("age", "of the figures that a process reported; - where it does not report"),
-    ("-", "cannot be known. K, M, G are KiB, MiB, GiB"),
+    ("reclaimable", "cache that a clear would free"),
+    ("fragmented", "cache that a clear cannot free"),
+    ("10 min", "the highest use in each part; blank without a reading"),
+    ("non-torch", "used minus reserved: CUDA context, NCCL, libraries"),
+    ("age", "of the process' last report"),
+    ("-", "not known. K, M, G are KiB, MiB, GiB"),
 )
 
 
@@ -61,7 +61,7 @@ class Moment:
     age_seconds: float
     """Since the last answer."""
     lost: str = ""
-    """Why the reading no longer stands; empty while it does."""
+    """Why the reading is no longer valid; empty while it is."""
     note: Note | None = None
 
 
@@ -75,7 +75,7 @@ class Frame:
 
 
 def draw(moment: Moment, view: View, width: int, height: int, *, unicode_output: bool) -> Frame:
-    """Exactly `height` lines of at most `width` columns; a smaller terminal than is of use is told so."""
+    """Exactly `height` lines of at most `width` columns. A terminal that is too small gets a message."""
     if width < _LEAST_WIDTH or height < _LEAST_HEIGHT:
         said = f"too small: {width}x{height}; needs {_LEAST_WIDTH}x{_LEAST_HEIGHT}"
         return Frame(_filled([cell(said, max(1, width), ellipsis=unicode_output)], height), 0, view)
@@ -84,7 +84,7 @@ def draw(moment: Moment, view: View, width: int, height: int, *, unicode_output:
     if view.helps:
         lines += [line([cell(keys, 12, style="bold"), plain(meaning)], width, gap="  ") for keys, meaning in _HELP]
     elif moment.lost:
-        lines += [plain(""), plain("No figures are shown while there are none that hold.")]
+        lines += [plain(""), plain("Waiting for the next valid reading.")]
     else:
         lines += _devices(moment, view, width, height - len(lines) - _ROWS_KEPT - 5, unicode_output)
         page = height - len(lines) - 3
@@ -105,7 +105,7 @@ def draw(moment: Moment, view: View, width: int, height: int, *, unicode_output:
             place = (
                 f"{view.first + 1}-{min(len(listed), view.first + page)} of {len(listed)}" if page and listed else ""
             )
-        lines.append(cell(_returnable(moment), width, style="bold", ellipsis=unicode_output))
+        lines.append(cell(_clear_summary(moment), width, style="bold", ellipsis=unicode_output))
     return Frame([*_filled(lines, height - 1), _footer(moment, view, place, width, unicode_output)], page, view)
 
 
@@ -119,7 +119,7 @@ def print_lines(reading: Reading, view: View, width: int, *, unicode_output: boo
     lines += [] if listed else [plain(_nothing(view))]
     events = events_printed(reading, view.choice, width, unicode_output=unicode_output)
     lines += [plain(""), *events, plain("")] if events else []
-    return [*lines, plain(_returnable(moment), "bold")]
+    return [*lines, plain(_clear_summary(moment), "bold")]
 
 
 def _filled(lines: list[Text], height: int) -> list[Text]:
@@ -137,22 +137,22 @@ def _header(moment: Moment, width: int, unicode_output: bool) -> Text:
 
 
 def _banners(moment: Moment, width: int, unicode_output: bool) -> list[Text]:
-    """What must not be overlooked."""
+    """The lines that the user must not overlook."""
     reading = moment.reading
-    told: list[tuple[str, str]] = []
+    banners: list[tuple[str, str]] = []
     if moment.lost:
         who = "THE EXPORTER" if reading.url else "EVERY SOURCE"
-        told.append((f"LOST {who} {human_seconds(moment.age_seconds)} ago; trying again", "bold red"))
-        told += [(part, "red") for part in textwrap.wrap(moment.lost, width)[:_REASON_LINES]]
+        banners.append((f"LOST {who} {human_seconds(moment.age_seconds)} ago; trying again", "bold red"))
+        banners += [(part, "red") for part in textwrap.wrap(moment.lost, width)[:_REASON_LINES]]
     elif not reading.url:
-        told.append(("NVML ALONE: no exporter answers, so what is inside of a process is not known", "bold yellow"))
-        told.append((reading.without_exporter, "yellow"))
+        banners.append(("NVML ALONE: no exporter answers; the use inside of processes is not known", "bold yellow"))
+        banners.append((reading.without_exporter, "yellow"))
     if not moment.lost and reading.devices.get("source") == "demo":
-        told.append((DEMO_NOTICE, "bold yellow"))
+        banners.append((DEMO_NOTICE, "bold yellow"))
     nvml = reading.devices.get("nvml") or {}
     if not moment.lost and not nvml.get("up", False):
-        told.append((f"driver: {nvml.get('error') or 'not read yet'}", "bold red"))
-    return [cell(text, width, style=style, ellipsis=unicode_output) for text, style in told]
+        banners.append((f"driver: {nvml.get('error') or 'not read yet'}", "bold red"))
+    return [cell(text, width, style=style, ellipsis=unicode_output) for text, style in banners]
 
 
 def _devices(moment: Moment, view: View, width: int, most: int, unicode_output: bool) -> list[Text]:
@@ -175,12 +175,12 @@ def _no_device(reading: Reading, devices: Sequence[Mapping[str, Any]]) -> str:
 
 def _nothing(view: View) -> str:
     narrowed = view.choice.text or view.choice.gpus or view.choice.workload is not None
-    return "No process matches." if narrowed else "No process on any device, and none that reports."
+    return "No process matches." if narrowed else "There is no process on a device, and no process that reports."
 
 
-def _returnable(moment: Moment) -> str:
+def _clear_summary(moment: Moment) -> str:
     if not moment.reading.url:
-        return "What a clear would give back cannot be known without an exporter."
+        return "Without an exporter it is not known how much memory a clear would free."
     return clear_summary(moment.reading.processes.get("processes") or [])
 
 
@@ -189,10 +189,10 @@ def _footer(moment: Moment, view: View, place: str, width: int, unicode_output: 
         style = "bold reverse" if moment.note.asks else "bold"
         return cell(moment.note.text, width, style=style, ellipsis=unicode_output)
     if view.typing is not None:
-        hint = plain("enter keeps it, escape drops it", "dim")
+        hint = plain("enter applies, escape cancels", "dim")
         return beside(plain(f"/{view.choice.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)
     if view.helps:
-        return plain("any key goes back", "dim")
+        return plain("any key returns", "dim")
     if view.events:
         return beside(plain("q quit  ? help  arrows scroll  e processes", "dim"), plain(place), width)
     reverse = "" if width < 100 else "r reverse  "

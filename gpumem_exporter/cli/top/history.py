@@ -20,7 +20,7 @@ _STEP_SECONDS = 2.0
 _GAP_SECONDS = 6.0
 """Where nothing was read for longer, the exporter knows more than was seen here."""
 _REFUSED_SECONDS = 60.0
-"""How soon one that has no history is asked again."""
+"""Seconds until an exporter without a history is queried again."""
 
 
 class History:
@@ -35,7 +35,7 @@ class History:
         self._taken: object = None
 
     def due(self, now: float) -> bool:
-        """The exporter has to be asked for what was missed."""
+        """Whether to query the exporter for missed points."""
         return now >= self._due_seconds and now - self._last_seconds > _GAP_SECONDS
 
     def refused(self, now: float) -> None:
@@ -45,16 +45,16 @@ class History:
     def take(self, live: Document, now: float) -> None:
         """Take the history in a document of `/api/v1/live`, which answered at `now`; one of another form tells nothing.
 
-        What was seen here before its first point is kept: it may be that of an exporter that began anew.
+        What was seen here before its first point is kept: the exporter may have restarted.
         """
         try:
             ahead = now - live["moment"]["clock_seconds"]
             history = live["history"]
-            moments = [min(now, seconds + ahead) for seconds in history["seconds"]]
+            seen_seconds = [min(now, seconds + ahead) for seconds in history["seconds"]]
             given = {
                 uuid: [
                     (seconds, mib << 20)
-                    for seconds, mib in zip(moments, line["in_use"], strict=True)
+                    for seconds, mib in zip(seen_seconds, line["in_use"], strict=True)
                     if mib is not None
                 ]
                 for uuid, line in history["devices"].items()
@@ -63,12 +63,12 @@ class History:
             self.refused(now)
             return
         self._due_seconds = now + _GAP_SECONDS
-        first = min(moments, default=now)
+        first = min(seen_seconds, default=now)
         for uuid, line in self._lines.items():
             del line[bisect_left(line, (first, 0)) :]
             given[uuid] = line + given.get(uuid, [])
         self._lines = given
-        self._last_seconds = max(moments, default=self._last_seconds)
+        self._last_seconds = max(seen_seconds, default=self._last_seconds)
         self._forget(now)
 
     def add(self, devices: Document, now: float) -> None:

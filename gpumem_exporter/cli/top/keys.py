@@ -47,12 +47,12 @@ class KeyReader:
         return bool(self._text)
 
     def feed(self, data: bytes) -> tuple[str, ...]:
-        """The keys that are complete with these bytes; keys that have no meaning anywhere are none."""
+        """The keys that are complete with these bytes, without unknown keys."""
         self._text += self._decoder.decode(data)
         return tuple(self._keys())
 
     def flush(self) -> tuple[str, ...]:
-        """Nothing more came: an Escape that stands alone is that key, a sequence without its end is none."""
+        """Handle the end of input: a lone Escape is that key, an incomplete sequence is dropped."""
         escape = self._text == "\x1b"
         self._text = ""
         return ("escape",) if escape else ()

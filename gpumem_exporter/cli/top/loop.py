@@ -38,7 +38,7 @@ def run(
     keyboard: int,
     open_api: OpenApi,
 ) -> int | None:
-    """Show the source until somebody ends it; the terminal is as it was afterwards, however it ends.
+    """Show the source until the user quits or a signal arrives, and restore the terminal.
 
     Returns:
         The signal that ended it; None for `q`.
@@ -99,17 +99,17 @@ class _Loop:
         except OSError:
             typed = b""
         if not typed:
-            # The terminal has gone.
+            # The terminal is closed.
             self._signals.ended = self._signals.ended or signal.SIGHUP
         self._press(self._keys.feed(typed))
 
     def _obey_signals(self) -> bool:
-        """Act on what was noted; false when the end was asked for meanwhile."""
+        """Handle the noted signals; false if one of them ends the program."""
         signals = self._signals
         while signals.suspended and signals.ended is None:
             signals.suspended = False
             self._screen.suspend()
-            # In the background the terminal is not ours to draw on, until the shell brings us back.
+            # A background process must not draw until the shell moves it to the foreground.
             signals.suspended = not self._screen.in_foreground()
             signals.continued = False
             if not signals.suspended:
@@ -128,7 +128,7 @@ class _Loop:
         try:
             self._screen.draw(frame.lines)
         except OSError:
-            # The terminal has gone; the signal that says so may still be on its way.
+            # The terminal is closed; its signal may arrive later.
             self._signals.ended = self._signals.ended or signal.SIGHUP
 
     def _frame(self) -> Frame:

@@ -89,7 +89,7 @@ def process_lines(
     """The heading and a line for each row that is shown.
 
     Args:
-        rows: all that there are: the columns stand still while the list moves and while it is filtered.
+        rows: all rows, so that the columns do not move while the list is scrolled or filtered.
         shown: those on the screen.
         view: the order, for the mark in the heading, and the chosen row.
         width: of the screen.
@@ -132,7 +132,7 @@ def _named(column: _Column, short: bool) -> str:
 
 
 def _heading(column: _Column, size: int, short: bool, view: View, unicode_output: bool) -> Text:
-    """A heading with the gap behind it, where the arrow stands if the rows are sorted by it."""
+    """A heading and the gap after it, which has the arrow if the rows are sorted by it."""
     style, mark = f"bold {column.style}".strip(), ""
     if column.name == view.sort:
         style = f"{style} underline"

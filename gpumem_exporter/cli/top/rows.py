@@ -40,7 +40,7 @@ class Row:
     step: int | None
     sample_age_seconds: float | None
     actions: tuple[str, ...]
-    """What may be asked of it."""
+    """The actions that the process accepts."""
 
     @property
     def identity(self) -> Identity:
@@ -80,10 +80,10 @@ class Choice:
     """Which rows are shown; what is given narrows each other."""
 
     gpus: tuple[str, ...] = ()
-    """Indices; a GPU's stands for its MIG devices too. Empty for all."""
+    """Indices; the index of a GPU includes its MIG devices. Empty for all."""
     workload: str | None = None
     text: str = ""
-    """Words that all stand somewhere in what names the row, whatever their case."""
+    """Words that the names in a row must all contain, in any case."""
 
     def takes(self, row: Row) -> bool:
         """The row is shown."""
@@ -126,7 +126,7 @@ def descends(sort: str, *, reverse: bool) -> bool:
 
 
 def arrange(rows: Sequence[Row], choice: Choice, sort: str, *, reverse: bool) -> tuple[Row, ...]:
-    """The chosen rows in order. Those without the figure come last either way, and equal ones stay where they are."""
+    """The chosen rows in order. Rows without the value come last; equal rows keep their order."""
     value = _VALUES.get(sort) or (lambda row: getattr(row, f"{sort.replace('-', '_')}_bytes"))
     chosen = sorted(filter(choice.takes, rows), key=lambda row: (_number(row.pid), _number(row.gpu)))
     known = sorted(

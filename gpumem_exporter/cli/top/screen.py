@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Screen"]
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""Whether the terminal goes on in the next line by itself: it must not while its size and ours disagree."""
+"""Whether the terminal wraps lines: it must not while it is being resized."""
 
 
 class Screen:
@@ -41,7 +41,7 @@ class Screen:
         )
         self._live: Live | None = None
         self._modes: list[Any] | None = None
-        """The terminal's modes before it was ours; None while it is not."""
+        """The terminal's modes before `enter`; None outside of it."""
         self._drawn: tuple[tuple[int, int], list[Text]] | None = None
 
     @property
@@ -50,7 +50,7 @@ class Screen:
         return self._console.encoding.lower().startswith("utf")
 
     def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal now; COLUMNS and LINES would stand still while it is resized."""
+        """Columns and lines of the terminal now; COLUMNS and LINES do not change with them."""
         try:
             size = os.get_terminal_size(self._output.fileno())
         except OSError:
@@ -78,11 +78,11 @@ class Screen:
         self._console.file.flush()
 
     def leave(self) -> None:
-        """Give the terminal back as it was. Does nothing while it is not taken; never raises."""
+        """Restore the terminal. Does nothing outside of `enter`; never raises."""
         modes, self._modes = self._modes, None
         if modes is None:
             return
-        # A terminal that has gone (the connection broke) has nothing to be put right.
+        # A terminal whose connection broke needs no restoration.
         with contextlib.suppress(OSError, ValueError):
             self._console.file.write(_WRAP)
         with contextlib.suppress(OSError, ValueError):
@@ -95,7 +95,7 @@ class Screen:
         self._live = self._drawn = None
 
     def retake(self) -> None:
-        """Take again what somebody else may have changed while this process was stopped."""
+        """Set the terminal's modes again after this process was stopped."""
         if self._modes is not None:
             self.leave()
             self.enter()
@@ -123,7 +123,7 @@ class Screen:
             return True
 
     def suspend(self) -> None:
-        """Give the terminal back and stop, as Ctrl-Z asks; returns, without the terminal, when told to go on."""
+        """Restore the terminal and stop this process, as Ctrl-Z does. Returns after SIGCONT, outside of `enter`."""
         self.leave()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         try:

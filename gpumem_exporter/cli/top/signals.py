@@ -18,11 +18,11 @@ class Signals:
 
     def __init__(self) -> None:
         self.ended: int | None = None
-        """The signal that asks for the end; None while none does."""
+        """The signal that ends the program; None before one arrives."""
         self.suspended = False
         """Ctrl-Z was typed."""
         self.continued = False
-        """The process was stopped, and goes on."""
+        """The process was stopped, and continues."""
         self.resized = False
         """The terminal has another size."""
         self._before: dict[int, object] = {}
@@ -55,7 +55,7 @@ class Signals:
 
     def notify(self) -> None:
         """Make the pipe readable."""
-        # A full pipe is readable already; a closed one is of no interest any more.
+        # A full pipe is readable already, and a closed one is not read.
         with contextlib.suppress(OSError):
             if self._write_end >= 0:
                 os.write(self._write_end, b"\0")

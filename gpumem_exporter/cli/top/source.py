@@ -1,4 +1,4 @@
-"""Where `top` has its figures from: an exporter, or, where none answers and none was named, the driver itself."""
+"""The source of `top`: an exporter, or the driver if no exporter answers and no address was given."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ __all__ = ["Driver", "Reading", "Source"]
 Document = Mapping[str, Any]
 
 ANSWER_SECONDS = 2.0
-"""How long an exporter may take to answer; a screen that stands still for longer tells nothing."""
+"""The timeout for an answer: the screen must not freeze for longer."""
 _LOOK_AGAIN_SECONDS = 3.0
-"""How often an exporter is looked for while the driver has to do."""
+"""Seconds between attempts to reach an exporter while NVML is the fallback source."""
 
 
 class Driver(Protocol):
@@ -35,7 +35,7 @@ class Driver(Protocol):
         """
 
     def release(self) -> None:
-        """Let go of it. Never raises."""
+        """Release NVML. Never raises."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class Source:
         """Ask the exporter; where it does not answer and was not named, the driver.
 
         Args:
-            with_past: ask for the last ten minutes and the last events too, where they are due. For most readings
-                neither is; an exporter that does not tell them is as good as any otherwise.
+            with_past: also query the last ten minutes and the last events if they are due. An exporter without them
+                is still a source.
 
         Raises:
             ExporterError: the exporter does not answer, and the driver may not or cannot be asked instead.
@@ -124,13 +124,13 @@ class Source:
                 raise
             self._next_look = self._clock() + _LOOK_AGAIN_SECONDS
             return self._of_driver()
-        self._let_go()
+        self._release_driver()
         return reading
 
     def close(self) -> None:
         """Close whatever is open."""
         self._api.close()
-        self._let_go()
+        self._release_driver()
 
     def _of_exporter(self, *, with_past: bool) -> Reading:
         devices = self._api.get("/api/v1/devices")
@@ -139,11 +139,11 @@ class Source:
             rows = rows_of(processes)
         except (AttributeError, KeyError, TypeError) as error:
             raise ExporterUnreachableError(
-                f"what answers at {shown_url(self._api.url)} is not a gpumem-exporter"
+                f"the server at {shown_url(self._api.url)} is not a gpumem-exporter"
             ) from error
         now = self._clock()
         if with_past:
-            self._ask_for_past(now)
+            self._query_past(now)
         self._history.add(devices, now)
         return Reading(
             devices,
@@ -156,7 +156,7 @@ class Source:
             no_events=self._events.refusal,
         )
 
-    def _ask_for_past(self, now: float) -> None:
+    def _query_past(self, now: float) -> None:
         if self._history.due(now):
             try:
                 self._history.take(self._api.get("/api/v1/live"), now)
@@ -175,7 +175,7 @@ class Source:
         try:
             devices, processes = self._driver.read()
         except NvmlError as error:
-            self._let_go()
+            self._release_driver()
             raise ExporterUnreachableError(f"{self._why}. The driver alone cannot be read either: {error}") from error
         now = self._clock()
         self._history.add(devices, now)
@@ -188,7 +188,7 @@ class Source:
             past=self._history.past(),
         )
 
-    def _let_go(self) -> None:
+    def _release_driver(self) -> None:
         if self._driver is not None:
             self._driver.release()
             self._driver = None

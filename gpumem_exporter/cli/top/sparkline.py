@@ -15,17 +15,16 @@ if TYPE_CHECKING:
 __all__ = ["WIDTHS", "sparkline"]
 
 WIDTHS = (60, 40, 30, 20, 15)
-"""In each of which a character stands for a whole number of seconds."""
+"""The widths in which a character is a whole number of seconds."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _STYLE = "dim"
 
 
 def sparkline(points: Sequence[Point], total_bytes: int | None, width: int, now: float) -> Text:
-    """The most that was in use in each `width`th part of the ten minutes up to `now`, of 0 to `total_bytes`.
+    """The highest use in each of `width` parts of the ten minutes up to `now`, on a scale of 0 to `total_bytes`.
 
-    A part in which nothing was read is a blank, and one in which little or nothing was in use is the lowest block. The
-    parts are those of the clock, so that the line only ever moves to the left. Each is marked as the figure of what is
-    free is, where it is nearly full.
+    A part without a reading is a blank; a part without use is the lowest block. The parts are aligned with the clock,
+    so that the line moves to the left. A part that is nearly full has the color of scarce memory.
     """
     drawn = plain("")
     if not total_bytes:

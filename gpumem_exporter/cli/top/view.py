@@ -24,13 +24,13 @@ class View:
     typing: str | None = None
     """The filter as it was before the one that is being typed; None while none is."""
     chosen: Identity | None = None
-    """The row that an action would mean; it keeps to its process when the order changes."""
+    """The target row of an action; it follows its process when the order changes."""
     index: int = 0
-    """Where the chosen row stood last: the place falls to another when the process goes."""
+    """The last position of the chosen row. Another row takes it when the process exits."""
     first: int = 0
     """The first row on the screen."""
     helps: bool = False
-    """The keys are shown instead of the figures."""
+    """Whether the help is shown."""
     events: bool = False
     """The events are shown instead of the processes."""
     first_event: int = 0
@@ -58,7 +58,7 @@ class View:
         return replace(self, index=index, chosen=chosen, first=first)
 
     def settle_events(self, heights: Sequence[int], page: int) -> View:
-        """The view with as many events, of so many lines each, on the screen of `page` lines as there is room for."""
+        """The view with the events that fit on a screen of `page` lines; `heights` are the lines of each."""
         last, room = len(heights), page
         while last and heights[last - 1] <= room:
             last -= 1
@@ -94,8 +94,8 @@ class View:
         steps = _steps(page)
         if key not in steps or not listed:
             return self
-        begin = self.index if self.chosen is not None else -1 if steps[key] == 1 else 0
-        index = max(0, min(begin + steps[key], len(listed) - 1))
+        first = self.index if self.chosen is not None else -1 if steps[key] == 1 else 0
+        index = max(0, min(first + steps[key], len(listed) - 1))
         return replace(self, index=index, chosen=listed[index].identity).settle(listed, page)
 
     def _type(self, key: str) -> View:

@@ -1,4 +1,4 @@
-"""Reads the source again and again beside the screen, so that a slow answer never holds up a key."""
+"""Reads the source in a thread, so that a slow answer never delays a key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LATE_SECONDS = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """The last answer, and whether it still stands."""
+    """The last answer, and whether it is still valid."""
 
     reading: Reading
     answered_seconds: float
@@ -27,7 +27,7 @@ class Known:
     """Why the attempt after it failed; empty where none did."""
 
     def lost(self, now: float, interval_seconds: float) -> str:
-        """Why the reading no longer stands; empty while it does."""
+        """Why the reading is no longer valid; empty while it is."""
         age = now - self.answered_seconds
         if not self.failure and age > interval_seconds + _LATE_SECONDS:
             return f"it has not answered for {age:.0f} s"
@@ -59,18 +59,18 @@ class Watcher:
         """What is known now. Any thread may ask.
 
         Raises:
-            Exception: what nobody expected has ended the thread.
+            Exception: an unexpected error ended the thread.
         """
         if self._broken is not None:
             raise self._broken
         return self._known
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, timeout_seconds: float = 0.5) -> None:
-        """End; a reading that hangs is left behind."""
+        """Stop the thread; a reading that hangs is abandoned."""
         self._stop.set()
         self._thread.join(timeout_seconds)
 
@@ -81,7 +81,7 @@ class Watcher:
                 due = max(due + self._interval_seconds, time.monotonic())
                 self._read()
                 self._notify()
-        except Exception as error:  # noqa: BLE001 - told to whoever asks next: a thread cannot raise
+        except Exception as error:  # noqa: BLE001 - the next caller of `known` raises it
             self._broken = error
             self._notify()
         finally:

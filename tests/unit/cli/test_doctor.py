@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -28,7 +27,7 @@ _OTHER_NAMESPACE = 4026532000
 
 
 class _Provider:
-    """A driver that answers as it is told."""
+    """A driver with prepared answers."""
 
     source = "nvml"
 
@@ -96,7 +95,7 @@ def test_the_worst_finding_is_the_verdict() -> None:
     assert verdict_of(findings[:1]) == PASS
 
 
-def test_a_check_that_breaks_is_its_own_finding() -> None:
+def test_an_exception_in_a_check_is_a_finding() -> None:
     def broken() -> Iterable[Finding]:
         yield Finding("x", PASS, "")
         raise KeyError("pid")
@@ -104,26 +103,13 @@ def test_a_check_that_breaks_is_its_own_finding() -> None:
     assert _verdicts(collect("x", broken)) == [("x", WARN)]
 
 
-def test_a_driver_that_answers_passes_with_its_devices_and_is_released() -> None:
+def test_a_driver_that_answers_passes_with_its_devices_and_is_closed() -> None:
     provider = _Provider([DeviceIdentity("0", "GPU-0", "NVIDIA H100"), DeviceIdentity("1", "GPU-1", "NVIDIA H100")])
     findings = _driver(provider)
     assert _verdicts(findings) == [("driver", PASS), ("devices", PASS)]
     assert "580.1" in findings[0].detail
     assert "0 NVIDIA H100, 1 NVIDIA H100" in findings[1].detail
     assert provider.closed
-
-
-def test_one_broken_device_fails_and_the_others_pass() -> None:
-    findings = _driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "", error="GPU is lost")]))
-    assert _verdicts(findings) == [("driver", PASS), ("devices", FAIL), ("devices", PASS)]
-    assert "gpu 1" in findings[1].detail
-    assert "GPU is lost" in findings[1].detail
-
-
-def test_a_driver_without_devices_fails_and_says_what_to_do() -> None:
-    findings = _driver(_Provider())
-    assert _verdicts(findings) == [("driver", PASS), ("devices", FAIL)]
-    assert findings[1].fix
 
 
 @pytest.mark.parametrize(("source", "verdict"), [("", FAIL), ("nvml", PASS), ("demo", WARN)])
@@ -188,11 +174,11 @@ def test_an_exporter_on_another_machine_answers_for_its_own_driver(source: str, 
         ("http://node.invalid:9844", False),
     ],
 )
-def test_an_address_is_told_to_be_this_machines_or_anothers(url: str, own: bool) -> None:
+def test_an_address_is_recognized_as_local(url: str, own: bool) -> None:
     assert is_on_this_machine(url) is own
 
 
-def test_a_driver_that_hangs_fails_at_the_timeout() -> None:
+def test_a_driver_that_hangs_fails_after_the_timeout() -> None:
     release = threading.Event()
 
     class Hanging(_Provider):
@@ -207,7 +193,7 @@ def test_a_driver_that_hangs_fails_at_the_timeout() -> None:
     assert "0.01 s" in finding.detail
 
 
-def test_an_exporter_that_answers_names_its_address_and_whoever_did_not() -> None:
+def test_an_exporter_that_answers_is_named_with_the_silent_addresses() -> None:
     finding, health = reach(_Api({"status": "ok"}), ["unix:///s", "http://node:9844"])  # type: ignore[arg-type]
     assert finding.verdict == PASS
     assert "http://node:9844" in finding.detail
@@ -215,17 +201,7 @@ def test_an_exporter_that_answers_names_its_address_and_whoever_did_not() -> Non
     assert health == {"status": "ok"}
 
 
-@pytest.mark.parametrize(
-    "error", [ExporterUnreachableError("no exporter answers at x"), ExporterAnswerError(404, "nothing here")]
-)
-def test_no_exporter_fails_with_what_to_do(error: Exception) -> None:
-    finding, health = reach(_Api(error), ["http://node:9844"])  # type: ignore[arg-type]
-    assert finding.verdict == FAIL
-    assert finding.fix
-    assert health is None
-
-
-def test_an_exporter_that_wants_a_password_says_how_to_give_one_and_none_is_shown() -> None:
+def test_a_missing_password_is_explained_and_no_password_is_shown() -> None:
     wanted = ExporterAnswerError(401, "password-needed")
     finding, health = reach(_Api(wanted, "https://ada:secret@node:9844"), [])  # type: ignore[arg-type]
     assert (finding.verdict, health) == (FAIL, None)
@@ -235,16 +211,8 @@ def test_an_exporter_that_wants_a_password_says_how_to_give_one_and_none_is_show
     assert "user:password@" in finding.fix
 
 
-def test_another_version_warns_and_names_both() -> None:
-    assert _verdicts(check_version({"version": __version__})) == [("version", PASS)]
-    (finding,) = check_version({"version": "9.9"})
-    assert finding.verdict == WARN
-    assert "9.9" in finding.detail
-    assert __version__ in finding.detail
-
-
 @pytest.mark.parametrize(("status", "verdict"), [("ok", PASS), ("degraded", WARN), ("failing", FAIL), (None, FAIL)])
-def test_health_is_taken_over_with_its_reasons(status: str | None, verdict: str) -> None:
+def test_health_gives_the_verdict_and_the_reasons(status: str | None, verdict: str) -> None:
     check = {"status": status, "detail": "driver-away"}
     health = {"status": status, "nvml": {"up": False}, "checks": {"nvml": check, "reports": {"status": "ok"}}}
     (finding,) = check_health(health)
@@ -256,7 +224,7 @@ def test_health_is_taken_over_with_its_reasons(status: str | None, verdict: str)
 @pytest.mark.parametrize(
     ("taken", "verdict"), [(1000.0, PASS), (990.0, PASS), (1000.9, PASS), (1001.1, WARN), (984.0, WARN), (None, WARN)]
 )
-def test_the_clock_passes_when_the_last_poll_is_fresh_by_this_clock(taken: float | None, verdict: str) -> None:
+def test_the_clock_passes_if_the_last_poll_is_recent(taken: float | None, verdict: str) -> None:
     (finding,) = check_clock({"taken_unix_seconds": taken}, wall_clock=lambda: 1000.0)
     assert finding.verdict == verdict
     assert bool(finding.fix) == (verdict == WARN)
@@ -272,7 +240,7 @@ def test_the_clock_passes_when_the_last_poll_is_fresh_by_this_clock(taken: float
         (ExporterAnswerError(401, "token-wrong"), True, FAIL),
     ],
 )
-def test_who_may_not_act_is_told_why_and_a_refused_token_fails(
+def test_a_refused_caller_gets_the_reason_and_a_refused_token_fails(
     answer: dict[str, Any] | Exception, has_token: bool, verdict: str
 ) -> None:
     (finding,) = check_auth(_Api(answer), has_token=has_token)  # type: ignore[arg-type]
@@ -282,21 +250,7 @@ def test_who_may_not_act_is_told_why_and_a_refused_token_fails(
         assert finding.fix
 
 
-def test_reporters_are_counted_and_silent_ones_named() -> None:
-    processes = [_process(1), _process(2), _process(3, "silent"), _process(4, "unreported")]
-    silent, reporting = check_reporters(processes)
-    assert (silent.verdict, reporting.verdict) == (WARN, PASS)
-    assert "pid 3 llm" in silent.detail
-    assert re.findall(r"\d+", reporting.detail) == ["2", "1"]
-
-
-def test_no_reporter_warns_and_says_how_to_get_one() -> None:
-    (finding,) = check_reporters([_process(4, "unreported")])
-    assert finding.verdict == WARN
-    assert "gpumem-exporter run --" in finding.fix
-
-
-def test_a_reporter_that_the_exporter_cannot_place_fails_only_while_there_is_a_driver() -> None:
+def test_an_unmatched_reporter_fails_only_with_a_driver() -> None:
     lost = _process(5, host_pid=None)
     for driver_up, verdict in ((True, FAIL), (False, WARN)):
         (finding,) = _namespace(_process(1), lost, driver_up=driver_up)
@@ -305,21 +259,8 @@ def test_a_reporter_that_the_exporter_cannot_place_fails_only_while_there_is_a_d
         assert "hostPID" in finding.fix
 
 
-def test_driver_pids_that_nobody_has_beside_reporters_that_the_driver_lacks_fail() -> None:
-    unlisted = _process(12, devices=[{"used_bytes": None, "reserved_bytes": 1}])
-    stranger = _process(40000, "unreported", command=None)
-    (finding,) = _namespace(unlisted, stranger)
-    assert finding.verdict == FAIL
-    assert "40000" in finding.detail
-    assert "pid 12" in finding.detail
-
-
-def test_a_process_that_just_ended_beside_placed_reporters_is_no_failure() -> None:
+def test_an_exited_process_beside_matched_reporters_is_no_failure() -> None:
     assert _verdicts(_namespace(_process(1), _process(40000, "unreported", command=None))) == [("pid namespace", PASS)]
-
-
-def test_reporters_of_an_exporter_without_a_driver_are_not_said_to_be_missing() -> None:
-    assert _verdicts(_namespace(_process(1), driver_up=False)) == [("pid namespace", PASS)]
 
 
 @pytest.mark.parametrize(
@@ -333,13 +274,15 @@ def test_reporters_of_an_exporter_without_a_driver_are_not_said_to_be_missing() 
         (None, None, WARN),
     ],
 )
-def test_without_reporters_the_namespaces_inode_decides(exporter: int | None, own: int | None, verdict: str) -> None:
+def test_without_reporters_the_inode_of_the_namespace_decides(
+    exporter: int | None, own: int | None, verdict: str
+) -> None:
     (finding,) = _namespace(exporter_namespace=exporter, own_namespace=own)
     assert finding.verdict == verdict
     assert bool(finding.fix) == (verdict == WARN)
 
 
-def test_what_each_finding_says() -> None:
+def test_the_text_of_each_finding() -> None:
     def broken() -> Iterable[Finding]:
         raise OSError("it breaks")
 

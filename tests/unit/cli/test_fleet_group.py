@@ -84,18 +84,18 @@ def run(exporters: dict[Exporter, ScriptedExporter], clock: Clock | None = None)
 
 def test_every_exporter_gets_the_same_step() -> None:
     exporters = {
-        A: ScriptedExporter(begins=[RUNNING], later=[RUNNING, action(row(1))]),
-        B: ScriptedExporter(begins=[RUNNING], later=[action(row(1, rank="1"))]),
+        A: ScriptedExporter(submits=[RUNNING], later=[RUNNING, action(row(1))]),
+        B: ScriptedExporter(submits=[RUNNING], later=[action(row(1, rank="1"))]),
     }
     found, requests = run(exporters)
     request = {**BODY, "at_step": found.at_step, "target": {"workload": "train"}}
-    assert [exporter.asked_for("begin") for exporter in exporters.values()] == [[request], [request]]
+    assert [exporter.requests_of("submit") for exporter in exporters.values()] == [[request], [request]]
     assert (found.cancel_reason, [one.failure for one in requests]) == ("", [None, None])
-    assert [exporter.asked_for("cancel") for exporter in exporters.values()] == [[], []]
+    assert [exporter.requests_of("cancel") for exporter in exporters.values()] == [[], []]
 
 
 @pytest.mark.parametrize(
-    ("begins", "later", "reason"),
+    ("submits", "later", "reason"),
     [
         ([ExporterUnreachableError("silent-x")], [], "node2:9844: failed: silent-x"),
         ([action(row(1, "refused", rank="1", reason="no"), state="failed")], [], "node2:9844: refused: pid 1: no"),
@@ -107,25 +107,25 @@ def test_every_exporter_gets_the_same_step() -> None:
         ([RUNNING], [ExporterUnreachableError("silent-x")], "node2:9844: failed: "),
     ],
 )
-def test_the_first_failure_cancels_the_other_exporters(begins: list[Any], later: list[Any], reason: str) -> None:
+def test_the_first_failure_cancels_the_other_exporters(submits: list[Any], later: list[Any], reason: str) -> None:
     canceled = action(row(1, "refused", reason="canceled"), state="failed")
-    first = ScriptedExporter(begins=[RUNNING], later=[RUNNING], cancels=[canceled])
-    second = ScriptedExporter(begins=begins, later=later, cancels=[RUNNING])
+    first = ScriptedExporter(submits=[RUNNING], later=[RUNNING], cancels=[canceled])
+    second = ScriptedExporter(submits=submits, later=later, cancels=[RUNNING])
     found, (one, _) = run({A: first, B: second})
     assert found.cancel_reason.startswith(reason)
-    assert first.asked_for("cancel") == ["a1"]
+    assert first.requests_of("cancel") == ["a1"]
     assert one.action == canceled
-    assert len(second.asked_for("cancel")) <= 1
+    assert len(second.requests_of("cancel")) <= 1
 
 
 def test_submitting_that_takes_too_long_for_the_step_cancels_the_group() -> None:
     clock = Clock()
     slow = ScriptedExporter(
-        begins=[RUNNING], cancels=[action(state="failed")], on_begin=lambda: clock.sleep(SUBMIT_SECONDS + 0.1)
+        submits=[RUNNING], cancels=[action(state="failed")], on_submit=lambda: clock.sleep(SUBMIT_SECONDS + 0.1)
     )
     found, _ = run({A: slow}, clock)
     assert re.search(r"\b3\.1 s\b.*\bstep 130\b", found.cancel_reason)
-    assert slow.asked_for("cancel") == ["a1"]
+    assert slow.requests_of("cancel") == ["a1"]
 
 
 def test_ctrl_c_cancels_the_group() -> None:
@@ -133,7 +133,7 @@ def test_ctrl_c_cancels_the_group() -> None:
         def sleep(self, seconds: float) -> None:
             raise KeyboardInterrupt
 
-    exporter = ScriptedExporter(begins=[RUNNING], cancels=[action(state="failed")])
+    exporter = ScriptedExporter(submits=[RUNNING], cancels=[action(state="failed")])
     with pytest.raises(KeyboardInterrupt):
         run({A: exporter}, Interrupted())
-    assert exporter.asked_for("cancel") == ["a1"]
+    assert exporter.requests_of("cancel") == ["a1"]

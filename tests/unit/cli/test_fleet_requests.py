@@ -41,9 +41,9 @@ def run(exporter: ScriptedExporter, wait_seconds: float = 30.0) -> ExporterReque
 
 
 def test_a_request_names_a_process_by_pid_workload_and_rank() -> None:
-    exporter = ScriptedExporter(begins=[action(row())])
+    exporter = ScriptedExporter(submits=[action(row())])
     assert results(run(exporter)) == [(1, "done", "")]
-    assert exporter.asked == [("begin", {**BODY, "target": {"pid": 1, "workload": "train", "rank": "0"}})]
+    assert exporter.requests == [("submit", {**BODY, "target": {"pid": 1, "workload": "train", "rank": "0"}})]
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_only_actions_on_devices_are_requested_by_device(
 
 def test_an_action_is_polled_until_it_has_ended() -> None:
     running = [action(state="running"), action(row(freed_bytes=3))]
-    exporter = ScriptedExporter(begins=[action(state="queued")], later=running)
+    exporter = ScriptedExporter(submits=[action(state="queued")], later=running)
     (found,) = result_rows(run(exporter), action="empty_cache", dry_run=False)
-    assert exporter.asked_for("action") == ["a1", "a1"]
+    assert exporter.requests_of("action") == ["a1", "a1"]
     assert found["freed_bytes"] == 3
 
 
 def test_an_action_that_does_not_end_in_time_expires() -> None:
-    exporter = ScriptedExporter(begins=[action(state="queued")], later=[action(state="running")])
+    exporter = ScriptedExporter(submits=[action(state="queued")], later=[action(state="running")])
     ((pid, outcome, reason),) = results(run(exporter, wait_seconds=5.0))
     assert (pid, outcome) == (1, "expired")
     assert "a1" in reason
@@ -88,7 +88,7 @@ def test_an_action_that_does_not_end_in_time_expires() -> None:
     ],
 )
 def test_an_error_of_an_exporter_is_an_outcome(error: Any, outcome: str, reason: str) -> None:
-    ((pid, found, why),) = results(run(ScriptedExporter(begins=[error])))
+    ((pid, found, why),) = results(run(ScriptedExporter(submits=[error])))
     assert (pid, found) == (1, outcome)
     assert reason in why
 
@@ -107,7 +107,7 @@ SILENCE = ExporterUnreachableError("silent-x")
 def test_a_poll_is_repeated_until_the_exporter_misses_several_answers(
     polls: list[Any], outcome: str, reason: str
 ) -> None:
-    ((_, found, why),) = results(run(ScriptedExporter(begins=[action(state="queued")], later=polls)))
+    ((_, found, why),) = results(run(ScriptedExporter(submits=[action(state="queued")], later=polls)))
     assert found == outcome
     assert reason in why
 
@@ -124,7 +124,7 @@ def test_a_poll_is_repeated_until_the_exporter_misses_several_answers(
     ],
 )
 def test_a_result_of_another_process_or_action_is_a_failure(answered: Any, expected: list[tuple[int, str]]) -> None:
-    request = run(ScriptedExporter(begins=[answered]))
+    request = run(ScriptedExporter(submits=[answered]))
     assert outcomes(request) == expected
     assert all(reason for _, outcome, reason in results(request) if outcome == "failed")
 
@@ -148,11 +148,11 @@ def test_reading_reports_silence_and_servers_that_are_no_exporters() -> None:
 def test_one_exporter_is_used_by_one_thread_at_a_time() -> None:
     busy, overlaps = threading.Lock(), []
 
-    def on_begin() -> None:
+    def on_submit() -> None:
         overlaps.append(not busy.acquire(blocking=False))
         busy.release()
 
-    exporter = ScriptedExporter(begins=[action(row())], on_begin=on_begin)
+    exporter = ScriptedExporter(submits=[action(row())], on_submit=on_submit)
     fleet_of({A: exporter}, Clock(), parallel=8).submit([new_request(pid) for pid in range(1, 40)], BODY)
     assert overlaps == [False] * 39
 

@@ -95,13 +95,13 @@ def _row(lines: list[str], start: str) -> str:
 
 
 @pytest.mark.parametrize("width", [80, 100, 149, 150, 400])
-def test_every_figure_of_a_full_node_is_readable_at_any_width(width: int) -> None:
+def test_every_size_of_a_full_node_is_readable_at_any_width(width: int) -> None:
     long_name = "a-workload-whose-name-is-quite-long-for-a-table"
     process = _process(4194304, _memory(), workload=long_name, command="python " + "x" * 60, state="unreported")
     lines = _lines([_device(i) for i in range(8)], [process], width=width)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for figure in (
+    for size in (
         "4194304",
         "62.0 GiB",
         "40.0 GiB",
@@ -112,11 +112,11 @@ def test_every_figure_of_a_full_node_is_readable_at_any_width(width: int) -> Non
         "unreported",
         "0.4 s",
     ):
-        assert figure in text
+        assert size in text
     assert "…" not in "".join(line for line in lines if "GiB" in line and long_name[:4] not in line)
 
 
-def test_the_ledger_lists_every_category_and_the_total_once_for_each_device() -> None:
+def test_the_ledger_has_every_category_and_the_total_for_each_device() -> None:
     lines = _lines([_device(i) for i in range(8)], [])
     for category in ("torch_allocated", "non_torch", "other_processes", "unattributed", "free", "total"):
         cells = [line.split() for line in lines if line.startswith(f"{category} ")]
@@ -125,7 +125,7 @@ def test_the_ledger_lists_every_category_and_the_total_once_for_each_device() ->
     assert headings.split() == [word for i in range(8) for word in ("gpu", str(i))]
 
 
-def test_a_category_that_is_not_known_is_a_dash_and_not_a_zero() -> None:
+def test_an_unknown_category_is_a_dash() -> None:
     ledger = _device(0)["ledger"]
     del ledger["non_torch"]
     lines = _lines([_device(0, ledger=ledger)], [])
@@ -133,7 +133,7 @@ def test_a_category_that_is_not_known_is_a_dash_and_not_a_zero() -> None:
     assert _row(lines, "other_processes").split() == ["other_processes", "0", "B"]
 
 
-def test_a_lost_device_has_no_figures_and_says_why_while_the_others_have_theirs() -> None:
+def test_a_lost_device_shows_its_error_and_no_sizes() -> None:
     lines = _lines([_device(0), _lost(1)], [])
     assert "gpu 1: GPU is lost" in lines
     assert _row(lines, "1 ").split() == ["1", "NVIDIA", "H100", "80GB", "HBM3", "-", "-", "-"]
@@ -141,18 +141,7 @@ def test_a_lost_device_has_no_figures_and_says_why_while_the_others_have_theirs(
     assert not any(line.startswith("category") and "gpu 1" in line for line in lines)
 
 
-def test_no_driver_says_so_and_still_lists_the_processes() -> None:
-    lines = _lines([], [_process(7, _memory(used_bytes=None))], nvml={"up": False, "error": "no libnvidia-ml.so.1"})
-    assert "driver: no libnvidia-ml.so.1" in lines
-    assert any(line.split()[:2] == ["7", "llm"] for line in lines)
-
-
-def test_the_demo_calls_itself_one() -> None:
-    assert _lines([_device(0)], [], source="demo")[0].startswith("DEMO")
-    assert not any("DEMO" in line for line in _lines([_device(0)], []))
-
-
-def test_a_process_without_a_device_yet_has_a_row() -> None:
+def test_a_process_without_a_device_has_a_row() -> None:
     for width in (80, 200):
         assert any(line.split()[:1] == ["7"] for line in _lines([_device(0)], [_process(7)], width=width))
 
@@ -163,7 +152,7 @@ def test_an_ascii_terminal_gets_an_ascii_bar() -> None:
     assert all(line.isascii() for line in lines)
 
 
-def test_text_of_a_process_cannot_colour_or_move_the_terminal() -> None:
+def test_text_of_a_process_cannot_control_the_terminal() -> None:
     text = "\n".join(_lines([_device(0)], [_process(7, workload="\x1b[2Jw\n[b]x[/b]")], width=200))
     assert "?[2Jw?[b]x[/b]" in text
     assert "\x1b" not in text
@@ -176,7 +165,7 @@ _UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
 
 
 @pytest.mark.parametrize(
-    ("processes", "figures"),
+    ("processes", "numbers"),
     [
         ([], []),
         ([_SILENT], []),
@@ -192,16 +181,16 @@ _UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
         ),
     ],
 )
-def test_the_last_line_says_what_a_clear_would_give_back(processes: list[dict[str, Any]], figures: list[str]) -> None:
-    """The sum, from how many processes of how many, and of how many more it is not known."""
-    assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", clear_summary(processes)) == figures
+def test_the_last_line_has_the_sum_that_a_clear_would_free(processes: list[dict[str, Any]], numbers: list[str]) -> None:
+    """The sum, the processes that free memory, the reporting processes, and the unknown ones."""
+    assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", clear_summary(processes)) == numbers
 
 
-def test_a_cache_that_is_not_known_is_not_called_empty() -> None:
+def test_an_unknown_cache_is_not_an_empty_one() -> None:
     assert clear_summary([_UNKNOWN]) != clear_summary([_UNABLE])
 
 
-def test_what_info_prints() -> None:
+def test_the_output_of_info() -> None:
     mig = {**_device(2), "gpu": "2:0", "mig_profile": "1g.10gb"}
     full = [_process(7, _memory(), _memory(gpu="1")), _process(8, _memory(), rank="1"), _process(9)]
     silent = _process(1, _memory(), state="silent", reporting=False, sample_age_seconds=75.0)
@@ -220,7 +209,7 @@ def test_what_info_prints() -> None:
     assert_golden("info.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in cases.items()))
 
 
-def test_what_is_not_a_terminal_gets_plain_lines_that_nothing_is_cut_from() -> None:
+def test_a_file_gets_plain_full_lines() -> None:
     out = io.StringIO()
     processes = {"processes": [_process(7, _memory(), workload="w" * 256, command="c" * 256)]}
     console = open_console(out)

@@ -9,7 +9,7 @@ from gpumem_exporter.core.ledger import CATEGORIES
 _SIZES = st.integers(min_value=-(1 << 40), max_value=1 << 50)
 
 
-def test_every_category_of_the_ledger_stands_in_exactly_one_segment() -> None:
+def test_every_category_is_in_exactly_one_segment() -> None:
     assert sorted(category for segment in SEGMENTS for category in segment.categories) == sorted(CATEGORIES)
 
 
@@ -27,5 +27,5 @@ def test_the_bar_is_filled_and_each_segment_is_within_one_character_of_its_share
         assert abs(length - size * width / sum(sizes)) < 1
 
 
-def test_a_segment_below_nothing_takes_no_room() -> None:
+def test_a_negative_segment_has_no_characters() -> None:
     assert bar_lengths({"torch_allocated": 50, "unattributed": -3, "free": 50}, 10) == (5, 0, 0, 0, 5)

@@ -26,12 +26,12 @@ _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "Gi
         (1 << 63, "8.0 EiB"),
     ],
 )
-def test_bytes_are_shown_with_iec_units_and_unknown_ones_as_a_dash(value: int | None, text: str) -> None:
+def test_bytes_have_iec_units_and_unknown_ones_are_a_dash(value: int | None, text: str) -> None:
     assert human_bytes(value) == text
 
 
 @given(st.integers(min_value=-(1 << 69), max_value=1 << 69))
-def test_a_size_shown_is_within_its_rounding_of_the_size(value: int) -> None:
+def test_a_shown_size_is_rounded_correctly(value: int) -> None:
     match = re.fullmatch(r"(-?\d{1,4}(?:\.\d)?) (B|[KMGTPE]iB)", human_bytes(value))
     assert match is not None
     number, unit = match.groups()
@@ -40,7 +40,7 @@ def test_a_size_shown_is_within_its_rounding_of_the_size(value: int) -> None:
 
 
 @given(st.integers(min_value=0, max_value=1 << 69))
-def test_a_size_shown_takes_at_most_eight_characters(value: int) -> None:
+def test_a_shown_size_has_at_most_eight_characters(value: int) -> None:
     assert len(human_bytes(value)) <= len("1023 MiB")
 
 
@@ -57,10 +57,10 @@ def test_a_size_shown_takes_at_most_eight_characters(value: int) -> None:
         (172800, "2 d"),
     ],
 )
-def test_durations_are_shown_in_the_unit_that_fits(value: float | None, text: str) -> None:
+def test_durations_have_the_unit_that_fits(value: float | None, text: str) -> None:
     assert human_seconds(value) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(None, "-"), (0.0, "0 %"), (0.934, "93 %"), (1.0, "100 %")])
-def test_ratios_are_shown_as_per_cent(value: float | None, text: str) -> None:
+def test_ratios_are_percentages(value: float | None, text: str) -> None:
     assert human_ratio(value) == text

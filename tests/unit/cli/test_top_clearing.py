@@ -36,7 +36,7 @@ class _Api:
 
 
 class _World:
-    """An exporter that does what it is asked, and a clock."""
+    """An exporter with prepared results, and a clock."""
 
     def __init__(self) -> None:
         self.requests: list[Mapping[str, Any]] = []
@@ -60,7 +60,7 @@ def _row(**changes: Any) -> Row:
     return rows_of({"processes": [process(7, "0", **changes)]})[0]
 
 
-def test_a_clear_is_a_dry_run_a_question_and_only_then_the_deed() -> None:
+def test_a_clear_is_a_dry_run_a_question_and_then_the_action() -> None:
     world = _World()
     world.clearing.ask(_row(), _URL)
     said = world.wait()
@@ -76,7 +76,7 @@ def test_a_clear_is_a_dry_run_a_question_and_only_then_the_deed() -> None:
     assert not note.asks
 
 
-def test_no_leaves_everything_as_it_is() -> None:
+def test_no_changes_nothing() -> None:
     world = _World()
     world.clearing.ask(_row(), _URL)
     world.wait()
@@ -84,7 +84,7 @@ def test_no_leaves_everything_as_it_is() -> None:
     assert (world.said(), len(world.requests)) == ("", 1)
 
 
-def test_a_question_does_not_stand_forever() -> None:
+def test_a_question_expires() -> None:
     world = _World()
     world.clearing.ask(_row(), _URL)
     world.wait()
@@ -94,7 +94,7 @@ def test_a_question_does_not_stand_forever() -> None:
     assert len(world.requests) == 1
 
 
-def test_what_would_free_nothing_is_not_asked_about() -> None:
+def test_a_clear_that_frees_nothing_is_not_offered() -> None:
     world = _World()
     world.result["freed_bytes"] = 0
     world.clearing.ask(_row(), _URL)
@@ -103,7 +103,7 @@ def test_what_would_free_nothing_is_not_asked_about() -> None:
     assert len(world.requests) == 1
 
 
-def test_a_refusal_of_the_exporter_is_shown_with_its_mend() -> None:
+def test_a_refusal_of_the_exporter_is_shown() -> None:
     world = _World()
     world.error = ExporterAnswerError(403, "token:\n--action.token-file")
     world.clearing.ask(_row(), _URL)
@@ -124,7 +124,7 @@ def test_a_refusal_of_the_exporter_is_shown_with_its_mend() -> None:
         (_row(actions=["reset_peak"]), _URL, "pid 7"),
     ],
 )
-def test_what_cannot_be_cleared_is_not_asked_for(row: Row | None, url: str, named: str) -> None:
+def test_a_process_that_cannot_clear_is_not_requested(row: Row | None, url: str, named: str) -> None:
     world = _World()
     world.clearing.ask(row, url)
     assert named in world.said()

@@ -19,7 +19,7 @@ _OOM = {
     "limit_bytes": 40 * GIB,
     "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
 }
-_ACTION = {"action": "empty_cache", "requested_by": "loopback", "reason": "asked for in top"}
+_ACTION = {"action": "empty_cache", "requested_by": "loopback", "reason": "requested in top"}
 _RESULTS = [{"pid": 7}, {"pid": 7}, {"pid": 8}]
 
 
@@ -32,7 +32,7 @@ def _ids(events: Events) -> list[int] | None:
     return None if events.known is None else [known["id"] for known in events.known]
 
 
-def test_the_last_events_are_asked_for_and_then_what_happened_since_every_three_seconds() -> None:
+def test_events_are_read_once_and_then_new_ones_every_three_seconds() -> None:
     events = Events()
     assert (events.known, events.due(100.0)) == (None, True)
     assert "after" not in events.path
@@ -48,7 +48,7 @@ def test_the_last_events_are_asked_for_and_then_what_happened_since_every_three_
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 422])
-def test_whoever_may_not_read_events_has_none_and_asks_again_after_a_minute(status: int) -> None:
+def test_refused_events_are_requested_again_after_a_minute(status: int) -> None:
     events = Events()
     events.take(_page(1), 100.0)
     events.failed(ExporterAnswerError(status, "token-needed"), 103.0)
@@ -62,7 +62,7 @@ def test_whoever_may_not_read_events_has_none_and_asks_again_after_a_minute(stat
     assert (_ids(events), events.refusal) == ([4], "")
 
 
-def test_an_exporter_whose_disk_fails_or_that_is_slow_takes_nothing_away() -> None:
+def test_known_events_survive_a_server_error() -> None:
     events = Events()
     events.take(_page(1), 100.0)
     events.failed(ExporterAnswerError(503, "disk"), 103.0)
@@ -75,14 +75,14 @@ def test_an_exporter_whose_disk_fails_or_that_is_slow_takes_nothing_away() -> No
 @pytest.mark.parametrize(
     "page", [{}, {"events": 7, "next_after": 1}, {"events": ["x"], "next_after": 1}, _page(1) | {"next_after": None}]
 )
-def test_an_answer_of_another_form_is_no_event(page: dict[str, Any]) -> None:
+def test_an_answer_of_another_form_is_dropped(page: dict[str, Any]) -> None:
     events = Events()
     events.take(page, 100.0)
     assert events.known is None
     assert not events.due(101.0)
 
 
-def test_another_exporter_is_asked_anew() -> None:
+def test_forget_starts_from_the_first_event() -> None:
     events = Events()
     events.take(_page(9), 100.0)
     events.forget()
@@ -108,7 +108,7 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
         (
             "action",
             {**_ACTION, "state": "done", "freed_bytes": 3 * GIB, "results": _RESULTS},
-            ("GPU 0", "empty_cache", "2 processes", "done", "3.0 GiB", "loopback", "(asked for in top)"),
+            ("GPU 0", "empty_cache", "2 processes", "done", "3.0 GiB", "loopback", "(requested in top)"),
         ),
         (
             "action",
@@ -118,7 +118,7 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
         (
             "action",
             {**_ACTION, "state": "done", "freed_bytes": None, "results": _RESULTS},
-            ("GPU 0", "empty_cache", "2 processes", "done", "loopback", "(asked for in top)"),
+            ("GPU 0", "empty_cache", "2 processes", "done", "loopback", "(requested in top)"),
         ),
         ("action_asked", {**_ACTION, "processes": [[7, "llm", "3"]]}, ("empty_cache", "1 process,", "loopback")),
         ("policy_stopped", {"rule": "hoard", "reason": "in-vain"}, ("GPU 0", "hoard", "in-vain")),
@@ -127,14 +127,14 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
         ("oom", None, ("12:00:00", "GPU 0")),
     ],
 )
-def test_an_event_shows_its_device_process_and_figures(type_: str, detail: Any, parts: tuple[str, ...]) -> None:
+def test_an_event_shows_its_device_process_and_sizes(type_: str, detail: Any, parts: tuple[str, ...]) -> None:
     said = _said(event(1, type_, _NOON, detail=detail))
     assert [part for part in parts if part not in said] == []
     sizes = [part for part in parts if part.endswith("GiB")]
     assert re.findall(r"[\d.]+ [KMG]iB", said) == sizes
 
 
-def test_what_is_about_no_device_or_process_names_none() -> None:
+def test_an_event_without_a_device_or_process_names_none() -> None:
     nobody = event(
         1, "process_ended", _NOON, gpu=None, uuid=None, workload="", rank="", pid=None, detail={"reason": "x"}
     )
@@ -143,12 +143,12 @@ def test_what_is_about_no_device_or_process_names_none() -> None:
     assert "pid 1@4026531836" in _said(event(1, "process_started", _NOON, workload="", pid="1@4026531836"))
 
 
-def test_the_day_is_said_where_it_is_another_and_what_is_no_moment_is_a_dash() -> None:
+def test_another_day_is_shown_and_an_invalid_time_is_a_dash() -> None:
     assert _said(event(1, "x", _NOON - 86400)).startswith("03-03 12:00:00 x")
     assert _said(event(1, "x", 1e300)).startswith("- x")
 
 
-def test_the_newest_comes_first_and_those_of_other_devices_and_workloads_are_left_out() -> None:
+def test_the_newest_is_first_and_the_choice_filters() -> None:
     listed = [
         event(1, "x", _NOON + 9),
         event(2, "x", _NOON, gpu="1:0"),
@@ -164,7 +164,7 @@ def test_the_newest_comes_first_and_those_of_other_devices_and_workloads_are_lef
     assert ids(workload="llm") == [1, 3, 2]
 
 
-def test_an_event_that_is_not_cut_has_as_many_lines_as_it_takes() -> None:
+def test_an_event_that_is_not_cut_has_several_lines() -> None:
     (lines,) = event_lines([event(1, "oom", _NOON, detail=_OOM)], 60, _NOON, unicode_output=True, cut=False)
     assert len(lines) > 1
     assert all(line.cell_len <= 60 for line in lines)
@@ -174,7 +174,7 @@ def test_an_event_that_is_not_cut_has_as_many_lines_as_it_takes() -> None:
 
 
 @pytest.mark.parametrize("cut", [True, False])
-def test_nothing_that_an_event_says_commands_the_terminal(cut: bool) -> None:
+def test_text_of_an_event_cannot_control_the_terminal(cut: bool) -> None:
     hostile = "\x1b[2J\x1b]0;x\x07\r\n\u202e[red]x[/red]\x9b"
     listed = [
         event(

@@ -65,7 +65,7 @@ class _Driver:
 
 
 class _World:
-    """A source, with a clock that stands until it is moved."""
+    """A source with a clock that the test moves."""
 
     def __init__(self, *, named: bool = False) -> None:
         self.api, self.driver, self.now = _Api(), _Driver(), 100.0
@@ -77,25 +77,25 @@ class _World:
         )
 
 
-def test_an_exporter_that_answers_is_all_that_is_asked() -> None:
+def test_with_an_exporter_the_driver_is_not_opened() -> None:
     world = _World()
     read = world.source.read()
     assert (read.url, read.without_exporter, [row.pid for row in read.rows]) == ("unix:///e.sock", "", [7])
     assert world.driver.opened == 0
 
 
-@pytest.mark.parametrize("error", [ExporterUnreachableError("nobody"), ExporterAnswerError(404, "nobody")])
-def test_the_driver_stands_in_for_an_exporter_that_does_not_answer(error: ExporterError) -> None:
+@pytest.mark.parametrize("error", [ExporterUnreachableError("no-answer"), ExporterAnswerError(404, "no-answer")])
+def test_the_driver_replaces_an_exporter_that_does_not_answer(error: ExporterError) -> None:
     world = _World()
     world.api.error = error
     read = world.source.read()
     assert read.url == ""
-    assert "nobody" in read.without_exporter
+    assert "no-answer" in read.without_exporter
 
 
-def test_the_exporter_is_looked_for_now_and_then_and_takes_over_when_it_is_there() -> None:
+def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
     world = _World()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.source.read()
     world.api.error = None
     world.now += 2.9
@@ -106,41 +106,41 @@ def test_the_exporter_is_looked_for_now_and_then_and_takes_over_when_it_is_there
     assert (world.driver.opened, world.driver.released) == (1, 1)
 
 
-def test_an_exporter_that_was_named_has_no_stand_in() -> None:
+def test_the_driver_does_not_replace_a_named_exporter() -> None:
     world = _World(named=True)
-    world.api.error = ExporterUnreachableError("nobody")
-    with pytest.raises(ExporterUnreachableError, match="nobody"):
+    world.api.error = ExporterUnreachableError("no-answer")
+    with pytest.raises(ExporterUnreachableError, match="no-answer"):
         world.source.read()
     world.api.error = None
     assert world.source.read().url == "unix:///e.sock"
 
 
-def test_no_exporter_and_no_driver_says_both_and_lets_go_of_the_driver() -> None:
+def test_the_error_names_exporter_and_driver_and_releases_nvml() -> None:
     world = _World()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.driver.error = NvmlUnavailableError("no library")
-    with pytest.raises(ExporterUnreachableError, match=r"nobody.*no library"):
+    with pytest.raises(ExporterUnreachableError, match=r"no-answer.*no library"):
         world.source.read()
     assert world.driver.released == 1
 
 
 @pytest.mark.parametrize("processes", [{"processes": [{}]}, {"processes": ["x"]}, {"processes": 7}])
-def test_a_document_of_somebody_else_is_no_exporters(processes: Any) -> None:
+def test_a_document_of_another_server_is_an_error(processes: Any) -> None:
     world = _World(named=True)
     world.api.processes = processes
     with pytest.raises(ExporterUnreachableError, match="gpumem-exporter"):
         world.source.read()
 
 
-def test_closing_lets_go_of_everything() -> None:
+def test_close_closes_both_sources() -> None:
     world = _World()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.source.read()
     world.source.close()
     assert (world.api.closed, world.driver.released) == (2, 1)
 
 
-def test_what_was_known_is_lost_with_the_next_failure_or_when_no_answer_comes() -> None:
+def test_a_reading_is_lost_after_a_failure_or_without_an_answer() -> None:
     known = Known(reading([], []), answered_seconds=100.0)
     assert known.lost(100.9, 1.0) == ""
     assert known.lost(104.9, 1.0) == ""
@@ -157,7 +157,7 @@ _OF_ROUTES = {
 }
 
 
-def test_the_past_is_asked_for_at_first_and_then_one_more_request_in_three_seconds() -> None:
+def test_the_past_is_read_once_and_then_events_every_three_seconds() -> None:
     world = _World()
     world.api.past = _OF_ROUTES
     read = world.source.read()
@@ -177,7 +177,7 @@ def test_the_past_is_asked_for_at_first_and_then_one_more_request_in_three_secon
 @pytest.mark.parametrize(
     "error", [ExporterAnswerError(404, "no such route"), ExporterAnswerError(403, "no"), ExporterUnreachableError("x")]
 )
-def test_an_exporter_that_does_not_tell_the_past_is_as_good_as_any_otherwise(error: ExporterError) -> None:
+def test_an_exporter_without_a_past_is_a_source(error: ExporterError) -> None:
     world = _World()
     world.api.past = error
     for _ in range(5):
@@ -187,17 +187,11 @@ def test_an_exporter_that_does_not_tell_the_past_is_as_good_as_any_otherwise(err
     assert len(world.api.paths) == 5 * 2 + 2, "it is not asked again at once"
 
 
-def test_whoever_wants_no_past_asks_for_none() -> None:
-    world = _World()
-    world.source.read(with_past=False)
-    assert world.api.paths == ["/api/v1/devices", "/api/v1/processes"]
-
-
-def test_with_the_driver_alone_the_past_is_what_was_seen_since_and_no_event_is_known() -> None:
+def test_the_driver_continues_the_past_and_has_no_events() -> None:
     world = _World()
     world.api.past = _OF_ROUTES
     world.source.read()
-    world.api.error = ExporterUnreachableError("nobody")
+    world.api.error = ExporterUnreachableError("no-answer")
     world.now += 10.0
     world.driver.devices = {**_DEVICES, "taken_unix_seconds": world.now}
     read = world.source.read()
