@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from gpumem_exporter.client.allocator.torch_access import Allocator
+from gpumem_exporter.client.allocator.allocator import Allocator
 
 __all__ = ["PlainPosts", "busy", "reporter_thread", "sample_costs", "serve_echo", "training_cpu_seconds"]
 
