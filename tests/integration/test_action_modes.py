@@ -142,7 +142,7 @@ def test_mode_idle_waits_until_no_step_runs_and_nothing_is_allocated(
 def test_actions_at_random_times_break_no_cuda_graph_capture(
     exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
 ) -> None:
-    """During a capture, mode `now` is refused and mode `step` waits."""
+    """A command waits in every mode until the capture is over."""
     tries = int(os.environ.get("GPUMEM_CAPTURES", "1000"))
     capturing = """
 import os, random, time
@@ -173,13 +173,13 @@ while not os.path.exists(finished):  # an action may still wait for a step
             action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=30)
             for row in action["results"]:
                 outcomes[mode, row["outcome"]] = outcomes.get((mode, row["outcome"]), 0) + 1
-                if row["outcome"] == "refused":
+                if row["outcome"] == "refused":  # the capture started just before the command
                     assert row["reason_code"] == "cuda_graph_capture"
         assert not process.answered(), process.receive(number)  # a broken capture ends the program
     finished.touch()
     assert process.receive(number, timeout_seconds=120) == tries
     assert set(outcomes) <= {("now", "done"), ("now", "refused"), ("step", "done")}, outcomes
-    assert outcomes.get(("now", "refused")), outcomes
+    assert outcomes.get(("now", "done")), outcomes
     assert outcomes.get(("step", "done")), outcomes
 
 

@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
+from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
-from gpumem_exporter.client.allocator.torch_access import Allocator, DeviceState
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
 
@@ -111,7 +112,7 @@ class Executor:
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error), error.reason_code)
         except Exception as error:  # an error of torch or of a finalizer is this command's result
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             return _failed(command, error, self._clock() - started)
         return CommandResult(command.id, "done", duration_seconds=duration, devices=devices, snapshot=snapshot)

@@ -1,8 +1,9 @@
-"""Keeps commands until the end of a step or until the process is idle, then runs them.
+"""Keeps commands until the end of a step, an idle time or the end of a CUDA graph capture, then runs them.
 
-A command for a step runs in the training thread, so it cannot interrupt that thread's allocations or captures. A
-command for an idle process runs on the reporter's thread. A command that has not started by its deadline never runs: a
-job that hung must not clear its cache when it recovers.
+A command in mode `step` runs in the training thread, so it cannot interrupt that thread's allocations or captures. A
+command in mode `idle` runs on the reporter's thread. A command in mode `now` waits only while a CUDA graph is captured:
+it runs on the reporter's thread after the capture, or at the end of a step if that comes first. A command that has not
+started by its deadline never runs: a job that hung must not clear its cache when it recovers.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpumem_exporter.client.commands.executor import refused_during_capture
-from gpumem_exporter.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_exporter.wire.protocol import MODES, Command, CommandResult, ReasonCode
 
 __all__ = ["Scheduler"]
 
@@ -104,7 +105,7 @@ class Scheduler:
         known = self._executor.known(command.id)
         if known is not None:
             self._finish(known)
-        elif command.mode not in ("step", "idle"):
+        elif command.mode not in MODES:
             unknown = f"this reporter does not support the mode {command.mode!r}"
             self._settle(command, "unsupported", unknown, ReasonCode.UNKNOWN_MODE)
         elif command.action not in self._executor.actions:
@@ -141,11 +142,14 @@ class Scheduler:
             self._run_at_step(step)
 
     def look(self) -> None:
-        """On the reporter's thread: expire late commands, and run those for an idle process if it is idle."""
+        """On the reporter's thread: expire late commands, and run those whose time has come."""
         now = self._clock()
         for held in self._list():
             if now >= held.expires_seconds and self._claim(held.command.id) is not None:
                 self._settle_late(held.command)
+        for held in [held for held in self._list() if held.command.mode == "now"]:
+            if not self._allocator.capturing and self._claim(held.command.id) is not None:
+                self._finish(self._executor.run(held.command, expires_seconds=held.expires_seconds))
         idle = [held for held in self._list() if held.command.mode == "idle"]
         if idle and self._idle(now):
             for held in idle:
@@ -162,7 +166,7 @@ class Scheduler:
     def _run_at_step(self, step: int) -> None:
         for held in self._list():
             command = held.command
-            if command.mode != "step" or (command.at_step is not None and command.at_step > step):
+            if command.mode == "idle" or (command.at_step is not None and command.at_step > step):
                 continue
             if self._clock() >= held.expires_seconds:
                 continue  # the reporter's thread expires it
@@ -217,7 +221,7 @@ class Scheduler:
         return held
 
     def _mark(self) -> None:
-        self._for_steps = any(held.command.mode == "step" for held in self._held.values())
+        self._for_steps = any(held.command.mode != "idle" for held in self._held.values())
 
     def _settle(self, command: Command, outcome: str, reason: str, code: ReasonCode) -> None:
         result = CommandResult(command.id, outcome, reason, code, step=self._sampler.step)
@@ -232,7 +236,9 @@ class Scheduler:
         self._settle(command, "expired", passed, ReasonCode.STEP_PASSED)
 
     def _settle_late(self, command: Command) -> None:
-        if command.mode == "idle":
+        if command.mode == "now":
+            late, code = "a CUDA graph was being captured until the deadline", ReasonCode.CUDA_GRAPH_CAPTURE
+        elif command.mode == "idle":
             late, code = "the process was not idle before the deadline", ReasonCode.NOT_IDLE
         elif command.at_step is not None:
             late, code = f"step {command.at_step} did not end before the deadline", ReasonCode.NO_STEP_ENDED
