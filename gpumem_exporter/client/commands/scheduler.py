@@ -165,39 +165,43 @@ class Scheduler:
 
     def _run_at_step(self, step: int) -> None:
         for held in self._list():
-            command = held.command
-            if command.mode == "idle" or (command.at_step is not None and command.at_step > step):
-                continue
-            if self._clock() >= held.expires_seconds:
-                continue  # the reporter's thread expires it
-            if command.at_step is not None and command.at_step < step:
-                if self._claim(command.id) is not None:
-                    self._settle_passed(command, command.at_step)
-                    self._wake()
-                continue
-            if self._allocator.capturing:
-                if command.at_step is not None and self._claim(command.id) is not None:
-                    self._finish(self._executor.settle(refused_during_capture(command)))
-                    self._wake()
-                continue
-            if self._claim(command.id) is None:
-                continue
-            try:
-                result = self._executor.run_if_free(command, expires_seconds=held.expires_seconds)
-                if result is None and command.at_step is None:
-                    with self._lock:  # the reporter's thread runs a command or samples: try after the next step
-                        self._held[command.id] = held
-                        self._mark()
-                    continue
-                if result is None:
-                    result = self._executor.run(command, expires_seconds=held.expires_seconds)
-            except BaseException as error:  # from the user's signal handler: it continues to the user's code
-                interrupted = f"a signal handler raised {type(error).__name__}"
-                self._settle(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
+            # The reporter's thread expires the late ones.
+            if held.command.mode != "idle" and self._clock() < held.expires_seconds:
+                self._try_at_step(held, step)
+
+    def _try_at_step(self, held: _Held, step: int) -> None:
+        command, at_step = held.command, held.command.at_step
+        if at_step is not None and at_step > step:
+            return
+        if at_step is not None and at_step < step:
+            if self._claim(command.id) is not None:
+                self._settle_passed(command, at_step)
                 self._wake()
-                raise
-            self._finish(result)
+        elif self._allocator.capturing:
+            if at_step is not None and self._claim(command.id) is not None:
+                self._finish(self._executor.settle(refused_during_capture(command)))
+                self._wake()
+        elif self._claim(command.id) is not None:
+            self._run_claimed(held)
+
+    def _run_claimed(self, held: _Held) -> None:
+        command, expires_seconds = held.command, held.expires_seconds
+        try:
+            result = self._executor.run_if_free(command, expires_seconds=expires_seconds)
+            if result is None and command.at_step is None:
+                with self._lock:  # the reporter's thread runs a command or samples: try after the next step
+                    self._held[command.id] = held
+                    self._mark()
+                return
+            if result is None:
+                result = self._executor.run(command, expires_seconds=expires_seconds)
+        except BaseException as error:  # from the user's signal handler: it continues to the user's code
+            interrupted = f"a signal handler raised {type(error).__name__}"
+            self._settle(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
             self._wake()
+            raise
+        self._finish(result)
+        self._wake()
 
     def _idle(self, now: float) -> bool:
         """Return whether no step has run and nothing was allocated for some seconds."""

@@ -47,8 +47,17 @@ _IdempotencyKey = Annotated[
 ]
 
 
-def _accepted(description: str) -> dict[int | str, dict[str, Any]]:
-    return {202: {"model": ActionDocument, "description": description}}
+def _route(running: str, *problem_statuses: int) -> dict[str, Any]:
+    """Describe a route that returns an action: 200 if it has ended, 202 with this description if it is running."""
+    return {
+        "response_model": ActionDocument,
+        "response_description": "the action has ended",
+        "responses": {202: {"model": ActionDocument, "description": running}, **problems(*problem_statuses)},
+    }
+
+
+_SUBMIT = _route("the action is running; `Location` is its path", 401, 403, 404, 409, 413, 415, 422, 429)
+_CANCEL = _route("the processes forget their commands", 401, 403, 404)
 
 
 def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> APIRouter:
@@ -61,15 +70,7 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> API
     """
     router = APIRouter(tags=["actions"])
 
-    @router.post(
-        ACTIONS_PATH,
-        response_model=ActionDocument,
-        response_description="the action has ended",
-        responses={
-            **_accepted("the action is running; `Location` is its path"),
-            **problems(401, 403, 404, 409, 413, 415, 422, 429),
-        },
-    )
+    @router.post(ACTIONS_PATH, **_SUBMIT)
     async def submit(request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
         if body.action == "terminate" and request.state.caller.anonymous:
@@ -96,12 +97,7 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> API
         """One action."""
         return await recorded(dispatcher.get(action_id), running_status=200)
 
-    @router.delete(
-        ACTIONS_PATH + "/{action_id}",
-        response_model=ActionDocument,
-        response_description="the action has ended",
-        responses={**_accepted("the processes forget their commands"), **problems(401, 403, 404)},
-    )
+    @router.delete(ACTIONS_PATH + "/{action_id}", **_CANCEL)
     async def cancel(request: Request, action_id: str) -> Response:
         """Cancel the parts of an action that have not started. May be repeated."""
         return await recorded(dispatcher.cancel(action_id, requested_by=request.state.caller))
