@@ -194,17 +194,17 @@ def test_an_action_reaches_a_held_report_at_once_and_its_result_ends_it() -> Non
         before = report(1, devices=(sample(allocated=5, reclaimable=7),), hold_seconds=300.0)
         held = pool.submit(exporter.report, before)
         eventually(exporter.runtime.dispatcher.held)
-        asked = pool.submit(exporter.act, action="empty_cache", target={"all": True}, wait_seconds=10)
+        submitted = pool.submit(exporter.act, action="empty_cache", target={"all": True}, wait_seconds=10)
         (command,) = json.loads(held.result(patient(30)).body)["commands"]
         assert command["action"] == "empty_cache"
         assert 0 < command["deadline_seconds"] <= 30
         result = CommandResult(
             command["id"], "done", duration_seconds=0.001, devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),)
         )
-        assert not asked.done()
+        assert not submitted.done()
         after = report(1, devices=(sample(allocated=5),), sequence=2, results=(result,))
         assert exporter.report(after).status == 200
-        answer = asked.result(patient(30))
+        answer = submitted.result(patient(30))
         assert answer.status == 200
         action = json.loads(answer.body)
         assert (action["state"], action["freed_bytes"], action["results"][0]["outcome"]) == ("done", 7, "done")
@@ -226,10 +226,10 @@ def test_the_hold_ends_with_the_connection_and_no_command_is_lost() -> None:
 def test_a_command_is_delivered_again_if_its_reply_was_lost() -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         exporter.report(report(1, devices=(sample(),)))
-        asked = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).body)
+        submitted = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).body)
         for sequence in (2, 3):
             answer = exporter.report(report(1, devices=(sample(),), sequence=sequence))
-            assert [command["id"] for command in json.loads(answer.body)["commands"]] == [asked["id"]]
+            assert [command["id"] for command in json.loads(answer.body)["commands"]] == [submitted["id"]]
 
 
 @pytest.mark.parametrize("died", [True, False])
@@ -256,8 +256,8 @@ def test_an_action_reaches_a_hundred_held_reports() -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         socks = [send_raw(exporter, report(pid, devices=(sample(),), hold_seconds=300.0)) for pid in range(1, 101)]
         eventually(exporter.runtime.dispatcher.held, lambda held: held == 100)
-        asked = exporter.act(action="empty_cache", target={"all": True}, wait_seconds=0)
-        assert asked.status == 202
+        submitted = exporter.act(action="empty_cache", target={"all": True}, wait_seconds=0)
+        assert submitted.status == 202
         for sock in socks:
             status, _, body = read_answer(sock)
             assert (status, [command["action"] for command in json.loads(body)["commands"]]) == (200, ["empty_cache"])

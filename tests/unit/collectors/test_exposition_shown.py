@@ -145,7 +145,7 @@ def test_without_the_driver_only_torch_series_stay_without_an_index(reading: Nod
     ]
     assert "gpumem_nvml_up 0" in page(known)
     (info,) = lines(known, "gpumem_process_info")
-    assert 'pid="70",workload="w",rank="0",command="python own.py"' in info, "what it says of itself is still true"
+    assert 'pid="70",workload="w",rank="0",command="python own.py"' in info, "the values of the report are still known"
     absent = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
     assert [line for line in page(known) if line.startswith(absent)] == []
 
