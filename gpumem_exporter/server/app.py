@@ -93,15 +93,22 @@ def create_app(
         Route(settings.web_telemetry_path, MetricsRoute(runtime.exposition, runtime.snapshot), include_in_schema=False),
     ]
     for router in (
-        state_router,
-        actions_router,
-        alerts_router,
-        policy_router,
-        events_router,
-        nvml_router,
-        health_router,
+        state_router(runtime),
+        actions_router(dispatcher=runtime.dispatcher, audit=runtime.audit, holds=runtime.holds),
+        alerts_router(
+            dispatcher=runtime.dispatcher,
+            audit=runtime.audit,
+            count_alert=runtime.instruments.count_alert,
+            clock=clock,
+            wall_clock=wall_clock,
+            has_action_token=runtime.actions_rule.token is not None,
+        ),
+        policy_router(runtime.policies),
+        events_router(runtime),
+        nvml_router(runtime),
+        health_router(runtime),
     ):
-        app.include_router(router(runtime))
+        app.include_router(router)
     page = Page(__version__, demo=runtime.source == "demo", telemetry_path=settings.web_telemetry_path)
     app.include_router(live_router(runtime, page))
     app.include_router(page_router(page))

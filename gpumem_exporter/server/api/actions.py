@@ -11,6 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.errors import (
@@ -21,9 +22,10 @@ from gpumem_exporter.errors import (
     TooManyActionsError,
 )
 from gpumem_exporter.server.api.action_schema import action_document, read_action
+from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.state import json_response
+from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
-from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 
 __all__ = ["actions_router"]
@@ -90,10 +92,9 @@ _ONE: dict[str, Any] = {
 }
 
 
-def actions_router(runtime: Runtime) -> APIRouter:
+def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> APIRouter:
     """The routes of actions."""
     router = APIRouter(tags=["actions"])
-    dispatcher = runtime.dispatcher
 
     @router.post(ACTIONS_PATH, response_class=Response, responses=_ASKED, openapi_extra=_ASKING)
     async def ask(request: Request) -> Response:
@@ -103,15 +104,15 @@ def actions_router(runtime: Runtime) -> APIRouter:
         if body.action == "terminate" and request.state.caller.anonymous:
             raise ProblemError(403, _WHO_TERMINATES)
         if key is not None:
-            await runtime.audit.recalled()
+            await audit.recalled()
         action = _submit(
             lambda: dispatcher.submit(body.request(), requested_by=request.state.caller, idempotency_key=key)
         )
         if not action.finished and body.wait_seconds > 0:
-            await runtime.holds.until(dispatcher.wait(action.id, body.wait_seconds), request.receive)
+            await holds.until(dispatcher.wait(action.id, body.wait_seconds), request.receive)
             action = dispatcher.get(action.id) or action
         if action.finished:
-            await runtime.audit.kept(action)
+            await audit.kept(action)
             return json_response(action_document(action))
         response = json_response(action_document(action), 202)
         response.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
@@ -135,7 +136,7 @@ def actions_router(runtime: Runtime) -> APIRouter:
         if action is None:
             raise ProblemError(404, _NO_SUCH_ACTION)
         if action.finished:
-            await runtime.audit.kept(action)
+            await audit.kept(action)
         return json_response(action_document(action))
 
     @router.delete(
@@ -154,7 +155,7 @@ def actions_router(runtime: Runtime) -> APIRouter:
         if action is None:
             raise ProblemError(404, _NO_SUCH_ACTION)
         if action.finished:
-            await runtime.audit.kept(action)
+            await audit.kept(action)
         return json_response(action_document(action), 200 if action.finished else 202)
 
     return router

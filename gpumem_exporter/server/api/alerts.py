@@ -7,16 +7,18 @@ others with it. Each is answered for itself, and counted.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.errors import ActionRefusedError, IdempotencyConflictError
 from gpumem_exporter.server.api.alert_memory import AlertMemory
+from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.api.state import json_response
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import ALERTS_PATH
 
 if TYPE_CHECKING:
@@ -48,10 +50,18 @@ _WHO_TERMINATES = (
 )
 
 
-def alerts_router(runtime: Runtime) -> APIRouter:
+def alerts_router(
+    *,
+    dispatcher: Dispatcher,
+    audit: Audit,
+    count_alert: Callable[[str], None],
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+    has_action_token: bool,
+) -> APIRouter:
     """The route of the receiver."""
     router = APIRouter(tags=["alerts"])
-    receiver = _Receiver(runtime)
+    receiver = _Receiver(dispatcher, clock, wall_clock, has_action_token)
 
     @router.post(ALERTS_PATH, response_class=Response, responses=_RESPONSES, openapi_extra=_BODY)
     async def receive(request: Request) -> Response:
@@ -61,21 +71,30 @@ def alerts_router(runtime: Runtime) -> APIRouter:
         try:
             message = read_alerts(await request.body())
         except ProblemError:
-            runtime.instruments.count_alert("invalid")
+            count_alert("invalid")
             raise
-        await runtime.audit.recalled()  # or an alert that was acted upon before a restart would be new
+        await audit.recalled()  # or an alert that was acted upon before a restart would be new
         # From here on nothing is awaited: a second message with the same alerts finds what this one did.
         told = [receiver.take(alert, request.state.caller) for alert in message.alerts]
         for each in told:
-            runtime.instruments.count_alert(each["outcome"])
+            count_alert(each["outcome"])
         return json_response({"alerts": told})
 
     return router
 
 
 class _Receiver:
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        has_action_token: bool,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._has_action_token = has_action_token
         self._memory = AlertMemory()
 
     def take(self, alert: AlertBody, caller: Caller) -> dict[str, Any]:
@@ -105,7 +124,7 @@ class _Receiver:
         """
         from gpumem_exporter.server.api.alert_schema import AlertRequestError, wanted_action
 
-        runtime, now = self._runtime, self._runtime.clock()
+        now = self._clock()
         if alert.status == "resolved":
             if self._memory.knows(alert.fingerprint):
                 fields = {"alert": alert.name, "fingerprint": alert.fingerprint, "requested_by": str(caller)}
@@ -117,11 +136,11 @@ class _Receiver:
         objection = self._memory.objection(alert.fingerprint, alert.starts_at, now)
         if objection:
             return objection, "", None
-        if wanted.action.action == "terminate" and runtime.actions_rule.token is None:
+        if wanted.action.action == "terminate" and not self._has_action_token:
             raise AlertRequestError(_WHO_TERMINATES)
-        asked_unix_seconds = runtime.wall_clock()
+        asked_unix_seconds = self._wall_clock()
         try:
-            action = runtime.dispatcher.submit(
+            action = self._dispatcher.submit(
                 wanted.action.request(),
                 requested_by=Caller.alert(alert.name[:128], caller),
                 idempotency_key=f"alert:{alert.fingerprint}:{alert.starts_at}",

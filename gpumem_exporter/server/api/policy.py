@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request, Response
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.api.state import json_response
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.runtime import Runtime
 from gpumem_exporter.server.security.request_guard import RELOAD_PATH
+
+if TYPE_CHECKING:
+    from gpumem_exporter.server.background.policy_runner import PolicyKeeper
 
 __all__ = ["policy_router"]
 
@@ -27,9 +29,8 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def policy_router(runtime: Runtime) -> APIRouter:
+def policy_router(policies: PolicyKeeper | None) -> APIRouter:
     """The route that reloads."""
-    policies = runtime.policies
     router = APIRouter(tags=["policy"])
 
     @router.post(RELOAD_PATH, response_class=Response, responses=_RESPONSES)
