@@ -251,7 +251,7 @@ def test_what_is_not_known_is_said_to_be_unknown_and_never_0(demo: Demo, open_pa
     assert live.text("#node [data-category=non_torch]") == "unknown"
     assert "GPU is lost" in live.text(".device:nth-child(2)")
     assert not live.page.locator(".device:nth-child(2) .ledger").is_visible()
-    assert re.search(r"GPU 1\b.*GPU is lost", live.text("#troubles li[data-level=critical]"))
+    assert re.search(r"GPU 1\b.*GPU is lost", live.text("#warnings li[data-level=critical]"))
 
 
 def test_bytes_that_two_readings_count_twice_are_shown_as_an_overlap(demo: Demo, open_page: OpenPage) -> None:
@@ -316,7 +316,7 @@ def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_f
 
     held, times = 2 * GIB, list[float]()
     live = open_page(url, answer=answer, timezone_id="UTC")
-    said = live.text("#troubles li[data-level=critical]")
+    said = live.text("#warnings li[data-level=critical]")
     since = re.search(
         r"GPU 0\b.*(\d\d:\d\d:\d\d).*256 MiB\b.*10\.0 GiB\b.*hoarder \(pid 77\).*6\.0 GiB.*2\.0 GiB.*hoarder", said
     )
@@ -324,7 +324,7 @@ def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_f
     assert since[1] in {time.strftime("%H:%M:%S", time.gmtime(at + late)) for at in times for late in (-0.01, 0.01)}
     held = GIB // 2
     live.until(
-        "new RegExp(it).test(document.querySelector('#troubles').textContent.replaceAll('\u00a0', ' '))",
+        "new RegExp(it).test(document.querySelector('#warnings').textContent.replaceAll('\u00a0', ' '))",
         r"2\.0 GiB\b.*512 MiB\b.*hoarder \(pid 77\)",
     )
     assert live.page.locator(".device").get_attribute("data-level") == "critical"
@@ -351,10 +351,10 @@ def test_a_cache_of_which_nobody_knows_what_comes_back_is_not_called_fragmented(
         return document
 
     live = open_page(url, answer=answer)
-    live.until("/GPU.0\\b/.test(document.querySelector('#troubles [data-level=critical]').textContent)")
+    live.until("/GPU.0\\b/.test(document.querySelector('#warnings [data-level=critical]').textContent)")
     first = live.text("#moment")
     live.until("document.querySelector('#moment').textContent !== it", first)
-    warnings = live.page.locator("#troubles li[data-level=warning]").all_inner_texts()
+    warnings = live.page.locator("#warnings li[data-level=warning]").all_inner_texts()
     assert [text for text in warnings if re.search(r"GPU.0\b", text)] == []
 
 
@@ -376,9 +376,9 @@ def test_memory_without_an_owner_is_a_trouble_only_where_all_owners_are_known(de
         return document
 
     live = open_page(url, answer=answer)
-    live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#troubles').textContent)")
-    troubles = " ".join(live.page.locator("#troubles li").all_inner_texts())
-    assert re.findall(r"GPU.(\d): 1\.5.GiB", troubles) == ["0"]
+    live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#warnings').textContent)")
+    shown = " ".join(live.page.locator("#warnings li").all_inner_texts())
+    assert re.findall(r"GPU.(\d): 1\.5.GiB", shown) == ["0"]
 
 
 def test_a_page_of_another_version_loads_itself_anew_once(demo: Demo, open_page: OpenPage) -> None:

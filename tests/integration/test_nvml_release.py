@@ -254,9 +254,9 @@ def test_the_api_describes_both_routes(scripted: Any) -> None:
     for path in (RELEASE, ATTACH):
         operation = document["paths"][path]["post"]
         assert operation["summary"]
-        assert set(operation["responses"]) >= {"200", "202", "401", "403", "422"}
+        assert set(operation["responses"]) >= {"200", "202", "401", "403", "415", "422"}
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
-        assert schema == {"$ref": "#/components/schemas/NvmlBody"}
+        assert schema["$ref"] == "#/components/schemas/NvmlBody"
     assert set(document["components"]["schemas"]["NvmlBody"]["properties"]) == {"reason", "wait_seconds"}
 
 

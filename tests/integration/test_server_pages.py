@@ -6,9 +6,12 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from typing import Any
 
+import jsonschema
 import pytest
 
+from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually
 
@@ -90,6 +93,43 @@ def test_the_api_describes_every_route_it_has(exporter: RunningExporter) -> None
         ("/api/v1/events", "get"),
         ("/api/v1/live", "get"),
     }
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health",
+        "/api/v1/devices",
+        "/api/v1/processes",
+        "/api/v1/events",
+        "/api/v1/live",
+        "/api/v1/actions",
+        "/api/v1/actions/{action_id}",
+    ],
+)
+def test_each_reply_has_the_described_keys_and_types(exporter: RunningExporter, path: str) -> None:
+    exporter.report(report(4711, devices=(sample(UUIDS[0]),), step=3))
+    action = json.loads(exporter.act(action="empty_cache", target={"pid": 4711}, dry_run=True).body)
+    description = exporter.document("/openapi.json")
+    answer = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    schema = closed({**answer, "components": description["components"]})
+    reply = exporter.document(path.replace("{action_id}", action["id"]))
+    jsonschema.Draft202012Validator(schema).validate(reply)
+
+
+def test_errors_have_the_described_keys_and_types(exporter: RunningExporter) -> None:
+    components = exporter.document("/openapi.json")["components"]
+    schema = closed({"$ref": "#/components/schemas/Problem", "components": components})
+    for path, status in (("/nothing", 404), ("/api/v1/events?limit=0", 422)):
+        jsonschema.Draft202012Validator(schema).validate(problem(exporter.get(path), status))
+
+
+def closed(schema: Any) -> Any:
+    """The schema, but an object with described properties may have no others."""
+    if isinstance(schema, dict):
+        made = {key: closed(value) for key, value in schema.items()}
+        return {**made, "additionalProperties": False} if isinstance(schema.get("properties"), dict) else made
+    return [closed(part) for part in schema] if isinstance(schema, list) else schema
 
 
 def test_every_schema_that_the_description_points_to_is_in_it(exporter: RunningExporter) -> None:

@@ -23,9 +23,9 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.server.api.action_schema import action_document, read_action
 from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.api.state import json_response
 from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
+from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 
 __all__ = ["actions_router"]

@@ -17,8 +17,8 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.errors import ActionRefusedError, IdempotencyConflictError
 from gpumem_exporter.server.api.alert_memory import AlertMemory
 from gpumem_exporter.server.api.audit import Audit
-from gpumem_exporter.server.api.state import json_response
 from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.security.request_guard import ALERTS_PATH
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import APIRouter, Request, Response
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.server.api.state import json_response
 from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.security.request_guard import RELOAD_PATH
 
 if TYPE_CHECKING:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import OwnNames, Peer, PeerCredentials, Rule
-from gpumem_exporter.server.security.tokens import TokenFile
+from gpumem_exporter.server.security.tokens import TokenFile, TokenRefresher
+from tests.support.waiting import patient
 
 OWNER = 1000
 LOCAL = Peer("127.0.0.1", None)
@@ -23,7 +25,9 @@ def rule(token: TokenFile | None = None) -> Rule:
 
 def token_file(path: Path, text: str) -> TokenFile:
     path.write_text(text)
-    return TokenFile(path)
+    token = TokenFile(path)
+    token.refresh()
+    return token
 
 
 def refusal(of: Rule, caller: Peer, headers: dict[bytes, bytes] | None = None) -> ProblemError:
@@ -84,11 +88,12 @@ def test_the_audit_log_says_where_a_token_came_from(tmp_path: Path) -> None:
     assert str(guarded.admit(unix(7), {b"authorization": b"Bearer right"})) == "token@unix:uid=7:pid=42"
 
 
-def test_a_replaced_token_file_counts_from_the_next_request_on(tmp_path: Path) -> None:
+def test_a_replaced_token_is_in_force_after_the_next_refresh(tmp_path: Path) -> None:
     token = token_file(tmp_path / "token", "old")
     assert token.matches(b"old")
     (tmp_path / "next").write_text("new")
     (tmp_path / "next").replace(tmp_path / "token")
+    token.refresh()
     assert not token.matches(b"old")
     assert token.matches(b"new")
 
@@ -97,12 +102,34 @@ def test_a_token_stays_in_force_while_its_file_is_away(tmp_path: Path) -> None:
     token = token_file(tmp_path / "token", "old")
     assert token.matches(b"old")
     (tmp_path / "token").unlink()
+    token.refresh()
     assert token.matches(b"old")
     assert not token.matches(b"")
 
 
-def test_a_token_file_that_was_never_readable_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "right")
+    refreshing, hung = threading.Event(), threading.Event()
+
+    class HungFile(TokenFile):
+        def refresh(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                refreshing.set()
+                hung.wait()
+
+    refresher = TokenRefresher([HungFile(tmp_path / "other"), token])
+    refresher.start()
+    try:
+        assert refreshing.wait(patient(10))
+        assert token.matches(b"right")
+        refresher.stop()
+    finally:
+        hung.set()
+
+
+def test_a_token_file_that_was_never_readable_matches_nothing(tmp_path: Path) -> None:
     token = TokenFile(tmp_path / "token")
+    token.refresh()
     assert not token.matches(b"")
     assert not token.matches(b"x")
 

@@ -75,7 +75,10 @@ def pass_through(
         elif message["body"]:
             exchange.problem = json.loads(message["body"])
 
-    rule = Rule("things", "--x.token-file", TokenFile(token) if token else None, 1000)
+    token_file = TokenFile(token) if token else None
+    if token_file is not None:
+        token_file.refresh()
+    rule = Rule("things", "--x.token-file", token_file, 1000)
     guard = Guard(route, OwnNames(["node-7"]), rule, rule, exchange.outcomes.append)
     scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "client": (client, 1)}
     asyncio.run(guard(scope, receive, send))

@@ -9,7 +9,7 @@ import pytest
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.events import EventLogStatus
 from gpumem_exporter.nvml.poller import PollerStatus
-from gpumem_exporter.server.api.health_document import health_document
+from gpumem_exporter.server.api.health import health_document
 from tests.support.builders import UUIDS, device, node, reporting
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, last_finished_seconds=1.0, stuck=False, error="")
@@ -73,7 +73,7 @@ def test_a_reporter_that_fell_silent_is_told_and_is_nobodys_failure() -> None:
     ("events", "named"),
     [
         ({"error": "/e/events.db: disk full", "waiting": 3, "dropped": 2}, r"/e/events.db: disk full\b.*\b3\b.*\b2\b"),
-        ({"alive": False}, "events"),
+        ({"alive": False}, "event log has stopped"),
         ({"busy_seconds": 7.2}, r"\b7 s\b"),
     ],
 )

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.server.http.negotiation import accepts_gzip, prefers_openmetrics
+from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"

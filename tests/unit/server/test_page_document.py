@@ -5,11 +5,16 @@ import json
 from typing import Any
 
 from gpumem_exporter.core.samples import ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.web.live_document import COLUMNS, live_document
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 A, B = UUIDS[:2]
-HEALTH = {
+HEALTH: HealthDocument = {
+    "version": "1",
+    "source": "demo",
+    "devices": 1,
+    "processes": 0,
     "status": "degraded",
     "nvml": {"up": True, "error": ""},
     "checks": {
@@ -22,8 +27,6 @@ HEALTH = {
 def document(snapshot: Snapshot) -> dict[str, Any]:
     made = live_document(
         snapshot,
-        source="demo",
-        version="1",
         health=HEALTH,
         page="digest",
         allowed_actions=("empty_cache",),
@@ -69,7 +72,7 @@ def test_a_process_whose_reporter_cannot_clear_is_not_offered_one() -> None:
 
 def test_what_is_not_well_is_said_and_what_is_well_is_not() -> None:
     made = document(Snapshot(0.0, node(device(A))))
-    assert made["troubles"] == [{"part": "events", "status": "degraded", "detail": "the disk is full"}]
+    assert made["failed_checks"] == [{"part": "events", "status": "degraded", "detail": "the disk is full"}]
     assert (made["status"], made["source"], made["page"], made["allowed_actions"]) == (
         "degraded",
         "demo",

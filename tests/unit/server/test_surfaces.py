@@ -15,7 +15,7 @@ from gpumem_exporter.server.web.live_document import COLUMNS, live_document
 from tests.support.exposition_builders import exposition
 from tests.support.random_snapshots import SNAPSHOTS
 
-HEALTH: dict[str, Any] = {"nvml": {"error": ""}, "status": "ok", "checks": {}}
+HEALTH: Any = {"version": "1", "source": "nvml", "nvml": {"error": ""}, "status": "ok", "checks": {}}
 FIGURES = {
     "gpumem_process_memory_used_bytes": "used_bytes",
     "gpumem_torch_non_torch_bytes": "non_torch_bytes",
@@ -65,9 +65,7 @@ def test_every_figure_is_the_same_wherever_it_is_told(known: Snapshot) -> None:
         for sample in family.samples:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
     processes, devices = processes_document(known, "nvml")["processes"], devices_document(known, "nvml")["devices"]
-    live = live_document(known, source="nvml", version="1", health=HEALTH, page="", allowed_actions=(), newest=None)[
-        "processes"
-    ]
+    live = live_document(known, health=HEALTH, page="", allowed_actions=(), newest=None)["processes"]
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in live]
 
     for name, key in FIGURES.items():

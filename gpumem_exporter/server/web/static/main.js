@@ -32,7 +32,7 @@ const app = {
   view: null,
   history: new History(),
   events: new Events(),
-  troubles: new Troubles(),
+  warnings: new Warnings(),
   devices: new Devices(),
   processes: new Processes(),
 
@@ -83,7 +83,7 @@ const app = {
     setText($("degraded"), why);
     setHidden($("degraded"), why === "");
     setHidden($("clear-all"), !view.rows.some((row) => row.clears));
-    this.troubles.update(view);
+    this.warnings.update(view);
     this.devices.update(view);
     this.processes.update(view);
   },

@@ -1,24 +1,24 @@
 // What a person on call should see first, in words and with its figures; the worst first.
 
 const LEVELS = ["critical", "warning", "note"];
-const SHOWN_TROUBLES = 8;
+const SHOWN_WARNINGS = 8;
 const OOM_SECONDS = 600;
 const LASTING_SECONDS = 10; // a cache that comes and goes with each step is no trouble
 
-function troublesOf(view) {
+function warningsOf(view) {
   const found = [];
   const add = (level, key, text, mustLast = false) => found.push({ level, key, text, mustLast });
-  for (const device of view.devices) troublesOfDevice(device, view, add);
-  troublesOfReporters(view, add);
-  troublesOfEvents(view, add);
-  for (const { part, status, detail } of view.troubles) {
+  for (const device of view.devices) warningsOfDevice(device, view, add);
+  warningsOfReporters(view, add);
+  warningsOfEvents(view, add);
+  for (const { part, status, detail } of view.failed_checks) {
     if (part !== "nvml" && part !== "devices") add(status === "failing" ? "critical" : "warning", part, `${part}: ${detail}`);
   }
   found.sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level));
   return found;
 }
 
-function troublesOfDevice(device, view, add) {
+function warningsOfDevice(device, view, add) {
   const name = gpuName(device.gpu, device.uuid);
   if (!device.up) {
     const since = sinceInWords(view.history.since(device.uuid, (mib) => mib === null), view.moment);
@@ -70,7 +70,7 @@ function troublesOfDevice(device, view, add) {
   }
 }
 
-function troublesOfReporters(view, add) {
+function warningsOfReporters(view, add) {
   const silent = new Map();
   for (const row of view.rows) if (row.state === "silent") silent.set(row.pid, row);
   if (silent.size === 0) return;
@@ -79,7 +79,7 @@ function troublesOfReporters(view, add) {
   add("warning", "silent", `No report lately from ${names.join(", ")}${more}: what they hold is not known.`);
 }
 
-function troublesOfEvents(view, add) {
+function warningsOfEvents(view, add) {
   const ooms = new Map();
   for (const event of view.events) {
     if (event.type !== "oom" || view.moment.unix_seconds - event.unix_seconds > OOM_SECONDS) continue;
@@ -107,7 +107,7 @@ function oomInWords(event) {
   return had.length > 0 ? `${asked}; ${had.join(", ")}.` : `${asked}.`;
 }
 
-class Troubles {
+class Warnings {
   constructor() {
     this.known = new Map();
     this.since = new Map();
@@ -115,16 +115,16 @@ class Troubles {
   }
 
   update(view) {
-    const found = this.lasting(troublesOf(view), view.moment.clock_seconds);
-    const shown = found.slice(0, SHOWN_TROUBLES);
+    const found = this.lasting(warningsOf(view), view.moment.clock_seconds);
+    const shown = found.slice(0, SHOWN_WARNINGS);
     const keys = new Set(shown.map(({ key }) => key));
     for (const key of this.known.keys()) if (!keys.has(key)) this.known.delete(key);
-    const elements = shown.map((trouble) => this.entry(trouble));
+    const elements = shown.map((warning) => this.entry(warning));
     if (found.length > shown.length) {
       setText(this.more, `and ${found.length - shown.length} more`);
       elements.push(this.more);
     }
-    arrange($("troubles"), elements);
+    arrange($("warnings"), elements);
     setText($("quiet"), view.nvml.up ? "Nothing does." : "Nothing that is known, but the devices are not known.");
     setHidden($("quiet"), found.length > 0);
   }
