@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
@@ -93,8 +94,9 @@ def create_app(
         Route(REPORTS_PATH, ReportsRoute(runtime.ingest), include_in_schema=False),
         Route(settings.web_telemetry_path, MetricsRoute(runtime.exposition, runtime.snapshot), include_in_schema=False),
     ]
-    for router in (*_api_routers(runtime), *_page_routers(runtime)):
-        app.include_router(router)
+    with _without_pydantic_v1():
+        for router in (*_api_routers(runtime), *_page_routers(runtime)):
+            app.include_router(router)
     _add_guards(app, runtime)
     install_problem_handlers(app)
     return app
@@ -110,6 +112,22 @@ class _Application(FastAPI):
 
             self.openapi_schema = describe(self, telemetry_path=self.telemetry_path)
         return self.openapi_schema
+
+
+@contextlib.contextmanager
+def _without_pydantic_v1() -> Iterator[None]:
+    """Make imports of `pydantic.v1` fail meanwhile, which saves 0.1 s at the start and 4 MB.
+
+    FastAPI tries that import to recognize models of pydantic's version 1, and continues without it.
+    """
+    if "pydantic.v1" in sys.modules:
+        yield
+        return
+    sys.modules["pydantic.v1"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["pydantic.v1"]
 
 
 def _health(runtime: Runtime) -> Health:
