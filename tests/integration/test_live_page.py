@@ -202,7 +202,7 @@ def test_a_refresh_changes_figures_and_builds_nothing_anew(driverless: Demo, ope
     live.page.evaluate(
         """() => {
             window.built = 0;
-            window.kept = [...document.querySelectorAll('#rows tr, #rows td, #rows span, .figure, #events li')];
+            window.kept = [...document.querySelectorAll('#rows tr, #rows td, #rows span, .amount, #events li')];
             new MutationObserver((changes) => {
                 for (const change of changes) built += change.addedNodes.length + change.removedNodes.length;
             }).observe(document.querySelector('#rows'), {childList: true, subtree: true});
@@ -226,7 +226,7 @@ def test_rows_change_places_when_their_figures_do_but_not_with_every_refresh(
         script="window.ahead = 0; const now = performance.now; performance.now = () => ahead + now.call(performance);",
     )
     live.page.get_by_label("Filter").fill("racing")
-    live.page.get_by_role("button", name="Tensors").click()
+    live.page.get_by_role("button", name="Allocated").click()
     first = "[...document.querySelectorAll('#rows tr')].find((row) => !row.hidden).textContent"
     live.until(f"{first}.includes('702')")
     live.page.evaluate("ahead = -1e6")  # the rows have been sorted a moment ago, however slow the machine is
@@ -246,8 +246,8 @@ def test_what_is_not_known_is_said_to_be_unknown_and_never_0(demo: Demo, open_pa
     lost = known_device(gpu="1", uuid=UUIDS[1], memory=None, ledger=None, up=False, error="GPU is lost")
     live = open_page(url, answer=lambda: made_up(exporter, partly, lost))
     assert live.ledger(0) == {**partly["ledger"], "non_torch": None, "other_processes": None, "driver_reserved": None}
-    unknown = live.page.locator(".device:first-child .figure.unknown")
-    assert unknown.all_inner_texts() == ["non-torch\nunknown", "other processes\nunknown", "driver\nunknown"]
+    unknown = live.page.locator(".device:first-child .amount.unknown")
+    assert unknown.all_inner_texts() == ["non-torch\nunknown", "other processes\nunknown", "driver reserved\nunknown"]
     assert live.text("#node [data-category=non_torch]") == "unknown"
     assert "GPU is lost" in live.text(".device:nth-child(2)")
     assert not live.page.locator(".device:nth-child(2) .ledger").is_visible()

@@ -31,7 +31,7 @@ def assert_it_says_that_the_exporter_is_lost(live: LivePage) -> None:
 def assert_it_is_live(live: LivePage) -> None:
     live.until("document.body.dataset.mode === 'live'")
     assert not live.page.locator("#lost").is_visible()
-    assert live.page.locator(".device .figures").first.is_visible()
+    assert live.page.locator(".device .amounts").first.is_visible()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Makes what the TCP addresses speak TLS with, out of the certificate's files."""
+"""The TLS context of the TCP addresses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _CLIENT_CERTIFICATE = {
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
-    """Read certificate and key. May block on the disk.
+    """Return a context with the certificate and the key. May block on the disk.
 
     Raises:
-        ConfigurationError: one of the files cannot be read, or is not what it should be; one line that names it.
+        ConfigurationError: a file cannot be read or is invalid; one line with the name of the file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _VERSIONS[tls.min_version]
@@ -34,12 +34,12 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
     if b"ENCRYPTED" in key:
         raise _wrong(tls, "key_file", tls.key_file, "it is encrypted; expected a key without a passphrase")
     try:
-        # Without a password of our own OpenSSL would ask the terminal for one.
+        # Without a password, OpenSSL would ask for one on the terminal.
         context.load_cert_chain(tls.cert_file, tls.key_file, password="")
     except OSError as error:
         raise ConfigurationError(
             f"{tls.where}: the certificate of cert_file {str(tls.cert_file)!r} and the key of key_file "
-            f"{str(tls.key_file)!r} do not go together: {_reason(error)}"
+            f"{str(tls.key_file)!r} do not match: {_reason(error)}"
         ) from None
     if tls.client_ca_file is not None:
         path = tls.client_ca_file
@@ -67,6 +67,6 @@ def _wrong(tls: Tls, key: str, path: Path, reason: str) -> ConfigurationError:
 
 
 def _reason(error: OSError) -> str:
-    """OpenSSL's own word, such as KEY_VALUES_MISMATCH, as a sentence has it."""
+    """Return the reason of OpenSSL, such as KEY_VALUES_MISMATCH, in lower case."""
     reason = getattr(error, "reason", None) or error.strerror or str(error)
     return " ".join(reason.replace("_", " ").lower().split())

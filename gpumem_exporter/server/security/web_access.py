@@ -1,4 +1,4 @@
-"""Keeps what `--web.config.file` says in force: the certificate of the TCP addresses, and who may use them."""
+"""The certificate and the users of the TCP addresses, from `--web.config.file`."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _log = logging.getLogger(__name__)
 
 
 class WebAccess:
-    """The web configuration in force. For the event loop, once it is made.
+    """The web configuration in force. Used on the event loop only.
 
     Args:
-        path: the file; read at once, with the files that it names.
+        path: the file; read by the constructor, with the certificate and the key.
 
     Raises:
-        ConfigurationError: one of them is not right.
+        ConfigurationError: one of the files is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,24 +32,24 @@ class WebAccess:
         self._config, self._in_force = _read(path)
         self._reading = asyncio.Lock()
         self.users = Users(self._config.users)
-        """Who may use the TCP addresses; empty for everybody."""
+        """The users of the TCP addresses; empty if every client may use them."""
         self.context = self._in_force
-        """What to listen with; None without TLS. Stays the same: each handshake takes the certificate in force."""
+        """The context to listen with; None without TLS. Each handshake uses the certificate in force."""
         if self.context is not None:
-            self.context.sni_callback = self._take_certificate_in_force
+            self.context.sni_callback = self._use_certificate_in_force
 
     async def reload_on_hangup(self) -> None:
-        """Read the file, the certificate and the key again, for a SIGHUP. What is not right changes nothing.
+        """Read the file, the certificate and the key again. An invalid file changes nothing.
 
-        Connections that are open stay as they are.
+        Open connections keep their certificate.
         """
         async with self._reading:
             try:
                 config, context = await asyncio.to_thread(_read, self._path)
-                _require_same_terms(self._path, self._config.tls, config.tls)
+                _require_restartless(self._path, self._config.tls, config.tls)
             except ConfigurationError as error:
                 _log.error(
-                    "web configuration not reloaded, the one before stays in force",
+                    "web configuration not reloaded, the previous one stays in force",
                     extra={"fields": {"error": str(error)}},
                 )
                 return
@@ -59,10 +59,10 @@ class WebAccess:
             fields = {"file": str(self._path), "tls": str(context is not None).lower(), "users": len(self.users)}
             _log.info("web configuration reloaded", extra={"fields": fields})
 
-    def _take_certificate_in_force(
+    def _use_certificate_in_force(
         self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: ssl.SSLContext
     ) -> None:
-        """Called in each handshake, whether or not the client names a server."""
+        """Called in each handshake, also if the client names no server."""
         if self._in_force is not None and connection.context is not self._in_force:
             connection.context = self._in_force
 
@@ -72,12 +72,12 @@ def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext | None]:
     return config, None if config.tls is None else tls_context(config.tls)
 
 
-def _require_same_terms(path: Path, before: Tls | None, now: Tls | None) -> None:
-    """A handshake takes over another certificate, and no more."""
+def _require_restartless(path: Path, before: Tls | None, now: Tls | None) -> None:
+    """Refuse changes that need a restart: a handshake can only use another certificate."""
     if (before is None) != (now is None):
-        raise ConfigurationError(f"{path}: TLS is turned on and off by a restart")
+        raise ConfigurationError(f"{path}: turning TLS on or off needs a restart")
     if before is None or now is None:
         return
     for key in ("min_version", "max_version", "client_auth_type", "client_ca_file"):
         if getattr(before, key) != getattr(now, key):
-            raise ConfigurationError(f"{now.where}: {key} is changed by a restart")
+            raise ConfigurationError(f"{now.where}: changing {key} needs a restart")

@@ -1,7 +1,6 @@
-"""The last ten minutes of each device, in memory: what the live page draws as a line. For the event loop.
+"""The last ten minutes of each device in memory, for the chart of the live page. Used on the event loop only.
 
-A point is what one poll of the driver said. Where there was none there is no point, and a device that could not be read
-has a hole at that moment: nothing is filled in between.
+A point is the result of one poll. A device that could not be read has a gap at that point; no value is interpolated.
 """
 
 from __future__ import annotations
@@ -18,30 +17,30 @@ __all__ = ["SPAN_SECONDS", "History"]
 
 SPAN_SECONDS = 600.0
 STEP_SECONDS = 2.0
-"""At most one point in each."""
+"""The history has at most one point per step."""
 MAX_DEVICES = 256
-"""More than any node has; where MIG devices come and go, those that have gone make room."""
+"""More than a node has. If more MIG devices were created, removed ones are forgotten."""
 
-_HOLE = -1
+_GAP = -1
 _MIB = 20
 
 
 @dataclass(slots=True)
 class _Line:
-    """One device's bytes at each of the moments; `_HOLE` where they are not known."""
+    """The bytes of one device at each point; `_GAP` if unknown."""
 
     in_use: array[int]
     allocated: array[int] = field(default_factory=lambda: array("q"))
 
 
 class History:
-    """A ring of points for each device: some 5 KB a device.
+    """The points of each device; about 5 KB per device.
 
     Args:
-        span_seconds: how far back it reaches.
-        step_seconds: at most one point is kept in each of these.
-        reading_expiry_seconds: for how long a poll is believed. Two points that are further apart than three steps, and
-            than this, have a hole between them.
+        span_seconds: the age of the oldest point.
+        step_seconds: the history has at most one point per step.
+        reading_expiry_seconds: the maximum age of a valid reading. Two points that are further apart than this and than
+            three steps have a gap between them.
     """
 
     def __init__(
@@ -58,38 +57,38 @@ class History:
         self._lines: dict[str, _Line] = {}
 
     def take(self, snapshot: Snapshot) -> None:
-        """Keep a point of the last poll, if one is due; called about once a second."""
+        """Add a point from the last poll if one is due; called about once a second."""
         node = snapshot.node
         if node is None:
             return
         step = self._step_seconds
         if self._seconds and node.taken_seconds // step <= self._seconds[-1] // step:
             return
-        self._forget_before(node.taken_seconds - self.span_seconds)
+        self._drop_before(node.taken_seconds - self.span_seconds)
         points = {
             uuid: (ledger.total_bytes - ledger.categories["free"], ledger.categories["torch_allocated"])
             for uuid, ledger in node_ledgers(snapshot).items()
             if uuid
         }
-        self._make_room(points)
+        self._update_devices(points)
         self._seconds.append(node.taken_seconds)
         for uuid, line in self._lines.items():
-            in_use, allocated = points.get(uuid, (_HOLE, _HOLE))
+            in_use, allocated = points.get(uuid, (_GAP, _GAP))
             line.in_use.append(in_use)
             line.allocated.append(allocated)
 
     def newest(self) -> dict[str, Any] | None:
-        """The last point as JSON: `seconds` on the exporter's clock, and `[in use, in tensors]` in MiB by device."""
+        """Return the last point as JSON: `seconds` of the exporter's clock, `[in use, allocated]` in MiB by device."""
         if not self._seconds:
             return None
         points = {uuid: (line.in_use[-1], line.allocated[-1]) for uuid, line in self._lines.items()}
         return {
             "seconds": round(self._seconds[-1], 3),
-            "devices": {uuid: [_mib(value) for value in point] for uuid, point in points.items() if point[0] != _HOLE},
+            "devices": {uuid: [_mib(value) for value in point] for uuid, point in points.items() if point[0] != _GAP},
         }
 
     def document(self) -> dict[str, Any]:
-        """All points as JSON, in MiB; null is a hole."""
+        """Return all points as JSON, in MiB; null is a gap."""
         return {
             "span_seconds": self.span_seconds,
             "gap_seconds": self.gap_seconds,
@@ -103,7 +102,7 @@ class History:
             },
         }
 
-    def _forget_before(self, seconds: float) -> None:
+    def _drop_before(self, seconds: float) -> None:
         old = bisect_left(self._seconds, seconds)
         if not old:
             return
@@ -111,18 +110,18 @@ class History:
         for uuid, line in list(self._lines.items()):
             del line.in_use[:old]
             del line.allocated[:old]
-            if all(value == _HOLE for value in line.in_use):
+            if all(value == _GAP for value in line.in_use):
                 del self._lines[uuid]
 
-    def _make_room(self, points: dict[str, tuple[int, int]]) -> None:
+    def _update_devices(self, points: dict[str, tuple[int, int]]) -> None:
         for uuid in points:
             if uuid not in self._lines:
-                holes = array("q", [_HOLE]) * len(self._seconds)
-                self._lines[uuid] = _Line(holes, holes[:])
-        gone = [uuid for uuid in self._lines if uuid not in points]
-        for uuid in gone[: max(0, len(self._lines) - MAX_DEVICES)]:
+                gaps = array("q", [_GAP]) * len(self._seconds)
+                self._lines[uuid] = _Line(gaps, gaps[:])
+        removed = [uuid for uuid in self._lines if uuid not in points]
+        for uuid in removed[: max(0, len(self._lines) - MAX_DEVICES)]:
             del self._lines[uuid]
 
 
 def _mib(value: int) -> int | None:
-    return None if value == _HOLE else value >> _MIB
+    return None if value == _GAP else value >> _MIB
