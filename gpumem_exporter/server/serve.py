@@ -21,7 +21,6 @@ from gpumem_exporter.host.pod_resources import PodResources
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.server.app import create_app
 from gpumem_exporter.server.background.hangup import take_over_hangup
-from gpumem_exporter.server.http.addresses import ListenAddress
 from gpumem_exporter.server.http.listeners import BindError, Listeners, bind
 from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
 from gpumem_exporter.server.logs import configure_logging
@@ -74,7 +73,7 @@ def _run_demo(settings: Settings, listeners: Listeners) -> int:
 
     node = DemoNode()
     token = TokenFile(Path(settings.report_token_file)).read().decode() if settings.report_token_file else None
-    with demo_url(settings, listeners) as url:
+    with demo_url(listeners) as url:
         try:
             return serve(
                 settings,
@@ -88,11 +87,9 @@ def _run_demo(settings: Settings, listeners: Listeners) -> int:
 
 
 @contextlib.contextmanager
-def demo_url(settings: Settings, listeners: Listeners) -> Iterator[str]:
-    """Yield a URL at which the simulated processes can report without a certificate and a password."""
-    if not settings.web_config_file:
-        yield _loopback_url(listeners)
-    elif listeners.unix_path:
+def demo_url(listeners: Listeners) -> Iterator[str]:
+    """Yield the URL of a unix socket, where the simulated processes can report without a certificate and a password."""
+    if listeners.unix_path:
         yield f"unix://{listeners.unix_path}"
     else:
         with tempfile.TemporaryDirectory(prefix="gpumem-demo-") as folder:
@@ -210,13 +207,3 @@ def _release_import_heap() -> None:
     """Return the free memory that imports left in the heap, a quarter of the process' memory. glibc only."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _loopback_url(listeners: Listeners) -> str:
-    """Return a URL at which local processes can report; add a loopback address if no listener has one."""
-    for name in listeners.names():
-        url = name.replace("//[::]:", "//127.0.0.1:").replace("//0.0.0.0:", "//127.0.0.1:")
-        if url.startswith(("unix:", "http://127.", "http://[::1]:")):
-            return url
-    listeners.add_tcp(ListenAddress("127.0.0.1", 0))
-    return listeners.names()[-1]

@@ -24,10 +24,9 @@ import trustme
 
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.errors import ExporterUnreachableError, ExporterUntrustedError
-from gpumem_exporter.server.http.uvicorn_server import Limits
 from gpumem_exporter.server.http.listeners import bind
+from gpumem_exporter.server.http.uvicorn_server import Limits
 from gpumem_exporter.server.serve import demo_url
-from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.wire.http import Answer, Connection
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
@@ -146,9 +145,9 @@ def test_the_tcp_address_speaks_https_alone_and_the_socket_stays_as_it_was(
         assert exporter.process.stop() == 0  # with a connection that is open
 
 
-def test_the_demo_reports_by_a_socket_of_its_own_where_there_is_no_other() -> None:
+def test_the_demo_reports_on_a_private_unix_socket() -> None:
     with bind(["127.0.0.1:0"]) as listeners:
-        with demo_url(Settings(web_config_file="web.yml"), listeners) as url:
+        with demo_url(listeners) as url:
             path = Path(url.removeprefix("unix://"))
             assert path.is_socket()
             assert path.parent.stat().st_mode & 0o077 == 0

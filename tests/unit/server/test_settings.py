@@ -122,7 +122,7 @@ def test_no_action_may_be_allowed_at_all() -> None:
         ({"web.listen-address": ":70000"}, ("--web.listen-address", "':70000'", "HOST:PORT")),
         ({"web.listen-address": "::1:9844"}, ("--web.listen-address", "[IPV6]:PORT")),
         ({"web.listen-address": ","}, ("--web.listen-address", "address")),
-        ({"web.listen-address": ":1,:1"}, ("--web.listen-address", "twice")),
+        ({"web.listen-address": ":1,:1"}, ("--web.listen-address", "repeated")),
         ({"web.listen-address": 9844}, ("--web.listen-address", "9844", "text")),
         ({"web.listen-socket": "run/x.sock"}, ("--web.listen-socket", "absolute")),
         ({"web.listen-socket": "/" + "x" * 107}, ("--web.listen-socket", "107 bytes")),
