@@ -98,11 +98,9 @@ class LimitedServer(uvicorn.Server):
 
     async def _listen(self, sockets: Sequence[socket.socket], tls: ssl.SSLContext) -> list[asyncio.Server]:
         loop = asyncio.get_running_loop()
-        protocol: Any = functools.partial(
-            self.config.http_protocol_class,
-            config=self.config,
-            server_state=self.server_state,
-            app_state=self.lifespan.state,
+        protocol_class: Any = self.config.http_protocol_class
+        protocol = functools.partial(
+            protocol_class, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
         limits = {"ssl_handshake_timeout": self._limits.request_seconds, "ssl_shutdown_timeout": TLS_SHUTDOWN_SECONDS}
         servers = []
