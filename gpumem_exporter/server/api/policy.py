@@ -12,7 +12,7 @@ from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.security.request_guard import RELOAD_PATH
 
 if TYPE_CHECKING:
-    from gpumem_exporter.server.background.policy_runner import PolicyKeeper
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner
 
 __all__ = ["policy_router"]
 
@@ -29,7 +29,7 @@ _RESPONSES: dict[int | str, dict[str, Any]] = {
 }
 
 
-def policy_router(policies: PolicyKeeper | None) -> APIRouter:
+def policy_router(policies: PolicyRunner | None) -> APIRouter:
     """The route that reloads."""
     router = APIRouter(tags=["policy"])
 
