@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 from fastapi import APIRouter, FastAPI
 from prometheus_client import CollectorRegistry
@@ -39,6 +39,8 @@ from gpumem_exporter.server.web.streams import Streams
 from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = ["create_app"]
+
+_Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]"
 
 POLLER_STOP_SECONDS = 0.5
 """A poller that hangs in the driver is abandoned: its thread is a daemon."""
@@ -76,18 +78,7 @@ def create_app(
         registry=registry if registry is not None else CollectorRegistry(),
         pods=pods,
     )
-    app = _Application(
-        title="gpumem-exporter",
-        version=__version__,
-        description="Shows where the GPU memory of PyTorch processes goes, and releases it on request.",
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        lifespan=_lifespan(runtime, pods),
-        # Older versions of FastAPI ignore this argument.
-        telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
-    )
-    app.telemetry_path = settings.web_telemetry_path
+    app = _Application(settings.web_telemetry_path, _lifespan(runtime, pods))
     app.state.runtime = runtime
     # The two most frequent routes come first, because Starlette searches its routes in order.
     app.router.routes[:0] = [
@@ -103,14 +94,26 @@ def create_app(
 
 
 class _Application(FastAPI):
-    telemetry_path = ""
+    def __init__(self, telemetry_path: str, lifespan: _Lifespan) -> None:
+        super().__init__(
+            title="gpumem-exporter",
+            version=__version__,
+            description="Shows where the GPU memory of PyTorch processes goes, and releases it on request.",
+            docs_url=None,
+            redoc_url=None,
+            redirect_slashes=False,
+            lifespan=lifespan,
+            # Older versions of FastAPI ignore this argument.
+            telemetry={"tracing": False, "metrics": False, "logs": False, "operation_spans": False},
+        )
+        self._telemetry_path = telemetry_path
 
     def openapi(self) -> dict[str, Any]:
         """Describe the API at the first request for the description."""
         if self.openapi_schema is None:
             from gpumem_exporter.server.http.openapi import describe
 
-            self.openapi_schema = describe(self, telemetry_path=self.telemetry_path)
+            self.openapi_schema = describe(self, telemetry_path=self._telemetry_path)
         return self.openapi_schema
 
 
@@ -186,9 +189,7 @@ def _add_guards(app: FastAPI, runtime: Runtime) -> None:
         )
 
 
-def _lifespan(
-    runtime: Runtime, pods: PodResources | None
-) -> Callable[[FastAPI], contextlib.AbstractAsyncContextManager[None]]:
+def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
     rules = (runtime.reports_rule, runtime.actions_rule)
     tokens = TokenRefresher([rule.token for rule in rules if rule.token is not None])
 

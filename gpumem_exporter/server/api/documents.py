@@ -6,139 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
-from typing_extensions import TypedDict
-
 from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.server.api.state_schema import (
+    DeviceDocument,
+    DevicesDocument,
+    ProcessDeviceDocument,
+    ProcessDocument,
+    ProcessesDocument,
+)
 from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = [
-    "DevicesDocument",
-    "ProcessesDocument",
-    "SeenProcess",
-    "devices_document",
-    "processes_document",
-    "seen_processes",
-]
+__all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
 
 _SAMPLE_FIELDS = tuple(f.name for f in fields(DeviceSample) if f.name != "uuid")
 _FACTS = ("user", "container_id", "k8s_pod_uid", "k8s_namespace", "k8s_pod", "k8s_container")
 _JOBS = ("slurm_job_id", "ray_job_id")
-
-
-class DriverState(TypedDict):
-    """The state of the driver."""
-
-    up: bool
-    error: str
-    driver_version: str
-
-
-class MemoryDocument(TypedDict):
-    """A device's memory as the driver reports it."""
-
-    total_bytes: int
-    used_bytes: int
-    free_bytes: int
-    reserved_bytes: int | None
-    of_host: bool
-
-
-class DeviceDocument(TypedDict):
-    """A device. `ledger` has the bytes of each known category."""
-
-    gpu: str
-    uuid: str
-    name: str
-    pci_bus_id: str
-    mig_profile: str
-    parent_uuid: str
-    up: bool
-    error: str
-    memory: MemoryDocument | None
-    utilization_ratio: float | None
-    ledger: dict[str, int] | None
-
-
-class DevicesDocument(TypedDict):
-    """The reply of `GET /api/v1/devices`."""
-
-    source: str
-    taken_unix_seconds: float | None
-    nvml: DriverState
-    devices: list[DeviceDocument]
-
-
-class ProcessDeviceDocument(TypedDict):
-    """A process on a device: the driver's values, and the allocator's in PyTorch's words."""
-
-    gpu: str | None
-    uuid: str
-    used_bytes: int | None
-    non_torch_bytes: int | None
-    fragmented_bytes: int | None
-    plan_error_ratio: float | None
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    active_bytes: int | None
-    inactive_split_bytes: int | None
-    requested_bytes: int | None
-    allocated_peak_bytes: int | None
-    reserved_peak_bytes: int | None
-    private_pools_bytes: int | None
-    reclaimable_bytes: int | None
-    alloc_retries: int | None
-    ooms: int | None
-    segments_allocated: int | None
-    segments_freed: int | None
-    cache_flushes: int | None
-    peak_resets: int | None
-    planned_reserved_peak_bytes: int | None
-    phase_peak_bytes: dict[str, int]
-    component_bytes: dict[str, int]
-
-
-class ProcessDocument(TypedDict):
-    """A process. `pid` is the label of its series; `own_pid` is its pid in its own PID namespace."""
-
-    pid: int | str
-    own_pid: int | None
-    host_pid: int | None
-    pid_namespace: int | None
-    reporting: bool
-    state: str
-    workload: str | None
-    rank: str | None
-    world_size: int | None
-    command: str | None
-    user: str | None
-    container_id: str | None
-    k8s_pod_uid: str | None
-    k8s_namespace: str | None
-    k8s_pod: str | None
-    k8s_container: str | None
-    slurm_job_id: str | None
-    ray_job_id: str | None
-    torch_version: str | None
-    allocator_settings: str | None
-    client_version: str | None
-    step: int | None
-    step_seconds: float | None
-    pinned_host_bytes: int | None
-    sample_age_seconds: float | None
-    last_report_unix_seconds: float | None
-    actions: list[str]
-    devices: list[ProcessDeviceDocument]
-
-
-class ProcessesDocument(TypedDict):
-    """The reply of `GET /api/v1/processes`."""
-
-    source: str
-    processes: list[ProcessDocument]
 
 
 def devices_document(snapshot: Snapshot, source: str) -> DevicesDocument:

@@ -7,12 +7,8 @@ from collections.abc import Callable
 from fastapi import APIRouter, Response
 
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.api.documents import (
-    DevicesDocument,
-    ProcessesDocument,
-    devices_document,
-    processes_document,
-)
+from gpumem_exporter.server.api.documents import devices_document, processes_document
+from gpumem_exporter.server.api.state_schema import DevicesDocument, ProcessesDocument
 from gpumem_exporter.server.http.replies import json_response
 
 __all__ = ["state_router"]

@@ -52,7 +52,7 @@ class WebAccess:
         async with self._reading:
             try:
                 config, context = await asyncio.to_thread(_read, self._path)
-                _require_restartless(self._path, self._config.tls, config.tls)
+                _refuse_changes_that_need_a_restart(self._path, self._config.tls, config.tls)
             except ConfigurationError as error:
                 _log.error(
                     "web configuration not reloaded, the previous one stays in force",
@@ -78,8 +78,8 @@ def _read(path: Path) -> tuple[WebConfig, ssl.SSLContext | None]:
     return config, None if config.tls is None else _tls_context(config.tls)
 
 
-def _require_restartless(path: Path, before: Tls | None, now: Tls | None) -> None:
-    """Refuse changes that need a restart: a handshake can only use another certificate."""
+def _refuse_changes_that_need_a_restart(path: Path, before: Tls | None, now: Tls | None) -> None:
+    """Raise ConfigurationError for changes other than the certificate: a handshake can use only another certificate."""
     if (before is None) != (now is None):
         raise ConfigurationError(f"{path}: turning TLS on or off needs a restart")
     if before is None or now is None:
