@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpumem_exporter.client.allocator.attached import detach
 from gpumem_exporter.client.hooks.steps import process_steps
 from gpumem_exporter.client.reporter.plan import AnyPlan
 from gpumem_exporter.client.reporter.reporter import Reporter
@@ -56,8 +57,13 @@ def latest_oom() -> tuple[float, OutOfMemory] | None:
 
 
 def stop() -> None:
-    """End reporting; the exporter forgets this process at once. Waits 0.3 seconds at most. `start` begins anew."""
+    """End reporting and remove the client's hooks; `start` begins again.
+
+    The exporter forgets this process at once. Waits 0.3 seconds at most. `client.hooks` lists the hooks, and what torch
+    and Python offer no way to remove.
+    """
     _reporter.stop()
+    detach()
 
 
 def step() -> None:

@@ -6,7 +6,7 @@ from gpumem_exporter.client.allocator.statistics import initialised_torch
 from gpumem_exporter.client.allocator.torch_access import Allocator
 from gpumem_exporter.client.log import log
 
-__all__ = ["attached", "no_cuda"]
+__all__ = ["attached", "detach", "no_cuda"]
 
 
 class _Attached:
@@ -22,6 +22,11 @@ class _Attached:
         if self._allocator is None:
             self._allocator = Allocator.attach()
         return self._allocator
+
+    def detach(self) -> None:
+        allocator, self._allocator = self._allocator, None
+        if allocator is not None:
+            allocator.detach()
 
     def no_cuda(self, what: str) -> None:
         if not self._told:
@@ -39,6 +44,11 @@ def attached() -> Allocator | None:
     Two threads may use what it gives only where `Allocator` says that any may.
     """
     return _process.allocator()
+
+
+def detach() -> None:
+    """Remove the hooks of that allocator from torch; the next call that needs it attaches again."""
+    _process.detach()
 
 
 def no_cuda(what: str) -> None:

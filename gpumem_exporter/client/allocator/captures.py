@@ -8,51 +8,64 @@ into the same pool later. So it is dead once all of them are.
 
 from __future__ import annotations
 
-import sys
+import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client.allocator.heap import PoolId
+from gpumem_exporter.client.hooks.graph_captures import on_captures
 
 __all__ = ["Captures"]
+
+
+@dataclass(slots=True)
+class _Capture:
+    """A capture whose end no hook has reported."""
+
+    graph: weakref.ref[Any]
+    thread: int
+    under_way: bool = True
+    """False once its own thread was found outside of a capture: its end has failed."""
 
 
 class Captures:
     """Watches the captures of this process, whichever threads make them. All but the hooks: one thread at a time.
 
     Args:
-        cuda: the program's `torch.cuda`.
         capturing: whether the calling thread's current stream is in a capture.
-        has_context: whether this process has a context on a device.
     """
 
-    def __init__(self, cuda: Any, capturing: Callable[[], bool], has_context: Callable[[int], bool]) -> None:
-        self._cuda = cuda
+    def __init__(self, capturing: Callable[[], bool]) -> None:
         self._capturing = capturing
-        self._has_context = has_context
-        self._begun: dict[int, tuple[weakref.ref[Any], Any]] = {}
+        self._begun: dict[int, _Capture] = {}
         self._holders: dict[PoolId, list[weakref.ref[Any]]] = {}
         self._dead: set[PoolId] = set()
         self._deaths = 0
 
-    def hooks(self) -> Iterator[Callable[[], None]]:
-        """Begin to watch; each of these takes a hook out again. Torch swallows what its hooks raise."""
-        graphs = sys.modules.get("torch.cuda.graphs")
-        for name, hook in (("start", self._begin), ("end", self._end)):
-            register = getattr(graphs, f"register_graph_capture_{name}_hook", None)
-            if register is not None:
-                yield register(hook).remove
+    def watch(self) -> Callable[[], None]:
+        """Start to watch; returns a function that ends it."""
+        return on_captures(self._begin, self._end)
 
     @property
     def under_way(self) -> bool:
-        """A graph is being captured: in any thread from torch 2.14 on, before that in the calling one.
+        """A graph is being captured, or may be. Before torch 2.14 this covers the calling thread only.
 
-        The hook for a capture's end does not run where ending it failed: hence the driver is asked.
+        A capture is over when torch's hook reports its end. The hook does not run if ending the capture failed. Only
+        the thread that captures can tell then, since torch reports about the current stream of the calling thread
+        alone. Until that thread asks at a moment when its current stream is in no capture, the answer stays True.
         """
-        return self._may_be_capturing() or any(
-            graph() is not None and self._is_capturing(stream) for graph, stream in list(self._begun.values())
-        )
+        if self._may_be_capturing():
+            return True
+        here = threading.get_ident()
+        under_way = False
+        for capture in list(self._begun.values()):
+            if capture.thread == here:
+                capture.under_way = False
+            elif capture.under_way and capture.graph() is not None:
+                under_way = True
+        return under_way
 
     def dead_pools(self) -> Collection[PoolId]:
         """Private pools that nothing holds.
@@ -73,8 +86,8 @@ class Captures:
         self._dead.intersection_update(present)
 
     def _bury(self) -> None:
-        for key, (graph, _) in list(self._begun.items()):
-            if graph() is None:
+        for key, capture in list(self._begun.items()):
+            if capture.graph() is None:
                 self._begun.pop(key, None)
         for pool, holders in list(self._holders.items()):
             while holders and _pool(holders[-1]()) != pool:
@@ -85,7 +98,7 @@ class Captures:
                 self._deaths += 1
 
     def _begin(self, graph: Any) -> None:
-        self._begun[id(graph)] = weakref.ref(graph), self._cuda.current_stream()
+        self._begun[id(graph)] = _Capture(weakref.ref(graph), threading.get_ident())
 
     def _end(self, graph: Any) -> None:
         pool = _pool(graph)
@@ -102,20 +115,6 @@ class Captures:
             return self._capturing()
         except RuntimeError:
             return True
-
-    def _is_capturing(self, stream: Any) -> bool:
-        """Whether a stream of any thread is in a capture. The driver may be asked at any time.
-
-        Torch asks of the current stream alone; which one that is, is this thread's own affair.
-        """
-        here = self._cuda.current_stream()
-        self._cuda.set_stream(stream)
-        try:
-            return self._may_be_capturing()
-        finally:
-            # Going back to a device that this process does not use would give it a context there.
-            used = self._has_context(here.device_index)
-            self._cuda.set_stream(here if used else self._cuda.default_stream(stream.device_index))
 
 
 def _pool(graph: Any) -> PoolId | None:

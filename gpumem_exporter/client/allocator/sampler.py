@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client.allocator.torch_access import Allocator
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.hooks.steps import OneStep
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -92,7 +92,7 @@ class Sampler:
             if self._one_step.ends(optimizer):
                 self._stepped()
         except Exception as error:  # this runs inside the program's optimizer
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             self._swallow(error)
 

@@ -10,7 +10,6 @@ thread's cache flush waits for it, and the interpreter with it. Hence `Sampler` 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,8 +19,8 @@ from typing import Any
 from gpumem_exporter.client.allocator.captures import Captures
 from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
 from gpumem_exporter.client.allocator.reclaimable import DeviceState, Reclaimable, known
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.measure.observed import Observed, process_observed
-from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import DeviceSample
 
@@ -46,12 +45,8 @@ class Allocator:
         self._uuids: dict[int, str] = {}
         self._many_pools: set[int] = set()
         self._observed = observed or Observed()
-        self._captures = Captures(
-            torch.cuda,
-            getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False),
-            self._c._cuda_hasPrimaryContext,
-        )
-        self._removers: list[Callable[[], None]] = list(self._captures.hooks())
+        self._captures = Captures(getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False))
+        self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
         backend = getattr(torch.cuda, "get_allocator_backend", None)
         self._backend = backend() if backend is not None else "native"
@@ -88,7 +83,7 @@ class Allocator:
 
     @property
     def capturing(self) -> bool:
-        """A CUDA graph is being captured somewhere in this process (see `Captures`)."""
+        """A CUDA graph is being captured somewhere in this process, or may be (see `Captures`)."""
         return self._captures.under_way
 
     @property
@@ -112,10 +107,8 @@ class Allocator:
         return True
 
     def detach(self) -> None:
-        """Take every hook out of torch again."""
-        while self._removers:
-            with contextlib.suppress(Exception):
-                self._removers.pop()()
+        """Remove the hooks on graph captures."""
+        self._stop_watching()
 
     def devices(self) -> list[int]:
         """The indices of the devices on which this process has a context: the only ones it can hold memory on."""

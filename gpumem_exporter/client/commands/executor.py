@@ -12,7 +12,7 @@ from dataclasses import replace
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
 from gpumem_exporter.client.allocator.torch_access import Allocator, DeviceState
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, SnapshotFile
 
@@ -111,7 +111,7 @@ class Executor:
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error))
         except Exception as error:  # whatever torch or a finalizer raises is this command's result
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             outcome = "unsupported" if _NOT_SUPPORTED in str(error) else "failed"
             return CommandResult(command.id, outcome, f"{type(error).__name__}: {error}"[:500], self._clock() - begun)

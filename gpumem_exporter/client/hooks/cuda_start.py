@@ -1,8 +1,8 @@
-"""Runs a callback when this process initialises CUDA, without importing torch and without polling.
+"""Runs a callback when this process initializes CUDA, without importing torch and without polling.
 
-A finder on `sys.meta_path` waits for `torch.cuda` to be imported; torch's own queue of deferred calls
-(`torch.cuda._lazy_call`, in every release since 1.0) then runs the callback in the thread that initialises CUDA. A
-process pays one comparison an import.
+A finder on `sys.meta_path` waits until `torch.cuda` is imported. Then torch's own queue of deferred calls
+(`torch.cuda._lazy_call`, in every release since 1.0) runs the callback in the thread that initializes CUDA. The finder
+costs one comparison per import and is removed once it has seen `torch.cuda`.
 
 `bootstrap/sitecustomize.py` loads this file by its path in every Python process below `gpumem-exporter run`: it must
 stay a single file that imports `sys` alone.
@@ -14,42 +14,91 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import FrameType, ModuleType
 
 __all__ = ["when_cuda_starts"]
 
 
-def when_cuda_starts(callback: "Callable[[], None]") -> None:
-    """Call `callback` once CUDA is being initialised, at once if it is already.
+def when_cuda_starts(callback: "Callable[[], None]") -> "Callable[[], None]":
+    """Call `callback` once while CUDA is being initialized; immediately if CUDA is initialized already.
 
-    The callback runs in whichever thread initialises CUDA and inside of that initialisation: it must be quick. What it
-    raises is swallowed, since torch would make it a failure of CUDA itself. A forked child of a process without CUDA
-    inherits the wait.
+    The callback runs in the thread that initializes CUDA, within that initialization: it must be quick. Its exceptions
+    are swallowed, since torch would report them as a failure of CUDA. A forked child of a process without CUDA inherits
+    the wait.
+
+    Returns:
+        A function that ends the wait and removes it from `sys.meta_path` and from torch's queue.
     """
+    wait = _Wait(callback)
+    wait.install()
+    return wait.remove
 
-    def quiet() -> None:
+
+class _Wait:
+    """One callback, first behind the import of `torch.cuda`, then in torch's queue."""
+
+    def __init__(self, callback: "Callable[[], None]") -> None:
+        self._callback: Callable[[], None] | None = callback
+        self._finder = _TorchCudaFinder(self)
+        self._queued = self._call  # one object: torch's queue is searched for it
+
+    def install(self) -> None:
+        torch_cuda = sys.modules.get("torch.cuda")
+        if hasattr(torch_cuda, "_lazy_call"):
+            self.enqueue(torch_cuda)
+        else:
+            sys.meta_path.insert(0, self._finder)
+
+    def enqueue(self, torch_cuda: "ModuleType | None") -> None:
+        """Have torch call back when it initializes CUDA."""
+        if self._callback is not None:
+            torch_cuda._lazy_call(self._queued)  # type: ignore[union-attr]
+
+    def remove(self) -> None:
+        self._callback = None
+        self._finder.remove()
+        torch_cuda = sys.modules.get("torch.cuda")
+        queue = getattr(torch_cuda, "_queued_calls", None)
+        lock = getattr(torch_cuda, "_initialization_lock", None)
+        if not isinstance(queue, list) or lock is None or not lock.acquire(False):
+            return  # CUDA is being initialized: torch walks over the queue, and the call in it does nothing any more
         try:
-            callback()
-        except Exception:  # noqa: BLE001, S110 - see above: nothing of ours may keep CUDA from starting
+            for entry in list(queue):
+                if entry[0] is self._queued:
+                    queue.remove(entry)
+        except Exception:  # noqa: BLE001, S110 - a queue of another form keeps a call that does nothing
             pass
+        finally:
+            lock.release()
 
-    torch_cuda = sys.modules.get("torch.cuda")
-    if hasattr(torch_cuda, "_lazy_call"):
-        torch_cuda._lazy_call(quiet)  # type: ignore[union-attr]
-    else:
-        sys.meta_path.insert(0, _TorchCudaFinder(quiet))
+    def _call(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            try:
+                callback()
+            except Exception:  # noqa: BLE001, S110 - nothing of the client's may keep CUDA from starting
+                pass
 
 
 class _TorchCudaFinder:
-    """Finds nothing itself: has the other finders find `torch.cuda`, and adds a step after its execution.
+    """Finds nothing itself: asks the other finders for `torch.cuda`, and adds a step after its execution."""
 
-    It stays where it is when that is done. A thread that imports something at that moment is on its way along the list:
-    it would pass over a finder, as all of them came a place nearer, and say that there is no such module.
-    """
-
-    def __init__(self, callback: "Callable[[], None]") -> None:
-        self._callback = callback
+    def __init__(self, wait: _Wait) -> None:
+        self._wait = wait
         self._done = False
+
+    def remove(self) -> None:
+        """Remove the finder from `sys.meta_path`, unless another thread is searching that list.
+
+        The removal moves the finders behind this one a place nearer. A thread on its way along the list would skip one
+        of them and might not find its module. A finder that stays finds nothing any more.
+        """
+        self._done = True
+        if self in sys.meta_path and not _some_thread_searches():
+            try:
+                sys.meta_path.remove(self)
+            except ValueError:  # another thread was faster
+                pass
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -73,11 +122,12 @@ class _TorchCudaFinder:
                 try:
                     # A loader that wraps another may have put this onto that one, and call it there.
                     del loader.exec_module
-                except Exception:  # noqa: BLE001, S110 - gone already: another finder like this one has had it, too
+                except Exception:  # noqa: BLE001, S110 - removed already, by another finder like this one
                     pass
                 execute(module)
                 try:
-                    module._lazy_call(self._callback)
+                    self.remove()
+                    self._wait.enqueue(module)
                 except Exception:  # noqa: BLE001, S110 - a torch without that queue is a torch we do not observe
                     pass
 
@@ -86,3 +136,19 @@ class _TorchCudaFinder:
             except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch we do not observe
                 pass
         return spec
+
+
+def _some_thread_searches() -> bool:
+    """Whether a thread is in the function of the import system that walks over `sys.meta_path`."""
+    search = getattr(sys.modules.get("_frozen_importlib"), "_find_spec", None)
+    code = getattr(search, "__code__", None)
+
+    def searches(frame: "FrameType | None") -> bool:
+        while frame is not None:
+            if frame.f_code is code:
+                return True
+            frame = frame.f_back
+        return False
+
+    # No variable of this function may hold its own frame: the callers' frames and tensors would stay with it.
+    return any(map(searches, sys._current_frames().values()))

@@ -1,8 +1,8 @@
-"""Keeps what our own code raises from the program, and nothing of the program's from it.
+"""Keeps the client's own errors from the user's code, and lets the user's errors through.
 
-Python runs a signal's handlers in the main thread, between any two of its instructions: also while that thread is in
-our code. What a handler raises there (a timeout's error, say) is none of ours: it is for the program, which waits for
-it further up.
+Python runs signal handlers in the main thread between any two of its instructions, also while that thread is in the
+client's code. An exception that a handler raises there, for example a timeout, belongs to the user's code, which waits
+for it further up.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ import threading
 from types import CodeType, TracebackType
 from typing import Any
 
-__all__ = ["Swallowing", "of_a_handler"]
+__all__ = ["Swallowing", "raised_by_signal_handler"]
 
 
 class Swallowing:
-    """`with Swallowing():` ends well whatever goes wrong in the block. May be entered again and by several threads."""
+    """`with Swallowing():` swallows the errors of the block, except those of a signal handler.
+
+    It may be entered again, and by several threads at once.
+    """
 
     __slots__ = ()
 
@@ -27,11 +30,11 @@ class Swallowing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        return isinstance(error, Exception) and not of_a_handler(error)
+        return isinstance(error, Exception) and not raised_by_signal_handler(error)
 
 
-def of_a_handler(error: BaseException) -> bool:
-    """Whether a handler of a signal has raised this, in the thread that asks."""
+def raised_by_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler has raised this error in the calling thread."""
     if threading.get_ident() != threading.main_thread().ident:
         return False
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -44,7 +47,7 @@ def of_a_handler(error: BaseException) -> bool:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What runs when this is called, as far as it is Python's."""
+    """The code of the Python function that runs when the handler is called; None if there is none."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     handler = getattr(handler, "__func__", handler)

@@ -7,11 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any
 
+from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.log import log
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
@@ -70,48 +70,71 @@ class Steps:
     Nothing that a listener raises reaches the program: its first error is logged, and it is not called again. Any
     thread may call any method.
 
-    One hook is put into PyTorch, with the first listener, and never taken out: while an optimizer walks over its hooks,
-    taking one out would raise in the program. So would adding one: that waits until none walks.
+    One hook is put into PyTorch for all listeners. PyTorch walks over its hooks at the end of an optimizer's step, and
+    adding or removing one meanwhile would raise there: `install` and `remove` do nothing while an optimizer steps.
     """
 
     def __init__(self) -> None:
         self._listeners: dict[int, Callable[[Any], None]] = {}
         self._next_key = 0
-        self._hooked = False
-        self._waiting = False
+        self._installed = False
+        self._handle: Any = None
+        self._stop_waiting: Callable[[], None] | None = None
 
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
         """Have `callback(optimizer)` called after each step, with None for one that is marked by hand.
 
-        PyTorch tells of its optimizers from 2.1 on. Called within an optimizer's step, that begins with the next mark,
-        listener or report.
+        PyTorch reports its optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls start
+        with the next mark, listener or report.
 
         Returns:
-            What ends that.
+            A function that ends the calls. The hook stays in PyTorch until `remove`.
         """
         key, self._next_key = self._next_key, self._next_key + 1
         self._listeners[key] = callback
-        if "torch.optim.optimizer" in sys.modules:
-            self.hook()
-        elif not self._waiting:
-            self._waiting = True
-            when_cuda_starts(self.hook)  # torch is not imported yet
+        self.install()
         return lambda: self._stop(key)
 
-    def hook(self) -> None:
-        """Hear of the optimizers, if somebody listens, none does yet and none of them steps right now."""
-        if self._hooked or not self._listeners:
+    def install(self) -> None:
+        """Put the hook into PyTorch, if there is a listener, no hook yet, and no optimizer steps right now."""
+        if self._installed or not self._listeners:
             return
         optimizers = sys.modules.get("torch.optim.optimizer")
+        if optimizers is None:
+            if self._stop_waiting is None:
+                self._stop_waiting = _nothing
+                self._stop_waiting = when_cuda_starts(self.install)  # torch is not imported yet
+            return
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-        if register is not None and not runs_a_step(getattr(optimizers, "__file__", "")):
-            self._hooked = True
-            register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._tell(optimizer)))
+        if register is not None and not _an_optimizer_steps(optimizers):
+            self._installed = True
+            self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._tell(optimizer)))
+
+    def remove(self) -> bool:
+        """Take the hook out of PyTorch if nothing listens any more.
+
+        Returns:
+            False while an optimizer steps: then the hook stays, and does nothing, until another call removes it.
+        """
+        if self._listeners:
+            return True
+        stop_waiting, self._stop_waiting = self._stop_waiting, None
+        if stop_waiting is not None:
+            stop_waiting()
+        if self._handle is None:
+            return True
+        if _an_optimizer_steps(sys.modules.get("torch.optim.optimizer")):
+            return False
+        handle, self._handle = self._handle, None
+        handle.remove()
+        self._installed = False
+        self.install()  # for a listener that has come meanwhile
+        return True
 
     def mark(self) -> None:
         """A step has ended: the program says so."""
         if self._listeners:
-            self.hook()
+            self.install()
             self._tell(None)
 
     def _tell(self, optimizer: Any) -> None:
@@ -126,7 +149,7 @@ class Steps:
             try:
                 listener(optimizer)
             except Exception as error:  # this runs inside the program's optimizer
-                if of_a_handler(error):
+                if raised_by_signal_handler(error):
                     raise
                 self._stop(key)
                 log.warning("nothing is done at steps any more: %r", error)
@@ -146,19 +169,13 @@ def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., Non
     return disable(hook) if disable is not None and made_with_it else hook
 
 
-def runs_a_step(optimizer_file: str) -> bool:
-    """Whether a thread is in the function of that file that makes an optimizer's step and walks over its hooks."""
+def _an_optimizer_steps(optimizers: Any) -> bool:
+    """Whether a thread is in the function that makes an optimizer's step and walks over its hooks."""
+    return any_thread_runs("wrapper", getattr(optimizers, "__file__", ""))
 
-    def is_one(frame: FrameType | None) -> bool:
-        while frame is not None:
-            if frame.f_code.co_filename == optimizer_file and frame.f_code.co_name == "wrapper":
-                return True
-            frame = frame.f_back
-        return False
 
-    # Our own frame is among them. A variable of its own that holds it would keep it, and with it those of the program
-    # that have called us and all their tensors, until a garbage collection.
-    return any(map(is_one, sys._current_frames().values()))  # noqa: SLF001 - where every thread is, nothing else says
+def _nothing() -> None:
+    """Stands for the end of a wait that is just being made."""
 
 
 _steps = Steps()  # a process has one training loop

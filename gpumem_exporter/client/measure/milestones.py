@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.hooks.guest_safety import Swallowing, of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import Observed, process_observed
@@ -86,13 +87,14 @@ class Milestones:
         self._begun_seconds = time.monotonic()
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
-        self._awaits_forward = False
+        self._forwards = 0
+        self._stop_forwards: Callable[[], None] = _nothing
         place = _place(model)
         self.record(" and ".join(filter(None, (place, "optimizer made" if optimizer is not None else ""))) or "begin")
         if model is not None:
             self._model = weakref.ref(model, lambda _: self.close())
             if not place:
-                self._hook_forward()
+                self._stop_forwards = before_forwards(self._look_at_forward)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
 
@@ -106,7 +108,7 @@ class Milestones:
         try:
             devices = self._devices()
         except Exception as error:  # a guest breaks nothing
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             log.debug("nothing is known at %s: %r", name, error)
             devices = ()
@@ -128,8 +130,8 @@ class Milestones:
         self.record("end")
 
     def close(self) -> None:
-        """Take the hooks out, one at the next forward; the records stay."""
-        self._awaits_forward = False
+        """End the milestones; the records stay. A hook on forward passes leaves torch at the next one."""
+        self._stop_forwards()
         self._stop_listening()
 
     def __enter__(self) -> Milestones:
@@ -171,37 +173,22 @@ class Milestones:
             )
         return tuple(found)
 
-    def _hook_forward(self) -> None:
-        """Until the model's first forward on a device: a hook on the model itself would be pickled with it."""
-        register = getattr(sys.modules.get("torch.nn.modules.module"), "register_module_forward_pre_hook", None)
-        if register is None:
-            return
-
-        forwards = 0
-
-        def look(module: Any, _args: Any) -> None:
-            nonlocal forwards
-            with Swallowing():  # this runs inside the program's forward
-                if self._awaits_forward and module is self._model():
-                    forwards += 1
-                    place = _place(module)
-                    self._awaits_forward = not place and forwards < _FORWARDS
-                    if place:
-                        self.record(place)
-                if not self._awaits_forward:
-                    # Nobody else takes it out: a garbage collection that ends all this may run while a forward
-                    # copies the hooks (before Python 3.12), and that would raise.
-                    handle.remove()
-
-        self._awaits_forward = True
-        handle = register(look)
+    def _look_at_forward(self, module: Any) -> bool:
+        """Before each forward pass, until the model's first one on a device; whether there is more to wait for."""
+        if module is not self._model():
+            return True
+        self._forwards += 1
+        place = _place(module)
+        if place:
+            self.record(place)
+        return not place and self._forwards < _FORWARDS
 
     def _on_step(self, optimizer: Any) -> None:
         watched = self._optimizer() if self._optimizer is not None else None
         if watched is not None and optimizer is not None and optimizer is not watched:
             return
         self._stop_listening()
-        self._awaits_forward = False  # whoever steps has come by: it would be called at every forward for ever
+        self._stop_forwards()  # a model that steps without it would have the hook called at every forward
         self.record("first optimizer step")
 
 
@@ -225,6 +212,10 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
         level: at which each milestone is logged.
     """
     return Milestones(model, optimizer, level=level)
+
+
+def _nothing() -> None:
+    """Stands for a hook that there is not."""
 
 
 def _closed() -> Milestones:

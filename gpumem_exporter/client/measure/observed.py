@@ -7,7 +7,6 @@ counted needs no lock: a watch ends wherever the garbage collector runs, and mus
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from gpumem_exporter.client.allocator.peaks import PeakWatch
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
 from gpumem_exporter.client.hooks.calling_thread import calling_thread, mark_thread
+from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.peak_bounds import PeakBounds
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
@@ -308,7 +308,7 @@ class Observed:
     def _survive_forks(self) -> None:
         if not self._hooked:
             self._hooked = True
-            os.register_at_fork(after_in_child=self._begin)
+            after_fork_in_child(self._begin)
 
 
 def _allocated(state: Mapping[str, Any]) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.measure.model_structure import Structure
 from gpumem_exporter.client.measure.tensor_bytes import Storages, plain
 
@@ -43,7 +43,7 @@ class Portion:
             self._references = [weakref.ref(storage, self._gone.append) for storage in {*storages}]
             self._likeness = _likeness(storages)
         except Exception as error:  # some of them are of another kind: they are measured each time
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
 
     def holds(self, tensors: list[Any]) -> bool:
@@ -56,7 +56,7 @@ class Portion:
         try:
             storages = _storages(tensors, self._torch)
         except Exception as error:  # some of them are of another kind now
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             return False
         return self._likeness == _likeness(storages) and not self._gone

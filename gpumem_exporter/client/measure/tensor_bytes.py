@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing, of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import Swallowing, raised_by_signal_handler
 from gpumem_exporter.client.log import log
 
 __all__ = ["HOST", "Storages", "own_bytes", "plain"]
@@ -48,7 +48,7 @@ class Storages:
         try:
             _, devices, storages = _measure(tensors, self._torch)
         except Exception as error:  # some of them are of another kind
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             for part in _parts_of_all(tensors, self._torch):
                 with Swallowing():  # shows no storage
@@ -95,7 +95,7 @@ def own_bytes(tensors: list[Any], torch: Any) -> Mapping[int, int]:
     try:
         return _own_bytes(tensors, torch)
     except Exception as error:  # some of them are of another kind
-        if of_a_handler(error):
+        if raised_by_signal_handler(error):
             raise
         told: dict[int, int] = {}
         for part in _parts_of_all(tensors, torch):
@@ -160,7 +160,7 @@ def _parts_of_all(tensors: list[Any], torch: Any) -> Iterator[Any]:
         try:
             yield from _parts(tensor, torch, 0)
         except Exception as error:  # a subclass that does not say what it consists of
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             log.debug("a %s is not counted: %r", type(tensor), error)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.attached import attached
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.measured import pop_running
 from gpumem_exporter.client.oom.diagnosis import NOTE_BEGINS, OomDiagnosis, Run, diagnose
@@ -65,7 +65,7 @@ class OomGuard:
         try:
             run = _blocks.begin(self._block, self.batch_size)
         except Exception as error:  # a guest breaks nothing
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             log.info("a block is not measured: %r", error)
         self._running.setdefault(threading.get_ident(), []).append((run,))
@@ -81,7 +81,7 @@ class OomGuard:
             elif initialised_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
                 self._explain(error, traceback, run)
         except Exception as trouble:  # the program's own error goes on, whatever happens here
-            if of_a_handler(trouble):
+            if raised_by_signal_handler(trouble):
                 raise
             log.info("an out-of-memory error is not explained: %r", trouble)
 
@@ -111,7 +111,7 @@ class OomGuard:
             try:
                 again.batch_size = int(self._batch_of(*arguments, **named))
             except Exception as error:  # as above
-                if of_a_handler(error):
+                if raised_by_signal_handler(error):
                     raise
                 log.info("the size of a batch is not known: %r", error)
         again._on_oom = self._keep

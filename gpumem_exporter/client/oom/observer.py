@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
-__all__ = ["OutOfMemoryLog", "OutOfMemoryObserver"]
+__all__ = ["OutOfMemoryLog"]
 
 _KEPT = 32
 """Errors kept until the next report. A program that tries batch sizes makes many: of those the last are told."""
@@ -82,22 +81,3 @@ class OutOfMemoryLog:
         if numbers:
             with self._lock:
                 self._noted = deque((each for each in self._noted if each[1].number not in numbers), maxlen=_KEPT)
-
-
-class OutOfMemoryObserver:
-    """What PyTorch calls, for as long as the process lives; tells whoever listens at the moment.
-
-    Calling it takes microseconds, allocates nothing on a device, and raises nothing.
-    """
-
-    def __init__(self) -> None:
-        self.attached = False
-        self.listener: Callable[[int, int, int, int], None] | None = None
-        """Takes device index, requested bytes, limit, free bytes."""
-
-    def __call__(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
-        """Pass an error's figures to the listener, if there is one."""
-        listener = self.listener
-        if listener is not None:
-            with Swallowing():  # it would replace the program's OutOfMemoryError
-                listener(device, requested_bytes, limit_bytes, device_free_bytes)

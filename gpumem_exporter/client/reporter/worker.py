@@ -15,9 +15,10 @@ from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.torch_access import Allocator
 from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.phases import current_phase
-from gpumem_exporter.client.oom.observer import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.errors_seen import Troubles
 from gpumem_exporter.client.reporter.identity import current_process
 from gpumem_exporter.client.reporter.plan import planned_peak_bytes, with_plan
@@ -58,6 +59,8 @@ _UNACCEPTABLE = (413, 422)
 _MAX_RESULTS = 64
 """In one report; more ride on the next."""
 _CUDA_POLL_SECONDS = 0.05
+_UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
+"""How often an ending reporter looks for a moment in which no optimizer steps."""
 
 
 class Worker:
@@ -68,6 +71,7 @@ class Worker:
         troubles: where errors go.
         observer: of out-of-memory errors; the process' one.
         steps: the process' steps, to which the owner listens; made sure of with each report.
+        ended: called with the worker, as the last act of its thread.
 
     Attributes:
         sampler: to be fed with steps, in the threads that make them; None before CUDA has started and after the end.
@@ -79,12 +83,15 @@ class Worker:
         troubles: Troubles,
         observer: OutOfMemoryObserver,
         steps: Steps,
+        *,
+        ended: Callable[[Worker], None],
     ) -> None:
         self.sampler: Sampler | None = None
         self._settings = settings
         self._troubles = troubles
         self._observer = observer
         self._steps = steps
+        self._ended = ended
         self._stopping = threading.Event()
         self._woken = threading.Event()
         self._ooms = OutOfMemoryLog(self._wake)
@@ -118,6 +125,11 @@ class Worker:
             sampler.exclusively().acquire(timeout=timeout_seconds)  # for good
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread still runs."""
+        return self._thread.is_alive()
+
+    @property
     def latest_oom(self) -> tuple[float, OutOfMemory] | None:
         """The last out-of-memory error, and when it was (monotonic seconds). Any thread may ask."""
         return self._ooms.latest
@@ -144,6 +156,13 @@ class Worker:
     def _run(self) -> None:
         if threading.get_native_id() != self._started_by:  # else it is a greenlet, and the signals are the program's
             _take_no_signals()
+        try:
+            self._report()
+        finally:
+            self._remove_step_hook()
+            self._ended(self)
+
+    def _report(self) -> None:
         self._allocator = allocator = self._wait_for_cuda()
         if allocator is None:
             return
@@ -153,11 +172,18 @@ class Worker:
             self._troubles.note("reporter stopped", error)
         finally:
             self.sampler = None
-            if self._observer.listener is self._on_oom:  # not that of a reporter which has begun since
-                self._observer.listener = None
+            self._observer.remove(self._on_oom)
             allocator.detach()
             if self._connection is not None:
                 self._connection.close()
+
+    def _remove_step_hook(self) -> None:
+        """Remove the hook on steps if `stop` could not, because an optimizer was stepping."""
+        with self._troubles.swallowed("the hook on optimizer steps stays"):
+            for _ in range(_UNHOOK_TRIES):
+                if not self._stopping.is_set() or self._steps.remove():
+                    break
+                time.sleep(_UNHOOK_SECONDS)
 
     def _wait_for_cuda(self) -> Allocator | None:
         """The callback that started this thread runs inside CUDA's initialisation, which is over in a moment."""
@@ -187,7 +213,7 @@ class Worker:
                 break
             begun, hold_seconds = time.monotonic(), self._interval_seconds
             reply = None
-            self._steps.hook()
+            self._steps.install()
             with self._troubles.swallowed("cannot sample"):
                 sample = sampler.current(begun + hold_seconds)
                 if not self._observer.attached:
@@ -228,7 +254,7 @@ class Worker:
             waiting.cancel(reply.cancelled)
             for command in reply.commands:
                 expires_seconds = sent + command.deadline_seconds
-                if command.mode == "now":
+                if command.mode == "now" and not allocator.capturing:
                     results.append(executor.run(command, expires_seconds=expires_seconds))
                 else:
                     waiting.take(command, expires_seconds=expires_seconds)
@@ -263,7 +289,7 @@ class Worker:
             )
 
         self._on_oom = self._observer.listener = listen
-        self._observer.attached = self._observer.attached or allocator.observe_ooms(self._observer)
+        self._observer.install(allocator.observe_ooms)
 
     def _planned_bytes(self) -> int | None:
         """What the job's plan expects; None without one, after saying what is wrong with it."""

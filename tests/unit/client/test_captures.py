@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,47 +25,44 @@ class Graph:
 
 
 class Bench:
-    """A `torch.cuda` with one current stream, and the two hooks."""
+    """The two hooks of `torch.cuda.graphs`, and a thread beside this one in which the captures happen."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hooks: dict[str, Callable[[Any], None]] = {}
-        self.own = SimpleNamespace(device_index=0)
-        self.stream = self.own
-        self.other = SimpleNamespace(device_index=1)
-        self.capturing: list[Any] = []
-        self.contexts = {0, 1}
+        self.capturing: set[int] = set()
+        """The threads whose current stream is in a capture."""
         graphs = SimpleNamespace(
             register_graph_capture_start_hook=lambda hook: self._register("start", hook),
             register_graph_capture_end_hook=lambda hook: self._register("end", hook),
         )
         monkeypatch.setitem(sys.modules, "torch.cuda.graphs", graphs)
-        self.captures = Captures(self, lambda: self.stream in self.capturing, self.contexts.__contains__)
-        self.removers = list(self.captures.hooks())
+        self.captures = Captures(lambda: threading.get_ident() in self.capturing)
+        self.remove = self.captures.watch()
+        self.other = ThreadPoolExecutor(1)
 
     def _register(self, name: str, hook: Callable[[Any], None]) -> Any:
         self.hooks[name] = hook
         return SimpleNamespace(remove=lambda: self.hooks.pop(name))
 
-    def current_stream(self) -> Any:
-        return self.stream
-
-    def set_stream(self, stream: Any) -> None:
-        self.stream = stream
-
-    def default_stream(self, device_index: int) -> Any:
-        return SimpleNamespace(device_index=device_index)
+    def elsewhere(self, work: Callable[[], Any]) -> Any:
+        return self.other.submit(work).result()
 
     def begin(self, graph: Graph) -> None:
-        """In another thread, whose stream is `other`."""
-        here, self.stream = self.stream, self.other
-        self.capturing.append(self.other)
-        self.hooks["start"](graph)
-        self.stream = here
+        """In the other thread."""
+
+        def begin() -> None:
+            self.capturing.add(threading.get_ident())
+            self.hooks["start"](graph)
+
+        self.elsewhere(begin)
 
     def end(self, graph: Graph, *, well: bool = True) -> None:
-        self.capturing.remove(self.other)
-        if well:  # otherwise torch runs no hook
-            self.hooks["end"](graph)
+        def end() -> None:
+            self.capturing.remove(threading.get_ident())
+            if well:  # otherwise torch runs no hook
+                self.hooks["end"](graph)
+
+        self.elsewhere(end)
 
     def under_way(self) -> bool:
         return self.captures.under_way
@@ -76,8 +75,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(monkeypatch)
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(monkeypatch)
+    with bench.other:
+        yield bench
 
 
 def test_a_capture_in_another_thread_is_under_way_until_it_ends(bench: Bench) -> None:
@@ -85,25 +86,35 @@ def test_a_capture_in_another_thread_is_under_way_until_it_ends(bench: Bench) ->
     assert not bench.under_way()
     bench.begin(graph)
     assert bench.under_way()
-    assert bench.stream is bench.own
+    assert bench.elsewhere(bench.under_way)
     bench.end(graph)
     assert not bench.under_way()
 
 
-def test_a_capture_whose_end_failed_is_over_although_no_hook_tells_it(bench: Bench) -> None:
+def test_a_capture_whose_end_failed_may_be_under_way_until_its_own_thread_is_in_no_capture(bench: Bench) -> None:
     graph = Graph((1, 0))
     bench.begin(graph)
     bench.end(graph, well=False)
+    assert bench.under_way(), "no other thread can tell"
+    assert not bench.elsewhere(bench.under_way)
     assert not bench.under_way()
 
 
-def test_asking_never_goes_back_to_a_device_without_a_context(bench: Bench) -> None:
-    bench.contexts.discard(0)
+def test_a_capture_whose_end_failed_is_over_when_its_graph_is_gone(bench: Bench) -> None:
     graph = Graph((1, 0))
     bench.begin(graph)
+    bench.end(graph, well=False)
+    del graph
+    assert not bench.under_way()
+
+
+def test_a_second_capture_into_the_graph_of_a_failed_one_is_under_way(bench: Bench) -> None:
+    graph = Graph((1, 0))
+    bench.begin(graph)
+    bench.end(graph, well=False)
+    assert not bench.elsewhere(bench.under_way)
+    bench.begin(graph)
     assert bench.under_way()
-    assert bench.stream.device_index == 1
-    assert bench.stream is not bench.other
 
 
 def test_a_graphs_pool_is_dead_when_the_last_graph_in_it_is(bench: Bench) -> None:
@@ -156,23 +167,21 @@ def test_the_version_changes_with_each_death_and_only_then(bench: Bench) -> None
 
 def test_hooks_can_be_taken_out(bench: Bench) -> None:
     assert set(bench.hooks) == {"start", "end"}
-    for remove in bench.removers:
-        remove()
+    bench.remove()
     assert bench.hooks == {}
 
 
 def test_a_torch_without_hooks_tells_of_the_calling_thread_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace())
-    captures = Captures(bench, lambda: bench.stream in bench.capturing, bench.contexts.__contains__)
-    assert list(captures.hooks()) == []
-    bench.capturing.append(bench.other)
+    captures = Captures(lambda: threading.get_ident() in bench.capturing)
+    captures.watch()()
+    bench.elsewhere(lambda: bench.capturing.add(threading.get_ident()))
     assert not captures.under_way
-    bench.capturing.append(bench.own)
-    assert captures.under_way
+    assert bench.elsewhere(lambda: captures.under_way)
 
 
-def test_where_the_driver_forbids_the_question_a_capture_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_driver_forbids_the_question_a_capture_is_assumed() -> None:
     def forbidden() -> bool:
         raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
 
-    assert Captures(Bench(monkeypatch), forbidden, {0}.__contains__).under_way
+    assert Captures(forbidden).under_way

@@ -51,11 +51,86 @@ def test_each_callback_runs_once_when_cuda_starts_and_not_before(folder: Path) -
     assert run(folder, rest) == [[], ["first", "second"]]
 
 
-def test_the_list_of_finders_stays_as_it_is_since_other_threads_may_be_on_their_way_along_it(folder: Path) -> None:
-    rest = "before = list(sys.meta_path)\nimport torch.cuda\nresult = [before == sys.meta_path, len(before)]"
-    same, finders = run(folder, rest)
-    assert same
-    assert finders > 2
+FINDERS = "finders = lambda: [type(finder).__name__ for finder in sys.meta_path].count('_TorchCudaFinder')\n"
+
+
+def test_the_finders_are_removed_when_torch_is_imported(folder: Path) -> None:
+    rest = (
+        FINDERS + "before = finders()\nimport torch.cuda\ntorch.cuda.init()\nresult = [before, finders(), len(began)]"
+    )
+    assert run(folder, rest) == [2, 0, 2]
+
+
+def test_the_finders_stay_while_another_thread_is_on_its_way_along_the_list(folder: Path) -> None:
+    rest = """
+import threading
+arrived, go_on = threading.Event(), threading.Event()
+
+class Slow(list):
+    # a thread waits between two finders: in a finder's own code it would hold the lock of the import system
+    def __iter__(self):
+        for finder in list.__iter__(self):
+            if threading.current_thread() is thread:
+                arrived.set()
+                go_on.wait()
+            yield finder
+
+def search():
+    try:
+        import elsewhere
+    except ImportError:
+        pass
+
+sys.meta_path = Slow(sys.meta_path)
+thread = threading.Thread(target=search)
+thread.start()
+arrived.wait()
+import torch.cuda
+during = finders()
+go_on.set()
+thread.join()
+stop = when_cuda_starts(lambda: began.append("third"))
+stop()
+torch.cuda.init()
+result = [during, finders(), sorted(began)]
+"""
+    assert run(folder, FINDERS + rest) == [2, 2, ["first", "second"]]
+
+
+def test_a_wait_that_is_ended_leaves_the_finders_as_they_were_and_calls_nothing(folder: Path) -> None:
+    rest = """
+before = list(sys.meta_path)
+stop = when_cuda_starts(lambda: began.append("third"))
+between = len(sys.meta_path)
+stop()
+stop()
+same = before == sys.meta_path
+import torch.cuda
+torch.cuda.init()
+result = [same, between - len(before), sorted(began)]
+"""
+    assert run(folder, rest) == [True, 1, ["first", "second"]]
+
+
+def test_a_wait_that_is_ended_before_cuda_starts_leaves_torch_s_queue_as_it_was(folder: Path) -> None:
+    rest = """
+import threading, torch.cuda
+cuda = torch.cuda
+cuda._queued_calls, cuda._initialization_lock = [], threading.Lock()
+cuda._lazy_call = lambda call: cuda._queued_calls.append((call, []))
+of_the_program = lambda: began.append("the program's")
+cuda._lazy_call(of_the_program)
+stop = when_cuda_starts(lambda: began.append("third"))
+queued = len(cuda._queued_calls)
+stop()
+left = [call is of_the_program for call, _ in cuda._queued_calls]
+stop = when_cuda_starts(lambda: began.append("fourth"))
+with cuda._initialization_lock:  # CUDA is being initialized
+    stop()
+[call() for call, _ in cuda._queued_calls]
+result = [queued, left, began]
+"""
+    assert run(folder, rest) == [2, [True], ["the program's"]]
 
 
 def test_a_finder_without_find_spec_is_passed_over(folder: Path) -> None:

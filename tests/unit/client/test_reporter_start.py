@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -19,9 +20,11 @@ SETTINGS = ReporterSettings.resolve(environ={"GPUMEM_EXPORTER_URL": "unix:///now
 
 @pytest.fixture(autouse=True)
 def _cuda_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "when_cuda_starts", lambda callback: callback())
-    monkeypatch.setattr(module.atexit, "register", lambda _: None)
-    monkeypatch.setattr(module.os, "register_at_fork", lambda **_: None)
+    def start_at_once(callback: Callable[[], None]) -> Callable[[], None]:
+        callback()
+        return lambda: None
+
+    monkeypatch.setattr(module, "when_cuda_starts", start_at_once)
 
 
 def reporter_threads() -> list[threading.Thread]:
@@ -84,3 +87,32 @@ def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_star
     reporter.start(SETTINGS)
     assert len(begun) == 1
     reporter.stop()
+
+
+def test_what_is_called_at_exit_and_after_a_fork_is_removed_once_the_thread_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed: list[str] = []
+
+    def hook(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+        def install(_: Callable[[], None]) -> Callable[[], None]:
+            installed.append(name)
+            return lambda: installed.remove(name)
+
+        return install
+
+    monkeypatch.setattr(module, "at_exit", hook("exit"))
+    monkeypatch.setattr(module, "after_fork_in_child", hook("fork"))
+    busy = threading.Event()
+    monkeypatch.setattr(Worker, "_report", lambda _: busy.wait(patient(60)))
+    reporter = Reporter(Steps())
+    for _ in range(2):
+        busy.clear()
+        reporter.start(SETTINGS)
+        assert installed == ["exit", "fork"]
+        reporter.stop(0.01)
+        assert installed == ["exit", "fork"], "a thread that comes back from torch must find the interpreter alive"
+        busy.set()
+        for thread in reporter_threads():
+            thread.join(patient(60))
+        assert installed == []

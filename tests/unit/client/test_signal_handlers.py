@@ -14,11 +14,11 @@ from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.client.commands.scheduler import Waiting
 from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.measure.observed import Observed
 from gpumem_exporter.client.oom import guard
-from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
 from gpumem_exporter.wire.protocol import Command
 from tests.support.fake_allocator import FakeAllocator
 

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from gpumem_exporter.client.hooks.steps import Steps, no_training, runs_a_step
+from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
+from gpumem_exporter.client.hooks.steps import Steps, no_training
 
 
 def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
@@ -75,7 +80,7 @@ def test_the_look_at_where_every_thread_is_keeps_nothing_of_who_asks_for_it() ->
 
     def asks() -> weakref.ref[Model]:
         model = Model()
-        assert not runs_a_step("optimizer.py")
+        assert not any_thread_runs("wrapper", "optimizer.py")
         return weakref.ref(model)
 
     collected = gc.isenabled()
@@ -104,3 +109,72 @@ def test_a_handler_that_keeps_what_is_logged_keeps_nothing_of_the_program_s(capl
     (logged,) = caplog.messages
     assert "ValueError('of the program')" in logged
     assert held[0]() is None
+
+
+OPTIMIZERS = """
+hooks = {}
+
+class Handle:
+    def __init__(self, hook):
+        hooks[id(self)] = hook
+    def remove(self):
+        del hooks[id(self)]
+
+register_optimizer_step_post_hook = Handle
+
+def wrapper(optimizer):
+    for hook in hooks.values():
+        hook(optimizer, (), {})
+"""
+
+
+@pytest.fixture
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `torch.optim.optimizer` whose hooks are walked over as torch walks over them."""
+    module = ModuleType("torch.optim.optimizer")
+    module.__file__ = "optimizers-of-the-test.py"
+    exec(compile(OPTIMIZERS, module.__file__, "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "torch.optim.optimizer", module)
+    return module
+
+
+def test_the_hook_is_removed_once_nothing_listens_and_installed_again_for_the_next_listener(optimizers: Any) -> None:
+    steps = Steps()
+    heard: list[object] = []
+    for _ in range(2):
+        first, second = steps.listen(heard.append), steps.listen(lambda _: None)
+        optimizers.wrapper("optimizer")
+        first()
+        assert steps.remove()
+        assert len(optimizers.hooks) == 1, "there is another listener"
+        second()
+        assert steps.remove()
+        assert optimizers.hooks == {}
+    assert heard == ["optimizer"] * 2
+
+
+def test_a_hook_is_neither_installed_nor_removed_while_an_optimizer_walks_over_its_hooks(optimizers: Any) -> None:
+    steps = Steps()
+    stops: list[Callable[[], None]] = []
+    removed: list[bool] = []
+
+    def listen(*_: object) -> None:
+        stops.append(steps.listen(lambda _: None))
+
+    def stop(*_: object) -> None:
+        stops.pop()()
+        removed.append(steps.remove())
+
+    handle = optimizers.register_optimizer_step_post_hook(listen)
+    optimizers.wrapper("optimizer")
+    handle.remove()
+    assert optimizers.hooks == {}
+    steps.install()
+    assert len(optimizers.hooks) == 1
+    handle = optimizers.register_optimizer_step_post_hook(stop)
+    optimizers.wrapper("optimizer")
+    handle.remove()
+    assert removed == [False]
+    assert len(optimizers.hooks) == 1
+    assert steps.remove()
+    assert optimizers.hooks == {}
