@@ -83,7 +83,7 @@ class Allocator:
 
     @property
     def capturing(self) -> bool:
-        """A CUDA graph is being captured somewhere in this process, or may be (see `Captures`)."""
+        """A CUDA graph is being captured in a thread of this process (see `Captures`)."""
         return self._captures.under_way
 
     @property

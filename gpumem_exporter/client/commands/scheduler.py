@@ -2,7 +2,7 @@
 
 A command in mode `step` runs in the training thread, where it can meet neither that thread's own allocations nor a
 capture. A command in mode `idle` runs on the reporter's thread once no step runs and nothing is being allocated. A
-command in mode `now` waits only while a graph is, or may be, captured: it runs on the reporter's thread after that, or
+command in mode `now` waits only while a graph is captured: it runs on the reporter's thread after that, or
 at the end of a step if that comes first. A command that has not started by its deadline never runs: a job that hung
 must not clear its cache because it has recovered.
 """
@@ -231,7 +231,7 @@ class Waiting:
 
     def _too_late(self, command: Command) -> str:
         if command.mode == "now":
-            return f"{CAPTURING}, or may be, until the deadline"
+            return f"{CAPTURING}, until the deadline"
         if command.mode == "idle":
             return "the process was not idle before the deadline"
         if command.at_step is not None:

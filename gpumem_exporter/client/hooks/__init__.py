@@ -13,8 +13,8 @@ optimizer classes and DataLoader classes are as they were before `client.start()
 | `steps`          | a post hook on the steps of all        | the first listener:       | `stop()`, if nothing else  |
 |                  | optimizers                             | `start()`, `watch` and    | listens                    |
 |                  |                                        | others                    |                            |
-| `graph_captures` | a start hook and an end hook on CUDA   | `start()`, `clear_cache`  | `stop()`                   |
-|                  | graph captures                         | and others                |                            |
+| `graph_captures` | the methods of `torch.cuda.CUDAGraph`  | `start()`, `clear_cache`  | `stop()`                   |
+|                  | that start and end a capture           | and others                |                            |
 | `model_forward`  | a pre hook on the forward passes of    | `milestones` of a model   | the first forward pass on  |
 |                  | all modules                            | on the host               | a device, or after the end |
 | `storage_tags`   | a tagger in the registry of            | `save_checkpoint`         | the end of the save        |

@@ -1,33 +1,114 @@
-"""Calls at the start and the end of each CUDA graph capture, from torch 2.14 on."""
+"""Calls at the start and the end of each CUDA graph capture, in the thread that captures.
+
+The hook replaces the two methods of `torch.cuda.CUDAGraph` that start and end a capture, in every release of torch.
+Torch's own hooks (2.14 and later) do not run if ending a capture fails.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import sys
+import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["on_captures"]
+from gpumem_exporter.client.hooks.guest_safety import Swallowing
+
+__all__ = ["CaptureListener", "listen_to_captures"]
+
+_ENDS = ("capture_end_pre", "capture_end")
+"""The methods that end a capture, the first one that a release has: 2.14 and later call the first from the second."""
 
 
-def on_captures(started: Callable[[Any], None], ended: Callable[[Any], None]) -> Callable[[], None]:
-    """Call `started(graph)` and `ended(graph)` in the thread that captures; torch swallows what they raise.
+class CaptureListener(Protocol):
+    """Is called around each capture. Its errors are swallowed."""
 
-    `ended` is not called if ending the capture failed. Before torch 2.14 nothing is called.
+    def capture_started(self, graph: Any) -> None: ...
+    def capture_ended(self, graph: Any, *, complete: bool) -> None: ...
 
-    Returns:
-        A function that removes both hooks.
+
+class _CaptureHook:
+    """The replaced methods, shared by all listeners of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a finalizer that runs while it is held may remove a listener
+        self._listeners: tuple[CaptureListener, ...] = ()
+        self._graph_class: Any = None
+        self._originals: dict[str, Any] = {}
+        self._replacements: dict[str, Any] = {}
+
+    def add(self, listener: CaptureListener) -> None:
+        with self._lock:
+            self._listeners = (*self._listeners, listener)
+            if self._graph_class is None:
+                self._install()
+
+    def discard(self, listener: CaptureListener) -> None:
+        with self._lock:
+            self._listeners = tuple(each for each in self._listeners if each is not listener)
+            if not self._listeners:
+                self._remove()
+
+    def _install(self) -> None:
+        self._graph_class = getattr(sys.modules.get("torch.cuda.graphs"), "CUDAGraph", None)
+        end = next((name for name in _ENDS if name in vars(self._graph_class or object)), None)
+        if end is None or "capture_begin" not in vars(self._graph_class):
+            return
+        self._originals = {name: vars(self._graph_class)[name] for name in ("capture_begin", end)}
+        self._replacements = {
+            "capture_begin": self._around_begin(self._originals["capture_begin"]),
+            end: self._around_end(self._originals[end]),
+        }
+        for name, replacement in self._replacements.items():
+            setattr(self._graph_class, name, replacement)
+
+    def _remove(self) -> None:
+        """Restore the methods; one that another library has wrapped since stays, and calls no listener."""
+        for name, replacement in self._replacements.items():
+            if vars(self._graph_class).get(name) is replacement:
+                setattr(self._graph_class, name, self._originals[name])
+        self._graph_class, self._originals, self._replacements = None, {}, {}
+
+    def _around_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
+            for listener in self._listeners:
+                with Swallowing():
+                    listener.capture_started(graph)
+            try:
+                return original(graph, *arguments, **named)
+            except BaseException:
+                self._ended(graph, complete=False)
+                raise
+
+        return capture_begin
+
+    def _around_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def capture_end(graph: Any, *arguments: Any, **named: Any) -> Any:
+            complete = False
+            try:
+                result = original(graph, *arguments, **named)
+                complete = True
+                return result
+            finally:
+                self._ended(graph, complete=complete)
+
+        return capture_end
+
+    def _ended(self, graph: Any, *, complete: bool) -> None:
+        for listener in self._listeners:
+            with Swallowing():
+                listener.capture_ended(graph, complete=complete)
+
+
+_hook = _CaptureHook()
+
+
+def listen_to_captures(listener: CaptureListener) -> Callable[[], None]:
+    """Call the listener around each capture; returns a function that ends the calls.
+
+    The first listener installs the hook; the removal of the last one restores torch's methods.
     """
-    graphs = sys.modules.get("torch.cuda.graphs")
-    handles: list[Any] = []
-    for name, hook in (("start", started), ("end", ended)):
-        register = getattr(graphs, f"register_graph_capture_{name}_hook", None)
-        if register is not None:
-            handles.append(register(hook))
-
-    def remove() -> None:
-        while handles:
-            with contextlib.suppress(Exception):
-                handles.pop().remove()
-
-    return remove
+    _hook.add(listener)
+    return functools.partial(_hook.discard, listener)

@@ -12,77 +12,78 @@ import pytest
 from gpumem_exporter.client.allocator.captures import Captures
 
 
-class Graph:
-    """A CUDA graph's wrapper: it knows its pool once it has been captured, and until it is reset."""
-
-    def __init__(self, pool: tuple[int, int]) -> None:
-        self.id: tuple[int, int] | None = pool
-
-    def pool(self) -> tuple[int, int]:
-        if self.id is None:
-            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-        return self.id
-
-
 class Bench:
-    """The two hooks of `torch.cuda.graphs`, and a thread beside this one in which the captures happen."""
+    """A graph class as torch's, watched, and a thread beside this one in which the captures run."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hooks: dict[str, Callable[[Any], None]] = {}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, end: str = "capture_end_pre") -> None:
         self.capturing: set[int] = set()
-        """The threads whose current stream is in a capture."""
-        graphs = SimpleNamespace(
-            register_graph_capture_start_hook=lambda hook: self._register("start", hook),
-            register_graph_capture_end_hook=lambda hook: self._register("end", hook),
-        )
-        monkeypatch.setitem(sys.modules, "torch.cuda.graphs", graphs)
+        """The threads whose current stream is being captured."""
+        bench = self
+
+        class CUDAGraph:
+            """Knows its pool once it has been captured, and until it is reset."""
+
+            id: tuple[int, int] | None = None
+
+            def capture_begin(self, pool: tuple[int, int], *, fails: bool = False) -> None:
+                if fails:
+                    raise RuntimeError("cannot start a capture")
+                bench.capturing.add(threading.get_ident())
+                self.id = pool
+
+            def ends(self, *, fails: bool = False) -> None:
+                bench.capturing.remove(threading.get_ident())
+                if fails:
+                    self.id = None
+                    raise RuntimeError("the capture was invalidated")
+
+            def pool(self) -> tuple[int, int]:
+                if self.id is None:
+                    raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+                return self.id
+
+        setattr(CUDAGraph, end, CUDAGraph.ends)
+        self.graph_class, self.end_name = CUDAGraph, end
+        self.methods = dict(vars(CUDAGraph))
+        monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace(CUDAGraph=CUDAGraph))
         self.captures = Captures(lambda: threading.get_ident() in self.capturing)
         self.remove = self.captures.watch()
         self.other = ThreadPoolExecutor(1)
 
-    def _register(self, name: str, hook: Callable[[Any], None]) -> Any:
-        self.hooks[name] = hook
-        return SimpleNamespace(remove=lambda: self.hooks.pop(name))
+    def elsewhere(self, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return self.other.submit(work, *args, **named).result()
 
-    def elsewhere(self, work: Callable[[], Any]) -> Any:
-        return self.other.submit(work).result()
+    def begin(self, graph: Any, pool: tuple[int, int] = (1, 0), **named: Any) -> None:
+        """In the other thread, as the end."""
+        self.elsewhere(graph.capture_begin, pool, **named)
 
-    def begin(self, graph: Graph) -> None:
-        """In the other thread."""
+    def end(self, graph: Any, **named: Any) -> None:
+        self.elsewhere(getattr(graph, self.end_name), **named)
 
-        def begin() -> None:
-            self.capturing.add(threading.get_ident())
-            self.hooks["start"](graph)
-
-        self.elsewhere(begin)
-
-    def end(self, graph: Graph, *, well: bool = True) -> None:
-        def end() -> None:
-            self.capturing.remove(threading.get_ident())
-            if well:  # otherwise torch runs no hook
-                self.hooks["end"](graph)
-
-        self.elsewhere(end)
+    def fail(self, graph: Any) -> None:
+        with pytest.raises(RuntimeError, match="invalidated"):
+            self.end(graph, fails=True)
 
     def under_way(self) -> bool:
         return self.captures.under_way
 
-    def capture(self, pool: tuple[int, int]) -> Graph:
-        graph = Graph(pool)
-        self.begin(graph)
+    def capture(self, pool: tuple[int, int]) -> Any:
+        graph = self.graph_class()
+        self.begin(graph, pool)
         self.end(graph)
         return graph
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    bench = Bench(monkeypatch)
+@pytest.fixture(params=["capture_end_pre", "capture_end"], ids=["torch 2.14 and later", "before"])
+def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(monkeypatch, request.param)
     with bench.other:
         yield bench
+    bench.remove()
 
 
-def test_a_capture_in_another_thread_is_under_way_until_it_ends(bench: Bench) -> None:
-    graph = Graph((1, 0))
+def test_a_capture_is_under_way_in_every_thread_until_it_ends(bench: Bench) -> None:
+    graph = bench.graph_class()
     assert not bench.under_way()
     bench.begin(graph)
     assert bench.under_way()
@@ -91,30 +92,35 @@ def test_a_capture_in_another_thread_is_under_way_until_it_ends(bench: Bench) ->
     assert not bench.under_way()
 
 
-def test_a_capture_whose_end_failed_may_be_under_way_until_its_own_thread_is_in_no_capture(bench: Bench) -> None:
-    graph = Graph((1, 0))
+def test_a_capture_whose_end_or_start_fails_is_over_in_every_thread(bench: Bench) -> None:
+    graph = bench.graph_class()
     bench.begin(graph)
-    bench.end(graph, well=False)
-    assert bench.under_way(), "no other thread can tell"
-    assert not bench.elsewhere(bench.under_way)
+    bench.fail(graph)
+    assert not bench.under_way()
+    with pytest.raises(RuntimeError, match="cannot start"):
+        bench.begin(graph, fails=True)
+    assert not bench.under_way()
+    bench.begin(graph)
+    assert bench.under_way(), "a second capture into the same graph"
+    bench.end(graph)
     assert not bench.under_way()
 
 
-def test_a_capture_whose_end_failed_is_over_when_its_graph_is_gone(bench: Bench) -> None:
-    graph = Graph((1, 0))
+def test_a_capture_is_over_when_its_graph_is_deleted(bench: Bench) -> None:
+    graph = bench.graph_class()
     bench.begin(graph)
-    bench.end(graph, well=False)
     del graph
     assert not bench.under_way()
 
 
-def test_a_second_capture_into_the_graph_of_a_failed_one_is_under_way(bench: Bench) -> None:
-    graph = Graph((1, 0))
-    bench.begin(graph)
-    bench.end(graph, well=False)
+def test_two_captures_at_once_are_under_way_until_both_have_ended(bench: Bench) -> None:
+    first, second = bench.graph_class(), bench.graph_class()
+    bench.begin(first)
+    second.capture_begin((2, 0))
+    bench.end(first)
+    assert bench.elsewhere(bench.under_way)
+    getattr(second, bench.end_name)()
     assert not bench.elsewhere(bench.under_way)
-    bench.begin(graph)
-    assert bench.under_way()
 
 
 def test_a_graphs_pool_is_dead_when_the_last_graph_in_it_is(bench: Bench) -> None:
@@ -126,27 +132,27 @@ def test_a_graphs_pool_is_dead_when_the_last_graph_in_it_is(bench: Bench) -> Non
     assert set(bench.captures.dead_pools()) == {(1, 0)}
 
 
-def test_a_graph_that_was_reset_or_captured_anew_holds_its_old_pool_no_more(bench: Bench) -> None:
-    reset, anew = bench.capture((1, 0)), bench.capture((2, 0))
+def test_a_graph_that_was_reset_or_captured_again_no_longer_uses_its_old_pool(bench: Bench) -> None:
+    reset, again = bench.capture((1, 0)), bench.capture((2, 0))
     reset.id = None
-    anew.id = (3, 0)
+    again.id = (3, 0)
     assert set(bench.captures.dead_pools()) == {(1, 0), (2, 0)}
 
 
-def test_a_pool_that_the_program_made_is_never_called_dead(bench: Bench) -> None:
+def test_a_pool_that_the_user_made_is_never_called_dead(bench: Bench) -> None:
     graph = bench.capture((0, 4))
     del graph
     assert not bench.captures.dead_pools()
 
 
-def test_no_pool_is_called_dead_while_a_capture_that_began_may_hold_it(bench: Bench) -> None:
+def test_no_pool_is_called_dead_while_a_graph_exists_whose_capture_did_not_complete(bench: Bench) -> None:
     dead = bench.capture((1, 0))
     del dead
-    failed = Graph((1, 0))
+    failed = bench.graph_class()
     bench.begin(failed)
     version = bench.captures.version()
     assert not bench.captures.dead_pools()
-    bench.end(failed, well=False)
+    bench.fail(failed)
     assert not bench.captures.dead_pools()
     del failed
     assert set(bench.captures.dead_pools()) == {(1, 0)}
@@ -165,22 +171,21 @@ def test_the_version_changes_with_each_death_and_only_then(bench: Bench) -> None
     assert bench.captures.version() in versions
 
 
-def test_hooks_can_be_taken_out(bench: Bench) -> None:
-    assert set(bench.hooks) == {"start", "end"}
+def test_the_last_listener_restores_the_methods(bench: Bench) -> None:
+    another = Captures(lambda: False).watch()
     bench.remove()
-    assert bench.hooks == {}
+    assert vars(bench.graph_class)["capture_begin"] is not bench.methods["capture_begin"]
+    another()
+    assert dict(vars(bench.graph_class)) == bench.methods
 
 
-def test_a_torch_without_hooks_tells_of_the_calling_thread_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace())
-    captures = Captures(lambda: threading.get_ident() in bench.capturing)
-    captures.watch()()
+def test_a_capture_that_started_before_the_watch_is_under_way_in_its_own_thread(bench: Bench) -> None:
     bench.elsewhere(lambda: bench.capturing.add(threading.get_ident()))
-    assert not captures.under_way
-    assert bench.elsewhere(lambda: captures.under_way)
+    assert not bench.under_way()
+    assert bench.elsewhere(bench.under_way)
 
 
-def test_where_the_driver_forbids_the_question_a_capture_is_assumed() -> None:
+def test_a_capture_is_assumed_while_the_driver_forbids_the_question() -> None:
     def forbidden() -> bool:
         raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
 
