@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeAlias
 
 from gpumem_exporter.client.allocator.heap import Heap
+from gpumem_exporter.client.allocator.torch_access import DeviceState
 
-__all__ = ["DeviceState", "Reclaimable", "known"]
-
-DeviceState: TypeAlias = "Mapping[str, Any]"
-"""One device's nested statistics, as torch gives them."""
+__all__ = ["Reclaimable", "known"]
 
 _WALK_SHARE = 500
 """A walk that took t seconds of this thread is not repeated before 500 t have passed: 0.2 % of a core."""

@@ -9,9 +9,10 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
+from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
-from gpumem_exporter.client.allocator.torch_access import Allocator, DeviceState
+from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, SnapshotFile

@@ -1,4 +1,4 @@
-"""Where the threads of the process are: a hook must not be changed while a thread walks over torch's list of hooks."""
+"""Tells where the threads of the process are: a list of hooks must not change while torch walks over it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ def any_thread_runs(function: str, file: str) -> bool:
             frame = frame.f_back
         return False
 
-    # The frame of this function is among them. A variable of its own that held it would keep it, and with it those of
-    # the user's code that have called it and all their tensors, until a garbage collection.
-    return any(map(runs, sys._current_frames().values()))  # noqa: SLF001 - nothing else shows where every thread is
+    # The frame of this function is among them. A variable of its own would keep that frame, and with it the frames and
+    # tensors of the callers, until a garbage collection.
+    return any(map(runs, sys._current_frames().values()))  # noqa: SLF001 - no public function shows other threads

@@ -12,9 +12,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 
-__all__ = ["CaptureListener", "listen_to_captures"]
+__all__ = ["CaptureHook", "CaptureListener", "listen_to_captures"]
 
 _ENDS = ("capture_end_pre", "capture_end")
 """The methods that end a capture, the first one that a release has: 2.14 and later call the first from the second."""
@@ -23,11 +23,14 @@ _ENDS = ("capture_end_pre", "capture_end")
 class CaptureListener(Protocol):
     """Is called around each capture. Its errors are swallowed."""
 
-    def capture_started(self, graph: Any) -> None: ...
-    def capture_ended(self, graph: Any, *, complete: bool) -> None: ...
+    def capture_started(self, graph: Any) -> None:
+        """A capture into this graph starts."""
+
+    def capture_ended(self, graph: Any, *, complete: bool) -> None:
+        """The capture has ended; it is not complete if starting or ending it has failed."""
 
 
-class _CaptureHook:
+class CaptureHook:
     """The replaced methods, shared by all listeners of the process."""
 
     def __init__(self) -> None:
@@ -38,18 +41,21 @@ class _CaptureHook:
         self._replacements: dict[str, Any] = {}
 
     def add(self, listener: CaptureListener) -> None:
+        """Call the listener; the first one installs the hook."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
             if self._graph_class is None:
-                self._install()
+                self.install()
 
     def discard(self, listener: CaptureListener) -> None:
+        """Stop calling the listener; without the last one the hook is removed."""
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each is not listener)
             if not self._listeners:
-                self._remove()
+                self.remove()
 
-    def _install(self) -> None:
+    def install(self) -> None:
+        """Replace the methods, if this torch has them."""
         self._graph_class = getattr(sys.modules.get("torch.cuda.graphs"), "CUDAGraph", None)
         end = next((name for name in _ENDS if name in vars(self._graph_class or object)), None)
         if end is None or "capture_begin" not in vars(self._graph_class):
@@ -62,7 +68,7 @@ class _CaptureHook:
         for name, replacement in self._replacements.items():
             setattr(self._graph_class, name, replacement)
 
-    def _remove(self) -> None:
+    def remove(self) -> None:
         """Restore the methods; one that another library has wrapped since stays, and calls no listener."""
         for name, replacement in self._replacements.items():
             if vars(self._graph_class).get(name) is replacement:
@@ -73,7 +79,7 @@ class _CaptureHook:
         @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
             for listener in self._listeners:
-                with Swallowing():
+                with guest_safety():
                     listener.capture_started(graph)
             try:
                 return original(graph, *arguments, **named)
@@ -98,11 +104,11 @@ class _CaptureHook:
 
     def _ended(self, graph: Any, *, complete: bool) -> None:
         for listener in self._listeners:
-            with Swallowing():
+            with guest_safety():
                 listener.capture_ended(graph, complete=complete)
 
 
-_hook = _CaptureHook()
+_hook = CaptureHook()
 
 
 def listen_to_captures(listener: CaptureListener) -> Callable[[], None]:

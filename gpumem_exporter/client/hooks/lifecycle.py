@@ -1,4 +1,4 @@
-"""Calls at the interpreter's exit and in forked children."""
+"""Calls at the interpreter's exit and in forked children: the only place of the client that registers them."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 
 __all__ = ["OutOfMemoryObserver"]
 
@@ -12,8 +12,8 @@ __all__ = ["OutOfMemoryObserver"]
 class OutOfMemoryObserver:
     """The observer that PyTorch calls. PyTorch cannot remove an observer: it stays for the life of the process.
 
-    While no listener is set, a call does nothing. A call takes microseconds, allocates nothing on a device, and raises
-    nothing.
+    While there is no listener, a call does nothing. An exception of the observer would replace the user's
+    OutOfMemoryError.
     """
 
     def __init__(self) -> None:
@@ -26,13 +26,13 @@ class OutOfMemoryObserver:
         self.attached = self.attached or attach(self)
 
     def remove(self, listener: Callable[[int, int, int, int], None] | None) -> None:
-        """Call this listener no more; the listener of a reporter that has started since stays."""
+        """Stop calling this listener; the listener of a reporter that has started since stays."""
         if self.listener is listener:
             self.listener = None
 
+    @guest_safety()
     def __call__(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
         """Pass the numbers of an error to the listener, if there is one."""
         listener = self.listener
         if listener is not None:
-            with Swallowing():  # it would replace the program's OutOfMemoryError
-                listener(device, requested_bytes, limit_bytes, device_free_bytes)
+            listener(device, requested_bytes, limit_bytes, device_free_bytes)

@@ -1,7 +1,8 @@
-"""Tells whoever listens that a training step has ended, in the thread that made it."""
+"""Calls at the end of each training step, in the thread that made it."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -9,37 +10,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from gpumem_exporter.client import process_state
+from gpumem_exporter.client.allocator.torch_access import uncompiled
 from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
-from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 
 _ABANDONED_STEPS = 8
-"""An optimizer that makes none while another makes so many has been given up, though something still holds it."""
-_not_training: set[int] = set()
-"""Threads in which nothing counts as a step."""
+"""An optimizer that makes no step while others make this many is not used any more, even if it still exists."""
+
+
+class _Thread(threading.local):
+    trains = True
+    """Whether an optimizer step of this thread is a training step."""
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def no_training() -> Iterator[None]:
-    """What this thread does meanwhile is no training, even where an optimizer steps: nobody is told of a step."""
-    thread = threading.get_ident()
-    outermost = thread not in _not_training
-    _not_training.add(thread)
+    """Within this context no step of this thread counts as a training step."""
+    before, _thread.trains = _thread.trains, False
     try:
         yield
     finally:
-        if outermost:
-            _not_training.discard(thread)
+        _thread.trains = before
 
 
 class OneStep:
-    """Tells the ends of steps from what else listeners hear of: each of several optimizers, and marks by hand.
+    """Recognizes the ends of steps among the calls of a listener.
 
-    Of several optimizers in a step, the first one seen counts, until it is gone or makes no more steps; where the
-    program marks its steps, its marks alone.
+    Of several optimizers in a step the first one counts, until it is deleted or makes no more steps. Once the user's
+    code has marked a step, only its marks count.
     """
 
     def __init__(self) -> None:
@@ -48,7 +54,7 @@ class OneStep:
         self._others = 0
 
     def ends(self, optimizer: Any) -> bool:
-        """Whether this is the end of a step; None for the program's mark."""
+        """Whether this call is the end of a step; `optimizer` is None for a mark."""
         if optimizer is None:
             self._by_hand = True
             return True
@@ -65,108 +71,113 @@ class OneStep:
 
 
 class Steps:
-    """The ends of steps: those of any optimizer of `torch.optim`, and those that the program marks itself.
+    """The ends of steps: those of any optimizer of `torch.optim`, and those that the user's code marks.
 
-    Nothing that a listener raises reaches the program: its first error is logged, and it is not called again. Any
-    thread may call any method.
+    A listener's first error is logged, and the listener is not called again. Any thread may call any method.
 
-    One hook is put into PyTorch for all listeners. PyTorch walks over its hooks at the end of an optimizer's step, and
-    adding or removing one meanwhile would raise there: `install` and `remove` do nothing while an optimizer steps.
+    All listeners share one hook in PyTorch. PyTorch walks over its hooks at the end of an optimizer's step, and a
+    change of the hooks would raise there: `install` and `remove` do nothing while an optimizer steps.
     """
 
     def __init__(self) -> None:
-        self._listeners: dict[int, Callable[[Any], None]] = {}
-        self._next_key = 0
-        self._installed = False
+        self._listeners: dict[object, Callable[[Any], None]] = {}
+        """Each operation on it is a single one of `dict`, which Python makes atomic, also without a GIL. A lock could
+        be held by another thread when the process forks."""
+        self._changing = threading.Lock()
+        """Held while the hook is installed or removed. No thread waits for it."""
         self._handle: Any = None
         self._stop_waiting: Callable[[], None] | None = None
 
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
-        """Have `callback(optimizer)` called after each step, with None for one that is marked by hand.
+        """Call `callback(optimizer)` after each step, and `callback(None)` after a mark.
 
-        PyTorch reports its optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls start
-        with the next mark, listener or report.
+        PyTorch reports the steps of optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls
+        start with the next mark, listener or report.
 
         Returns:
             A function that ends the calls. The hook stays in PyTorch until `remove`.
         """
-        key, self._next_key = self._next_key, self._next_key + 1
+        key = object()
         self._listeners[key] = callback
         self.install()
         return lambda: self._stop(key)
 
     def install(self) -> None:
-        """Put the hook into PyTorch, if there is a listener, no hook yet, and no optimizer steps right now."""
-        if self._installed or not self._listeners:
+        """Install the hook if there is a listener, and no optimizer steps right now."""
+        if self._handle is not None or not self._listeners or not self._changing.acquire(blocking=False):
             return
+        try:
+            if self._handle is None:
+                self._install()
+        finally:
+            self._changing.release()
+
+    def _install(self) -> None:
         optimizers = sys.modules.get("torch.optim.optimizer")
         if optimizers is None:
-            if self._stop_waiting is None:
-                self._stop_waiting = _nothing
-                self._stop_waiting = when_cuda_starts(self.install)  # torch is not imported yet
+            if self._stop_waiting is None:  # torch is not imported yet
+                self._stop_waiting = when_cuda_starts(self.install)
             return
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
         if register is not None and not _an_optimizer_steps(optimizers):
-            self._installed = True
             self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._tell(optimizer)))
 
     def remove(self) -> bool:
-        """Take the hook out of PyTorch if nothing listens any more.
+        """Remove the hook if there is no listener.
 
         Returns:
             False while an optimizer steps: then the hook stays, and does nothing, until another call removes it.
         """
         if self._listeners:
             return True
-        stop_waiting, self._stop_waiting = self._stop_waiting, None
-        if stop_waiting is not None:
-            stop_waiting()
-        if self._handle is None:
-            return True
-        if _an_optimizer_steps(sys.modules.get("torch.optim.optimizer")):
+        if not self._changing.acquire(blocking=False):
             return False
-        handle, self._handle = self._handle, None
-        handle.remove()
-        self._installed = False
-        self.install()  # for a listener that has come meanwhile
+        try:
+            stop_waiting, self._stop_waiting = self._stop_waiting, None
+            if stop_waiting is not None:
+                stop_waiting()
+            if self._handle is not None:
+                if _an_optimizer_steps(sys.modules.get("torch.optim.optimizer")):
+                    return False
+                self._handle.remove()
+                self._handle = None
+        finally:
+            self._changing.release()
+        self.install()  # for a listener that another thread has added meanwhile
         return True
 
     def mark(self) -> None:
-        """A step has ended: the program says so."""
+        """Report the end of a step that no optimizer made."""
         if self._listeners:
             self.install()
             self._tell(None)
 
     def _tell(self, optimizer: Any) -> None:
-        if _not_training and threading.get_ident() in _not_training:
+        if not _thread.trains:
             return
-        # Keys alone: pairs are objects of the garbage collector's, which may run as each is made and end a watch, whose
-        # listener goes (before Python 3.12).
+        # A list of keys only: a list of pairs allocates objects that the garbage collector tracks. A collection may
+        # end a watch, which removes its listener here (before Python 3.12).
         for key in list(self._listeners):
             listener = self._listeners.get(key)
-            if listener is None:
-                continue
-            try:
-                listener(optimizer)
-            except Exception as error:  # this runs inside the program's optimizer
-                if raised_by_signal_handler(error):
-                    raise
-                self._stop(key)
-                log.warning("nothing is done at steps any more: %r", error)
+            if listener is not None:
+                with guest_safety(functools.partial(self._failed, key)):
+                    listener(optimizer)
 
-    def _stop(self, key: int) -> None:
+    def _failed(self, key: object, error: Exception) -> None:
+        self._stop(key)
+        log.warning("a listener to steps failed and is not called any more: %r", error)
+
+    def _stop(self, key: object) -> None:
         self._listeners.pop(key, None)
 
 
 def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook as `torch.compile` leaves it alone, where a compiled function has the optimizer step.
+    """Return the hook in a form that `torch.compile` does not trace when a compiled function makes a step.
 
-    It would compile what listeners do, guard that with what they count, and warn of what it cannot trace. What keeps
-    it from that is loaded by the first call: so it is used where every optimizer is made with it.
+    The first call of that form imports what it needs. So the form is used only if torch's optimizers use it, too.
     """
-    disable = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
-    made_with_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
-    return disable(hook) if disable is not None and made_with_it else hook
+    uses_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
+    return uncompiled(hook) if uses_it else hook
 
 
 def _an_optimizer_steps(optimizers: Any) -> bool:
@@ -174,13 +185,6 @@ def _an_optimizer_steps(optimizers: Any) -> bool:
     return any_thread_runs("wrapper", getattr(optimizers, "__file__", ""))
 
 
-def _nothing() -> None:
-    """Stands for the end of a wait that is just being made."""
-
-
-_steps = Steps()  # a process has one training loop
-
-
 def process_steps() -> Steps:
-    """The one of this process."""
-    return _steps
+    """Return the steps of this process."""
+    return process_state.steps()

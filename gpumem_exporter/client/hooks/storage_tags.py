@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gpumem_exporter.client.allocator.torch_access import serialization_registry
 from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
 
 __all__ = ["saved_from_host"]
@@ -69,11 +70,10 @@ class _Registration:
         """
         with self._lock:
             self._users -= 1
-            serialization = sys.modules["torch.serialization"]
-            registry = getattr(serialization, "_package_registry", None)
-            if self._users or not isinstance(registry, list) or self._registered not in registry:
+            registry = serialization_registry()
+            if self._users or registry is None or self._registered not in registry:
                 return
-            file = getattr(serialization, "__file__", "") or ""
+            file = getattr(sys.modules["torch.serialization"], "__file__", "") or ""
             if not any_thread_runs("location_tag", file) and not any_thread_runs("default_restore_location", file):
                 registry.remove(self._registered)
                 self._registered = None

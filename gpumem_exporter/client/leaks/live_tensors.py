@@ -17,6 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.allocator.statistics import initialised_torch
 from gpumem_exporter.client.leaks.referrers import Referrers
@@ -218,7 +219,7 @@ class _Reader:
     """Reads plain tensors through their base class."""
 
     def __init__(self, torch: Any, device_type: str, samples_max: int) -> None:
-        base = torch._C.TensorBase if hasattr(torch._C, "TensorBase") else torch._C._TensorBase
+        base = torch_access.tensor_base_class(torch)
         self._torch = torch
         self._base = base
         self._device_type = device_type
@@ -230,7 +231,7 @@ class _Reader:
 
     def base_class_alone(self) -> Any:
         """Within it, no `__torch_function__` is called, be it a subclass's or that of a mode the program has on."""
-        return self._torch._C.DisableTorchFunction()
+        return torch_access.without_torch_function(self._torch)
 
     def reads(self, kind: type) -> bool:
         """Tensors of this type can be read without running anybody's code: wrappers' inner tensors are found anyway."""
@@ -305,7 +306,7 @@ def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3
         max_frames: places that are told.
     """
     try:
-        if not sizes or not torch._C._cuda_isHistoryEnabled():
+        if not sizes or not torch_access.history_is_recorded(torch):
             return ()
         segments = torch.cuda.memory_snapshot()
     except (AttributeError, RuntimeError):

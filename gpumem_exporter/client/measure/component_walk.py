@@ -15,6 +15,7 @@ from itertools import compress, islice
 from operator import attrgetter
 from typing import Any
 
+from gpumem_exporter.client.allocator.torch_access import without_torch_function
 from gpumem_exporter.client.measure.model_structure import Structure, values_of
 from gpumem_exporter.client.measure.portions import Portion, Portions
 from gpumem_exporter.client.measure.tensor_bytes import own_bytes
@@ -73,7 +74,7 @@ class ComponentWalk:
     def go_on(self, seconds: float) -> bool:
         """Count for about that long; True once all is counted."""
         end = self._clock() + seconds
-        with self._torch._C.DisableTorchFunction():  # a mode that the program has on is for its own calls
+        with without_torch_function(self._torch):  # a mode that the program has on is for its own calls
             return all(self._clock() < end for _ in self._work)
 
     def _all(self) -> Iterator[None]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
+from gpumem_exporter.client.allocator.torch_access import without_torch_function
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
@@ -229,6 +230,6 @@ def _place(model: Any) -> str:
     torch = sys.modules.get("torch")
     if model is None or torch is None:
         return ""
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - a mode that the program has on is for its own calls
+    with without_torch_function(torch):  # a mode that the program has on is for its own calls
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.peaks import PeakWatch
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
 from gpumem_exporter.client.hooks.calling_thread import calling_thread, mark_thread
@@ -334,10 +335,6 @@ def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:
     return PhasePeak(max(one.at_least_bytes, other.at_least_bytes), at_most)
 
 
-# A process has one allocator, so there is one of these, as there is one reporter.
-_observed = Observed()
-
-
 def process_observed() -> Observed:
     """The one of this process."""
-    return _observed
+    return process_state.observed()

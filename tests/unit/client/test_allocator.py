@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client.allocator.torch_access import Allocator
+from gpumem_exporter.client.allocator.allocator import Allocator
 
 MIB = 1 << 20
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.client.allocator.captures import Captures
+from gpumem_exporter.client.hooks import graph_captures
 
 
 class Bench:
@@ -45,6 +46,7 @@ class Bench:
         setattr(CUDAGraph, end, CUDAGraph.ends)
         self.graph_class, self.end_name = CUDAGraph, end
         self.methods = dict(vars(CUDAGraph))
+        monkeypatch.setattr(graph_captures, "_hook", graph_captures.CaptureHook())  # allocators of other tests listen
         monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace(CUDAGraph=CUDAGraph))
         self.captures = Captures(lambda: threading.get_ident() in self.capturing)
         self.remove = self.captures.watch()

@@ -120,7 +120,7 @@ def test_every_function_does_nothing_without_cuda(tmp_path: Path) -> None:
 
 
 def test_a_fraction_lies_between_nothing_and_all() -> None:
-    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*1\.5"):
+    with pytest.raises(ValueError, match=r"invalid fraction 1\.5"):
         client.set_memory_fraction(1.5)
 
 

@@ -74,7 +74,7 @@ def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_star
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     troubles: list[Exception] = []
-    reporter = Reporter(Steps(), on_trouble=lambda _, error: troubles.append(error))
+    reporter = Reporter(Steps(), on_error=lambda _, error: troubles.append(error))
     begun: list[Worker] = []
 
     def none_left(worker: Worker) -> None:

@@ -13,7 +13,7 @@ from gpumem_exporter.client import oom_guard
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.client.commands.scheduler import Waiting
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.measured import Measured
@@ -133,10 +133,10 @@ def test_ctrl_c_at_an_out_of_memory_error_ends_the_program() -> None:
 @pytest.mark.parametrize("handler", [functools.partial(too_late_for, "all"), Clock(), Clock().alarm])
 def test_a_handler_may_be_anything_that_can_be_called(handler: Any) -> None:
     signal.signal(signal.SIGUSR1, handler)
-    with pytest.raises(TooLateError), Swallowing():
+    with pytest.raises(TooLateError), guest_safety():
         interrupted()
 
 
 def test_an_error_of_our_own_is_kept_from_the_program() -> None:
-    with Swallowing():
+    with guest_safety():
         raise TooLateError
