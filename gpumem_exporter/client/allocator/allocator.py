@@ -122,7 +122,7 @@ class Allocator:
         """
         state = self.state(index)
         sample = self._sample(index, state)
-        if state is None or self._reclaimable.told_by_statistics(index, state):
+        if state is None or self._reclaimable.exact_from_statistics(index, state):
             return sample
         return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
 

@@ -1,4 +1,4 @@
-"""Which settings of the allocator the measured figures speak for."""
+"""Recommends allocator settings from measured values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RETRIES_MANY = 3
 
 @dataclass(frozen=True, slots=True)
 class AllocatorFigures:
-    """What was measured on one device; None is unknown."""
+    """The measured values of one device; None is unknown."""
 
     device: int
     allocated_bytes: int | None = None
@@ -33,7 +33,7 @@ class AllocatorFigures:
 
     @property
     def fragmented_bytes(self) -> int | None:
-        """Reserved, in no tensor, not to be given back."""
+        """Bytes reserved, neither allocated nor reclaimable."""
         if self.allocated_bytes is None or self.reserved_bytes is None or self.reclaimable_bytes is None:
             return None
         return max(0, self.reserved_bytes - self.allocated_bytes - self.reclaimable_bytes)
@@ -41,19 +41,19 @@ class AllocatorFigures:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Settings to start the next run with, and why. Prints as text."""
+    """Settings for the next run, and the reasons. Prints as text."""
 
     settings: tuple[tuple[str, str], ...] = ()
     reasons: tuple[str, ...] = ()
-    """One for each setting, or for leaving all as it is."""
+    """One for each setting, or the reason for no change."""
     present: str = ""
-    """The settings in force."""
+    """The settings in force now."""
     variable: str = ""
-    """The environment variable that they came from; empty where none is set."""
+    """The environment variable that sets them; empty if none is set."""
 
     @property
     def line(self) -> str:
-        """All settings for the next run, those in force included; empty where nothing is to be changed."""
+        """All settings for the next run, including those in force; empty if no change is recommended."""
         return merged(self.present, dict(self.settings)) if self.settings else ""
 
     def __str__(self) -> str:
@@ -66,11 +66,11 @@ class Recommendation:
 
 
 def recommend_allocator_settings() -> Recommendation:
-    """Say which allocator settings the memory of this process speaks for, and why.
+    """Recommend allocator settings for this process' memory, with reasons.
 
-    They take effect where CUDA starts: set them in the environment of the next run, for instance with
-    `gpumem-exporter run --allocator`. Ask at the end of a representative step, as later ones look the same; it takes a
-    walk over the heap at most. Without CUDA it says so and recommends nothing.
+    Settings take effect when CUDA starts: set them in the environment of the next run, for example with
+    `gpumem-exporter run --allocator`. Call this at the end of a representative step; it takes at most one walk over the
+    heap. Without CUDA it recommends nothing.
     """
     allocator = attached()
     if allocator is None:
@@ -95,13 +95,13 @@ def recommend_allocator_settings() -> Recommendation:
 
 
 def recommend(figures: list[AllocatorFigures], present: str, variable: str = "") -> Recommendation:
-    """The same from given figures. Pure."""
+    """Return the recommendation for given values."""
     try:
         settings = parse_settings(present) if present else {}
-    except ConfigurationError:  # a release that knows more than we do
+    except ConfigurationError:  # of a newer release
         settings = {}
     if settings.get("backend") == "cudaMallocAsync":
-        reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not reach it"
+        reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not affect it"
         return Recommendation(reasons=(reason,), present=present, variable=variable)
     wanted: dict[str, str] = {}
     reasons: list[str] = []
@@ -110,7 +110,7 @@ def recommend(figures: list[AllocatorFigures], present: str, variable: str = "")
         _rounding(device, settings, wanted, reasons)
         _pressure(device, settings, wanted, reasons)
     if not reasons:
-        reasons.append("nothing measured speaks for another setting")
+        reasons.append("the measured values are no reason for another setting")
     return Recommendation(tuple(wanted.items()), tuple(reasons), present, variable)
 
 
@@ -122,17 +122,19 @@ def _fragmentation(
         return
     if fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
         return
-    of = f"{human_bytes(fragmented)} of {human_bytes(reserved)} reserved"
-    share = f"cuda:{device.device} has {of} in pieces between tensors"
+    share = (
+        f"cuda:{device.device} has {human_bytes(fragmented)} of {human_bytes(reserved)} reserved memory fragmented"
+        " between tensors"
+    )
     if settings.get("expandable_segments") == "True":
         reasons.append(
-            f"{share} although segments are expandable: live tensors lie between them; free what is long-lived first"
+            f"{share}, although segments are expandable: live tensors separate it; allocate long-lived tensors first"
         )
     elif "expandable_segments" not in wanted:
         wanted["expandable_segments"] = "True"
-        reasons.append(f"expandable_segments:True: {share}; expandable segments are unmapped by the page and used anew")
+        reasons.append(f"expandable_segments:True: {share}; expandable segments are unmapped and reused by the page")
         if "max_split_size_mb" in settings:
-            reasons.append("max_split_size_mb is of no more use then; take it out")
+            reasons.append("max_split_size_mb has no effect then: remove it")
 
 
 def _rounding(device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
@@ -151,18 +153,18 @@ def _pressure(device: AllocatorFigures, settings: dict[str, str], wanted: dict[s
     retries = device.alloc_retries or 0
     if retries < _RETRIES_MANY:
         return
-    said = f"cuda:{device.device} had to empty its cache {retries} times to go on"
+    pressure = f"cuda:{device.device} had to empty its cache {retries} times for an allocation"
     if device.ooms:
-        said += f", and ran out of memory {device.ooms} times"
+        pressure += f", and ran out of memory {device.ooms} times"
     fraction = settings.get("per_process_memory_fraction")
     if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
         wanted.setdefault("garbage_collection_threshold", "0.8")
         reasons.append(
-            f"garbage_collection_threshold:0.8: {said}; it then gives back what was not used for long before the limit"
-            f" of {fraction} is reached, rather than all at it"
+            f"garbage_collection_threshold:0.8: {pressure}; the allocator then releases what was unused for long before"
+            f" it reaches the limit of {fraction}, instead of everything at the limit"
         )
     elif "expandable_segments" not in wanted and settings.get("expandable_segments") != "True":
         wanted["expandable_segments"] = "True"
-        reasons.append(f"expandable_segments:True: {said}; its segments grow by the page instead")
+        reasons.append(f"expandable_segments:True: {pressure}; expandable segments grow by the page instead")
     elif settings.get("expandable_segments") == "True":
-        reasons.append(f"{said}: no setting helps, it needs less memory (a smaller batch, checkpointing)")
+        reasons.append(f"{pressure}: no setting helps; use less memory (a smaller batch, checkpointing)")

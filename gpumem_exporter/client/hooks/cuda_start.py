@@ -35,12 +35,12 @@ def when_cuda_starts(callback: "Callable[[], None]") -> "Callable[[], None]":
 
 
 class _Wait:
-    """One callback, first behind the import of `torch.cuda`, then in torch's queue."""
+    """One callback, which waits for the import of `torch.cuda`, then in torch's queue."""
 
     def __init__(self, callback: "Callable[[], None]") -> None:
         self._callback: Callable[[], None] | None = callback
         self._finder = _TorchCudaFinder(self)
-        self._queued = self._call  # one object: torch's queue is searched for it
+        self._queued = self._call  # kept, because `remove` looks for the same object
 
     def install(self) -> None:
         torch_cuda = sys.modules.get("torch.cuda")
@@ -61,7 +61,7 @@ class _Wait:
         queue = getattr(torch_cuda, "_queued_calls", None)
         lock = getattr(torch_cuda, "_initialization_lock", None)
         if not isinstance(queue, list) or lock is None or not lock.acquire(False):
-            return  # CUDA is being initialized: torch walks over the queue, and the call in it does nothing any more
+            return  # CUDA is being initialized: torch walks over the queue, in which the call does nothing any more
         try:
             for entry in list(queue):
                 if entry[0] is self._queued:
@@ -81,7 +81,7 @@ class _Wait:
 
 
 class _TorchCudaFinder:
-    """Finds nothing itself: asks the other finders for `torch.cuda`, and adds a step after its execution."""
+    """Finds `torch.cuda` through the other finders, and adds a step after its execution."""
 
     def __init__(self, wait: _Wait) -> None:
         self._wait = wait
@@ -105,7 +105,7 @@ class _TorchCudaFinder:
     ) -> "ModuleSpec | None":
         if name != "torch.cuda" or self._done:
             return None
-        self._done = True  # also for the finders like this one that are asked now: they ask the others, too
+        self._done = True  # also for other finders like this one, which call find_spec of all finders, too
         for finder in list(sys.meta_path):
             if not hasattr(finder, "find_spec"):
                 continue  # as Python does
@@ -120,7 +120,7 @@ class _TorchCudaFinder:
 
             def execute_then_wait(module: "ModuleType") -> None:
                 try:
-                    # A loader that wraps another may have put this onto that one, and call it there.
+                    # A loader that wraps another one may have set this attribute there.
                     del loader.exec_module
                 except Exception:  # noqa: BLE001, S110 - removed already, by another finder like this one
                     pass
@@ -128,12 +128,12 @@ class _TorchCudaFinder:
                 try:
                     self.remove()
                     self._wait.enqueue(module)
-                except Exception:  # noqa: BLE001, S110 - a torch without that queue is a torch we do not observe
+                except Exception:  # noqa: BLE001, S110 - a torch without that queue is not observed
                     pass
 
             try:
                 loader.exec_module = execute_then_wait  # type: ignore[method-assign]
-            except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch we do not observe
+            except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch is not observed
                 pass
         return spec
 

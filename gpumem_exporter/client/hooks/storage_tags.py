@@ -1,7 +1,7 @@
-"""Makes torch write the storages that a thread saves as if they lay in the host's memory.
+"""Makes torch save storages of a device as if they were in host memory.
 
 The hook is a tagger in the registry of `torch.serialization`. It is there while a thread is in `saved_from_host`, and
-answers for the storages of that thread only.
+tags the storages of that thread only.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
 __all__ = ["saved_from_host"]
 
 _PRIORITY = -9844
-"""Before torch's own taggers (10 and up). Torch sorts them by it and cannot compare two of the same."""
+"""Below that of torch's own taggers (10 and up). Torch sorts by it and cannot compare two taggers of the same one."""
 
 
 class _Tagger(threading.local):
-    """What the current thread does with each storage that it saves; None while it saves nothing for the client."""
+    """What the current thread does with each storage that it saves; None outside of `saved_from_host`."""
 
     note: Callable[[Any], None] | None = None
 
     def tag(self, storage: Any) -> str | None:
-        """What `torch.serialization.register_package` asks for."""
+        """Return the location of a storage, for `torch.serialization.register_package`."""
         if self.note is None or storage.device.type == "meta":
             return None
         self.note(storage)
@@ -39,13 +39,13 @@ class _Registration:
 
     def __init__(self) -> None:
         self._tagger = _Tagger()
-        self._lock = threading.RLock()  # a signal's handler may save while this is held
+        self._lock = threading.RLock()  # a signal handler may save while it is held
         self._users = 0
         self._registered: tuple[Any, ...] | None = None
 
     @contextlib.contextmanager
     def saving(self, note: Callable[[Any], None]) -> Iterator[None]:
-        """Answer for the storages of this thread; a signal's handler may save something else meanwhile."""
+        """Tag the storages of this thread. A signal handler may save something else meanwhile."""
         self.install()
         outer, self._tagger.note = self._tagger.note, note
         try:
@@ -63,10 +63,10 @@ class _Registration:
                 sys.modules["torch.serialization"].register_package(*self._registered)
 
     def remove(self) -> None:
-        """Remove the tagger with its last user.
+        """Remove the tagger after its last user.
 
-        Torch walks over its registry for each storage that any thread saves or loads. A removal meanwhile would make
-        that walk skip an entry: then the tagger stays, answers nothing, and is removed after a later save.
+        Torch walks over its registry for each storage that any thread saves or loads, and a removal would make that
+        walk skip an entry. In that case the tagger stays, tags nothing, and is removed after a later save.
         """
         with self._lock:
             self._users -= 1
@@ -80,8 +80,8 @@ class _Registration:
 
 
 def _restore_nothing(_storage: Any, _location: str) -> None:
-    """Torch asks each entry of the registry to restore a storage; this one never does."""
+    """Restore no storage: torch calls this of each entry of the registry in turn."""
 
 
 saved_from_host = _Registration().saving
-"""`with saved_from_host(note):` has this thread's storages saved as the host's, and calls `note` with each."""
+"""`with saved_from_host(note):` saves this thread's storages as host memory, and calls `note` with each of them."""

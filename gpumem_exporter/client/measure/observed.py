@@ -257,7 +257,7 @@ class Observed:
         _, peak = _allocated(state)
         statistics.reset_peaks(index)
         after = statistics.state(index) or state
-        self._watch.begin_anew(index)
+        self._watch.forget(index)
         self._bounds_of(index, lambda bounds: bounds.reset_by_us(peak, _allocated(after)[0]))
         self._note(index, after)
         return after
