@@ -15,10 +15,10 @@ from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
 CLIENT = Path(gpumem_exporter.__file__).parent / "client"
-TORCH = re.compile(r"\b(torch|cuda|optimizers|serialization)\b|sys\.modules")
+TORCH = re.compile(r"torch(?!_access)|cuda|optimizers|serialization|sys\.modules")
 PRIVATE_NAME = re.compile(r"_[a-zA-Z]\w*")
 MAY_USE_PRIVATE_NAMES = {"allocator/torch_access.py", "hooks/cuda_start.py"}
-NO_HOOKS = {"__init__", "call_stacks", "guest_safety"}
+NO_HOOKS = {"__init__", "guest_safety"}
 MODULES_MAX = 5
 """Modules of the package that an import of the client loads."""
 

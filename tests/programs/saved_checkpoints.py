@@ -207,8 +207,7 @@ def replaced(folder: str) -> dict[str, Any]:
 
 def saves_at_once(folder: str) -> dict[str, Any]:
     """How often torch has the tagger while two threads save, and how much of its registry is new afterwards."""
-    registry = torch.serialization._package_registry
-    before = list(registry)
+    before = list(torch.serialization._package_registry)
     present: list[int] = []
     at_once = threading.Barrier(2)
 
@@ -218,7 +217,7 @@ def saves_at_once(folder: str) -> dict[str, Any]:
             return {}
 
     def come(storage: Any) -> None:
-        present.append(len(registry) - len(before) - 1)
+        present.append(len(torch.serialization._package_registry) - len(before) - 1)
         time.sleep(0.01)  # the other thread saves meanwhile
 
     torch.serialization.register_package(-(10**6), come, lambda _storage, _location: None)
@@ -231,7 +230,8 @@ def saves_at_once(folder: str) -> dict[str, Any]:
         thread.start()
     for thread in threads:
         thread.join()
-    registry[:] = [entry for entry in registry if entry[1] is not come]
+    registry = [entry for entry in torch.serialization._package_registry if entry[1] is not come]
+    torch.serialization._package_registry = registry
     devices = {tensor.device.type for number in range(2) for tensor in load(f"{folder}/{number}.pt")["tensors"]}
     return {"present": sorted(set(present)), "left": len(registry) - len(before), "devices": sorted(devices)}
 

@@ -24,7 +24,7 @@ __all__ = [
     "history_is_recorded",
     "initialized_torch",
     "pinned_host_bytes",
-    "serialization_registry",
+    "remove_from_serialization_registry",
     "set_calling_thread_mark",
     "take_snapshot",
     "tensor_base_class",
@@ -202,7 +202,9 @@ def uncompiled(function: Callable[..., None]) -> Callable[..., None]:
     return function if disable is None else disable(function)
 
 
-def serialization_registry() -> list[tuple[Any, ...]] | None:
-    """Return the list in which torch keeps the taggers of storages."""
-    registry = getattr(sys.modules["torch.serialization"], "_package_registry", None)
-    return registry if isinstance(registry, list) else None
+def remove_from_serialization_registry(entry: tuple[Any, ...] | None) -> None:
+    """Replace the list in which torch keeps the taggers of storages by one without this entry."""
+    serialization = sys.modules["torch.serialization"]
+    serialization._package_registry = [  # type: ignore[attr-defined]
+        each for each in serialization._package_registry if each != entry
+    ]

@@ -3,9 +3,9 @@
 One module here installs and removes each hook of `HOOKS`. After `client.stop()`, torch, `sys.meta_path`, `builtins`,
 optimizer classes and DataLoader classes are as they were before `client.start()`.
 
-A list of hooks does not change while a thread walks over it, since that would raise there or skip an entry
-(`call_stacks`). A hook that cannot be removed for that reason does nothing until it is removed: by the ending reporter
-for `steps`, otherwise by the next call of its remove function.
+The hook on steps does not change while an optimizer walks over the hooks, since that would raise there.
+A hook that cannot be removed at the moment does nothing until it is removed: by the ending reporter for `steps`,
+otherwise by the next call of its remove function.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
-    from types import FrameType, ModuleType
+    from types import ModuleType
+    from typing import Any
 
 __all__ = ["when_cuda_starts"]
 
@@ -39,20 +40,20 @@ class _Wait:
 
     def __init__(self, callback: "Callable[[], None]") -> None:
         self._callback: Callable[[], None] | None = callback
-        self._finder = _TorchCudaFinder(self)
+        self._finder = _TorchCudaFinder(self.enqueue)
         self._queued = self._call  # kept, because `remove` looks for the same object
 
     def install(self) -> None:
         torch_cuda = sys.modules.get("torch.cuda")
-        if hasattr(torch_cuda, "_lazy_call"):
+        if torch_cuda is not None and hasattr(torch_cuda, "_lazy_call"):
             self.enqueue(torch_cuda)
         else:
             sys.meta_path.insert(0, self._finder)
 
-    def enqueue(self, torch_cuda: "ModuleType | None") -> None:
+    def enqueue(self, torch_cuda: "ModuleType") -> None:
         """Have torch call back when it initializes CUDA."""
         if self._callback is not None:
-            torch_cuda._lazy_call(self._queued)  # type: ignore[union-attr]
+            torch_cuda._lazy_call(self._queued)
 
     def remove(self) -> None:
         self._callback = None
@@ -76,29 +77,26 @@ class _Wait:
         if callback is not None:
             try:
                 callback()
-            except Exception:  # noqa: BLE001, S110 - nothing of the client's may keep CUDA from starting
+            except Exception:  # noqa: BLE001, S110 - no error of the client may keep CUDA from starting
                 pass
 
 
 class _TorchCudaFinder:
-    """Finds `torch.cuda` through the other finders, and adds a step after its execution."""
+    """Finds `torch.cuda` through the other finders, and calls back after its execution."""
 
-    def __init__(self, wait: _Wait) -> None:
-        self._wait = wait
+    def __init__(self, imported: "Callable[[ModuleType], None]") -> None:
+        self._imported = imported
         self._done = False
 
     def remove(self) -> None:
-        """Remove the finder from `sys.meta_path`, unless another thread is searching that list.
+        """Replace `sys.meta_path` by a list without the finder.
 
-        The removal moves the finders behind this one a place nearer. A thread on its way along the list would skip one
-        of them and might not find its module. A finder that stays finds nothing any more.
+        A thread that is searching the old list goes on there. If the list itself became shorter, the thread would skip
+        a finder and might not find its module.
         """
         self._done = True
-        if self in sys.meta_path and not _some_thread_searches():
-            try:
-                sys.meta_path.remove(self)
-            except ValueError:  # another thread was faster
-                pass
+        if self in sys.meta_path:
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
@@ -106,49 +104,30 @@ class _TorchCudaFinder:
         if name != "torch.cuda" or self._done:
             return None
         self._done = True  # also for other finders like this one, which call find_spec of all finders, too
-        for finder in list(sys.meta_path):
-            if not hasattr(finder, "find_spec"):
-                continue  # as Python does
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                break
-        else:
-            return None
-        loader = spec.loader
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((each for each in found if each is not None), None)
+        loader = spec.loader if spec is not None else None
         if loader is not None and hasattr(loader, "exec_module"):
-            execute = loader.exec_module
-
-            def execute_then_wait(module: "ModuleType") -> None:
-                try:
-                    # A loader that wraps another one may have set this attribute there.
-                    del loader.exec_module
-                except Exception:  # noqa: BLE001, S110 - removed already, by another finder like this one
-                    pass
-                execute(module)
-                try:
-                    self.remove()
-                    self._wait.enqueue(module)
-                except Exception:  # noqa: BLE001, S110 - a torch without that queue is not observed
-                    pass
-
             try:
-                loader.exec_module = execute_then_wait  # type: ignore[method-assign]
+                self._call_after(loader)
             except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch is not observed
                 pass
         return spec
 
+    def _call_after(self, loader: "Any") -> None:
+        execute = loader.exec_module
 
-def _some_thread_searches() -> bool:
-    """Whether a thread is in the function of the import system that walks over `sys.meta_path`."""
-    search = getattr(sys.modules.get("_frozen_importlib"), "_find_spec", None)
-    code = getattr(search, "__code__", None)
+        def execute_then_call(module: "ModuleType") -> None:
+            try:
+                # A loader that wraps another one may have set this attribute there.
+                del loader.exec_module
+            except Exception:  # noqa: BLE001, S110 - removed already, by another finder like this one
+                pass
+            execute(module)
+            try:
+                self.remove()
+                self._imported(module)
+            except Exception:  # noqa: BLE001, S110 - a torch without that queue is not observed
+                pass
 
-    def searches(frame: "FrameType | None") -> bool:
-        while frame is not None:
-            if frame.f_code is code:
-                return True
-            frame = frame.f_back
-        return False
-
-    # No variable of this function may hold its own frame: the callers' frames and tensors would stay with it.
-    return any(map(searches, sys._current_frames().values()))
+        loader.exec_module = execute_then_call

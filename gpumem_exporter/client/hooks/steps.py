@@ -8,11 +8,11 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.torch_access import uncompiled
-from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
@@ -182,7 +182,18 @@ def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., Non
 
 def _an_optimizer_steps(optimizers: Any) -> bool:
     """Whether a thread is in the function that makes an optimizer's step and walks over its hooks."""
-    return any_thread_runs("wrapper", getattr(optimizers, "__file__", ""))
+    file = getattr(optimizers, "__file__", "")
+
+    def steps(frame: FrameType | None) -> bool:
+        while frame is not None:
+            if frame.f_code.co_filename == file and frame.f_code.co_name == "wrapper":
+                return True
+            frame = frame.f_back
+        return False
+
+    # The frame of this function is among them. A variable of its own would keep that frame, and with it the frames and
+    # tensors of the callers, until a garbage collection.
+    return any(map(steps, sys._current_frames().values()))  # noqa: SLF001 - no public function shows other threads
 
 
 def process_steps() -> Steps:

@@ -12,8 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from gpumem_exporter.client.allocator.torch_access import serialization_registry
-from gpumem_exporter.client.hooks.call_stacks import any_thread_runs
+from gpumem_exporter.client.allocator.torch_access import remove_from_serialization_registry
 
 __all__ = ["saved_from_host"]
 
@@ -63,19 +62,14 @@ class _Registration:
                 sys.modules["torch.serialization"].register_package(*self._registered)
 
     def remove(self) -> None:
-        """Remove the tagger after its last user.
+        """Replace the registry by a list without the tagger, after its last user.
 
-        Torch walks over its registry for each storage that any thread saves or loads, and a removal would make that
-        walk skip an entry. In that case the tagger stays, tags nothing, and is removed after a later save.
+        A thread that saves or loads a storage meanwhile goes on in the old list.
         """
         with self._lock:
             self._users -= 1
-            registry = serialization_registry()
-            if self._users or registry is None or self._registered not in registry:
-                return
-            file = getattr(sys.modules["torch.serialization"], "__file__", "") or ""
-            if not any_thread_runs("location_tag", file) and not any_thread_runs("default_restore_location", file):
-                registry.remove(self._registered)
+            if not self._users:
+                remove_from_serialization_registry(self._registered)
                 self._registered = None
 
 
