@@ -404,23 +404,6 @@ def test_a_dataloader_s_workers_are_not_reported(
     assert exporter.metrics().value("gpumem_torch_allocated_bytes") == 64 << 20
 
 
-def test_a_process_that_never_uses_cuda_has_no_thread_and_no_series(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    idle, busy = (start_torch(GPUMEM_EXPORTER_URL=exporter.url) for _ in range(2))
-    for process in (idle, busy):
-        process.call("start_client")
-    busy.call("alloc", nbytes=1 << 20)
-    exporter.wait_for_processes(busy.pid)
-    threads = "import threading; result = sorted(t.name for t in threading.enumerate() if 'gpumem' in t.name)"
-    assert idle.exec(threads) == []
-    assert busy.exec(threads) == ["gpumem-reporter"]
-    assert idle.exec("result = torch.cuda.is_initialized()") is False
-    assert set(exporter.processes()) == {busy.pid}
-    assert idle.pid not in node.books()[0].processes
-
-
 def test_reporting_may_begin_and_end_inside_an_optimizer_s_step(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:

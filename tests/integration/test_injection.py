@@ -153,17 +153,6 @@ def test_a_plain_script_reports_without_a_change_in_its_code(
     wait_for_allocated(exporter, {})
 
 
-def test_the_reporter_of_a_script_clears_its_cache_when_it_is_asked_to(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    program = start_script("hold(64)\ndel held\nsay(1)\nwait()\nimport torch\nsay(torch.cuda.memory_reserved())")
-    program.heard()
-    exporter.wait_for_processes(program.pid)
-    assert exporter.act("empty_cache", target={"pid": program.pid})["freed_bytes"] == 64 * MIB
-    program.go()
-    assert run_to_the_end(program) == (0, "")
-
-
 def test_a_script_that_never_uses_cuda_has_no_thread_and_is_not_known(
     exporter: ExporterProcess, start_script: StartScript
 ) -> None:
@@ -247,32 +236,6 @@ def test_a_broken_sitecustomize_of_the_users_is_reported_by_python_as_without_us
     assert ends[0][1]
 
 
-def test_a_sitecustomize_of_the_users_may_use_torch_and_cuda_itself(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
-) -> None:
-    own = folder_with(
-        tmp_path / "own",
-        sitecustomize="import torch\nkept = torch.empty(2 << 20, dtype=torch.uint8, device='cuda')",
-    )
-    program = start_script("say(threads())\nwait()", PYTHONPATH=str(own))
-    assert program.heard() == ["gpumem-reporter"]
-    wait_for_allocated(exporter, {(program.pid, "0"): 2 * MIB})
-
-
-def test_a_usercustomize_runs_once_after_the_sitecustomize(start_script: StartScript, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    note = f"with open({str(runs)!r}, 'a') as file: file.write(__name__ + '\\n')"
-    own = folder_with(tmp_path / "own", sitecustomize=note, usercustomize=note)
-    # Only outside of a virtual environment does Python look for one.
-    python = str(Path(sys.base_prefix) / "bin" / "python3")
-    code = "import site\nsay(site.ENABLE_USER_SITE)"
-    program = start_script(code, command=(python,), PYTHONPATH=str(own), PYTHONUSERBASE=str(tmp_path / "base"))
-    enabled, stderr = run_to_the_end(program)
-    assert stderr == ""
-    assert enabled is True
-    assert runs.read_text().splitlines() == ["sitecustomize", "usercustomize"]
-
-
 @pytest.mark.parametrize("path", [None, "", "{0}/a:{0}/b", ":{0}/a", "{0}/a:"])
 def test_sys_path_is_what_it_is_without_us(start_script: StartScript, tmp_path: Path, path: str | None) -> None:
     environ = {} if path is None else {"PYTHONPATH": path.format(tmp_path)}
@@ -280,20 +243,6 @@ def test_sys_path_is_what_it_is_without_us(start_script: StartScript, tmp_path: 
     plain, _ = run_to_the_end(start_script(code, injected=False, **environ))
     injected, _ = run_to_the_end(start_script(code, **environ))
     assert injected == plain
-
-
-def test_a_path_that_a_pth_file_has_put_as_an_object_hides_no_sitecustomize(
-    start_script: StartScript, tmp_path: Path
-) -> None:
-    own = folder_with(tmp_path / "own", sitecustomize="import sys\nsys.chained = True")
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=patient(60))
-    (site_packages,) = venv.glob("lib/python*/site-packages")
-    (site_packages / "own.pth").write_text("import sys, pathlib; sys.path.append(pathlib.Path('/nowhere'))\n")
-    program = start_script(
-        "say([sys.chained, str(sys.path[-1])])", command=(str(venv / "bin" / "python"),), PYTHONPATH=str(own)
-    )
-    assert run_to_the_end(program) == ([True, "/nowhere"], "")
 
 
 @pytest.mark.parametrize("option", ["-I", "-E", "-S", "-s", "-P", "-O", "-B"])
@@ -396,25 +345,6 @@ def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
     program.go()
     assert run_to_the_end(program) == ([[0, 0], []], "")
     wait_for_allocated(exporter, {})
-
-
-def test_a_child_of_a_parent_that_reports_reports_beside_it(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    program = start_script(
-        CHILD
-        + (
-            "if __name__ == '__main__':\n"
-            "    context = multiprocessing.get_context('spawn')\n"
-            "    hold(5, device=1)\n"
-            "    near, far = context.Pipe()\n"
-            "    context.Process(target=child, args=(1, far), daemon=True).start()\n"
-            "    say(near.recv())\n"
-            "    wait()\n"
-        )
-    )
-    pid, _ = program.heard(120)
-    wait_for_allocated(exporter, {(program.pid, "1"): 5 * MIB, (pid, "0"): MIB})
 
 
 def test_programs_started_by_a_program_are_injected_too(exporter: ExporterProcess, start_script: StartScript) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter import client
-from gpumem_exporter.cli.commands import run as run_module
-from gpumem_exporter.cli.commands.run import run
 from gpumem_exporter.client.allocator.settings import KEYS, environment_with, in_force, merged, parse_settings
 from gpumem_exporter.client.allocator.settings_advice import AllocatorFigures, recommend
 from gpumem_exporter.client.cleanup.auto_clean import AutoClean, Cache
@@ -198,87 +195,37 @@ def test_the_variable_that_counts_is_told() -> None:
     assert in_force({}) == ("", "")
 
 
-@pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """The environments of the commands that would have replaced this process."""
-    environments: list[dict[str, str]] = []
-    monkeypatch.setattr(run_module.os, "execvpe", lambda *call: environments.append(call[2]))
-    monkeypatch.setattr(run_module, "_restore_signals", lambda: None)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    return environments
+FRAGMENTED = {"reclaimable_bytes": GIB}
+RETRIES = {"alloc_retries": 7, "ooms": 2}
 
 
-def test_run_puts_the_settings_in_force_before_the_command_starts(executed: list[dict[str, str]]) -> None:
-    run(["--allocator", "expandable_segments:True", "--allocator", "garbage_collection_threshold:0.8", "--", "train"])
-    (environ,) = executed
-    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == (
-        "max_split_size_mb:64,expandable_segments:True,garbage_collection_threshold:0.8"
-    )
-
-
-def test_run_refuses_a_wrong_setting_and_starts_nothing(executed: list[dict[str, str]]) -> None:
-    with pytest.raises(ConfigurationError, match="'nokey'"):
-        run(["--allocator", "nokey:1", "--", "train"])
-    assert executed == []
-
-
-def test_run_leaves_the_settings_alone_without_the_option(executed: list[dict[str, str]]) -> None:
-    run(["--", "train"])
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in executed[0]
-
-
-def words(text: str) -> set[str]:
-    """The words of a text without punctuation round them, and each figure with its unit."""
-    plain = [word.strip("(),.;:") for word in text.split()]
-    return {*plain, *(f"{figure} {unit}" for figure, unit in pairwise(plain))}
-
-
-def _figures(**more: int) -> AllocatorFigures:
-    settled = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **more}
-    return AllocatorFigures(0, **settled)
-
-
-def test_a_cache_that_can_be_given_back_is_no_reason_for_other_settings() -> None:
-    said = recommend([_figures()], "")
-    assert (said.settings, said.line) == ((), "")
-    assert len(said.reasons) == 1
-    assert said.reasons[0] in str(said)
-
-
-def test_fragmentation_is_a_reason_for_expandable_segments() -> None:
-    said = recommend([_figures(reclaimable_bytes=GIB)], "garbage_collection_threshold:0.8", "PYTORCH_ALLOC_CONF")
-    assert said.line == "garbage_collection_threshold:0.8,expandable_segments:True"
-    assert {"expandable_segments:True", "2.0 GiB", "7.0 GiB"} <= words(said.reasons[0])
-    assert {f"PYTORCH_CUDA_ALLOC_CONF={said.line}", "PYTORCH_ALLOC_CONF"} <= words(str(said))
-    assert parse_settings(said.line)
-
-
-def test_fragmentation_under_expandable_segments_is_said_and_no_setting_promised() -> None:
-    said = recommend([_figures(reclaimable_bytes=GIB)], "expandable_segments:True")
-    assert said.settings == ()
-    assert "2.0 GiB" in said.reasons[0]
-
-
-def test_retries_below_a_memory_fraction_are_a_reason_to_collect_early() -> None:
-    said = recommend([_figures(alloc_retries=7)], "per_process_memory_fraction:0.5")
-    assert said.settings == (("garbage_collection_threshold", "0.8"),)
-
-
-def test_retries_are_a_reason_for_expandable_segments_else() -> None:
-    said = recommend([_figures(alloc_retries=7, ooms=2)], "")
-    assert said.settings == (("expandable_segments", "True"),)
-    assert {"7", "2"} <= words(said.reasons[0])
-
-
-def test_rounding_that_settings_ask_for_is_a_reason_to_round_finer() -> None:
-    said = recommend([_figures(requested_bytes=3 * GIB)], "roundup_power2_divisions:1")
-    assert said.line == "roundup_power2_divisions:8"
-
-
-def test_the_driver_s_own_allocator_takes_no_advice() -> None:
-    said = recommend([_figures(reclaimable_bytes=0, alloc_retries=9)], "backend:cudaMallocAsync")
-    assert said.settings == ()
+@pytest.mark.parametrize(
+    ("values", "current", "line", "named"),
+    [
+        ({}, "", "", ()),
+        (FRAGMENTED, "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True", ("2.0 GiB", "7.0 GiB")),
+        (FRAGMENTED, "expandable_segments:True", "", ("2.0 GiB",)),
+        (RETRIES, "", "expandable_segments:True", ("7 times", "2 times")),
+        (
+            RETRIES,
+            "per_process_memory_fraction:0.5",
+            "per_process_memory_fraction:0.5,garbage_collection_threshold:0.8",
+            ("7 times",),
+        ),
+        ({"requested_bytes": 3 * GIB}, "roundup_power2_divisions:1", "roundup_power2_divisions:8", ("1.0 GiB",)),
+        ({**FRAGMENTED, **RETRIES}, "backend:cudaMallocAsync", "", ("cudaMallocAsync",)),
+    ],
+    ids=["reclaimable", "fragmented", "expandable", "retries", "retries below a fraction", "rounding", "asynchronous"],
+)
+def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
+    measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
+    recommended = recommend([AllocatorFigures(0, **measured)], current, "PYTORCH_ALLOC_CONF")
+    assert recommended.line == line
+    assert [word for word in named if word not in recommended.reasons[0]] == []
+    text = str(recommended)
+    assert recommended.reasons[0] in text
+    assert (f"PYTORCH_CUDA_ALLOC_CONF={line}" in text) is bool(line)
+    assert "PYTORCH_ALLOC_CONF" in text
 
 
 def test_what_keeps_a_cleaner_or_a_detector_may_be_copied_and_pickled_and_its_copy_does_nothing_by_itself() -> None:

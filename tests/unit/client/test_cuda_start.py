@@ -134,23 +134,6 @@ result = [queued, left, began]
     assert run(folder, rest) == [2, [True], ["the program's"]]
 
 
-def test_a_finder_without_find_spec_is_passed_over(folder: Path) -> None:
-    rest = """
-import warnings
-warnings.simplefilter("ignore")  # Python before 3.12 asks such a finder in another way, and warns of it
-
-class Old:
-    def find_module(self, name, path=None):
-        return None
-
-sys.meta_path.insert(2, Old())
-import torch.cuda
-torch.cuda.init()
-result = sorted(began)
-"""
-    assert run(folder, rest) == ["first", "second"]
-
-
 LOADERS = """
 import importlib.machinery
 

@@ -145,10 +145,6 @@ def test_steps_told_by_hand_silence_the_optimizer(bench: Bench) -> None:
     assert bench.sampler.take().step == 3
 
 
-def test_a_process_without_steps_has_no_step_number(bench: Bench) -> None:
-    assert bench.sampler.take().step is None
-
-
 def test_what_a_look_raises_does_not_reach_the_training_thread(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDA error")
     bench.step()
