@@ -19,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 class _Heap:
-    """A fragmented heap, of which a clear frees what is reclaimable."""
+    """A fragmented heap; a clear frees its reclaimable bytes."""
 
     def __init__(self, reclaimable: int, fragmented: int, regained: float = 0.0) -> None:
         self.reclaimable = reclaimable
@@ -47,7 +47,7 @@ def _cleaner(heap: _Heap, **bounds: float) -> AutoClean:
     )
 
 
-def test_a_fragmented_heap_with_something_to_free_is_cleared_once_a_cooldown() -> None:
+def test_a_fragmented_heap_is_cleared_once_per_cooldown() -> None:
     heap = _Heap(GIB, 3 * GIB)
     cleaner = _cleaner(heap)
     assert cleaner.look() == GIB
@@ -60,28 +60,28 @@ def test_a_fragmented_heap_with_something_to_free_is_cleared_once_a_cooldown() -
 @pytest.mark.parametrize(
     ("reclaimable", "fragmented"), [(GIB, 100 * MIB), (50 * MIB, 4 * GIB), (0, 0)], ids=["whole", "little", "none"]
 )
-def test_nothing_is_cleared_where_it_would_not_be_worth_it(reclaimable: int, fragmented: int) -> None:
+def test_no_clear_that_would_free_little(reclaimable: int, fragmented: int) -> None:
     heap = _Heap(reclaimable, fragmented)
     cleaner = _cleaner(heap)
     assert sum(cleaner.look() for _ in range(50)) == 0
     assert heap.clears == 0
 
 
-def test_what_is_reserved_again_at_once_is_the_brake(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_clean_stops_if_the_freed_memory_is_reserved_again(caplog: pytest.LogCaptureFixture) -> None:
     heap = _Heap(GIB, 3 * GIB)
     cleaner = _cleaner(heap)
     cleared_at = []
     for step in range(500):
         if cleaner.look():
             cleared_at.append(step)
-        heap.reclaimable = GIB  # the program takes it all back
+        heap.reclaimable = GIB  # all of it is reserved again
     assert cleared_at == [0, 20, 60]  # the cooldown doubles, and after three it ends
     assert cleaner.stopped
     assert cleaner.clears == 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_clears_that_free_little_are_the_brake() -> None:
+def test_auto_clean_stops_if_clears_free_little() -> None:
     heap = _Heap(GIB, 3 * GIB)
     heap.clear = lambda: MIB  # type: ignore[method-assign]
     cleaner = _cleaner(heap)
@@ -92,7 +92,7 @@ def test_clears_that_free_little_are_the_brake() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"fragmentation": 1.5}, {"min_bytes": 0}, {"cooldown_steps": 0}])
-def test_bounds_that_are_none_are_refused(bounds: dict[str, float]) -> None:
+def test_invalid_bounds_are_rejected(bounds: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bounds))):
         _cleaner(_Heap(0, 0), **bounds)
 
@@ -116,7 +116,7 @@ def test_every_function_does_nothing_without_cuda(tmp_path: Path) -> None:
     assert detector.leaks == ()
 
 
-def test_a_fraction_lies_between_nothing_and_all() -> None:
+def test_an_invalid_memory_fraction_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"invalid fraction 1\.5"):
         client.set_memory_fraction(1.5)
 
@@ -148,16 +148,16 @@ BAD = {
     "": ["expandable_segments:True"],
     " , ": ["expandable_segments:True"],
 }
-"""Wrong lines, and what the error names: the key, the value, and what is accepted."""
+"""Invalid lines, and the words of the error: the name, the value, and what is accepted."""
 
 
 @pytest.mark.parametrize("line", GOOD)
-def test_a_right_line_of_settings_is_read_and_written_again(line: str) -> None:
+def test_valid_settings_are_parsed_and_written_again(line: str) -> None:
     assert merged("", parse_settings(line)) == line
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_a_wrong_line_of_settings_is_refused_with_what_would_be_right(line: str) -> None:
+def test_invalid_settings_are_rejected_with_what_is_accepted(line: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_settings(line)
     assert [named for named in BAD[line] if named not in str(caught.value)] == []
@@ -165,13 +165,13 @@ def test_a_wrong_line_of_settings_is_refused_with_what_would_be_right(line: str)
 
 
 @given(st.text(alphabet="abc:,[]>1 ", max_size=30))
-def test_no_line_breaks_the_reading_of_settings(line: str) -> None:
+def test_random_text_raises_configuration_error_only(line: str) -> None:
     try:
         parse_settings(line)
     except ConfigurationError:
         pass
     else:
-        pytest.fail(f"{line!r} holds no key that there is")
+        pytest.fail(f"{line!r} is not valid")
 
 
 @pytest.mark.parametrize(
@@ -185,11 +185,11 @@ def test_no_line_breaks_the_reading_of_settings(line: str) -> None:
     ],
     ids=["none", "the old name", "the new name", "the same key", "both: the old one counts, even empty"],
 )
-def test_settings_stand_beside_those_that_are_in_force(environ: dict[str, str], expected: str) -> None:
+def test_settings_are_merged_with_those_in_force(environ: dict[str, str], expected: str) -> None:
     assert environment_with(environ, "expandable_segments:True") == {"PYTORCH_CUDA_ALLOC_CONF": expected}
 
 
-def test_the_variable_that_counts_is_told() -> None:
+def test_the_variable_in_force() -> None:
     assert in_force({"PYTORCH_ALLOC_CONF": "a", "PYTORCH_CUDA_ALLOC_CONF": "b"}) == ("PYTORCH_CUDA_ALLOC_CONF", "b")
     assert in_force({"PYTORCH_ALLOC_CONF": "a"}) == ("PYTORCH_ALLOC_CONF", "a")
     assert in_force({}) == ("", "")
@@ -228,7 +228,7 @@ def test_recommended_settings(values: dict[str, int], current: str, line: str, n
     assert "PYTORCH_ALLOC_CONF" in text
 
 
-def test_what_keeps_a_cleaner_or_a_detector_may_be_copied_and_pickled_and_its_copy_does_nothing_by_itself() -> None:
+def test_copies_of_a_cleaner_and_a_detector_are_stopped() -> None:
     cleaner, detector = client.auto_clean(), client.leak_detector()
     try:
         trainer = {"cleaner": cleaner, "detector": detector}

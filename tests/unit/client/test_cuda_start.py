@@ -1,4 +1,4 @@
-"""Waiting for CUDA does nothing to the program's imports; with a torch of three lines, in a fresh interpreter."""
+"""The wait for CUDA and imports, with a torch of three lines, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ result = ["elsewhere" in asked, finders(), len(began)]
     assert run(folder, FINDERS + rest) == [True, 0, 2]
 
 
-def test_a_wait_that_is_ended_leaves_the_finders_as_they_were_and_calls_nothing(folder: Path) -> None:
+def test_ending_the_wait_restores_the_finders(folder: Path) -> None:
     rest = """
 before = list(sys.meta_path)
 stop = when_cuda_starts(lambda: began.append("third"))
@@ -113,7 +113,7 @@ result = [same, between - len(before), sorted(began)]
     assert run(folder, rest) == [True, 1, ["first", "second"]]
 
 
-def test_a_wait_that_is_ended_before_cuda_starts_leaves_torch_s_queue_as_it_was(folder: Path) -> None:
+def test_ending_the_wait_restores_torch_s_queue(folder: Path) -> None:
     rest = """
 import threading, torch.cuda
 cuda = torch.cuda
@@ -174,7 +174,5 @@ result = sorted(began)
 
 
 @pytest.mark.parametrize(("loader", "began"), [("Unchangeable()", []), ("Wrapping(Loader())", ["third"])])
-def test_torch_is_imported_whatever_loader_another_import_hook_has_brought(
-    folder: Path, loader: str, began: list[str]
-) -> None:
+def test_torch_is_imported_by_any_loader_of_another_import_hook(folder: Path, loader: str, began: list[str]) -> None:
     assert run(folder, LOADERS.format(loader=loader)) == began

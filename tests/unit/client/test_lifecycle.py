@@ -25,7 +25,7 @@ os.waitpid(child, 0)
 """
 
 
-def test_what_is_called_at_exit_and_after_a_fork_can_be_removed() -> None:
+def test_calls_at_exit_and_after_a_fork_can_be_removed() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=patient(60)
     )

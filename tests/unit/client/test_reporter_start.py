@@ -1,4 +1,4 @@
-"""A reporter's start and stop, where they meet each other or find no thread; without torch and without a network."""
+"""A reporter's start and stop, at the same time or without a thread; without torch and without a network."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def reporter_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "gpumem-reporter"]
 
 
-def test_a_signal_s_handler_that_stops_reporting_while_it_starts_ends_it_and_waits_for_nobody(
+def test_a_signal_handler_may_stop_a_reporter_that_is_starting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reporter = Reporter(Steps())
@@ -52,7 +52,7 @@ def test_a_signal_s_handler_that_stops_reporting_while_it_starts_ends_it_and_wai
     assert not reporter_threads()
 
 
-def test_where_threads_are_greenlets_the_program_s_thread_goes_on_taking_signals(
+def test_signals_stay_unblocked_if_threads_are_greenlets(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reporter = Reporter(Steps())
@@ -70,7 +70,7 @@ def test_where_threads_are_greenlets_the_program_s_thread_goes_on_taking_signals
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_start_again(
+def test_if_no_thread_can_be_started_the_error_is_logged_and_start_may_be_called_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     troubles: list[Exception] = []
@@ -89,7 +89,7 @@ def test_where_no_thread_can_be_started_the_program_goes_on_is_told_and_may_star
     reporter.stop()
 
 
-def test_what_is_called_at_exit_and_after_a_fork_is_removed_once_the_thread_has_ended(
+def test_calls_at_exit_and_after_a_fork_are_removed_when_the_thread_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     installed: list[str] = []

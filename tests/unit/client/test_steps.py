@@ -14,7 +14,7 @@ import pytest
 from gpumem_exporter.client.hooks.steps import Steps, no_training
 
 
-def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
+def test_no_training_suppresses_the_steps_of_its_thread() -> None:
     steps = Steps()
     heard: list[object] = []
     steps.listen(heard.append)
@@ -30,7 +30,7 @@ def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
     assert len(heard) == 3
 
 
-def test_a_listener_that_raises_is_called_no_more_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_is_not_called_again_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps()
     heard: list[object] = []
     failed: list[object] = []
@@ -51,7 +51,7 @@ def test_a_listener_that_raises_is_called_no_more_and_the_others_are(caplog: pyt
     assert heard == [None, None]
 
 
-def test_a_handler_of_the_program_s_that_raises_raises_nothing_where_an_optimizer_steps() -> None:
+def test_an_error_of_a_logging_handler_does_not_reach_the_optimizer() -> None:
     class Strict(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             emitted.append(record.getMessage())
@@ -73,7 +73,7 @@ def test_a_handler_of_the_program_s_that_raises_raises_nothing_where_an_optimize
     assert "ValueError('its own fault')" in logged
 
 
-def test_a_handler_that_keeps_what_is_logged_keeps_nothing_of_the_program_s(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logging_handler_that_keeps_records_keeps_no_tensor(caplog: pytest.LogCaptureFixture) -> None:
     class Tensor:
         pass
 
@@ -111,7 +111,7 @@ def wrapper(optimizer):
 
 @pytest.fixture
 def optimizers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A `torch.optim.optimizer` whose hooks are walked over as torch walks over them."""
+    """A `torch.optim.optimizer` that iterates over its hooks as torch does."""
     module = ModuleType("torch.optim.optimizer")
     module.__file__ = "optimizers-of-the-test.py"
     exec(compile(OPTIMIZERS, module.__file__, "exec"), vars(module))
@@ -119,7 +119,7 @@ def optimizers(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-def test_the_hook_is_removed_once_nothing_listens_and_installed_again_for_the_next_listener(optimizers: Any) -> None:
+def test_the_hook_is_removed_without_listeners_and_installed_for_the_next_one(optimizers: Any) -> None:
     steps = Steps()
     heard: list[object] = []
     for _ in range(2):
