@@ -85,10 +85,7 @@ class CaptureHook:
     def _around_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
-            self._started[id(graph)] = weakref.ref(graph)
-            for listener in self._listeners:
-                with guest_safety():
-                    listener.capture_started(graph)
+            self._starts(graph)
             try:
                 return original(graph, *arguments, **named)
             except BaseException:
@@ -110,11 +107,17 @@ class CaptureHook:
 
         return capture_end
 
+    @guest_safety()
+    def _starts(self, graph: Any) -> None:
+        self._started[id(graph)] = weakref.ref(graph)
+        for listener in self._listeners:
+            listener.capture_started(graph)
+
+    @guest_safety()
     def _ended(self, graph: Any, *, complete: bool) -> None:
         self._started.pop(id(graph), None)
         for listener in self._listeners:
-            with guest_safety():
-                listener.capture_ended(graph, complete=complete)
+            listener.capture_ended(graph, complete=complete)
 
 
 _hook = CaptureHook()
