@@ -81,12 +81,13 @@ class CaptureHook:
             if vars(self._graph_class).get(name) is replacement:
                 setattr(self._graph_class, name, self._originals[name])
         self._graph_class, self._originals, self._replacements = None, {}, {}
+        self._started.clear()
 
     def _around_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
-            self._starts(graph)
             try:
+                self._starts(graph)
                 return original(graph, *arguments, **named)
             except BaseException:
                 self._ended(graph, complete=False)
