@@ -98,13 +98,13 @@ def test_release_model_to_cpu_reset_peak_set_memory_fraction_and_snapshot(
     start_torch: StartTorch, tmp_path: Path
 ) -> None:
     path = tmp_path / "snapshot.pickle"
-    told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(RELEASED, given=str(path))
-    assert told["freed"] == told["fallen"] > 0
-    assert told["left"] == told["others"], "tensors made from the weights keep their memory"
-    assert told["types"] == ["Pair", "OrderedDict"]
-    assert told["same"], "a tensor that occurs twice in a tree is copied once"
-    assert (told["graph"], told["none"], told["allocated"]) == (False, None, 0)
-    assert (told["peak"], told["advice"], told["path"]) == (0, "memory_fraction", str(path))
+    result = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(RELEASED, given=str(path))
+    assert result["freed"] == result["fallen"] > 0
+    assert result["left"] == result["others"], "tensors made from the weights keep their memory"
+    assert result["types"] == ["Pair", "OrderedDict"]
+    assert result["same"], "a tensor that occurs twice in a tree is copied once"
+    assert (result["graph"], result["none"], result["allocated"]) == (False, None, 0)
+    assert (result["peak"], result["advice"], result["path"]) == (0, "memory_fraction", str(path))
     assert pickle.loads(path.read_bytes())["segments"]
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".snapshot")] == []
 

@@ -149,11 +149,11 @@ def test_series_follow_the_uuid_when_the_driver_s_order_changes(
         node.restart_driver_reordered(order)
         wanted = {node.uuid(device): str(index) for index, device in enumerate(order)}
 
-        def counted_anew(wanted: dict[str, str] = wanted) -> bool:
+        def reordered(wanted: dict[str, str] = wanted) -> bool:
             found = scrape(exporter).samples.get("gpumem_device_up", {})
             return {dict(labels)["uuid"]: dict(labels)["gpu"] for labels in found} == wanted
 
-        wait_for(counted_anew, f"the order {order}", ATTACH_SECONDS)
+        wait_for(reordered, f"the order {order}", ATTACH_SECONDS)
         metrics = wait_until_right(exporter, node, (0, 1), reporting)
         # Every series of a device carries its present index, those of reports that came before the restart too.
         for name, samples in metrics.samples.items():
@@ -290,7 +290,7 @@ def test_ledgers_add_up_while_hundreds_of_processes_start_and_end(
                     node.remove_process(pid)
                 if stop.is_set():
                     return
-        except Exception as error:  # noqa: BLE001 - told by the test
+        except Exception as error:  # noqa: BLE001 - reported by the test
             failures.append(error)
 
     churn = threading.Thread(target=come_and_go)

@@ -289,9 +289,9 @@ def test_stop_does_not_wait_for_an_exporter_that_hangs(
         seconds = process.exec(
             "import time\n"
             "from gpumem_exporter import client\n"
-            "begun = time.monotonic()\n"
+            "started = time.monotonic()\n"
             "client.stop()\n"
-            "result = time.monotonic() - begun"
+            "result = time.monotonic() - started"
         )
         # stop() waits at most 0.3 s; the rest is the load of this machine
         assert seconds < patient(5.0)

@@ -29,7 +29,7 @@ ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
 BOOTSTRAP = REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"
 MIB = 1 << 20
 
-TOLD = """
+PREAMBLE = """
 import json, os, sys, threading
 def say(value):
     sys.stdout.write(json.dumps(value) + "\\n")
@@ -60,7 +60,7 @@ def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequ
     """Runs a script below `run`, in a folder where this project cannot be found, and kills it after the test.
 
     `start_script(code, "-E", arguments=("x",), command=(…), GPUMEM_WORKLOAD="…")`: the options are the interpreter's,
-    `command` stands for the interpreter and what it is told before the script, names in capitals are environment.
+    `command` stands for the interpreter and its arguments before the script, names in capitals are environment.
     """
     programs: list[Program] = []
     folder = tmp_path / "scripts"
@@ -75,7 +75,7 @@ def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequ
         **environment: str,
     ) -> Program:
         script = folder / f"script{len(programs)}.py"
-        script.write_text(TOLD + code)
+        script.write_text(PREAMBLE + code)
         environ = clean_environment()
         if "exporter" in request.fixturenames:
             environ["GPUMEM_EXPORTER_URL"] = request.getfixturevalue("exporter").url
@@ -376,9 +376,9 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
         "dist.init_process_group('gloo')\n"
         "rank = dist.get_rank()\n"
         "hold(rank + 1, device=int(os.environ['LOCAL_RANK']))\n"
-        "told = [None, None]\n"
-        "dist.all_gather_object(told, [os.getpid(), os.getppid(), threads()])\n"
-        "if rank == 0: say(told)\n"
+        "ranks = [None, None]\n"
+        "dist.all_gather_object(ranks, [os.getpid(), os.getppid(), threads()])\n"
+        "if rank == 0: say(ranks)\n"
         # torchrun gives each rank a session of its own: where a failed test kills the launcher, they end by themselves
         "launcher = os.getppid()\n"
         "while not os.path.exists(sys.argv[1]) and os.getppid() == launcher: time.sleep(0.02)\n"

@@ -89,13 +89,13 @@ def test_a_stopped_process_expires_and_its_bytes_move_in_the_same_scrape(
     try:
         silent = False
         while not silent:
-            begun = time.time()
+            started = time.time()
             metrics = scrape(exporter)
             last_report = metrics.value("gpumem_reporter_last_report_timestamp_seconds", pid=pid)
             silent = metrics.value("gpumem_reporter_up", pid=pid) == 0
             # Nothing between the two: a process is believed with all its series or with none.
             assert shown(metrics, uuid) == (given_up if silent else believed)
-            assert silent or begun <= last_report + EXPIRY_SECONDS
+            assert silent or started <= last_report + EXPIRY_SECONDS
             time.sleep(0.02)
         torch_series = [name for name in series_of(metrics, pid=pid) if name.startswith("gpumem_torch_")]
         assert torch_series == []

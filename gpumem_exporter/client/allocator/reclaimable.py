@@ -83,9 +83,9 @@ class Reclaimable:
         self._layouts.clear()
         if sum(_blocks(state) for state in states.values()) > _WALK_BLOCKS_MAX:
             return
-        begun = self._cpu_clock()
+        started = self._cpu_clock()
         heaps = self._walk()
-        self._next_walk_seconds = self._clock() + (self._cpu_clock() - begun) * _WALK_SHARE
+        self._next_walk_seconds = self._clock() + (self._cpu_clock() - started) * _WALK_SHARE
         if heaps is None:
             return
         self._walked_pools = pools_version

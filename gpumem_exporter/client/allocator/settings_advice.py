@@ -10,7 +10,7 @@ from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merge
 from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["AllocatorFigures", "Recommendation", "recommend", "recommend_allocator_settings"]
+__all__ = ["AllocatorValues", "Recommendation", "recommend", "recommend_allocator_settings"]
 
 _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
@@ -19,7 +19,7 @@ _RETRIES_MANY = 3
 
 
 @dataclass(frozen=True, slots=True)
-class AllocatorFigures:
+class AllocatorValues:
     """The measured values of one device; None is unknown."""
 
     device: int
@@ -46,7 +46,7 @@ class Recommendation:
     settings: tuple[tuple[str, str], ...] = ()
     reasons: tuple[str, ...] = ()
     """One for each setting, or the reason for no change."""
-    present: str = ""
+    current: str = ""
     """The settings in force now."""
     variable: str = ""
     """The environment variable that sets them; empty if none is set."""
@@ -54,11 +54,11 @@ class Recommendation:
     @property
     def line(self) -> str:
         """All settings for the next run, including those in force; empty if no change is recommended."""
-        return merged(self.present, dict(self.settings)) if self.settings else ""
+        return merged(self.current, dict(self.settings)) if self.settings else ""
 
     def __str__(self) -> str:
         came = f" (from {self.variable})" if self.variable else ""
-        lines = [f"in force: {self.present or 'the defaults'}{came}"]
+        lines = [f"in force: {self.current or 'the defaults'}{came}"]
         if self.settings:
             lines.append(f"next run: {VARIABLES[0]}={self.line}")
         lines += [f"  {reason}" for reason in self.reasons]
@@ -77,8 +77,8 @@ def recommend_allocator_settings() -> Recommendation:
         no_cuda("recommend_allocator_settings")
         return Recommendation(reasons=("no CUDA: nothing was measured",))
     by_uuid = {allocator.uuid(index): index for index in allocator.devices()}
-    figures = [
-        AllocatorFigures(
+    devices = [
+        AllocatorValues(
             device=by_uuid[sample.uuid],
             allocated_bytes=sample.allocated_bytes,
             reserved_bytes=sample.reserved_bytes,
@@ -91,31 +91,31 @@ def recommend_allocator_settings() -> Recommendation:
         for sample in allocator.samples()
         if sample.uuid in by_uuid
     ]
-    return recommend(figures, allocator.settings, in_force(os.environ)[0])
+    return recommend(devices, allocator.settings, in_force(os.environ)[0])
 
 
-def recommend(figures: list[AllocatorFigures], present: str, variable: str = "") -> Recommendation:
+def recommend(devices: list[AllocatorValues], current: str, variable: str = "") -> Recommendation:
     """Return the recommendation for given values."""
     try:
-        settings = parse_settings(present) if present else {}
+        settings = parse_settings(current) if current else {}
     except ConfigurationError:  # of a newer release
         settings = {}
     if settings.get("backend") == "cudaMallocAsync":
         reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not affect it"
-        return Recommendation(reasons=(reason,), present=present, variable=variable)
+        return Recommendation(reasons=(reason,), current=current, variable=variable)
     wanted: dict[str, str] = {}
     reasons: list[str] = []
-    for device in figures:
+    for device in devices:
         _fragmentation(device, settings, wanted, reasons)
         _rounding(device, settings, wanted, reasons)
         _pressure(device, settings, wanted, reasons)
     if not reasons:
         reasons.append("the measured values are no reason for another setting")
-    return Recommendation(tuple(wanted.items()), tuple(reasons), present, variable)
+    return Recommendation(tuple(wanted.items()), tuple(reasons), current, variable)
 
 
 def _fragmentation(
-    device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
+    device: AllocatorValues, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
 ) -> None:
     fragmented, reserved = device.fragmented_bytes, device.reserved_bytes
     if fragmented is None or not reserved:
@@ -137,7 +137,7 @@ def _fragmentation(
             reasons.append("max_split_size_mb has no effect then: remove it")
 
 
-def _rounding(device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
+def _rounding(device: AllocatorValues, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
     if not device.requested_bytes or device.allocated_bytes is None or "roundup_power2_divisions" not in settings:
         return
     rounded = device.allocated_bytes - device.requested_bytes
@@ -149,7 +149,7 @@ def _rounding(device: AllocatorFigures, settings: dict[str, str], wanted: dict[s
         )
 
 
-def _pressure(device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
+def _pressure(device: AllocatorValues, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
     retries = device.alloc_retries or 0
     if retries < _RETRIES_MANY:
         return

@@ -38,6 +38,8 @@ class Executor:
         self._allocator = allocator
         self._sampler = sampler
         self._clock = clock
+        # Reentrant: a signal handler that runs while it is held may end a step.
+        self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
         self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
             "empty_cache": self._empty_cache,
@@ -54,7 +56,8 @@ class Executor:
 
     def known(self, command_id: str) -> CommandResult | None:
         """Return the result of a finished command; None for any other."""
-        return self._results.get(command_id)
+        with self._results_lock:
+            return self._results.get(command_id)
 
     def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
         """Run a command in this thread, or repeat the result of one that has run. Does not raise.
@@ -78,9 +81,10 @@ class Executor:
 
     def settle(self, result: CommandResult) -> CommandResult:
         """Record the result of a command, so that it does not run any more."""
-        self._results[result.id] = result
-        while len(self._results) > _REMEMBERED:
-            self._results.popitem(last=False)
+        with self._results_lock:
+            self._results[result.id] = result
+            while len(self._results) > _REMEMBERED:
+                self._results.popitem(last=False)
         return result
 
     def _run_once(self, command: Command, expires_seconds: float) -> CommandResult:

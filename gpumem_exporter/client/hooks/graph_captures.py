@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -36,16 +37,22 @@ class CaptureHook:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finalizer that runs while it is held may remove a listener
         self._listeners: tuple[CaptureListener, ...] = ()
+        self._started: dict[int, weakref.ref[Any]] = {}
+        """The graphs that are being captured."""
         self._graph_class: Any = None
         self._originals: dict[str, Any] = {}
         self._replacements: dict[str, Any] = {}
 
     def add(self, listener: CaptureListener) -> None:
-        """Call the listener; the first one installs the hook."""
+        """Call the listener, first for the captures that other listeners know; the first one installs the hook."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
             if self._graph_class is None:
                 self.install()
+        for started in list(self._started.values()):
+            graph = started()
+            if graph is not None:
+                listener.capture_started(graph)
 
     def discard(self, listener: CaptureListener) -> None:
         """Stop calling the listener; without the last one the hook is removed."""
@@ -74,14 +81,13 @@ class CaptureHook:
             if vars(self._graph_class).get(name) is replacement:
                 setattr(self._graph_class, name, self._originals[name])
         self._graph_class, self._originals, self._replacements = None, {}, {}
+        self._started.clear()
 
     def _around_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def capture_begin(graph: Any, *arguments: Any, **named: Any) -> Any:
-            for listener in self._listeners:
-                with guest_safety():
-                    listener.capture_started(graph)
             try:
+                self._starts(graph)
                 return original(graph, *arguments, **named)
             except BaseException:
                 self._ended(graph, complete=False)
@@ -102,10 +108,17 @@ class CaptureHook:
 
         return capture_end
 
-    def _ended(self, graph: Any, *, complete: bool) -> None:
+    @guest_safety()
+    def _starts(self, graph: Any) -> None:
+        self._started[id(graph)] = weakref.ref(graph)
         for listener in self._listeners:
-            with guest_safety():
-                listener.capture_ended(graph, complete=complete)
+            listener.capture_started(graph)
+
+    @guest_safety()
+    def _ended(self, graph: Any, *, complete: bool) -> None:
+        self._started.pop(id(graph), None)
+        for listener in self._listeners:
+            listener.capture_ended(graph, complete=complete)
 
 
 _hook = CaptureHook()

@@ -173,6 +173,17 @@ def test_the_version_changes_with_each_death_and_only_then(bench: Bench) -> None
     assert bench.captures.version() in versions
 
 
+def test_a_new_listener_knows_the_captures_under_way(bench: Bench) -> None:
+    graph = bench.graph_class()
+    bench.begin(graph)
+    other = Captures(lambda: False)
+    stop = other.watch()
+    assert other.under_way
+    bench.end(graph)
+    assert not other.under_way
+    stop()
+
+
 def test_the_last_listener_restores_the_methods(bench: Bench) -> None:
     another = Captures(lambda: False).watch()
     bench.remove()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gpumem_exporter import client
 from gpumem_exporter.client.allocator.settings import KEYS, environment_with, in_force, merged, parse_settings
-from gpumem_exporter.client.allocator.settings_advice import AllocatorFigures, recommend
+from gpumem_exporter.client.allocator.settings_advice import AllocatorValues, recommend
 from gpumem_exporter.client.cleanup.auto_clean import AutoClean, Cache
 from gpumem_exporter.errors import ConfigurationError
 
@@ -219,7 +219,7 @@ RETRIES = {"alloc_retries": 7, "ooms": 2}
 )
 def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
     measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
-    recommended = recommend([AllocatorFigures(0, **measured)], current, "PYTORCH_ALLOC_CONF")
+    recommended = recommend([AllocatorValues(0, **measured)], current, "PYTORCH_ALLOC_CONF")
     assert recommended.line == line
     assert [word for word in named if word not in recommended.reasons[0]] == []
     text = str(recommended)

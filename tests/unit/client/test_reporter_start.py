@@ -73,19 +73,19 @@ def test_signals_stay_unblocked_if_threads_are_greenlets(
 def test_if_no_thread_can_be_started_the_error_is_logged_and_start_may_be_called_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    troubles: list[Exception] = []
-    reporter = Reporter(Steps(), on_error=lambda _, error: troubles.append(error))
-    begun: list[Worker] = []
+    errors: list[Exception] = []
+    reporter = Reporter(Steps(), on_error=lambda _, error: errors.append(error))
+    started: list[Worker] = []
 
     def none_left(worker: Worker) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(Worker, "start", none_left)
     reporter.start(SETTINGS)
-    assert [str(error) for error in troubles] == ["can't start new thread"]
-    monkeypatch.setattr(Worker, "start", lambda worker: begun.append(worker))
+    assert [str(error) for error in errors] == ["can't start new thread"]
+    monkeypatch.setattr(Worker, "start", lambda worker: started.append(worker))
     reporter.start(SETTINGS)
-    assert len(begun) == 1
+    assert len(started) == 1
     reporter.stop()
 
 

@@ -171,12 +171,12 @@ def test_during_a_flush_the_last_sample_is_reported_with_its_age(bench: Bench) -
     assert bench.report() == 0.0
 
 
-@pytest.mark.parametrize("begun", [True, False], ids=["an old sample", "no sample"])
-def test_during_a_long_flush_no_device_is_reported(bench: Bench, begun: bool) -> None:
-    if begun:
+@pytest.mark.parametrize("started", [True, False], ids=["an old sample", "no sample"])
+def test_during_a_long_flush_no_device_is_reported(bench: Bench, started: bool) -> None:
+    if started:
         bench.report()
     bench.allocator.flushing = True
     bench.now += 10.0
     sample = bench.sampler.current(bench.now + 1.0)
     assert (sample.devices, sample.taken_seconds) == ((), bench.now)
-    assert bench.allocator.looks == begun
+    assert bench.allocator.looks == started

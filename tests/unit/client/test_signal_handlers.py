@@ -56,15 +56,15 @@ def _handler() -> Iterator[None]:
 
 
 def at_a_step() -> None:
-    steps, told = Steps(), []
+    steps, heard = Steps(), []
     steps.listen(interrupted)
-    steps.listen(told.append)
+    steps.listen(heard.append)
     try:
         steps.mark()
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         steps.mark()
-        assert told[-1:] == [None], "a listener stays"
+        assert heard[-1:] == [None], "a listener stays"
 
 
 def at_a_sample() -> None:
