@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.render.sizes import short_bytes
+from gpumem_exporter.units import short_bytes
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
