@@ -1,4 +1,4 @@
-"""Small documents of the API for the tests of `top`."""
+"""The API's documents for the tests of `top`, small and true to form."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def device(gpu: str, **changes: Any) -> dict[str, Any]:
 
 
 def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
-    """A process that reports, with the same sizes on each of its devices; `changes` apply to either."""
-    sizes = {
+    """A process that reports, with the same figures on each of its devices; `changes` to either."""
+    figures = {
         "used_bytes": 10 * GIB,
         "allocated_bytes": 6 * GIB,
         "reserved_bytes": 9 * GIB,
@@ -48,7 +48,7 @@ def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
         "fragmented_bytes": GIB,
         "non_torch_bytes": GIB,
     }
-    of_device = {name: changes.pop(name, value) for name, value in sizes.items()}
+    of_device = {name: changes.pop(name, value) for name, value in figures.items()}
     return {
         "pid": pid,
         "reporting": True,
