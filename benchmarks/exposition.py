@@ -2,9 +2,9 @@
 
     python -m benchmarks.exposition [--quick] [--json]
 
-"scrape" is what a scrape costs if the reports were prepared as they came in; each one has new reports and a new reading
-of the driver. Compared in turns: `prometheus_client.generate_latest` over `GpumemCollector`; the same page with nothing
-prepared; and one copy of the finished body, the least that any page costs.
+"scrape" is what a scrape costs if the reports were rendered as they came in; each one has new reports and a new reading
+of the driver. Compared in turns: `prometheus_client.generate_latest` over the same samples; the same page with nothing
+rendered before; and one copy of the finished body, the least that any page costs.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from benchmarks.claims import Options, Progress, Row, compared, show
 from benchmarks.snapshots import node, reporting
-from gpumem_exporter.collectors.collector import GpumemCollector
-from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.catalog import Metric
+from gpumem_exporter.collectors.exposition import COLLECTORS, Exposition
 from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.samples import Snapshot
 
 PROCESSES = 64
@@ -45,7 +47,7 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
     registry = CollectorRegistry()
     Instruments(registry).count_report("accepted")
     exposition = Exposition(registry, version="0", source="nvml")
-    names = ("prepare", "scrape", "OpenMetrics", "nothing prepared", "copy", "prometheus_client")
+    names = ("report", "scrape", "OpenMetrics", "nothing rendered", "copy", "prometheus_client")
     seconds: dict[str, list[float]] = {name: [] for name in names}
     body = b""
     for turn in progress.turns(rounds):
@@ -54,17 +56,16 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
         reports = tuple(reporting(pid, devices, tick) for pid in range(PROCESSES))
         snapshot = Snapshot(float(tick), reading, reports)
         for report in reports:
-            seconds["prepare"].append(timed(exposition.prepare, report, reading)[0])
-        exposition.prepare_reading(reading)
+            seconds["report"].append(timed(exposition.refresh, report)[0])
         spent, body = timed(exposition.render, snapshot, openmetrics=False)
         seconds["scrape"].append(spent)
         seconds["OpenMetrics"].append(timed(exposition.render, snapshot, openmetrics=True)[0])
         cold = Exposition(registry, version="0", source="nvml")
-        seconds["nothing prepared"].append(timed(cold.render, snapshot, openmetrics=False)[0])
+        seconds["nothing rendered"].append(timed(cold.render, snapshot, openmetrics=False)[0])
         seconds["copy"].append(timed(bytearray, body)[0])
         if turn < max(3, rounds // 10):  # the slowest of them by far
             embedded = CollectorRegistry()
-            embedded.register(GpumemCollector(partial(_same, snapshot), version="0", source="nvml"))
+            embedded.register(ByPrometheusClient(snapshot))
             seconds["prometheus_client"].append(timed(generate_latest, embedded)[0])
     series = sum(not line.startswith(b"#") for line in body.splitlines())
     size = f"{PROCESSES} × {devices}, {series} series, {len(body) / 1e6:.2f} MB"
@@ -74,8 +75,8 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
         compared(f"{size}: scrape", scrape, "ms", "prometheus_client", ms["prometheus_client"], CLIENT_RATIO),
         compared(f"{size}: the same", scrape, "ms", "one copy of the body", ms["copy"]),
         compared(f"{size}: in OpenMetrics", ms["OpenMetrics"], "ms", "scrape", scrape),
-        compared(f"{size}: nothing prepared", ms["nothing prepared"], "ms", "scrape", scrape),
-        Row(f"{size}: preparing a report", ms["prepare"], "ms"),
+        compared(f"{size}: nothing rendered before", ms["nothing rendered"], "ms", "scrape", scrape),
+        Row(f"{size}: rendering a report", ms["report"], "ms"),
     ]
 
 
@@ -86,8 +87,26 @@ def timed(work: Callable[..., Any], *arguments: object, **options: object) -> tu
     return time.thread_time() - started, result
 
 
-def _same(snapshot: Snapshot) -> Snapshot:
-    return snapshot
+class ByPrometheusClient(Collector):
+    """The samples of a snapshot for `prometheus_client`."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+
+    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
+        families: dict[Metric, GaugeMetricFamily | CounterMetricFamily] = {}
+        view = View.of(self._snapshot)
+        for collector in COLLECTORS:
+            for _, source in collector.subjects(view):
+                samples = source.samples()
+                for (metric, labels), value in zip(samples.series(*samples.labels), samples.values, strict=True):
+                    if value is None:
+                        continue
+                    if metric not in families:
+                        cls = CounterMetricFamily if metric.type == "counter" else GaugeMetricFamily
+                        families[metric] = cls(metric.family, metric.help, labels=metric.labels)
+                    families[metric].add_metric(labels, value)
+        yield from families.values()
 
 
 if __name__ == "__main__":

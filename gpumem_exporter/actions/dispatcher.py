@@ -455,7 +455,7 @@ class Dispatcher:
         task.add_done_callback(self._tasks.discard)
 
     def _gpu_labels(self) -> dict[str, str]:
-        return gpu_labels(self._store.snapshot(self._clock()))
+        return self._store.gpu_labels(self._clock())
 
 
 def _identities(selection: _Selection) -> tuple[tuple[int | str, str, str], ...]:

@@ -3,83 +3,116 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import NamedTuple
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Sample
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject, Value
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = ["REPORTED", "allocator_samples", "report_samples"]
+__all__ = ["TORCH", "AllocatorSource"]
 
-REPORTED = tuple(
-    metric
-    for metric in catalog.SCRAPED
-    if metric.name.startswith("gpumem_torch_") and metric is not catalog.TORCH_NON_TORCH
+_SAMPLED = {
+    catalog.TORCH_ALLOCATED: "allocated_bytes",
+    catalog.TORCH_RESERVED: "reserved_bytes",
+    catalog.TORCH_ACTIVE: "active_bytes",
+    catalog.TORCH_INACTIVE_SPLIT: "inactive_split_bytes",
+    catalog.TORCH_REQUESTED: "requested_bytes",
+    catalog.TORCH_ALLOCATED_PEAK: "allocated_peak_bytes",
+    catalog.TORCH_RESERVED_PEAK: "reserved_peak_bytes",
+    catalog.TORCH_PLANNED_RESERVED_PEAK: "planned_reserved_peak_bytes",
+    catalog.TORCH_RECLAIMABLE: "reclaimable_bytes",
+    catalog.TORCH_PRIVATE_POOLS: "private_pools_bytes",
+    catalog.TORCH_ALLOC_RETRIES: "alloc_retries",
+    catalog.TORCH_OOMS: "ooms",
+    catalog.TORCH_SEGMENTS_ALLOCATED: "segments_allocated",
+    catalog.TORCH_SEGMENTS_FREED: "segments_freed",
+    catalog.TORCH_CACHE_FLUSHES: "cache_flushes",
+    catalog.TORCH_PEAK_RESETS: "peak_resets",
+}
+_DERIVED = (
+    catalog.TORCH_STEP,
+    catalog.TORCH_PLAN_ERROR_RATIO,
+    catalog.TORCH_FRAGMENTED,
+    catalog.TORCH_SLACK_RATIO,
+    catalog.TORCH_FRAGMENTATION_RATIO,
 )
-"""The families that depend on a report only, in the order of the page."""
+_sampled_values = attrgetter(*_SAMPLED.values())
 
 
-def allocator_samples(view: View) -> Iterator[Sample]:
-    """Yield the samples from the report of each process."""
-    for pid, process in view.reporting:
-        yield from report_samples(process, pid, view.gpu_by_uuid)
+class AllocatorSource(NamedTuple):
+    """Everything that the samples of a process' allocator depend on. The reports of an idle process have equal ones."""
+
+    devices: tuple[DeviceSample, ...]
+    step: int | None
+    pinned_host_bytes: int | None
+    process: tuple[str, str, str]
+    """The labels of the process: pid, workload, rank."""
+    gpu_by_uuid: Mapping[str, str]
+    """The index of each device; other devices get `gpu=""`."""
+
+    @classmethod
+    def of(cls, process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> AllocatorSource:
+        """Return the source of a process that has the name `pid` on the page."""
+        report = process.report
+        labels = (pid, report.process.workload, report.process.rank)
+        return cls(report.devices, report.step, report.pinned_host_bytes, labels, gpu_by_uuid)
+
+    def samples(self) -> Samples:
+        """Compute the samples: those of each device, then the memory that is on no device."""
+        devices: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {}
+        values: list[Value] = []
+        for sample in self.devices:
+            uuid = sample.uuid
+            if uuid in devices:
+                continue
+            phases, components = sorted(sample.phase_peak_bytes), sorted(sample.component_bytes)
+            devices[uuid] = (self.gpu_by_uuid.get(uuid, ""), uuid, tuple(phases), tuple(components))
+            values += _sampled_values(sample)
+            values += _derived_values(sample, self.step)
+            values += [sample.phase_peak_bytes[phase] for phase in phases]
+            values += [sample.component_bytes[component] for component in components]
+        labels = (self.process, tuple(devices.values()))
+        return Samples(labels, _series, (*values, self.pinned_host_bytes))
 
 
-def report_samples(process: ReportingProcess, pid: str, gpu_by_uuid: Mapping[str, str]) -> Iterator[Sample]:
-    """Yield the samples from the report of one process.
-
-    Args:
-        process: the process.
-        pid: the name of the process on the page.
-        gpu_by_uuid: the index of each device; other devices get `gpu=""`.
-    """
-    report = process.report
-    process_labels = (pid, report.process.workload, report.process.rank)
-    for sample in _distinct(report.devices):
-        labels = (gpu_by_uuid.get(sample.uuid, ""), sample.uuid, *process_labels)
-        reserved = sample.reserved_bytes
-        fragmented = fragmented_bytes(sample)
-        for metric, value in (
-            (catalog.TORCH_ALLOCATED, sample.allocated_bytes),
-            (catalog.TORCH_RESERVED, reserved),
-            (catalog.TORCH_ACTIVE, sample.active_bytes),
-            (catalog.TORCH_INACTIVE_SPLIT, sample.inactive_split_bytes),
-            (catalog.TORCH_REQUESTED, sample.requested_bytes),
-            (catalog.TORCH_ALLOCATED_PEAK, sample.allocated_peak_bytes),
-            (catalog.TORCH_RESERVED_PEAK, sample.reserved_peak_bytes),
-            (catalog.TORCH_PLANNED_RESERVED_PEAK, sample.planned_reserved_peak_bytes),
-            (catalog.TORCH_PLAN_ERROR_RATIO, plan_error_ratio(sample, report.step)),
-            (catalog.TORCH_RECLAIMABLE, sample.reclaimable_bytes),
-            (catalog.TORCH_FRAGMENTED, fragmented),
-            (catalog.TORCH_PRIVATE_POOLS, sample.private_pools_bytes),
-            (catalog.TORCH_ALLOC_RETRIES, sample.alloc_retries),
-            (catalog.TORCH_OOMS, sample.ooms),
-            (catalog.TORCH_SEGMENTS_ALLOCATED, sample.segments_allocated),
-            (catalog.TORCH_SEGMENTS_FREED, sample.segments_freed),
-            (catalog.TORCH_CACHE_FLUSHES, sample.cache_flushes),
-            (catalog.TORCH_PEAK_RESETS, sample.peak_resets),
-            (catalog.TORCH_STEP, report.step),
-        ):
-            if value is not None:
-                yield metric, labels, value
-        if reserved:
-            if sample.allocated_bytes is not None:
-                yield catalog.TORCH_SLACK_RATIO, labels, (reserved - sample.allocated_bytes) / reserved
-            if fragmented is not None:
-                yield catalog.TORCH_FRAGMENTATION_RATIO, labels, fragmented / reserved
-        for phase, value in sorted(sample.phase_peak_bytes.items()):
-            yield catalog.TORCH_PHASE_PEAK, (*labels, phase), value
-        for component, value in sorted(sample.component_bytes.items()):
-            yield catalog.TORCH_COMPONENT, (*labels, component), value
-    if report.pinned_host_bytes is not None:
-        yield catalog.TORCH_PINNED_HOST, process_labels, report.pinned_host_bytes
+def _derived_values(sample: DeviceSample, step: int | None) -> tuple[Value, ...]:
+    """Return the values of `_DERIVED`."""
+    allocated, reserved, fragmented = sample.allocated_bytes, sample.reserved_bytes, fragmented_bytes(sample)
+    return (
+        step,
+        plan_error_ratio(sample, step),
+        fragmented,
+        (reserved - allocated) / reserved if reserved and allocated is not None else None,
+        fragmented / reserved if reserved and fragmented is not None else None,
+    )
 
 
-def _distinct(samples: tuple[DeviceSample, ...]) -> tuple[DeviceSample, ...]:
-    """Return the first sample of each device."""
-    if len({sample.uuid for sample in samples}) == len(samples):
-        return samples
-    return tuple(reversed({sample.uuid: sample for sample in reversed(samples)}.values()))
+def _series(
+    process: tuple[str, str, str], devices: tuple[tuple[str, str, tuple[str, ...], tuple[str, ...]], ...]
+) -> Iterator[Series]:
+    for gpu, uuid, phases, components in devices:
+        labels = (gpu, uuid, *process)
+        for metric in (*_SAMPLED, *_DERIVED):
+            yield metric, labels
+        for phase in phases:
+            yield catalog.TORCH_PHASE_PEAK, (*labels, phase)
+        for component in components:
+            yield catalog.TORCH_COMPONENT, (*labels, component)
+    yield catalog.TORCH_PINNED_HOST, process
+
+
+def _allocators(view: View) -> Iterator[Subject]:
+    for pid, process in view.names.reporting:
+        yield process.key, AllocatorSource.of(process, pid, view.gpu_by_uuid)
+
+
+TORCH = Collector(
+    "torch",
+    (*_SAMPLED, *_DERIVED, catalog.TORCH_PHASE_PEAK, catalog.TORCH_COMPONENT, catalog.TORCH_PINNED_HOST),
+    _allocators,
+)

@@ -14,6 +14,7 @@ __all__ = ["METRICS", "SCRAPED", "Metric"]
 _DEVICE = ("gpu", "uuid")
 _TORCH = ("gpu", "uuid", "pid", "workload", "rank")
 _REPORTER = ("pid", "workload", "rank")
+_table: list[Metric] = []
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,62 +34,87 @@ class Metric:
         return self.name.removesuffix("_total") if self.type == "counter" else self.name
 
 
+def _gauge(name: str, help: str, labels: tuple[str, ...] = ()) -> Metric:  # noqa: A002 - the field's name
+    return _add(Metric(name, "gauge", help, labels))
+
+
+def _counter(name: str, help: str, labels: tuple[str, ...] = ()) -> Metric:  # noqa: A002 - the field's name
+    return _add(Metric(name, "counter", help, labels))
+
+
+def _add(metric: Metric) -> Metric:
+    _table.append(metric)
+    return metric
+
+
+# --- the exporter and its polls
+
+BUILD_INFO = _gauge(
+    "gpumem_exporter_build_info",
+    "The exporter; the value is always 1. version is that of the exporter, python that of the interpreter. source is"
+    " nvml for real devices, demo for simulated ones.",
+    ("version", "source", "python"),
+)
+NVML_UP = _gauge(
+    "gpumem_nvml_up",
+    "1 if NVML answered the last poll and that poll is recent, else 0; the series of devices and processes are then"
+    " absent.",
+)
+POLL_DURATION = _gauge("gpumem_poll_duration_seconds", "Duration of the last poll of all devices.")
+POLL_TIMESTAMP = _gauge(
+    "gpumem_poll_timestamp_seconds",
+    "Time at which the last poll of the devices ended, in seconds since the epoch; the NVML values on this page are"
+    " from that time. Absent if the poll has expired.",
+)
+
 # --- devices, from NVML
 
-DEVICE_INFO = Metric(
+DEVICE_INFO = _gauge(
     "gpumem_device_info",
-    "gauge",
     "Description of the device; the value is always 1. mig_profile and parent_uuid are set for a MIG device. Join on"
     " uuid.",
     (*_DEVICE, "name", "driver_version", "pci_bus_id", "mig_profile", "parent_uuid"),
 )
-DEVICE_UP = Metric(
+DEVICE_UP = _gauge(
     "gpumem_device_up",
-    "gauge",
     "1 if the driver answers for the device, else 0 (it fell off the bus or cannot be read). Its other series are"
     " absent while it is 0.",
     _DEVICE,
 )
-DEVICE_TOTAL = Metric(
+DEVICE_TOTAL = _gauge(
     "gpumem_device_memory_total_bytes",
-    "gauge",
     "Memory of the device in bytes (NVML total): used + free + reserved. Slightly less than the size on the data"
     " sheet.",
     _DEVICE,
 )
-DEVICE_USED = Metric(
+DEVICE_USED = _gauge(
     "gpumem_device_memory_used_bytes",
-    "gauge",
     "Bytes that all processes use on the device: tensors, allocator caches, CUDA contexts, libraries (NVML used). A"
     " full device is not necessarily a busy one: gpumem_ledger_bytes shows the reclaimable part. Includes the driver's"
     " reserved memory only if gpumem_device_memory_reserved_bytes is absent.",
     _DEVICE,
 )
-DEVICE_FREE = Metric(
+DEVICE_FREE = _gauge(
     "gpumem_device_memory_free_bytes",
-    "gauge",
     "Bytes of the device that no process uses (NVML free). PyTorch's cache does not count as free, although PyTorch"
     " can reuse it.",
     _DEVICE,
 )
-DEVICE_RESERVED = Metric(
+DEVICE_RESERVED = _gauge(
     "gpumem_device_memory_reserved_bytes",
-    "gauge",
     "Bytes reserved by driver and firmware (NVML reserved). PyTorch's reserved bytes are gpumem_torch_reserved_bytes."
     " Absent if the driver includes these bytes in used.",
     _DEVICE,
 )
-DEVICE_HOST_MEMORY = Metric(
+DEVICE_HOST_MEMORY = _gauge(
     "gpumem_device_memory_is_host",
-    "gauge",
     "1 for an integrated GPU, which uses the host's memory. Total, free and used are then those of the host (MemTotal"
     " and MemAvailable in /proc/meminfo), and the memory of CPU programs counts as used and, in the ledger, as"
     " unattributed. Absent for other devices.",
     _DEVICE,
 )
-DEVICE_UTILIZATION = Metric(
+DEVICE_UTILIZATION = _gauge(
     "gpumem_device_utilization_ratio",
-    "gauge",
     "Share of the driver's last sampling period (up to a second) in which at least one kernel ran, 0 to 1. It measures"
     " time, not memory, and not how much of the chip the kernels used.",
     _DEVICE,
@@ -96,9 +122,8 @@ DEVICE_UTILIZATION = Metric(
 
 # --- the ledger
 
-LEDGER = Metric(
+LEDGER = _gauge(
     "gpumem_ledger_bytes",
-    "gauge",
     "Every byte of the device by category; the categories add up to gpumem_device_memory_total_bytes. torch_allocated:"
     " in tensors. torch_reclaimable: cached, and empty_cache can release it. torch_fragmented: the rest of the cache,"
     " which empty_cache cannot release or may not be able to release. non_torch: CUDA context, NCCL and libraries of"
@@ -110,16 +135,8 @@ LEDGER = Metric(
 
 # --- processes
 
-PROCESS_USED = Metric(
-    "gpumem_process_memory_used_bytes",
-    "gauge",
-    "Bytes that the process uses on the device (NVML): tensors, cache, CUDA context, NCCL and libraries. Absent if the"
-    " driver does not report it. pid is the host's.",
-    (*_DEVICE, "pid"),
-)
-PROCESS_INFO = Metric(
+PROCESS_INFO = _gauge(
     "gpumem_process_info",
-    "gauge",
     "Description of a process on the devices; the value is always 1, with one series per pid. reporting is true while"
     " the process reports its allocator. command is program and script without arguments. pid is the host's. If that"
     " is unknown, it is the process' own pid, followed by @ and the inode of its PID namespace if another process on"
@@ -140,179 +157,160 @@ PROCESS_INFO = Metric(
         "allocator_settings",
     ),
 )
+PROCESS_USED = _gauge(
+    "gpumem_process_memory_used_bytes",
+    "Bytes that the process uses on the device (NVML): tensors, cache, CUDA context, NCCL and libraries. Absent if the"
+    " driver does not report it. pid is the host's.",
+    (*_DEVICE, "pid"),
+)
 
 # --- PyTorch's caching allocator, from the report of each process
 
-TORCH_ALLOCATED = Metric(
+TORCH_ALLOCATED = _gauge(
     "gpumem_torch_allocated_bytes",
-    "gauge",
     "Bytes allocated to tensors, rounded up to the allocator's blocks (torch.cuda.memory_allocated).",
     _TORCH,
 )
-TORCH_RESERVED = Metric(
+TORCH_RESERVED = _gauge(
     "gpumem_torch_reserved_bytes",
-    "gauge",
     "Bytes that PyTorch's caching allocator has reserved from the driver: tensors and cache"
     " (torch.cuda.memory_reserved). Not NVML's reserved.",
     _TORCH,
 )
-TORCH_ACTIVE = Metric(
+TORCH_ACTIVE = _gauge(
     "gpumem_torch_active_bytes",
-    "gauge",
     "Bytes in tensors, or freed but still in use on another CUDA stream (active_bytes.all.current).",
     _TORCH,
 )
-TORCH_INACTIVE_SPLIT = Metric(
+TORCH_INACTIVE_SPLIT = _gauge(
     "gpumem_torch_inactive_split_bytes",
-    "gauge",
     "Free bytes in segments with live blocks, which the allocator cannot release to the driver"
     " (inactive_split_bytes.all.current). Always 0 with expandable segments: see gpumem_torch_fragmented_bytes.",
     _TORCH,
 )
-TORCH_REQUESTED = Metric(
+TORCH_REQUESTED = _gauge(
     "gpumem_torch_requested_bytes",
-    "gauge",
     "Bytes that the program requested, before rounding (requested_bytes.all.current). Allocated minus requested is"
     " lost to rounding.",
     _TORCH,
 )
-TORCH_ALLOCATED_PEAK = Metric(
+TORCH_ALLOCATED_PEAK = _gauge(
     "gpumem_torch_allocated_peak_bytes",
-    "gauge",
     "Highest gpumem_torch_allocated_bytes since the last reset of the peaks in this process, by the program, a library"
     " or a reset_peak action. The exporter itself never resets peaks.",
     _TORCH,
 )
-TORCH_RESERVED_PEAK = Metric(
+TORCH_RESERVED_PEAK = _gauge(
     "gpumem_torch_reserved_peak_bytes",
-    "gauge",
     "Highest gpumem_torch_reserved_bytes since the last reset of the peaks in this process, by the program, a library"
     " or a reset_peak action. The exporter itself never resets peaks.",
     _TORCH,
 )
-TORCH_PLANNED_RESERVED_PEAK = Metric(
+TORCH_PLANNED_RESERVED_PEAK = _gauge(
     "gpumem_torch_planned_reserved_peak_bytes",
-    "gauge",
     "Expected gpumem_torch_reserved_peak_bytes according to the plan that was made before the job ran. A plan covers"
     " one device per process; with several devices, the series is on the one with the highest peak. Absent without a"
     " plan.",
     _TORCH,
 )
-TORCH_PLAN_ERROR_RATIO = Metric(
+TORCH_PLAN_ERROR_RATIO = _gauge(
     "gpumem_torch_plan_error_ratio",
-    "gauge",
     "gpumem_torch_planned_reserved_peak_bytes / gpumem_torch_reserved_peak_bytes - 1. Signed: 0.05 means that the plan"
     " is 5 % too high, -0.05 that it is 5 % too low. Absent without a plan, before the end of the second step, and if"
     " steps are not counted. A reset of the peaks changes it only if the cache was emptied as well; it then refers to"
     " the bytes reserved since.",
     _TORCH,
 )
-TORCH_RECLAIMABLE = Metric(
+TORCH_RECLAIMABLE = _gauge(
     "gpumem_torch_reclaimable_bytes",
-    "gauge",
     "Bytes that torch.cuda.empty_cache would release to the driver now. Exact, except for heaps of more than about"
     " 4,000 blocks with expandable segments or private pools: those are examined every few seconds, and the bytes that"
     " could not be released then are subtracted in between. Absent if unknown.",
     _TORCH,
 )
-TORCH_FRAGMENTED = Metric(
+TORCH_FRAGMENTED = _gauge(
     "gpumem_torch_fragmented_bytes",
-    "gauge",
     "Cached bytes that empty_cache cannot release: reserved minus allocated minus reclaimable. Absent if reclaimable"
     " is absent.",
     _TORCH,
 )
-TORCH_PRIVATE_POOLS = Metric(
+TORCH_PRIVATE_POOLS = _gauge(
     "gpumem_torch_private_pools_bytes",
-    "gauge",
     "Bytes reserved by live private pools (CUDA graphs, torch.cuda.MemPool), included in gpumem_torch_reserved_bytes."
     " empty_cache does not release them. Absent if PyTorch does not report it.",
     _TORCH,
 )
-TORCH_PINNED_HOST = Metric(
+TORCH_PINNED_HOST = _gauge(
     "gpumem_torch_pinned_host_bytes",
-    "gauge",
     "Page-locked host memory of the process' caching host allocator. It is main memory, not device memory.",
     _REPORTER,
 )
-TORCH_SLACK_RATIO = Metric(
+TORCH_SLACK_RATIO = _gauge(
     "gpumem_torch_slack_ratio",
-    "gauge",
     "Share of the reserved bytes that is not in tensors, 0 to 1: the cache, reclaimable or fragmented. High after a"
     " peak; it does not show fragmentation by itself. Absent while nothing is reserved.",
     _TORCH,
 )
-TORCH_FRAGMENTATION_RATIO = Metric(
+TORCH_FRAGMENTATION_RATIO = _gauge(
     "gpumem_torch_fragmentation_ratio",
-    "gauge",
     "Share of the reserved bytes that is not in tensors and that empty_cache cannot release, 0 to 1. Absent while"
     " nothing is reserved.",
     _TORCH,
 )
-TORCH_ALLOC_RETRIES = Metric(
+TORCH_ALLOC_RETRIES = _counter(
     "gpumem_torch_alloc_retries_total",
-    "counter",
     "Allocations that failed at first, so that the allocator flushed its cache and retried. Each retry stalls the"
     " program and shows that an out-of-memory error is near.",
     _TORCH,
 )
-TORCH_OOMS = Metric(
+TORCH_OOMS = _counter(
     "gpumem_torch_ooms_total",
-    "counter",
     "Out-of-memory errors that the allocator raised in this process, including caught ones.",
     _TORCH,
 )
-TORCH_SEGMENTS_ALLOCATED = Metric(
+TORCH_SEGMENTS_ALLOCATED = _counter(
     "gpumem_torch_segments_allocated_total",
-    "counter",
     "Segments allocated from the driver so far (segment.all.allocated). A steady rate in a steady training loop means"
     " that the cache does not keep its segments.",
     _TORCH,
 )
-TORCH_SEGMENTS_FREED = Metric(
+TORCH_SEGMENTS_FREED = _counter(
     "gpumem_torch_segments_freed_total",
-    "counter",
     "Segments released to the driver so far (segment.all.freed). A release waits for the device.",
     _TORCH,
 )
-TORCH_CACHE_FLUSHES = Metric(
+TORCH_CACHE_FLUSHES = _counter(
     "gpumem_torch_cache_flushes_total",
-    "counter",
     "Times that the allocator waited for all streams to flush its cache, on request or after a failed allocation"
     " (num_sync_all_streams). Absent if PyTorch does not count them.",
     _TORCH,
 )
-TORCH_PEAK_RESETS = Metric(
+TORCH_PEAK_RESETS = _counter(
     "gpumem_torch_peak_resets_total",
-    "counter",
     "Detected resets of this process' peaks, by the program, a library or a reset_peak action. A reset is detected if"
     " a peak is lower than in the last sample; a peak that rose again in between hides it. Starts at 0 with the"
     " reporter.",
     _TORCH,
 )
-TORCH_STEP = Metric(
+TORCH_STEP = _gauge(
     "gpumem_torch_step",
-    "gauge",
     "Training step of the process at its last sample. Absent if steps are not counted.",
     _TORCH,
 )
-TORCH_PHASE_PEAK = Metric(
+TORCH_PHASE_PEAK = _gauge(
     "gpumem_torch_phase_peak_bytes",
-    "gauge",
     "Highest known peak of the allocated bytes within each phase that the program names (forward, backward, ...),"
     " since the last reset of the peaks. Exact if the phase raised the allocator's own peak or requested a reset,"
     " otherwise a lower bound.",
     (*_TORCH, "phase"),
 )
-TORCH_COMPONENT = Metric(
+TORCH_COMPONENT = _gauge(
     "gpumem_torch_component_bytes",
-    "gauge",
     "Allocated bytes by component: parameters, gradients, optimizer_state, other.",
     (*_TORCH, "component"),
 )
-TORCH_NON_TORCH = Metric(
+TORCH_NON_TORCH = _gauge(
     "gpumem_torch_non_torch_bytes",
-    "gauge",
     "Memory of the process according to NVML minus the bytes that its allocator reserved: CUDA context, NCCL,"
     " libraries, other allocators. Signed: negative while the report is newer than the driver's last reading.",
     _TORCH,
@@ -320,246 +318,142 @@ TORCH_NON_TORCH = Metric(
 
 # --- the last out-of-memory error of each process on each device
 
-LAST_OOM_TIMESTAMP = Metric(
+LAST_OOM_TIMESTAMP = _gauge(
     "gpumem_last_oom_timestamp_seconds",
-    "gauge",
     "Time of the process' last out-of-memory error on the device, including caught errors, in seconds since the epoch."
     " Present for an hour, also if the process exited; gpu and pid are those at the time of the error. At most 256"
     " errors are shown, the newest ones.",
     _TORCH,
 )
-LAST_OOM_REQUESTED = Metric(
+LAST_OOM_REQUESTED = _gauge(
     "gpumem_last_oom_requested_bytes",
-    "gauge",
     "Bytes that the allocator requested from the driver at the process' last out-of-memory error: the program's"
     " request, rounded up to a segment.",
     _TORCH,
 )
-LAST_OOM_DEVICE_FREE = Metric(
+LAST_OOM_DEVICE_FREE = _gauge(
     "gpumem_last_oom_device_free_bytes",
-    "gauge",
     "Free bytes of the device according to the driver at the process' last out-of-memory error.",
     _TORCH,
 )
-LAST_OOM_LIMIT = Metric(
+LAST_OOM_LIMIT = _gauge(
     "gpumem_last_oom_limit_bytes",
-    "gauge",
     "The most bytes that the process could have at its last out-of-memory error: the memory of the device, or the"
     " process' memory fraction of it.",
     _TORCH,
 )
-LAST_OOM_ALLOCATED = Metric(
+LAST_OOM_ALLOCATED = _gauge(
     "gpumem_last_oom_allocated_bytes",
-    "gauge",
     "gpumem_torch_allocated_bytes at the process' last out-of-memory error.",
     _TORCH,
 )
-LAST_OOM_RESERVED = Metric(
+LAST_OOM_RESERVED = _gauge(
     "gpumem_last_oom_reserved_bytes",
-    "gauge",
     "gpumem_torch_reserved_bytes at the process' last out-of-memory error, after the allocator had flushed its cache.",
     _TORCH,
 )
-LAST_OOM_RECLAIMABLE = Metric(
+LAST_OOM_RECLAIMABLE = _gauge(
     "gpumem_last_oom_reclaimable_bytes",
-    "gauge",
     "gpumem_torch_reclaimable_bytes at the process' last out-of-memory error, after the allocator had flushed its"
     " cache. Absent if unknown.",
     _TORCH,
 )
-LAST_OOM_FRAGMENTED = Metric(
+LAST_OOM_FRAGMENTED = _gauge(
     "gpumem_last_oom_fragmented_bytes",
-    "gauge",
     "gpumem_torch_fragmented_bytes at the process' last out-of-memory error. If these and the device's free bytes"
     " together exceed the request, fragmentation is the reason that it failed. Absent if reclaimable is absent.",
     _TORCH,
 )
 
-# --- the exporter itself
+# --- the reporters and the scrape
 
-BUILD_INFO = Metric(
-    "gpumem_exporter_build_info",
-    "gauge",
-    "The exporter; the value is always 1. version is that of the exporter, python that of the interpreter. source is"
-    " nvml for real devices, demo for simulated ones.",
-    ("version", "source", "python"),
-)
-NVML_UP = Metric(
-    "gpumem_nvml_up",
-    "gauge",
-    "1 if NVML answered the last poll and that poll is recent, else 0; the series of devices and processes are then"
-    " absent.",
-)
-POLL_DURATION = Metric("gpumem_poll_duration_seconds", "gauge", "Duration of the last poll of all devices.")
-POLL_TIMESTAMP = Metric(
-    "gpumem_poll_timestamp_seconds",
-    "gauge",
-    "Time at which the last poll of the devices ended, in seconds since the epoch; the NVML values on this page are"
-    " from that time. Absent if the poll has expired.",
-)
-REPORTER_UP = Metric(
+REPORTER_UP = _gauge(
     "gpumem_reporter_up",
-    "gauge",
     "1 while the process reports; 0 if its last report has expired and it is not known to have exited. Its torch"
     " series are then absent.",
     _REPORTER,
 )
-REPORTER_TIMESTAMP = Metric(
+REPORTER_TIMESTAMP = _gauge(
     "gpumem_reporter_last_report_timestamp_seconds",
-    "gauge",
     "Time at which the exporter received the process' last report, in seconds since the epoch. The sample in the"
     " report may be older: see gpumem_reporter_sample_timestamp_seconds.",
     _REPORTER,
 )
-SAMPLE_TIMESTAMP = Metric(
+SAMPLE_TIMESTAMP = _gauge(
     "gpumem_reporter_sample_timestamp_seconds",
-    "gauge",
     "Time of the sample that the process' torch series show, in seconds since the epoch by the exporter's clock."
     " During training it is the end of the last step, so it may be a minute old if steps are long.",
     _REPORTER,
 )
-COLLECTOR_SUCCESS = Metric(
+COLLECTOR_SUCCESS = _gauge(
     "gpumem_scrape_collector_success",
-    "gauge",
     "1 if this part of the page was created in this scrape, 0 if it failed. Its series are then absent; other parts"
     " are not affected.",
     ("collector",),
 )
-COLLECTOR_DURATION = Metric(
+COLLECTOR_DURATION = _gauge(
     "gpumem_scrape_collector_duration_seconds",
-    "gauge",
     "Time to create this part of the page in this scrape. Work done when reports arrived is not included.",
     ("collector",),
 )
-REPORTS = Metric(
+
+# --- the exporter's own counters and histograms; the metrics before are those of a snapshot
+
+REPORTS = _counter(
     "gpumem_reports_total",
-    "counter",
     "Reports that processes sent to the exporter, by outcome.",
     ("outcome",),
 )
-PROCESSES_DROPPED = Metric(
+PROCESSES_DROPPED = _counter(
     "gpumem_processes_dropped_total",
-    "counter",
     "Reports rejected because the maximum number of processes report already (--report.max-processes). Each is from a"
     " process that this page does not show.",
 )
-ACTIONS = Metric(
+ACTIONS = _counter(
     "gpumem_actions_total",
-    "counter",
     "Actions by outcome, counted once per target process, without dry runs.",
     ("action", "outcome"),
 )
-ACTION_FREED = Metric(
+ACTION_FREED = _counter(
     "gpumem_action_freed_bytes_total",
-    "counter",
     "Bytes that actions released to the driver, as measured in the processes, without dry runs.",
     ("action",),
 )
-ACTION_DURATION = Metric(
-    "gpumem_action_duration_seconds",
-    "histogram",
-    "Time from the request of an action to its last result, without dry runs.",
-    ("action",),
+ACTION_DURATION = _add(
+    Metric(
+        "gpumem_action_duration_seconds",
+        "histogram",
+        "Time from the request of an action to its last result, without dry runs.",
+        ("action",),
+    )
 )
-EVENTS = Metric(
+EVENTS = _counter(
     "gpumem_events_total",
-    "counter",
     "Events on the node since the exporter started, by type. An event counts once it is stored and available at"
     " /api/v1/events; gpumem_events_dropped_total counts the others.",
     ("type",),
 )
-EVENTS_DROPPED = Metric(
+EVENTS_DROPPED = _counter(
     "gpumem_events_dropped_total",
-    "counter",
     "Events that could not be stored, because the disk failed and the queue was full. /health has the reason.",
 )
-HELD_REQUESTS = Metric(
+HELD_REQUESTS = _gauge(
     "gpumem_held_requests",
-    "gauge",
     "Open requests that wait for data: reports that wait for commands, actions that wait for their end, live pages."
     " About one per reporting process.",
 )
-POLICY_EVALUATIONS = Metric(
+POLICY_EVALUATIONS = _counter(
     "gpumem_policy_evaluations_total",
-    "counter",
     "Evaluations of the rules in the policy file, one per process and device, by rule and result.",
     ("rule", "result"),
 )
-ALERTS = Metric(
+ALERTS = _counter(
     "gpumem_alerts_total",
-    "counter",
     "Alerts that Alertmanager sent, by outcome. A body that is not a valid message counts once, as invalid.",
     ("outcome",),
 )
 
-SCRAPED: tuple[Metric, ...] = (
-    BUILD_INFO,
-    NVML_UP,
-    POLL_DURATION,
-    POLL_TIMESTAMP,
-    DEVICE_INFO,
-    DEVICE_UP,
-    DEVICE_TOTAL,
-    DEVICE_USED,
-    DEVICE_FREE,
-    DEVICE_RESERVED,
-    DEVICE_HOST_MEMORY,
-    DEVICE_UTILIZATION,
-    LEDGER,
-    PROCESS_INFO,
-    PROCESS_USED,
-    TORCH_ALLOCATED,
-    TORCH_RESERVED,
-    TORCH_ACTIVE,
-    TORCH_INACTIVE_SPLIT,
-    TORCH_REQUESTED,
-    TORCH_ALLOCATED_PEAK,
-    TORCH_RESERVED_PEAK,
-    TORCH_PLANNED_RESERVED_PEAK,
-    TORCH_PLAN_ERROR_RATIO,
-    TORCH_RECLAIMABLE,
-    TORCH_FRAGMENTED,
-    TORCH_PRIVATE_POOLS,
-    TORCH_PINNED_HOST,
-    TORCH_SLACK_RATIO,
-    TORCH_FRAGMENTATION_RATIO,
-    TORCH_ALLOC_RETRIES,
-    TORCH_OOMS,
-    TORCH_SEGMENTS_ALLOCATED,
-    TORCH_SEGMENTS_FREED,
-    TORCH_CACHE_FLUSHES,
-    TORCH_PEAK_RESETS,
-    TORCH_STEP,
-    TORCH_PHASE_PEAK,
-    TORCH_COMPONENT,
-    TORCH_NON_TORCH,
-    LAST_OOM_TIMESTAMP,
-    LAST_OOM_REQUESTED,
-    LAST_OOM_DEVICE_FREE,
-    LAST_OOM_LIMIT,
-    LAST_OOM_ALLOCATED,
-    LAST_OOM_RESERVED,
-    LAST_OOM_RECLAIMABLE,
-    LAST_OOM_FRAGMENTED,
-    REPORTER_UP,
-    REPORTER_TIMESTAMP,
-    SAMPLE_TIMESTAMP,
-    COLLECTOR_SUCCESS,
-    COLLECTOR_DURATION,
-)
-"""The metrics of a snapshot, in the order of the page."""
-
-METRICS: tuple[Metric, ...] = (
-    *SCRAPED,
-    REPORTS,
-    PROCESSES_DROPPED,
-    ACTIONS,
-    ACTION_FREED,
-    ACTION_DURATION,
-    EVENTS,
-    EVENTS_DROPPED,
-    HELD_REQUESTS,
-    POLICY_EVALUATIONS,
-    ALERTS,
-)
-"""All metrics; those after `SCRAPED` are the exporter's own counters, gauges and histograms."""
+METRICS: tuple[Metric, ...] = tuple(_table)
+"""All metrics."""
+SCRAPED = METRICS[: METRICS.index(REPORTS)]
+"""The metrics of a snapshot; the others are the exporter's own counters, gauges and histograms."""

@@ -1,57 +1,78 @@
-"""Samples of the devices and their ledgers."""
+"""Samples of the devices and of their ledgers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Column, Sample
-from gpumem_exporter.collectors.view import OrderedDevices, View
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
+from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import node_ledgers, non_torch_bytes
-from gpumem_exporter.core.samples import NodeReading
 
-__all__ = ["device_samples", "ledger_samples"]
+__all__ = ["DEVICE", "LEDGER"]
+
+_DEVICE_FAMILIES = (
+    catalog.DEVICE_INFO,
+    catalog.DEVICE_UP,
+    catalog.DEVICE_TOTAL,
+    catalog.DEVICE_USED,
+    catalog.DEVICE_FREE,
+    catalog.DEVICE_RESERVED,
+    catalog.DEVICE_HOST_MEMORY,
+    catalog.DEVICE_UTILIZATION,
+)
+_NO_MEMORY = (None, None, None, None, None)
 
 
-def device_samples(node: NodeReading | None, ordered: OrderedDevices) -> Iterator[Sample]:
-    """Yield the samples of each device. A device that cannot be read has only its info and `up` 0."""
-    if node is None:
-        return
-    for device in ordered.devices:
-        labels = (device.gpu, device.uuid)
-        info = (device.name, node.driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
-        yield catalog.DEVICE_INFO, (*labels, *info), 1
-        yield catalog.DEVICE_UP, labels, 1 if device.up else 0
+def _devices(view: View) -> Iterator[Subject]:
+    """Yield the devices. A device that cannot be read has only its info and `up` 0."""
+    driver_version = view.node.driver_version if view.node is not None else ""
+    for device in view.devices:
+        key = (device.gpu, device.uuid)
+        info = (device.name, driver_version, device.pci_bus_id, device.mig_profile, device.parent_uuid)
         memory = device.memory
+        of_memory: tuple[int | None, ...] = _NO_MEMORY
         if memory is not None:
-            yield catalog.DEVICE_TOTAL, labels, memory.total_bytes
-            yield catalog.DEVICE_USED, labels, memory.used_bytes
-            yield catalog.DEVICE_FREE, labels, memory.free_bytes
-            if memory.reserved_bytes is not None:
-                yield catalog.DEVICE_RESERVED, labels, memory.reserved_bytes
-            if memory.of_host:
-                yield catalog.DEVICE_HOST_MEMORY, labels, 1
-        if device.utilization_ratio is not None:
-            yield catalog.DEVICE_UTILIZATION, labels, device.utilization_ratio
+            of_host = 1 if memory.of_host else None
+            of_memory = (memory.total_bytes, memory.used_bytes, memory.free_bytes, memory.reserved_bytes, of_host)
+        values = (1, 1 if device.up else 0, *of_memory, device.utilization_ratio)
+        yield key, Samples((key, info), _device_series, values)
 
 
-def ledger_samples(view: View) -> Iterator[Sample | Column]:
-    """Yield the known categories of each device's ledger, and the non-torch memory of each process."""
+def _device_series(device: tuple[str, str], info: tuple[str, ...]) -> Iterator[Series]:
+    yield catalog.DEVICE_INFO, (*device, *info)
+    for metric in _DEVICE_FAMILIES[1:]:
+        yield metric, device
+
+
+def _ledgers(view: View) -> Iterator[Subject]:
+    """Yield the ledger of each device, with the non-torch memory of the processes on it."""
+    if view.node is None:
+        return
     labels_by_pid = {
         process.host_pid: (pid, process.report.process.workload, process.report.process.rank)
-        for pid, process in view.reporting
+        for pid, process in view.names.reporting
         if process.host_pid is not None
     }
     ledgers = node_ledgers(view.snapshot, view.names)
     for device in view.devices:
+        key = (device.gpu, device.uuid)
         ledger = ledgers.get(device.uuid)
-        if ledger is not None:
-            non_torch = ledger.non_torch
-            for category, value in ledger.categories.items():
-                yield catalog.LEDGER, (device.gpu, device.uuid, category), value
-        elif view.node is not None:
-            non_torch = non_torch_bytes(view.node, view.names, device)
-        else:
-            continue
-        rows = tuple([labels_by_pid[pid] for pid in non_torch])
-        yield Column(catalog.TORCH_NON_TORCH, (device.gpu, device.uuid), rows, list(non_torch.values()))
+        categories = ledger.categories if ledger is not None else {}
+        non_torch = ledger.non_torch if ledger is not None else non_torch_bytes(view.node, view.names, device)
+        processes = tuple([labels_by_pid[pid] for pid in non_torch])
+        values = (*categories.values(), *non_torch.values())
+        yield key, Samples((key, tuple(categories), processes), _ledger_series, values)
+
+
+def _ledger_series(
+    device: tuple[str, str], categories: tuple[str, ...], processes: tuple[tuple[str, str, str], ...]
+) -> Iterator[Series]:
+    for category in categories:
+        yield catalog.LEDGER, (*device, category)
+    for labels in processes:
+        yield catalog.TORCH_NON_TORCH, (*device, *labels)
+
+
+DEVICE = Collector("device", _DEVICE_FAMILIES, _devices)
+LEDGER = Collector("ledger", (catalog.LEDGER, catalog.TORCH_NON_TORCH), _ledgers)

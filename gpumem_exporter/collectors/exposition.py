@@ -1,57 +1,58 @@
 """Renders the metrics page without `prometheus_client`.
 
-`prometheus_client` takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000 series. This
-module renders nine tenths of the page when reports and readings arrive, and the rest in the scrape with cached label
-texts. `GpumemCollector` provides the same samples to any registry.
+`prometheus_client` takes 8 to 10 µs per series, and a node with 64 processes on 8 devices has 20,000 series. Here each
+subject (a device, a process, the allocator of a process) keeps its lines until it changes, and a page joins the lines
+of all subjects family by family. The lines of a report are rendered when it arrives, so that a scrape only joins them.
 """
 
 from __future__ import annotations
 
-import contextlib
+import logging
+import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.devices import device_samples
-from gpumem_exporter.collectors.lines import Column, LineWriter, Sample, header
-from gpumem_exporter.collectors.prepared import PreparedReports
-from gpumem_exporter.collectors.processes import info_samples, used_samples
-from gpumem_exporter.collectors.reporters import build_sample
+from gpumem_exporter.collectors.allocators import TORCH, AllocatorSource
+from gpumem_exporter.collectors.devices import DEVICE, LEDGER
+from gpumem_exporter.collectors.lines import header
+from gpumem_exporter.collectors.ooms import OOM
+from gpumem_exporter.collectors.processes import PROCESS
+from gpumem_exporter.collectors.reporters import POLL, REPORTER, reporter_samples
 from gpumem_exporter.collectors.self_metrics import RegistryPage
-from gpumem_exporter.collectors.subjects import DEVICE, PROCESS, SUBJECTS, TORCH, Subject, SubjectRunner
-from gpumem_exporter.collectors.view import OrderedDevices, View, gpu_by_uuid
-from gpumem_exporter.core.samples import NodeReading, ReportingProcess, Snapshot
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, SubjectLines
+from gpumem_exporter.collectors.view import View
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
 
-__all__ = ["CONTENT_TYPE_OPENMETRICS", "CONTENT_TYPE_TEXT", "Exposition"]
+__all__ = ["COLLECTORS", "CONTENT_TYPE_OPENMETRICS", "CONTENT_TYPE_TEXT", "Exposition"]
 
 CONTENT_TYPE_TEXT = "text/plain; version=0.0.4; charset=utf-8"
 CONTENT_TYPE_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
+COLLECTORS = (POLL, DEVICE, LEDGER, PROCESS, TORCH, OOM, REPORTER)
+
 _EOF = b"# EOF\n"
+_HEADERS = {
+    openmetrics: {metric: header(metric, openmetrics=openmetrics) for metric in catalog.SCRAPED}
+    for openmetrics in (False, True)
+}
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, slots=True)
-class _PreparedReading:
-    """A reading, its devices in order, and the lines that depend on the reading only."""
-
-    node: NodeReading
-    ordered: OrderedDevices
-    device: Mapping[catalog.Metric, bytes]
-    used: Mapping[catalog.Metric, bytes]
+T = TypeVar("T")
 
 
 class Exposition:
-    """Renders the page. Only the event loop uses it, except `prepare_reading`.
+    """Renders the page. Only the event loop uses it.
 
     Args:
         own: the registry of the exporter's own metrics, which are at the end of the page.
         version: the version of the exporter.
         source: "nvml" or "demo".
-        max_prepared_processes: the most processes whose lines are cached; 5 to 12 KB for each process and device.
         clock: monotonic seconds.
     """
 
@@ -61,86 +62,89 @@ class Exposition:
         *,
         version: str,
         source: str,
-        max_prepared_processes: int = 1024,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._own = RegistryPage(own)
-        self._build = build_sample(version, source)
-        self._prepared = PreparedReports(max_processes=max_prepared_processes)
-        self._writer = LineWriter()
-        self._runner = SubjectRunner(clock)
-        self._reading_writer = LineWriter()  # the poller's thread uses it
-        self._reading: _PreparedReading | None = None
-        self._headers = {
-            openmetrics: {metric: header(metric, openmetrics=openmetrics) for metric in catalog.SCRAPED}
-            for openmetrics in (False, True)
-        }
+        self._build = (version, source, platform.python_version())
+        self._clock = clock
+        self._lines = {collector.name: SubjectLines(collector.families) for collector in COLLECTORS}
+        self._scrape_lines = SubjectLines((catalog.BUILD_INFO, catalog.COLLECTOR_SUCCESS, catalog.COLLECTOR_DURATION))
+        self._failing: set[str] = set()
 
-    def prepare(self, process: ReportingProcess, node: NodeReading | None) -> None:
-        """Render a process' lines when its report arrives, so that a scrape only joins them.
+    def cached_subjects(self) -> int:
+        """Return the number of subjects whose lines are kept."""
+        return sum(len(lines) for lines in self._lines.values())
 
-        The call is optional: the page is the same without it, or with another `node` at the scrape, but takes longer.
+    def refresh(self, process: ReportingProcess) -> None:
+        """Render the lines of a process' new report, so that the next scrape only joins them.
+
+        The call is optional and has no effect on the page. A process that was not on the last page is left to the
+        scrape, so nothing is rendered for an exporter without scrapes.
         """
-        self._prepared.prepare(process, gpu_by_uuid(node))
-
-    def prepare_reading(self, node: NodeReading) -> None:
-        """Render the lines that depend on a reading only, so that a scrape only joins them.
-
-        The poller's thread calls it. The call is optional: the page is the same without it, but takes longer.
-        """
-        prepared = None
-        with contextlib.suppress(Exception):  # `render` then renders these lines and logs the error
-            ordered, write = OrderedDevices.of(node), self._reading_writer.write
-            prepared = _PreparedReading(
-                node, ordered, write(device_samples(node, ordered)), write(used_samples(ordered))
-            )
-            self._reading_writer.end_page()
-        self._reading = prepared
+        allocators = self._lines[TORCH.name]
+        last = allocators.source(process.key)
+        if isinstance(last, AllocatorSource):
+            pid = last.process[0]
+            allocators.refresh(process.key, AllocatorSource.of(process, pid, last.gpu_by_uuid))
+            self._lines[REPORTER.name].refresh(pid, reporter_samples(process, pid))
 
     def render(self, snapshot: Snapshot, *, openmetrics: bool) -> bytes:
         """Return the page in OpenMetrics 1.0 or in Prometheus' text format 0.0.4. Never raises."""
-        outcomes: list[Sample] = []
-        families: dict[catalog.Metric, Iterable[bytes]] = {}
-        reading = self._reading  # the poller's thread may replace it
-        if reading is not None and reading.node is not snapshot.node:
-            reading = None
-        view = self._runner.run(
-            "view", partial(View.of, snapshot, reading.ordered if reading is not None else None), outcomes
-        )
+        outcomes: dict[str, tuple[int, float]] = {}
+        families: dict[catalog.Metric, tuple[bytes, ...]] = {}
+        view = self._run("view", partial(View.of, snapshot), outcomes)
         if view is not None:
-            for name, subject in SUBJECTS:
-                make = partial(self._lines, name, subject, view, reading)
-                families.update(self._runner.run(name, make, outcomes) or {})
-        own = self._runner.run("own", partial(self._own.write, openmetrics=openmetrics), outcomes)
-        families.update(self._write([self._build, *outcomes]))
-        self._writer.end_page()
+            for collector in COLLECTORS:
+                families.update(self._run(collector.name, partial(self._collect, collector, view), outcomes) or {})
+        own = self._run("own", partial(self._own.write, openmetrics=openmetrics), outcomes)
+        families.update(self._scrape_lines.page([("scrape", self._scrape_samples(outcomes))]))
+        return _join(families, own or b"", openmetrics=openmetrics)
 
-        page: list[bytes] = []
-        headers = self._headers[openmetrics]
-        for metric in catalog.SCRAPED:
-            pieces = families.get(metric, ())
-            if any(pieces):
-                page.append(headers[metric])
-                page.extend(pieces)
-        page.append(own or b"")
-        if openmetrics:
-            page.append(_EOF)
-        return b"".join(page)
+    def _collect(self, collector: Collector, view: View) -> dict[catalog.Metric, tuple[bytes, ...]]:
+        return self._lines[collector.name].page(collector.subjects(view))
 
-    def _lines(
-        self, name: str, subject: Subject, view: View, reading: _PreparedReading | None
-    ) -> dict[catalog.Metric, Iterable[bytes]]:
-        if name == TORCH:
-            return self._prepared.families(view)
-        if name == DEVICE and reading is not None:
-            return _pieces(reading.device)
-        if name == PROCESS and reading is not None:
-            return {**_pieces(reading.used), **self._write(info_samples(view))}
-        return self._write(subject(view))
+    def _scrape_samples(self, outcomes: Mapping[str, tuple[int, float]]) -> Samples:
+        values = [value for outcome in outcomes.values() for value in outcome]
+        return Samples((self._build, *outcomes), _scrape_series, (1, *values))
 
-    def _write(self, samples: Iterable[Sample | Column]) -> dict[catalog.Metric, Iterable[bytes]]:
-        return _pieces(self._writer.write(samples))
+    def _run(self, name: str, make: Callable[[], T], outcomes: dict[str, tuple[int, float]]) -> T | None:
+        """Return the result of `make`, or None if it raises; adds its success and duration to `outcomes`.
+
+        The first failure is logged. A failing part does not affect the others.
+        """
+        started = self._clock()
+        made: T | None = None
+        success = 0
+        try:
+            made = make()
+        except Exception:  # noqa: BLE001 - one failing part must not lose the page
+            if name not in self._failing:
+                self._failing.add(name)
+                _log.exception("collector %r failed; its metrics are left out until it succeeds", name)
+        else:
+            success = 1
+            self._failing.discard(name)
+        outcomes[name] = success, self._clock() - started
+        return made
 
 
-def _pieces(lines: Mapping[catalog.Metric, bytes]) -> dict[catalog.Metric, Iterable[bytes]]:
-    return {metric: (text,) for metric, text in lines.items()}
+def _scrape_series(build: tuple[str, str, str], *names: str) -> Iterator[Series]:
+    yield catalog.BUILD_INFO, build
+    for name in names:
+        yield catalog.COLLECTOR_SUCCESS, (name,)
+        yield catalog.COLLECTOR_DURATION, (name,)
+
+
+def _join(families: Mapping[catalog.Metric, tuple[bytes, ...]], own: bytes, *, openmetrics: bool) -> bytes:
+    """Join the lines of each family below its header, in the order of the catalog."""
+    headers = _HEADERS[openmetrics]
+    page: list[bytes] = []
+    for metric in catalog.SCRAPED:
+        pieces = families.get(metric, ())
+        if any(pieces):
+            page.append(headers[metric])
+            page.extend(pieces)
+    page.append(own)
+    if openmetrics:
+        page.append(_EOF)
+    return b"".join(page)

@@ -5,43 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Column
-from gpumem_exporter.collectors.view import OrderedDevices, View, pid_order
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
+from gpumem_exporter.collectors.view import View
+from gpumem_exporter.core.naming import pid_order
 from gpumem_exporter.core.samples import ProcessFacts
 
-__all__ = ["info_samples", "process_samples", "used_samples"]
+__all__ = ["PROCESS"]
 
 
-def process_samples(view: View) -> Iterator[Column]:
-    """Yield the used bytes and the description of each process."""
-    yield from used_samples(view.ordered)
-    yield from info_samples(view)
+def _processes(view: View) -> Iterator[Subject]:
+    """Yield the processes that the driver lists on each device, and the description of each process.
 
-
-def used_samples(ordered: OrderedDevices) -> Iterator[Column]:
-    """Yield the driver's value of the bytes that each process uses on each device."""
-    for device, listed in zip(ordered.devices, ordered.listed, strict=True):
-        pids = tuple([process.pid for process in listed])
-        used = [process.used_bytes for process in listed]
-        yield Column(catalog.PROCESS_USED, (device.gpu, device.uuid), pids, used, _pid_label)
-
-
-def info_samples(view: View) -> Iterator[Column]:
-    """Yield one info series for each pid that the driver lists or that reports.
-
-    Reporters are included even if the driver does not answer.
+    Reporters are described even if the driver does not answer.
     """
-    listed_pids = {process.pid for listed in view.ordered.listed for process in listed}
-    yield from _infos(view, view.node.facts if view.node is not None else {}, listed_pids)
+    for device, listed in zip(view.devices, view.listed, strict=True):
+        key = (device.gpu, device.uuid)
+        pids = tuple([process.pid for process in listed])
+        used = tuple([process.used_bytes for process in listed])
+        yield key, Samples((key, pids), _used_series, used)
+    rows = _info_rows(view, view.node.facts if view.node is not None else {})
+    only_reporting = len(rows) == len(view.names.reporting)  # these are already in order
+    for pid in rows if only_reporting else sorted(rows, key=pid_order):
+        yield pid, Samples((pid, rows[pid]), _info_series, (1,))
 
 
-def _pid_label(pid: int) -> tuple[str]:
-    return (str(pid),)
+def _used_series(device: tuple[str, str], pids: tuple[int, ...]) -> Iterator[Series]:
+    for pid in pids:
+        yield catalog.PROCESS_USED, (*device, str(pid))
 
 
-def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: set[int]) -> Iterator[Column]:
+def _info_series(pid: str, row: tuple[str, ...]) -> Iterator[Series]:
+    yield catalog.PROCESS_INFO, (pid, *row)
+
+
+def _info_rows(view: View, facts_by_pid: Mapping[int, ProcessFacts]) -> dict[str, tuple[str, ...]]:
+    """Return the labels of each process that the driver lists or that reports, without the pid, by name."""
     rows: dict[str, tuple[str, ...]] = {}
-    for pid, process in view.reporting:
+    for pid, process in view.names.reporting:
         identity = process.report.process
         facts = _facts(facts_by_pid, process.host_pid, identity.start_time_ticks)
         rows[pid] = (
@@ -53,16 +53,14 @@ def _infos(view: View, facts_by_pid: Mapping[int, ProcessFacts], listed_pids: se
             identity.torch_version,
             identity.allocator_settings,
         )
-    for pid, reporter in view.silent:
+    for pid, reporter in view.names.silent:
         facts = _facts(facts_by_pid, reporter.host_pid, reporter.start_time_ticks)
         rows[pid] = (reporter.workload, reporter.rank, *_host_labels(facts), *_jobs(facts), "false", "", "")
-    for listed_pid in listed_pids:
-        facts = facts_by_pid.get(listed_pid)
-        rows.setdefault(str(listed_pid), ("", "", *_host_labels(facts), *_jobs(facts), "false", "", ""))
-    only_reporting = len(rows) == len(view.reporting)
-    pids = rows if only_reporting else sorted(rows, key=pid_order)  # reporting processes are already in order
-    tails = tuple([(pid, *rows[pid]) for pid in pids])
-    yield Column(catalog.PROCESS_INFO, (), tails, [1] * len(tails))
+    for listed_pid in {process.pid for listed in view.listed for process in listed}:
+        if str(listed_pid) not in rows:
+            facts = facts_by_pid.get(listed_pid)
+            rows[str(listed_pid)] = ("", "", *_host_labels(facts), *_jobs(facts), "false", "", "")
+    return rows
 
 
 def _facts(
@@ -93,3 +91,6 @@ def _jobs(facts: ProcessFacts | None, slurm_job_id: str = "", ray_job_id: str = 
     if facts is None:
         return (slurm_job_id, ray_job_id)
     return (slurm_job_id or facts.slurm_job_id, ray_job_id or facts.ray_job_id)
+
+
+PROCESS = Collector("process", (catalog.PROCESS_INFO, catalog.PROCESS_USED), _processes)

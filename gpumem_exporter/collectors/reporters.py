@@ -1,41 +1,53 @@
-"""Samples of the exporter's version, the last poll, and the reporters."""
+"""Samples of the last poll and of the reporters."""
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Iterator
 
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.lines import Column, Sample
-from gpumem_exporter.collectors.view import View, pid_order
+from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
+from gpumem_exporter.collectors.view import View
+from gpumem_exporter.core.naming import pid_order
+from gpumem_exporter.core.samples import ReportingProcess
 
-__all__ = ["build_sample", "poll_samples", "reporter_samples"]
+__all__ = ["POLL", "REPORTER", "reporter_samples"]
+
+_POLL_FAMILIES = (catalog.NVML_UP, catalog.POLL_DURATION, catalog.POLL_TIMESTAMP)
+_REPORTER_FAMILIES = (catalog.REPORTER_UP, catalog.REPORTER_TIMESTAMP, catalog.SAMPLE_TIMESTAMP)
 
 
-def build_sample(version: str, source: str) -> Sample:
-    """Return the sample that describes the exporter, which is the same in every scrape."""
-    return catalog.BUILD_INFO, (version, source, platform.python_version()), 1
-
-
-def poll_samples(view: View) -> Iterator[Sample]:
+def _polls(view: View) -> Iterator[Subject]:
     """Yield whether the driver answers, and the duration and time of the last poll unless it has expired."""
-    yield catalog.NVML_UP, (), 0 if view.node is None else 1
     last = view.snapshot.node
-    if last is not None:
-        yield catalog.POLL_DURATION, (), last.duration_seconds
-        yield catalog.POLL_TIMESTAMP, (), last.taken_unix_seconds
+    times = (last.duration_seconds, last.taken_unix_seconds) if last is not None else (None, None)
+    yield "poll", Samples((), _poll_series, (0 if view.node is None else 1, *times))
 
 
-def reporter_samples(view: View) -> Iterator[Column]:
+def _poll_series() -> Iterator[Series]:
+    for metric in _POLL_FAMILIES:
+        yield metric, ()
+
+
+def _reporters(view: View) -> Iterator[Subject]:
     """Yield the state of each reporter, the time of its last report, and the time of its sample."""
-    rows: dict[str, tuple[str, str, int, float, float | None]] = {}
-    for pid, process in view.reporting:
-        identity, received = process.report.process, process.received_unix_seconds
-        rows[pid] = (identity.workload, identity.rank, 1, received, received - process.report.sample_age_seconds)
-    for pid, reporter in view.silent:
-        rows[pid] = (reporter.workload, reporter.rank, 0, reporter.last_report_unix_seconds, None)
-    pids = sorted(rows, key=pid_order) if view.silent else list(rows)  # reporting processes are already in order
-    tails = tuple([(pid, *rows[pid][:2]) for pid in pids])
-    yield Column(catalog.REPORTER_UP, (), tails, [rows[pid][2] for pid in pids])
-    yield Column(catalog.REPORTER_TIMESTAMP, (), tails, [rows[pid][3] for pid in pids])
-    yield Column(catalog.SAMPLE_TIMESTAMP, (), tails, [rows[pid][4] for pid in pids])
+    rows = {pid: reporter_samples(process, pid) for pid, process in view.names.reporting}
+    for pid, silent in view.names.silent:
+        labels = (pid, silent.workload, silent.rank)
+        rows[pid] = Samples(labels, _reporter_series, (0, silent.last_report_unix_seconds, None))
+    yield from sorted(rows.items(), key=lambda row: pid_order(row[0])) if view.names.silent else rows.items()
+
+
+def reporter_samples(process: ReportingProcess, pid: str) -> Samples:
+    """Return the samples of a reporter that has the name `pid` on the page."""
+    identity, received = process.report.process, process.received_unix_seconds
+    values = (1, received, received - process.report.sample_age_seconds)
+    return Samples((pid, identity.workload, identity.rank), _reporter_series, values)
+
+
+def _reporter_series(*labels: str) -> Iterator[Series]:
+    for metric in _REPORTER_FAMILIES:
+        yield metric, labels
+
+
+POLL = Collector("poll", _POLL_FAMILIES, _polls)
+REPORTER = Collector("reporter", _REPORTER_FAMILIES, _reporters)

@@ -9,32 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
-from gpumem_exporter.core.naming import Names, pid_order
-from gpumem_exporter.core.samples import (
-    DeviceReading,
-    NodeReading,
-    ProcessMemory,
-    ReportingProcess,
-    SilentReporter,
-    Snapshot,
-)
+from gpumem_exporter.core.naming import Names
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessMemory, Snapshot
 
-__all__ = ["OrderedDevices", "View", "gpu_by_uuid", "pid_order"]
-
-
-@dataclass(frozen=True, slots=True)
-class OrderedDevices:
-    """The devices of a reading, in order."""
-
-    devices: tuple[DeviceReading, ...]
-    listed: tuple[tuple[ProcessMemory, ...], ...]
-    """The processes on each of `devices`, sorted by pid and without duplicates; empty if the list is unknown."""
-
-    @classmethod
-    def of(cls, node: NodeReading | None) -> OrderedDevices:
-        """Sort the devices and processes of a reading; empty if the driver did not answer."""
-        devices = _in_order(node.devices) if node is not None and node.up else ()
-        return cls(devices, tuple([_listed(device) for device in devices]))
+__all__ = ["View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +22,25 @@ class View:
     snapshot: Snapshot
     node: NodeReading | None
     """The last poll, if it has not expired and the driver answered."""
-    ordered: OrderedDevices
+    devices: tuple[DeviceReading, ...]
+    """The devices of `node`."""
+    listed: tuple[tuple[ProcessMemory, ...], ...]
+    """The processes on each of `devices`, sorted by pid and without duplicates; empty if the list is unknown."""
     gpu_by_uuid: Mapping[str, str]
+    """The `gpu` label of each device; empty if the driver does not answer."""
     names: Names
-
-    @property
-    def devices(self) -> tuple[DeviceReading, ...]:
-        """The devices of `node` in order."""
-        return self.ordered.devices
-
-    @property
-    def reporting(self) -> tuple[tuple[str, ReportingProcess], ...]:
-        """The reporting processes with their names."""
-        return self.names.reporting
-
-    @property
-    def silent(self) -> tuple[tuple[str, SilentReporter], ...]:
-        """The silent reporters with their names."""
-        return self.names.silent
+    """The reporting processes and the silent reporters with their names."""
 
     @classmethod
-    def of(cls, snapshot: Snapshot, ordered: OrderedDevices | None = None) -> View:
-        """Sort a snapshot.
-
-        Args:
-            snapshot: the node and its reports.
-            ordered: the sorted devices of its reading; computed if None.
-        """
+    def of(cls, snapshot: Snapshot) -> View:
+        """Sort a snapshot."""
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
-        return cls(snapshot, node, ordered or OrderedDevices.of(node), gpu_by_uuid(node), Names.of(snapshot))
-
-
-def gpu_by_uuid(node: NodeReading | None) -> dict[str, str]:
-    """Return the `gpu` label of each device; empty if the driver does not answer."""
-    return {} if node is None or not node.up else {device.uuid: device.gpu for device in node.devices}
+        known = node.devices if node is not None else ()
+        devices = _in_order(known)
+        gpu_by_uuid = {device.uuid: device.gpu for device in known}
+        return cls(
+            snapshot, node, devices, tuple([_listed(device) for device in devices]), gpu_by_uuid, Names.of(snapshot)
+        )
 
 
 def _listed(device: DeviceReading) -> tuple[ProcessMemory, ...]:

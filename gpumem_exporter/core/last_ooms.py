@@ -26,8 +26,8 @@ class LastOoms:
     def put(self, ooms: Iterable[LastOom]) -> None:
         """Add errors in the order of their arrival. An error that is already known changes nothing."""
         for oom in ooms:
-            held = self._ooms.get((oom.uuid, oom.pid))
-            if held is None or held.session != oom.session or held.number < oom.number:
+            known = self._ooms.get((oom.uuid, oom.pid))
+            if known is None or known.session != oom.session or known.number < oom.number:
                 self._ooms[oom.uuid, oom.pid] = oom
         self._keep(self._ooms.values())
 
@@ -38,8 +38,8 @@ class LastOoms:
         one replaces it, because its time is that of the event.
         """
         for oom in ooms:
-            held = self._ooms.get((oom.uuid, oom.pid))
-            if held is None or (held.session == oom.session and held.number <= oom.number):
+            known = self._ooms.get((oom.uuid, oom.pid))
+            if known is None or (known.session == oom.session and known.number <= oom.number):
                 self._ooms[oom.uuid, oom.pid] = oom
         self._keep(self._ooms.values())
 

@@ -15,12 +15,12 @@ A name is text on the metrics page. In JSON it is a number if possible: 4711, or
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess, SilentReporter, Snapshot
 
-__all__ = ["Names", "json_pid", "pid_order"]
+__all__ = ["Names", "ambiguous_pids", "json_pid", "pid_order", "reporter_name"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +33,17 @@ class Names:
     @classmethod
     def of(cls, snapshot: Snapshot) -> Names:
         """Name the reporters of a snapshot."""
-        node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
-        processes = [process for process in snapshot.processes if not _replaced(process, node)]
-        silents = [reporter for reporter in snapshot.silent if not _replaced(reporter, node)]
-        ambiguous = _ambiguous_pids((*processes, *silents), node)
+        processes, silents = _represented(snapshot)
+        ambiguous = _ambiguous((*processes, *silents), snapshot.node)
         reporting: dict[str, ReportingProcess] = {}
         for process in processes:
-            name = _name(process, ambiguous)
+            name = reporter_name(process, ambiguous)
             other = reporting.get(name)
             if other is None or process.received_seconds >= other.received_seconds:
                 reporting[name] = process
         silent: dict[str, SilentReporter] = {}
         for reporter in silents:
-            name = _name(reporter, ambiguous)
+            name = reporter_name(reporter, ambiguous)
             last = silent.get(name)
             if name not in reporting and (
                 last is None or reporter.last_report_unix_seconds >= last.last_report_unix_seconds
@@ -56,9 +54,38 @@ class Names:
             tuple(sorted(silent.items(), key=lambda item: pid_order(item[0]))),
         )
 
-    def name_of(self, key: ProcessKey) -> str | None:
-        """Return the name of a reporting process; None if it is left out or unknown."""
-        return next((name for name, process in self.reporting if process.key == key), None)
+
+def reporter_name(reporter: ReportingProcess | SilentReporter, ambiguous: Container[int]) -> str:
+    """Return the name of a reporter.
+
+    Args:
+        reporter: the reporter.
+        ambiguous: the result of `ambiguous_pids`. It matters only if the host pid is unknown.
+    """
+    if reporter.host_pid is None and reporter.key.pid in ambiguous:
+        return f"{reporter.key.pid}@{reporter.key.pid_namespace}"
+    return reporter.label_pid
+
+
+def ambiguous_pids(snapshot: Snapshot) -> frozenset[int]:
+    """Return the pids that need a namespace in the name of a reporter without a known host pid."""
+    processes, silents = _represented(snapshot)
+    return _ambiguous((*processes, *silents), snapshot.node)
+
+
+def _ambiguous(reporters: Iterable[ReportingProcess | SilentReporter], node: NodeReading | None) -> frozenset[int]:
+    namespaces: dict[int, set[int]] = {}
+    hosts: set[int] = set()
+    for reporter in reporters:
+        if reporter.host_pid is None:
+            namespaces.setdefault(reporter.key.pid, set()).add(reporter.key.pid_namespace)
+        else:
+            hosts.add(reporter.host_pid)
+    if not namespaces:
+        return frozenset()
+    for device in node.devices if node is not None and node.up else ():
+        hosts.update(listed.pid for listed in device.processes or ())
+    return frozenset(pid for pid, seen in namespaces.items() if len(seen) > 1 or pid in hosts)
 
 
 def pid_order(pid: str) -> tuple[int, int]:
@@ -72,31 +99,13 @@ def json_pid(pid: str) -> int | str:
     return int(pid) if pid.isdecimal() else pid
 
 
-def _replaced(reporter: ReportingProcess | SilentReporter, node: NodeReading | None) -> bool:
-    """Return whether the host shows a process that started later under the reporter's pid."""
-    if node is None or reporter.host_pid is None:
-        return False
-    facts = node.facts.get(reporter.host_pid)
-    return facts is not None and facts.start_time_ticks > reporter.start_time_ticks > 0
+def _represented(snapshot: Snapshot) -> tuple[list[ReportingProcess], list[SilentReporter]]:
+    """Return the reporters without those whose pid the host shows to belong to a process that started later."""
+    facts_by_pid = snapshot.node.facts if snapshot.node is not None and snapshot.node.up else {}
 
+    def replaced(reporter: ReportingProcess | SilentReporter) -> bool:
+        facts = facts_by_pid.get(reporter.host_pid) if reporter.host_pid is not None else None
+        return facts is not None and facts.start_time_ticks > reporter.start_time_ticks > 0
 
-def _ambiguous_pids(reporters: Iterable[ReportingProcess | SilentReporter], node: NodeReading | None) -> frozenset[int]:
-    """Return the pids that need a namespace in the name of a reporter without a known host pid."""
-    namespaces: dict[int, set[int]] = {}
-    hosts: set[int] = set()
-    for reporter in reporters:
-        if reporter.host_pid is None:
-            namespaces.setdefault(reporter.key.pid, set()).add(reporter.key.pid_namespace)
-        else:
-            hosts.add(reporter.host_pid)
-    if not namespaces:
-        return frozenset()
-    for device in node.devices if node is not None else ():
-        hosts.update(listed.pid for listed in device.processes or ())
-    return frozenset(pid for pid, seen in namespaces.items() if len(seen) > 1 or pid in hosts)
-
-
-def _name(reporter: ReportingProcess | SilentReporter, ambiguous: frozenset[int]) -> str:
-    if reporter.host_pid is None and reporter.key.pid in ambiguous:
-        return f"{reporter.key.pid}@{reporter.key.pid_namespace}"
-    return reporter.label_pid
+    processes = [process for process in snapshot.processes if not replaced(process)]
+    return processes, [reporter for reporter in snapshot.silent if not replaced(reporter)]

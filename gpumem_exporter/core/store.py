@@ -102,21 +102,29 @@ class Store:
         """Return the current state without expired data."""
         with self._lock:
             self._expire(now_seconds)
-            node = self._node
-            if node is not None and now_seconds - node.taken_seconds > self.reading_expiry_seconds:
-                node = None
             return Snapshot(
                 taken_seconds=now_seconds,
-                node=node,
+                node=self._valid_node(now_seconds),
                 processes=tuple(entry.process for entry in self._entries.values()),
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
             )
 
+    def gpu_labels(self, now_seconds: float) -> dict[str, str]:
+        """Return the NVML index of each device by uuid; empty if the reading has expired."""
+        node = self._valid_node(now_seconds)
+        return {} if node is None else {device.uuid: device.gpu for device in node.devices}
+
     def find(self, key: ProcessKey) -> ReportingProcess | None:
         """Return the process with its last report, whatever the age of the report; None if unknown."""
         entry = self._entries.get(key)
         return entry.process if entry else None
+
+    def _valid_node(self, now_seconds: float) -> NodeReading | None:
+        node = self._node
+        if node is None or now_seconds - node.taken_seconds > self.reading_expiry_seconds:
+            return None
+        return node
 
     def _expire(self, now_seconds: float) -> None:
         stale = [
@@ -149,7 +157,7 @@ class Store:
         if len(devices) == len(report.devices):
             return report
         if not devices:
-            raise UnknownDeviceError(f"devices.0.uuid: the driver has no device {report.devices[0].uuid!r}")
+            raise UnknownDeviceError(f"the driver has no device {report.devices[0].uuid!r}")
         return replace(report, devices=devices)
 
 

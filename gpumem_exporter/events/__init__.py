@@ -1,6 +1,6 @@
 """Events of the node: out-of-memory errors, lost and returned devices, started and ended processes, actions.
 
-`model` defines the types. `ooms`, `processes`, `devices`, `actions` and `policies` each convert one source to events.
+`model` defines the types. `ooms`, `processes`, `devices` and `actions` each convert one source to events.
 `recorder` combines the sources, `log` is the queue with its thread, and `storage` is the SQLite database.
 """
 

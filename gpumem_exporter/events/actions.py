@@ -1,15 +1,18 @@
-"""Convert requested and finished actions to events, and events to actions."""
+"""Convert actions and stops of policy rules to events, and events to actions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, SubmittedAction, Target
 from gpumem_exporter.events.model import Event
 
-__all__ = ["MAX_RESULTS", "about", "action_event", "asked_event", "read_action", "read_asked"]
+if TYPE_CHECKING:
+    from gpumem_exporter.actions.policy.engine import Stop
+
+__all__ = ["MAX_RESULTS", "action_event", "asked_event", "policy_stopped_event", "read_action", "read_asked"]
 
 T = TypeVar("T")
 
@@ -28,7 +31,7 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     return Event(
         "action",
         finished_unix_seconds,
-        **about(results),
+        **_about(results),
         detail={
             **_common_detail(action),
             "state": action.state,
@@ -78,6 +81,21 @@ def read_action(event: Event) -> Action:
     return replace(_action(detail, detail["state"]), results=results, duration_seconds=detail["duration_seconds"])
 
 
+def policy_stopped_event(stop: Stop, stopped_unix_seconds: float) -> Event:
+    """Build the event of a rule that stops acting on a process or the ranks of a workload, because it did not help."""
+    return Event(
+        "policy_stopped",
+        stopped_unix_seconds,
+        **_about(stop.action.results),
+        detail={
+            "rule": stop.rule.name,
+            "action": stop.action.action,
+            "reason": stop.reason,
+            "tries": [asdict(tried) for tried in stop.tries],
+        },
+    )
+
+
 def _common_detail(action: Action) -> dict[str, Any]:
     return {
         "id": action.id,
@@ -107,7 +125,7 @@ def _action(detail: Mapping[str, Any], state: str) -> Action:
     )
 
 
-def about(results: Sequence[ActionResult]) -> dict[str, Any]:
+def _about(results: Sequence[ActionResult]) -> dict[str, Any]:
     """Return an event's columns for these results; a column is None unless all results have the same value."""
     return {name: _one_of([getattr(result, name) for result in results]) for name in _COLUMNS}
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import NodeReading, ProcessFacts, ProcessKey, ReportingProcess
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = ["ProcessHistory"]
+__all__ = ["NameOf", "ProcessHistory"]
+
+NameOf: TypeAlias = Callable[[ReportingProcess], int | str]
+"""Returns the current name of a process."""
 
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
 _ROW = (
@@ -44,12 +47,10 @@ class ProcessHistory:
     """Tracks reporting processes. Thread-safe.
 
     Args:
-        name: returns the current name of a process.
         reading_expiry_seconds: the driver's values that are older than the last report by more than this are left out.
     """
 
-    def __init__(self, name: Callable[[ReportingProcess], int | str], *, reading_expiry_seconds: float) -> None:
-        self._name = name
+    def __init__(self, *, reading_expiry_seconds: float) -> None:
         self._reading_expiry_seconds = reading_expiry_seconds
         self._lock = threading.Lock()
         self._tracked: dict[ProcessKey, _TrackedProcess] = {}
@@ -62,23 +63,27 @@ class ProcessHistory:
         """Return the NVML index of each device by uuid, from the last reading."""
         return self._gpus
 
-    def take_report(self, process: ReportingProcess) -> list[Event]:
+    def keys(self) -> set[ProcessKey]:
+        """Return the keys of the tracked processes."""
+        with self._lock:
+            return set(self._tracked)
+
+    def take_report(self, process: ReportingProcess, name_of: NameOf) -> list[Event]:
         """Record an accepted report and return its events."""
         identity = process.report.process
         with self._lock:
             tracked = self._tracked.get(process.key)
             if tracked is None:
-                return [self._start_tracking(process)]
+                return [self._start_tracking(process, name_of)]
             last = tracked.process.report
             if last.process.session != identity.session:
                 reason = "another process has its pid"
                 if last.process.start_time_ticks == identity.start_time_ticks:
                     reason = "another reporter represents the process"
-                return [self._ended(tracked, reason, process.received_unix_seconds), self._start_tracking(process)]
+                ended = self._ended(tracked, reason, name_of, process.received_unix_seconds)
+                return [ended, self._start_tracking(process, name_of)]
             if process.report.sequence >= last.sequence:
-                if (
-                    not process.report.devices
-                ):  # the final report has no samples, so those of the report before it tracked
+                if not process.report.devices:  # as in the final report
                     process = replace(process, report=replace(process.report, devices=last.devices))
                 tracked.process = process
             return []
@@ -98,22 +103,19 @@ class ProcessHistory:
             for tracked in self._tracked.values():
                 self._apply_reading(tracked)
 
-    def remove(self, key: ProcessKey, reason: str, now_unix_seconds: float) -> list[Event]:
-        """Stop tracking a process and return its event; an unknown key is ignored."""
+    def remove(self, ended: Iterable[tuple[ProcessKey, str]], name_of: NameOf, now_unix_seconds: float) -> list[Event]:
+        """Stop tracking processes, each for a reason, and return their events; unknown keys are ignored."""
         with self._lock:
-            tracked = self._tracked.pop(key, None)
-            return [] if tracked is None else [self._ended(tracked, reason, now_unix_seconds)]
+            return [
+                self._ended(tracked, reason, name_of, now_unix_seconds)
+                for key, reason in ended
+                if (tracked := self._tracked.pop(key, None)) is not None
+            ]
 
-    def remove_except(self, keys: Iterable[ProcessKey], reason: str, now_unix_seconds: float) -> list[Event]:
-        """Stop tracking all processes except these, and return the events of the removed ones."""
-        with self._lock:
-            silent = self._tracked.keys() - set(keys)
-            return [self._ended(self._tracked.pop(key), reason, now_unix_seconds) for key in sorted(silent)]
-
-    def _start_tracking(self, process: ReportingProcess) -> Event:
+    def _start_tracking(self, process: ReportingProcess, name_of: NameOf) -> Event:
         tracked = self._tracked[process.key] = _TrackedProcess(process)
         self._apply_reading(tracked)  # the process may exit before the next poll
-        return self._started(process)
+        return self._started(process, name_of)
 
     def _apply_reading(self, tracked: _TrackedProcess) -> None:
         """Copy the process' values from the last reading."""
@@ -124,7 +126,7 @@ class ProcessHistory:
             tracked.used.update(self._used[host_pid])
             tracked.facts = reading.facts.get(host_pid, tracked.facts)
 
-    def _ended(self, tracked: _TrackedProcess, reason: str, now_unix_seconds: float) -> Event:
+    def _ended(self, tracked: _TrackedProcess, reason: str, name_of: NameOf, now_unix_seconds: float) -> Event:
         process = tracked.process
         expired = process.received_seconds - self._reading_expiry_seconds
         used = {uuid: used_bytes for uuid, (used_bytes, seconds) in tracked.used.items() if seconds >= expired}
@@ -132,7 +134,7 @@ class ProcessHistory:
         return Event(
             "process_ended",
             now_unix_seconds,
-            **self._columns(process),
+            **self._columns(process, name_of),
             detail={
                 "reason": reason,
                 "command": (tracked.facts.command if tracked.facts else "") or process.report.process.command,
@@ -148,12 +150,12 @@ class ProcessHistory:
             subject=_subject(process),
         )
 
-    def _started(self, process: ReportingProcess) -> Event:
+    def _started(self, process: ReportingProcess, name_of: NameOf) -> Event:
         identity = process.report.process
         return Event(
             "process_started",
             process.received_unix_seconds,
-            **self._columns(process),
+            **self._columns(process, name_of),
             detail={
                 "own_pid": identity.pid,
                 "host_pid": process.host_pid,
@@ -166,13 +168,13 @@ class ProcessHistory:
             subject=_subject(process),
         )
 
-    def _columns(self, process: ReportingProcess) -> dict[str, Any]:
+    def _columns(self, process: ReportingProcess, name_of: NameOf) -> dict[str, Any]:
         identity = process.report.process
         uuids = [sample.uuid for sample in process.report.devices]
         return {
             "gpu": self._gpus.get(uuids[0]) if len(uuids) == 1 else None,
             "uuid": uuids[0] if len(uuids) == 1 else None,
-            "pid": self._name(process),
+            "pid": name_of(process),
             "workload": identity.workload,
             "rank": identity.rank,
         }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from functools import cached_property
 
 from gpumem_exporter.actions.model import Action, SubmittedAction
-from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.naming import ambiguous_pids, json_pid, reporter_name
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
 from gpumem_exporter.events.actions import action_event, asked_event
 from gpumem_exporter.events.devices import device_changes
@@ -18,6 +19,26 @@ from gpumem_exporter.events.processes import ProcessHistory
 __all__ = ["Recorder"]
 
 
+class _Names:
+    """The current names of processes. All names are from one snapshot, taken when the first name depends on it.
+
+    Args:
+        snapshot: returns the current snapshot.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
+
+    @cached_property
+    def _ambiguous(self) -> frozenset[int]:
+        return ambiguous_pids(self._snapshot())
+
+    def __call__(self, process: ReportingProcess) -> int | str:
+        if process.host_pid is not None:
+            return process.host_pid
+        return json_pid(reporter_name(process, self._ambiguous))
+
+
 class Recorder:
     """Converts reports, readings and actions to events and queues them. No method waits for the disk.
 
@@ -25,7 +46,8 @@ class Recorder:
 
     Args:
         log: stores the events.
-        snapshot: returns the current snapshot; the name of a process depends on the other processes.
+        snapshot: returns the current snapshot. The name of a process without a known host pid depends on the other
+            processes.
         report_expiry_seconds: a process that does not report for longer counts as ended.
         reading_expiry_seconds: the age at which a reading of the driver expires.
         wall_clock: seconds of the Unix epoch.
@@ -47,7 +69,7 @@ class Recorder:
         self._wall_clock = wall_clock
         self._snapshot = snapshot
         self._on_ooms = on_ooms
-        self._processes = ProcessHistory(self._name, reading_expiry_seconds=reading_expiry_seconds)
+        self._processes = ProcessHistory(reading_expiry_seconds=reading_expiry_seconds)
         self._ooms = OomDeduplicator()
         self._reading: NodeReading | None = None
         self._last_types: dict[str, str] = {}
@@ -62,12 +84,13 @@ class Recorder:
             A future that is true once the report's out-of-memory errors are committed; None if there is nothing to wait
             for.
         """
-        self._put(self._processes.take_report(process))
+        names = _Names(self._snapshot)
+        self._put(self._processes.take_report(process, names))
         if not process.report.ooms:
             return None
         session = process.report.process.session
         self._uncommitted = {session: future for session, future in self._uncommitted.items() if not future.done()}
-        events = self._ooms.new_events(process, self._name(process), self._processes.gpus(), self._wall_clock())
+        events = self._ooms.new_events(process, names(process), self._processes.gpus(), self._wall_clock())
         if events:
             self._on_ooms(events)  # before `put`, so that a client that reads the event finds its series
             self._uncommitted[session] = self.log.put(events)
@@ -89,17 +112,26 @@ class Recorder:
         self._last_types.update({event.subject: event.type for event in changes})
         self._put(changes)
 
-    def process_gone(self, key: ProcessKey, reason: str) -> None:
-        """Record that a process was removed from the store."""
-        self._put(self._processes.remove(key, reason, self._wall_clock()))
+    def processes_ended(self, ended: Iterable[tuple[ProcessKey, str]]) -> None:
+        """Record that processes are removed from the store, each with the reason; unknown processes are ignored.
+
+        Called before they are removed, so that their names are those of their series.
+        """
+        names, now = _Names(self._snapshot), self._wall_clock()
+        self._put(self._processes.remove(ended, names, now))
 
     def sweep(self, snapshot: Snapshot) -> None:
         """Record the end of processes that are no longer in the snapshot, because their reports expired.
 
         Called once a second.
         """
-        keys = [process.key for process in snapshot.processes]
-        self._put(self._processes.remove_except(keys, self._silent_reason, self._wall_clock()))
+        reporting = {process.key for process in snapshot.processes}
+        silent = sorted(self._processes.keys() - reporting)
+        self._put(
+            self._processes.remove(
+                [(key, self._silent_reason) for key in silent], _Names(lambda: snapshot), self._wall_clock()
+            )
+        )
 
     def action_asked(self, asked: SubmittedAction) -> Future[bool]:
         """Record a requested action; the future is true once the event is committed."""
@@ -108,12 +140,6 @@ class Recorder:
     def action_finished(self, action: Action) -> Future[bool] | None:
         """Record a finished action; the future is true once the event is committed. A dry run has no event."""
         return None if action.dry_run else self.log.put([action_event(action, self._wall_clock())])
-
-    def _name(self, process: ReportingProcess) -> int | str:
-        names = Names.of(self._snapshot())
-        named = {reporter.key: name for name, reporter in names.silent}
-        named.update((reporter.key, name) for name, reporter in names.reporting)
-        return json_pid(named.get(process.key, process.label_pid))
 
     def _put(self, events: Iterable[Event]) -> None:
         for event in events:

@@ -26,8 +26,7 @@ from gpumem_exporter.server.api.policy import policy_router
 from gpumem_exporter.server.api.reports import ReportsRoute
 from gpumem_exporter.server.api.state import state_router
 from gpumem_exporter.server.background.hangup import reloading_on_hangup
-from gpumem_exporter.server.background.housekeeping import keep_house
-from gpumem_exporter.server.background.recall import recall_ooms
+from gpumem_exporter.server.background.housekeeping import keep_house, recall_ooms
 from gpumem_exporter.server.http.problems import install_problem_handlers
 from gpumem_exporter.server.runtime import Runtime, build_runtime
 from gpumem_exporter.server.security.request_guard import Guard
@@ -90,8 +89,8 @@ def create_app(
     app.state.runtime = runtime
     # First and plain: these two are asked for all the time, and a list of routes is searched from its start.
     app.router.routes[:0] = [
-        Route(REPORTS_PATH, ReportsRoute(runtime), include_in_schema=False),
-        Route(settings.web_telemetry_path, MetricsRoute(runtime), include_in_schema=False),
+        Route(REPORTS_PATH, ReportsRoute(runtime.ingest), include_in_schema=False),
+        Route(settings.web_telemetry_path, MetricsRoute(runtime.exposition, runtime.snapshot), include_in_schema=False),
     ]
     for router in (
         state_router,

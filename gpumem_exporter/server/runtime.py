@@ -1,4 +1,4 @@
-"""The exporter's parts, built once and handed to the routes."""
+"""The composition root: builds the parts of the exporter and connects them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,13 +32,14 @@ from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.addresses import parse_listen_address
 from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.ingest import Ingest
 from gpumem_exporter.server.security.access_rules import OwnNames, Rule
 from gpumem_exporter.server.security.tokens import TokenFile
 from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.server.web.history import History
 
 if TYPE_CHECKING:
-    from gpumem_exporter.server.background.policy_runner import PolicyKeeper
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner
     from gpumem_exporter.server.security.web_access import WebAccess
 
 __all__ = ["Runtime", "build_runtime"]
@@ -47,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What the routes work with. For the event loop, but for `store`, which the poller's thread writes to as well."""
+    """The exporter's parts. Only the event loop uses them; the poller's thread also writes to `store` and `events`."""
 
     settings: Settings
     source: str
@@ -56,6 +58,8 @@ class Runtime:
     wall_clock: Callable[[], float]
     host: Host
     store: Store
+    snapshot: Callable[[], Snapshot]
+    """Returns the current snapshot."""
     poller: Poller
     dispatcher: Dispatcher
     exposition: Exposition
@@ -65,17 +69,14 @@ class Runtime:
     audit: Audit
     holds: Holds
     history: History
+    ingest: Ingest
     own_names: OwnNames
     reports_rule: Rule
     actions_rule: Rule
-    policies: PolicyKeeper | None
+    policies: PolicyRunner | None
     """None without `--policy.file`."""
     web: WebAccess | None
     """None without `--web.config.file`."""
-
-    def snapshot(self) -> Snapshot:
-        """All that is known now."""
-        return self.store.snapshot(self.clock())
 
 
 def build_runtime(
@@ -88,65 +89,31 @@ def build_runtime(
     registry: CollectorRegistry,
     pods: PodResources | None = None,
 ) -> Runtime:
-    """Build every part and connect them; starts nothing."""
-    store = Store(
-        report_expiry_seconds=settings.report_expiry,
-        # A reading is replaced with every poll; one that three were not able to replace is no longer the truth.
-        reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
-        max_processes=settings.report_max_processes,
-    )
-    instruments = Instruments(registry)
-    exposition = Exposition(
-        registry,
-        version=__version__,
-        source=provider.source,
-        max_prepared_processes=settings.report_max_processes,
-    )
-    holds = Holds()
+    """Build every part and connect them; starts nothing.
+
+    It is longer than other functions because each part has its line, in the order in which they depend on each other.
+    """
+    instruments, holds = Instruments(registry), Holds()
     instruments.show_held_requests(holds.__len__)
-    events = _recorder(settings, store, instruments, clock, wall_clock)
-
-    def polled(reading: NodeReading) -> None:
-        if pods is not None:
-            reading = pods.name(reading)
-        try:
-            events.take_reading(reading)  # first: what a page has shown of a process is in its last row
-        finally:
-            exposition.prepare_reading(reading)
-            store.put_reading(reading)
-
-    poller = Poller(
-        provider,
-        host,
-        polled,
-        interval_seconds=settings.collect_interval,
+    state = CurrentState(_store(settings), clock, wall_clock)
+    events = _recorder(settings, state, instruments)
+    poller = _poller(settings, state, provider, host, NodeFeed(pods, events, state.store))
+    record_end = partial(_record_action_end, instruments)
+    audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=record_end)
+    dispatcher = _dispatcher(settings, state, host, audit, ActionEnds(record_end, audit, poller))
+    presence = _presence(settings, state, host, dispatcher, events)
+    exposition = Exposition(registry, version=__version__, source=provider.source)
+    ingest = Ingest(
+        state.store,
+        presence,
+        events,
+        dispatcher,
+        holds,
+        exposition,
+        instruments,
         clock=clock,
         wall_clock=wall_clock,
-    )
-
-    def ended(action: Action) -> None:
-        instruments.observe_action(action)
-        _log_action(action)
-        audit.finished(action)
-
-    audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=ended)
-
-    def finished(action: Action) -> None:
-        ended(action)
-        if not action.dry_run:
-            poller.poll_soon()  # or the ledger would set the report from after it against a reading from before it
-
-    dispatcher = Dispatcher(
-        store,
-        allowed=frozenset(settings.action_allow),
-        clock=clock,
-        wall_clock=wall_clock,
-        on_finished=finished,
-        terminator=Terminator(host),
-        limits=RateLimits(
-            per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=clock
-        ),
-        before_release=audit.write_down if audit.durable else None,
+        report_interval_seconds=settings.report_interval,
     )
     return Runtime(
         settings=settings,
@@ -155,97 +122,176 @@ def build_runtime(
         clock=clock,
         wall_clock=wall_clock,
         host=host,
-        store=store,
+        store=state.store,
+        snapshot=state.snapshot,
         poller=poller,
         dispatcher=dispatcher,
         exposition=exposition,
         instruments=instruments,
-        presence=Presence(
-            store,
-            dispatcher,
-            host,
-            clock=clock,
-            report_interval_seconds=settings.report_interval,
-            on_gone=events.process_gone,
-        ),
+        presence=presence,
         events=events,
         audit=audit,
         holds=holds,
-        history=History(reading_expiry_seconds=store.reading_expiry_seconds),
+        history=History(reading_expiry_seconds=state.store.reading_expiry_seconds),
+        ingest=ingest,
         own_names=OwnNames(_own_names(settings)),
         reports_rule=_rule("reports", "--report.token-file", settings.report_token_file),
         actions_rule=_rule("actions", "--action.token-file", settings.action_token_file),
-        policies=_policies(settings, store, dispatcher, instruments, events, clock, wall_clock),
+        policies=_policies(settings, state, dispatcher, instruments, events.log),
         web=_web_access(settings),
     )
 
 
-def _recorder(
-    settings: Settings,
-    store: Store,
-    instruments: Instruments,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
-) -> Recorder:
+@dataclass(frozen=True, slots=True)
+class CurrentState:
+    """The store, read and written at the current time."""
+
+    store: Store
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+
+    def snapshot(self) -> Snapshot:
+        """Return the current snapshot."""
+        return self.store.snapshot(self.clock())
+
+    def put_ooms(self, ooms: Sequence[Event]) -> None:
+        """Store new out-of-memory errors."""
+        self.store.put_ooms(last_ooms(ooms, self.clock(), self.wall_clock()))
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFeed:
+    """Takes the readings of the poller, in the poller's thread."""
+
+    pods: PodResources | None
+    events: Recorder
+    store: Store
+
+    def take_reading(self, reading: NodeReading) -> None:
+        """Name the pods of a reading, derive its events, and store it.
+
+        Events come first: the event of a process that ends has at least the values that the page has shown.
+        """
+        if self.pods is not None:
+            reading = self.pods.name(reading)
+        try:
+            self.events.take_reading(reading)
+        finally:
+            self.store.put_reading(reading)
+
+
+@dataclass(frozen=True, slots=True)
+class ActionEnds:
+    """Takes the finished actions of the dispatcher."""
+
+    record: Callable[[Action], None]
+    audit: Audit
+    poller: Poller
+
+    def finished(self, action: Action) -> None:
+        """Record a finished action, and poll the driver so that its reading is as new as the reports."""
+        self.record(action)
+        self.audit.finished(action)
+        if not action.dry_run:
+            self.poller.poll_soon()
+
+
+def _store(settings: Settings) -> Store:
+    return Store(
+        report_expiry_seconds=settings.report_expiry,
+        # Each poll replaces the reading. After three missed polls it no longer describes the node.
+        reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
+        max_processes=settings.report_max_processes,
+    )
+
+
+def _poller(settings: Settings, state: CurrentState, provider: Provider, host: Host, feed: NodeFeed) -> Poller:
+    return Poller(
+        provider,
+        host,
+        feed.take_reading,
+        interval_seconds=settings.collect_interval,
+        clock=state.clock,
+        wall_clock=state.wall_clock,
+    )
+
+
+def _presence(
+    settings: Settings, state: CurrentState, host: Host, dispatcher: Dispatcher, events: Recorder
+) -> Presence:
+    return Presence(
+        state.store,
+        dispatcher,
+        host,
+        clock=state.clock,
+        report_interval_seconds=settings.report_interval,
+        on_ended=events.processes_ended,
+    )
+
+
+def _recorder(settings: Settings, state: CurrentState, instruments: Instruments) -> Recorder:
     storage = Storage(
         Path(settings.storage_path) if settings.storage_path else None,
         retention_seconds=settings.storage_retention,
         max_bytes=settings.storage_max_bytes,
-        wall_clock=wall_clock,
+        wall_clock=state.wall_clock,
     )
-    # Its thread waits in real time, whatever clock the rest is given.
     log = EventLog(
         storage,
-        clock=time.monotonic,
+        clock=time.monotonic,  # its thread waits in real time, whatever clock the other parts use
         on_dropped=instruments.count_events_dropped,
         on_committed=instruments.count_events,
     )
-
-    def show(ooms: Sequence[Event]) -> None:
-        store.put_ooms(last_ooms(ooms, clock(), wall_clock()))
-
     return Recorder(
         log,
-        lambda: store.snapshot(clock()),
+        state.snapshot,
         report_expiry_seconds=settings.report_expiry,
-        reading_expiry_seconds=store.reading_expiry_seconds,
-        wall_clock=wall_clock,
-        on_ooms=show,
+        reading_expiry_seconds=state.store.reading_expiry_seconds,
+        wall_clock=state.wall_clock,
+        on_ooms=state.put_ooms,
+    )
+
+
+def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audit, ends: ActionEnds) -> Dispatcher:
+    limits = RateLimits(
+        per_caller=settings.action_caller_limit, per_process=settings.action_process_limit, clock=state.clock
+    )
+    return Dispatcher(
+        state.store,
+        allowed=frozenset(settings.action_allow),
+        clock=state.clock,
+        wall_clock=state.wall_clock,
+        on_finished=ends.finished,
+        terminator=Terminator(host),
+        limits=limits,
+        before_release=audit.write_down if audit.durable else None,
     )
 
 
 def _policies(
-    settings: Settings,
-    store: Store,
-    dispatcher: Dispatcher,
-    instruments: Instruments,
-    events: Recorder,
-    clock: Callable[[], float],
-    wall_clock: Callable[[], float],
-) -> PolicyKeeper | None:
+    settings: Settings, state: CurrentState, dispatcher: Dispatcher, instruments: Instruments, log: EventLog
+) -> PolicyRunner | None:
     if not settings.policy_file:
         return None
-    from gpumem_exporter.server.background.policy_runner import PolicyKeeper  # only whoever has a policy pays for it
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner  # loaded only if there is a policy
 
-    return PolicyKeeper(
+    return PolicyRunner(
         Path(settings.policy_file),
         allowed=frozenset(settings.action_allow),
         dispatcher=dispatcher,
-        snapshot=lambda: store.snapshot(clock()),
-        # One that two reports in a row did not bring is not what the process is like.
+        snapshot=state.snapshot,
+        # A sample that two reports in a row did not contain no longer describes the process.
         stale_seconds=max(3 * settings.report_interval, 5.0),
         instruments=instruments,
-        log=events.log,
-        wall_clock=wall_clock,
+        log=log,
+        wall_clock=state.wall_clock,
     )
 
 
 def _web_access(settings: Settings) -> WebAccess | None:
     if not settings.web_config_file:
         return None
-    from gpumem_exporter.server.security.web_access import (
-        WebAccess,  # only whoever has such a file pays for what it takes
-    )
+    from gpumem_exporter.server.security.web_access import WebAccess  # loaded only if there is a web configuration
 
     return WebAccess(Path(settings.web_config_file))
 
@@ -260,7 +306,9 @@ def _own_names(settings: Settings) -> list[str]:
     return [machine, machine.partition(".")[0], *listening]
 
 
-def _log_action(action: Action) -> None:
+def _record_action_end(instruments: Instruments, action: Action) -> None:
+    """Count and log a finished action."""
+    instruments.observe_action(action)
     outcomes: dict[str, int] = {}
     for result in action.results:
         outcomes[result.outcome] = outcomes.get(result.outcome, 0) + 1

@@ -193,7 +193,7 @@ def golden_page(*, openmetrics: bool) -> str:
     )
     exposition = Exposition(own, version="1.2.3", source="nvml", clock=lambda: 0.0)
     for process in RICH.processes:
-        exposition.prepare(process, RICH.node)
+        exposition.refresh(process)
     page = exposition.render(RICH, openmetrics=openmetrics).decode()
     return re.sub(r'(gpumem_exporter_build_info\{.*python=")[^"]*', r"\g<1>3.11.7", page)
 

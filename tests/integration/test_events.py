@@ -1,4 +1,4 @@
-"""Events are kept: whatever happened is there again, and only what is kept was ever acknowledged."""
+"""Events are stored before they are acknowledged, and survive restarts and errors of the disk."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expi
 
 
 def events(exporter: ExporterProcess, **query: Any) -> list[dict[str, Any]]:
-    """All events that match, page by page."""
+    """Read all matching events page by page."""
     after, found = query.pop("after", 0), []
-    asked = "".join(f"&{name}={value}" for name, value in query.items())
+    conditions = "".join(f"&{name}={value}" for name, value in query.items())
     while True:
-        page = exporter.get(f"{EVENTS}?limit=200&after={after}{asked}")
+        page = exporter.get(f"{EVENTS}?limit=200&after={after}{conditions}")
         found += page["events"]
         if not page["more"]:
             return found
@@ -51,12 +51,12 @@ def health(exporter: ExporterProcess) -> dict[str, Any]:
     return document
 
 
-def keeps(exporter: ExporterProcess) -> bool:
+def stores(exporter: ExporterProcess) -> bool:
     return bool(health(exporter)["checks"]["events"]["status"] == "ok")
 
 
 def oom_report(reporter: int, number: int, sequence: int | None = None) -> bytes:
-    """A report of a process in a namespace that nobody else is in, with one out-of-memory error."""
+    """Encode a report with one out-of-memory error, from a process in its own PID namespace."""
     who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
     oom = OutOfMemory(UUIDS[0], number, requested_bytes=number)
     return json.dumps(to_wire(Report(who, sequence=sequence or number, ooms=(oom,)))).encode()
@@ -67,21 +67,21 @@ def post(connection: Connection, body: bytes) -> None:
     assert answer.status == 200, answer
 
 
-def tell(exporter: ExporterProcess, *numbers: int, reporter: int = 1) -> None:
+def send(exporter: ExporterProcess, *numbers: int, reporter: int = 1) -> None:
     connection = Connection(exporter.url, timeout_seconds=patient(30.0))
     for number in numbers:
         post(connection, oom_report(reporter, number))
     connection.close()
 
 
-def told(exporter: ExporterProcess) -> list[tuple[str, int]]:
+def stored(exporter: ExporterProcess) -> list[tuple[str, int]]:
     return [(event["workload"], event["detail"]["number"]) for event in events(exporter, type="oom")]
 
 
-# --- nothing acknowledged is lost
+# --- acknowledged events
 
 
-def test_an_exporter_killed_in_the_midst_of_a_thousand_writes_has_all_that_it_acknowledged_and_starts_again(
+def test_a_killed_exporter_has_stored_every_event_that_it_acknowledged(
     start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     exporter = start_exporter(None, "--storage.path", str(tmp_path / "events"))
@@ -90,7 +90,7 @@ def test_an_exporter_killed_in_the_midst_of_a_thousand_writes_has_all_that_it_ac
     shown: set[tuple[str, int]] = set()
     enough = threading.Event()
 
-    def send(reporter: int) -> None:
+    def report_errors(reporter: int) -> None:
         connection = Connection(exporter.url, timeout_seconds=patient(30.0))
         try:
             for number in range(1, each + 1):
@@ -104,97 +104,83 @@ def test_an_exporter_killed_in_the_midst_of_a_thousand_writes_has_all_that_it_ac
             connection.close()
 
     with ThreadPoolExecutor() as pool:
-        sending = [pool.submit(send, reporter) for reporter in range(1, reporters + 1)]
+        sending = [pool.submit(report_errors, reporter) for reporter in range(1, reporters + 1)]
         while not enough.wait(0):
-            shown.update(told(exporter))
+            shown.update(stored(exporter))
         exporter.stop(signal.SIGKILL)
         for each_sent in sending:
             each_sent.result(patient(60))
-    assert 300 <= len(answered) < reporters * each, "it was not killed in the midst"
+    assert 300 <= len(answered) < reporters * each, "the exporter was not killed while it wrote"
     assert shown
     exporter.start()
-    kept = told(exporter)
+    kept = stored(exporter)
     assert len(kept) == len(set(kept))
     assert answered <= set(kept)
     assert shown <= set(kept)
-    # what a reporter was not answered it sends again, and some of that had been kept
+    # Reporters send unacknowledged errors again. Some of them were stored before the kill.
     for reporter in range(1, reporters + 1):
-        tell(exporter, *range(1, each + 1), reporter=reporter)
-    kept = told(exporter)
+        send(exporter, *range(1, each + 1), reporter=reporter)
+    kept = stored(exporter)
     assert sorted(kept) == [(f"w{reporter}", n) for reporter in range(1, reporters + 1) for n in range(1, each + 1)]
-    assert keeps(exporter)
+    assert stores(exporter)
 
 
-def test_ids_and_cursors_go_on_over_a_restart_with_and_without_a_folder(
-    start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    for flags in ((), ("--storage.path", str(tmp_path / "events"))):
-        exporter = start_exporter(None, *flags)
-        tell(exporter, 1, 2, 3)
-        cursor = exporter.get(EVENTS)["next_after"]
-        assert exporter.stop() == 0
-        exporter.start()
-        assert len(told(exporter)) == (3 if flags else 0)
-        tell(exporter, 4)
-        assert [event["detail"].get("number") for event in events(exporter, after=cursor, type="oom")] == [4]
+# --- errors of the disk
 
 
-# --- disks that do not take them
-
-
-def test_a_disk_that_takes_no_more_is_told_outlived_and_made_up_for(
+def test_events_of_a_full_disk_are_stored_when_there_is_room_again(
     start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     folder = tmp_path / "events"
     exporter = start_exporter(None, "--storage.path", str(folder), "--log.level", "error")
     numbers = iter(range(1, 10_000))
-    tell(exporter, *(next(numbers) for _ in range(20)))
-    kept = told(exporter)
+    send(exporter, *(next(numbers) for _ in range(20)))
+    kept = stored(exporter)
     _, hard = resource.prlimit(exporter.pid, resource.RLIMIT_FSIZE)
     resource.prlimit(exporter.pid, resource.RLIMIT_FSIZE, (8192, hard))  # a commit writes more pages than two
-    while keeps(exporter):
-        tell(exporter, next(numbers))
+    while stores(exporter):
+        send(exporter, next(numbers))
     refused = [next(numbers) for _ in range(20)]
-    tell(exporter, *refused)  # answered all the same
+    send(exporter, *refused)  # these are acknowledged as well
     check = health(exporter)
     assert check["status"] == "degraded"
     assert str(folder) in check["checks"]["events"]["detail"]
     assert exporter.request("GET", "/metrics").status == 200
     assert len(exporter.processes()) == 1
     resource.prlimit(exporter.pid, resource.RLIMIT_FSIZE, (hard, hard))
-    wait_for(lambda: keeps(exporter), "the disk to be taken back")
-    wait_for(lambda: told(exporter)[-1] == ("w1", refused[-1]), "what had waited")
-    assert told(exporter) == [("w1", number) for number in range(1, refused[-1] + 1)]
-    assert told(exporter)[: len(kept)] == kept
+    wait_for(lambda: stores(exporter), "the disk to work again")
+    wait_for(lambda: stored(exporter)[-1] == ("w1", refused[-1]), "the queued events")
+    assert stored(exporter) == [("w1", number) for number in range(1, refused[-1] + 1)]
+    assert stored(exporter)[: len(kept)] == kept
     assert exporter.metrics().value("gpumem_events_dropped_total") == 0
     assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
     exporter.start()
-    assert told(exporter) == [("w1", number) for number in range(1, refused[-1] + 1)]
+    assert stored(exporter) == [("w1", number) for number in range(1, refused[-1] + 1)]
 
 
-def test_a_folder_that_cannot_be_made_is_told_and_counted_and_begun_when_it_can(
+def test_health_shows_a_folder_that_cannot_be_created_until_it_can(
     start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     in_the_way = tmp_path / "a file"
     in_the_way.write_text("")
     exporter = start_exporter(None, "--storage.path", str(in_the_way / "events"))
-    wait_for(lambda: not keeps(exporter), "the trouble")
+    wait_for(lambda: not stores(exporter), "the error")
     check = health(exporter)
     assert check["status"] == "degraded"
     assert os.strerror(errno.ENOTDIR) in check["checks"]["events"]["detail"]
-    tell(exporter, 1, 2)
+    send(exporter, 1, 2)
     answer = exporter.request("GET", EVENTS)
     assert answer.status == 503
     assert answer.headers["retry-after"] == "1"
     in_the_way.unlink()
-    wait_for(lambda: keeps(exporter), "the folder")
-    assert told(exporter) == [("w1", 1), ("w1", 2)]
+    wait_for(lambda: stores(exporter), "the folder")
+    assert stored(exporter) == [("w1", 1), ("w1", 2)]
     assert (in_the_way / "events" / FILE_NAME).exists()
 
 
-def test_what_a_disk_never_took_is_counted(start_exporter: StartExporter) -> None:
+def test_events_beyond_the_queue_are_counted_as_dropped(start_exporter: StartExporter) -> None:
     exporter = start_exporter(None, "--storage.path", "/proc/gpumem", "--log.level", "error")
-    wait_for(lambda: not keeps(exporter), "the trouble")
+    wait_for(lambda: not stores(exporter), "the error")
     connection = Connection(exporter.url, timeout_seconds=patient(30.0))
     who = identity(1, pid_namespace=7)
     for sequence in range(1, 73):  # 64 errors a report, and room for 4096 events
@@ -207,38 +193,24 @@ def test_what_a_disk_never_took_is_counted(start_exporter: StartExporter) -> Non
     assert re.search(rf"\b{dropped:.0f}\b", health(exporter)["checks"]["events"]["detail"])
 
 
-def test_a_damaged_file_is_put_aside_and_told(start_exporter: StartExporter, tmp_path: Path) -> None:
+def test_a_damaged_file_is_moved_and_reported(start_exporter: StartExporter, tmp_path: Path) -> None:
     file = tmp_path / "events" / FILE_NAME
     file.parent.mkdir()
     file.write_bytes(os.urandom(50_000))
     exporter = start_exporter(None, "--storage.path", str(file.parent))
-    tell(exporter, 1)
-    assert told(exporter) == [("w1", 1)]
+    send(exporter, 1)
+    assert stored(exporter) == [("w1", 1)]
     assert FILE_NAME + ".damaged" in health(exporter)["checks"]["events"]["detail"]
     assert FILE_NAME + ".damaged" in exporter.log()
     assert file.with_name(FILE_NAME + ".damaged").stat().st_size == 50_000
 
 
-def test_a_second_exporter_in_the_same_folder_serves_on_and_says_why_it_keeps_nothing(
-    start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    first = start_exporter(None, "--storage.path", str(tmp_path / "events"))
-    wait_for(lambda: keeps(first), "the first")
-    second = start_exporter(None, "--storage.path", str(tmp_path / "events"))
-    wait_for(lambda: not keeps(second), "the second")
-    assert str(tmp_path / "events") in health(second)["checks"]["events"]["detail"]
-    tell(second, 1)
-    assert first.stop() == 0
-    wait_for(lambda: keeps(second), "the second")
-    assert told(second) == [("w1", 1)]
-
-
-# --- what is told of real processes on the emulated node
+# --- real processes on the emulated node
 
 RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
 
 
-def test_an_error_of_a_real_process_is_an_event_with_the_node_s_and_the_process_s_own_figures(
+def test_an_error_of_a_real_process_has_the_values_of_the_node_and_of_torch(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
@@ -279,7 +251,7 @@ sys.stdin.readline()
 """
 
 
-def test_a_process_that_dies_of_its_error_leaves_the_error_and_its_end_with_its_last_ledger_row(
+def test_a_process_that_dies_of_its_error_has_events_of_the_error_and_of_its_end(
     node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -314,7 +286,7 @@ def test_a_process_that_dies_of_its_error_leaves_the_error_and_its_end_with_its_
     exporter.metrics().assert_ledgers_add_up()
 
 
-def test_a_killed_process_has_ended_and_one_that_lives_through_a_killed_exporter_has_started_once(
+def test_a_process_that_survives_a_killed_exporter_has_started_once(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
@@ -335,14 +307,14 @@ def test_a_killed_process_has_ended_and_one_that_lives_through_a_killed_exporter
     assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
     assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action_asked", "action"]
     lives.call("stop_client")
-    wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its farewell")
+    wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its last report")
     last = events(exporter, pid=lives.pid)[-1]
     assert last["type"] == "process_ended"
     assert "" != died != last["detail"]["reason"] != ""
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
 
 
-def test_a_lost_device_is_told_once_and_its_return_also_after_a_restart_in_between(
+def test_a_lost_device_is_recorded_once_and_its_return_also_after_a_restart(
     node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
@@ -359,8 +331,8 @@ def test_a_lost_device_is_told_once_and_its_return_also_after_a_restart_in_betwe
     assert event["detail"]["error"]
     exporter.metrics().assert_ledgers_add_up()
     assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
-    exporter.start()  # the device is lost still: no news
-    tell(exporter, 1)
+    exporter.start()  # the device is still lost, so there is no new event
+    send(exporter, 1)
     assert changes() == [lost]
     assert exporter.stop() == 0
     node.heal_device(1)
@@ -401,38 +373,22 @@ def test_the_route_pages_by_a_cursor_and_filters(served: RunningExporter) -> Non
     assert served.request("HEAD", EVENTS).status == 200
 
 
-def test_a_report_with_an_error_is_answered_when_that_is_to_be_seen(served: RunningExporter) -> None:
+def test_an_error_can_be_read_when_its_report_is_acknowledged(served: RunningExporter) -> None:
     for number in range(1, 51):
         served.report(report(1, devices=(sample(),), sequence=number, ooms=(OutOfMemory(UUIDS[0], number),)))
         assert numbers(served, "&limit=1") == [number]
 
 
-def test_an_action_is_an_event_of_each_process_that_it_was_meant_for(served: RunningExporter) -> None:
-    for pid in (1, 2, 3):
-        served.report(report(pid, devices=(sample(),), actions=("empty_cache",), workload="w" if pid < 3 else "x"))
-    served.act(action="empty_cache", target={"workload": "w"}, dry_run=True)
-    served.act(action="reset_peak", target={"workload": "w"})  # which they cannot
-    found = {pid: served.document(f"{EVENTS}?type=action&pid={pid}")["events"] for pid in (1, 2, 3)}
-    assert found[3] == []
-    assert found[1] == found[2]
-    (event,) = found[1]
-    assert (event["detail"]["action"], event["detail"]["target"]) == ("reset_peak", {"workload": "w"})
-    assert [(row["pid"], row["outcome"]) for row in event["detail"]["results"]] == [
-        (1, "unsupported"),
-        (2, "unsupported"),
-    ]
-
-
 @pytest.mark.parametrize(
     ("query", "field"), [("since=x", "since"), ("type=x", "type"), ("pid=x", "pid"), ("limit=0", "limit"), ("x=1", "x")]
 )
-def test_a_parameter_that_is_wrong_is_a_problem_that_names_it(query: str, field: str) -> None:
+def test_an_invalid_parameter_is_named(query: str, field: str) -> None:
     with running_exporter() as served:
         document = problem(served.get(f"{EVENTS}?{query}"), 422)
     assert [error["field"] for error in document["errors"]] == [field]
 
 
-def test_whoever_may_not_read_the_audit_log_may_not_read_the_events(tmp_path: Path) -> None:
+def test_events_need_the_same_access_as_the_audit_log(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret")
     with running_exporter(action_token_file=str(token)) as served:

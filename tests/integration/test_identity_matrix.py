@@ -1,4 +1,4 @@
-"""Which of the driver's processes a reporter is, across real PID namespaces; no wrong match where that is unknown."""
+"""Reporters are matched with the driver's processes across real PID namespaces, and never with a wrong one."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ LOOPBACK = "--web.listen-address"
 
 
 def tcp_url(exporter: ExporterProcess) -> str:
-    """Where it listens on loopback, as its log says."""
+    """Return the loopback address of the exporter from its log."""
     found = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+|127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address")
     address = found.group(0)
     return address if address.startswith("http") else f"http://{address}"
 
 
 def host_pid_of(process: TorchProcess) -> int:
-    """What the host calls the one process below the launcher."""
-    assert process.pid == 1, "it is the first of its namespace"
+    """Return the host's pid of the only process below the launcher."""
+    assert process.pid == 1, "it is the first process of its namespace"
     (pid,) = children(process._popen.pid)
     return pid
 
@@ -56,7 +56,7 @@ def reporters(exporter: ExporterProcess) -> dict[str, Any]:
 
 
 def doctor(exporter: ExporterProcess) -> dict[str, Any]:
-    """What `doctor` finds of PID namespaces."""
+    """Return the finding of `doctor` about PID namespaces."""
     ended = subprocess.run(
         [sys.executable, "-m", "gpumem_exporter", "doctor", "--url", exporter.url, "--json"],
         env={**exporter._environment, "PYTHONPATH": str(REPOSITORY)},
@@ -70,7 +70,7 @@ def doctor(exporter: ExporterProcess) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("way", ["SO_PEERCRED", "NSpid"])
-def test_reporters_in_containers_are_told_apart_by_the_host_to_the_byte(
+def test_reporters_in_containers_have_their_host_pids_and_bytes(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -121,7 +121,7 @@ def test_reporters_in_containers_are_told_apart_by_the_host_to_the_byte(
 
 @pytest.mark.parametrize("reporter", ["of the host", "of another container"])
 @pytest.mark.parametrize("way", ["unix", "tcp"])
-def test_an_exporter_that_cannot_see_a_reporter_shows_it_by_its_own_pid_and_matches_nothing(
+def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_process(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str, reporter: str
 ) -> None:
     exporter = start_exporter(node, *QUICK, launcher=CONTAINER)
@@ -131,12 +131,12 @@ def test_an_exporter_that_cannot_see_a_reporter_shows_it_by_its_own_pid_and_matc
         process.call("start_client", workload="unseen")
         process.call("alloc", nbytes=40 * MIB)
         host_pid, namespace = process.pid, pid_namespace()
-        name: int | str = f"{host_pid}@{namespace}"  # the driver lists that very number, for all that is known another
+        name: int | str = f"{host_pid}@{namespace}"  # the driver lists this pid, which may be of another process
     else:
         process = start_in_container(start_torch, url, "unseen", 40 * MIB)
         host_pid = host_pid_of(process)
         namespace = pid_namespace(f"/proc/{host_pid}")
-        node.show_pid_as(1, host_pid)  # as the driver does, whoever asks
+        node.show_pid_as(1, host_pid)  # the driver uses host pids in every container
         name = 1
     used = node.books()[0].processes[host_pid]
     wait_for(lambda: "unseen" in reporters(exporter), "its reports")
@@ -181,7 +181,7 @@ CONTAINER_ID = "3f2a9c0d" * 8
 
 @pytest.fixture
 def pods_cgroup() -> Iterator[Path]:
-    """A real cgroup, named as a kubelet with the systemd driver and containerd name it."""
+    """Create a cgroup with the name that a kubelet with the systemd driver and containerd uses."""
     roots = (Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/systemd"))
     below = (
         f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UID}.slice/cri-containerd-{CONTAINER_ID}.scope"
@@ -199,7 +199,7 @@ def pods_cgroup() -> Iterator[Path]:
             wait_for(lambda path=path: _removed(path), f"{path} to be empty")  # type: ignore[misc]
             path = path.parent
         return
-    pytest.skip("making cgroups is not allowed here")
+    pytest.skip("cgroups cannot be created here")
 
 
 def _removed(path: Path) -> bool:
@@ -210,7 +210,7 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def test_a_process_in_a_pod_has_the_pods_names_and_its_jobs_on_the_page(
+def test_a_process_in_a_pod_has_the_names_of_pod_and_jobs(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, pods_cgroup: Path, tmp_path: Path
 ) -> None:
     socket = tmp_path / "kubelet.sock"

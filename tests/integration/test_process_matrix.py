@@ -1,4 +1,4 @@
-"""Every way in which processes use devices, begin and end: each byte on the right device, under the right process."""
+"""How processes use devices, start and end: every byte is shown on its device and for its process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.procfs import start_time_ticks
-from gpumem_exporter.wire.protocol import REPORTS_PATH, DeviceSample, ProcessIdentity, Report, to_wire
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, EmulatedNode
@@ -31,24 +30,24 @@ def client(exporter: ExporterProcess, start_torch: StartTorch, on: EmulatedNode,
 
 
 def allocated(metrics: Metrics, pid: int) -> dict[str, float]:
-    """What a process is shown to have in tensors, by uuid."""
+    """Return the allocated bytes of a process on the page, by uuid."""
     found = metrics.samples.get("gpumem_torch_allocated_bytes", {}).items()
     return {dict(labels)["uuid"]: value for labels, value in found if dict(labels)["pid"] == str(pid)}
 
 
 def used(metrics: Metrics, pid: int) -> dict[str, float]:
-    """What the driver is shown to say of a process, by uuid."""
+    """Return the used bytes of a process on the page, by uuid."""
     found = metrics.samples.get("gpumem_process_memory_used_bytes", {}).items()
     return {dict(labels)["uuid"]: value for labels, value in found if dict(labels)["pid"] == str(pid)}
 
 
 def booked(node: EmulatedNode, pid: int) -> dict[str, int]:
-    """What the node itself knows of a process, by uuid."""
+    """Return the used bytes of a process on the emulated node, by uuid."""
     return {device.uuid: device.processes[pid] for device in node.books().devices if pid in device.processes}
 
 
-def say_the_same(exporter: ExporterProcess, node: EmulatedNode, *processes: TorchProcess) -> None:
-    """Wait until the page shows of each process what it and the node say; every ledger adds up."""
+def wait_for_true_values(exporter: ExporterProcess, node: EmulatedNode, *processes: TorchProcess) -> None:
+    """Wait until the page has the values of torch and of the node for each process; every ledger adds up."""
     for process in processes:
         uuids = process.call("uuids")
         stats = {uuid: process.call("stats", device=i) for i, uuid in enumerate(uuids)}
@@ -67,7 +66,7 @@ def say_the_same(exporter: ExporterProcess, node: EmulatedNode, *processes: Torc
     exporter.metrics().assert_ledgers_add_up()
 
 
-def nothing_is_left_of(exporter: ExporterProcess, *pids: int) -> None:
+def wait_for_no_series(exporter: ExporterProcess, *pids: int) -> None:
     for pid in pids:
         wait_for(lambda pid=pid: not exporter.metrics().states_of(pid), f"no series of {pid}")  # type: ignore[misc]
     exporter.metrics().assert_ledgers_add_up()
@@ -84,30 +83,29 @@ def test_one_process_on_eight_devices(
     process = client(exporter, start_torch, node)
     for device in range(8):
         process.call("alloc", nbytes=(device + 1) * 4 * MIB, device=device)
-    say_the_same(exporter, node, process)
-    assert allocated(exporter.metrics(), process.pid) == {node.uuid(i): (i + 1) * 4 * MIB for i in range(8)}
+    wait_for_true_values(exporter, node, process)
     wait_for(
         lambda: not any(row["other_processes"] for row in exporter.metrics().ledgers().values()), "one owner of all"
     )
     process.kill()
-    nothing_is_left_of(exporter, process.pid)
+    wait_for_no_series(exporter, process.pid)
 
 
-def test_eight_processes_on_one_device(
+def test_four_processes_on_one_device(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
-    processes = [client(exporter, start_torch, node) for _ in range(8)]
+    processes = [client(exporter, start_torch, node) for _ in range(4)]
     for number, process in enumerate(processes):
         process.call("alloc", nbytes=(number + 1) * 5 * MIB)
-    say_the_same(exporter, node, *processes)
+    wait_for_true_values(exporter, node, *processes)
     ledger = exporter.metrics().ledgers()[node.uuid(0)]
-    held = sum(process.call("stats")["allocated_bytes.all.current"] for process in processes)
-    assert (ledger["torch_allocated"], ledger["other_processes"]) == (held, 0)
-    for process in processes[:4]:
+    allocated_sum = sum(process.call("stats")["allocated_bytes.all.current"] for process in processes)
+    assert (ledger["torch_allocated"], ledger["other_processes"]) == (allocated_sum, 0)
+    for process in processes[:2]:
         process.kill()
-    nothing_is_left_of(exporter, *(process.pid for process in processes[:4]))
-    say_the_same(exporter, node, *processes[4:])
+    wait_for_no_series(exporter, *(process.pid for process in processes[:2]))
+    wait_for_true_values(exporter, node, *processes[2:])
 
 
 @pytest.mark.parametrize(
@@ -121,7 +119,7 @@ def test_eight_processes_on_one_device(
         ("1,7,0", "FASTEST_FIRST"),
     ],
 )
-def test_values_stand_on_the_device_that_is_meant_whatever_cuda_calls_it(
+def test_values_are_on_the_right_device_whatever_its_cuda_index(
     make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch, visible: str, order: str
 ) -> None:
     node = make_node(devices=4)
@@ -130,17 +128,17 @@ def test_values_stand_on_the_device_that_is_meant_whatever_cuda_calls_it(
     exporter = start_exporter(node, *QUICK)
     process = client(exporter, start_torch, node, CUDA_VISIBLE_DEVICES=visible, CUDA_DEVICE_ORDER=order)
     named = [node.uuid(int(word)) if len(word) == 1 and int(word) < 4 else word for word in visible.split(",")]
-    meant = named[: named.index("7")] if "7" in named else named  # CUDA stops at what there is not
-    assert process.call("uuids") == meant
-    for device in range(len(meant)):
+    visible_uuids = named[: named.index("7")] if "7" in named else named  # CUDA stops at an invalid entry
+    assert process.call("uuids") == visible_uuids
+    for device in range(len(visible_uuids)):
         process.call("alloc", nbytes=(device + 1) * 7 * MIB, device=device)
-    say_the_same(exporter, node, process)
+    wait_for_true_values(exporter, node, process)
     shown = allocated(exporter.metrics(), process.pid)
     assert {uuid: size for uuid, size in shown.items() if size} == {
-        uuid: (device + 1) * 7 * MIB for device, uuid in enumerate(meant)
+        uuid: (device + 1) * 7 * MIB for device, uuid in enumerate(visible_uuids)
     }
     # the label is NVML's index, not CUDA's
-    for uuid in meant:
+    for uuid in visible_uuids:
         (labels,) = [
             dict(labels)
             for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]
@@ -152,7 +150,7 @@ def test_values_stand_on_the_device_that_is_meant_whatever_cuda_calls_it(
 # Reporters
 
 
-def test_of_two_copies_of_the_package_in_one_process_the_later_speaks_and_nothing_counts_twice(
+def test_the_later_of_two_copies_of_the_package_reports_and_nothing_counts_twice(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     vendor = tmp_path / "vendor"
@@ -167,8 +165,8 @@ def test_of_two_copies_of_the_package_in_one_process_the_later_speaks_and_nothin
         # a copy under another name: its own modules, its own reporter
         "import importlib, sys\n"
         "sys.path.insert(0, folder)\n"
-        "ours = [name for name in sys.modules if name.split('.')[0] == 'gpumem_exporter']\n"
-        "kept = {name: sys.modules.pop(name) for name in ours}\n"
+        "own = [name for name in sys.modules if name.split('.')[0] == 'gpumem_exporter']\n"
+        "kept = {name: sys.modules.pop(name) for name in own}\n"
         "copy = importlib.import_module('gpumem_exporter.client')\n"
         "for name in [name for name in sys.modules if name.split('.')[0] == 'gpumem_exporter']:\n"
         "    sys.modules['vendored.' + name] = sys.modules.pop(name)\n"
@@ -181,7 +179,8 @@ def test_of_two_copies_of_the_package_in_one_process_the_later_speaks_and_nothin
     threads = "import threading; result = [t.name for t in threading.enumerate()].count('gpumem-reporter')"
     assert process.exec(threads) == 2
     wait_for(
-        lambda: exporter.metrics().values("gpumem_reports_total", outcome="superseded"), "the earlier to be refused"
+        lambda: exporter.metrics().values("gpumem_reports_total", outcome="superseded"),
+        "the earlier reporter to be rejected",
     )
     seen = set()
     reports = exporter.metrics().value("gpumem_reports_total", outcome="accepted")
@@ -191,102 +190,93 @@ def test_of_two_copies_of_the_package_in_one_process_the_later_speaks_and_nothin
         (labels,) = [dict(labels) for labels in metrics.samples["gpumem_torch_allocated_bytes"]]
         seen.add(labels["workload"])
         assert metrics.values("gpumem_torch_allocated_bytes") == [64 * MIB]
-    assert len(seen) == 1, "they do not take turns"
+    assert len(seen) == 1, "both reporters were shown"
     process.call("free")
     (row,) = exporter.act("empty_cache", target={"pid": process.pid})["results"]
     assert row["freed_bytes"] == 64 * MIB
 
 
-SPAWNED = """
+SPAWN = """
+import multiprocessing
+context = multiprocessing.get_context('spawn')
+done = context.Event()
+code = '''
 import torch
 from gpumem_exporter import client
 client.start(workload="spawned")
 kept = torch.empty(24 << 20, dtype=torch.uint8, device="cuda:1")
 done.wait()
+'''
+spawned = context.Process(target=exec, args=(code, {'done': done}))
+spawned.start()
+result = spawned.pid
+"""
+FORK = """
+import os
+reading, writing = os.pipe()
+result = os.fork()
+if result == 0:
+    os.close(writing)
+    kept = torch.empty(24 << 20, dtype=torch.uint8, device='cuda:1')
+    os.read(reading, 1)
+    os._exit(0)
+os.close(reading)
 """
 
 
-def test_a_spawned_child_reports_for_itself(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (SPAWN, "done.set()\nspawned.join(60)\nresult = spawned.exitcode"),
+        (FORK, "os.close(writing)\nresult = os.waitpid(child, 0)[1]"),
+    ],
+    ids=["spawn", "fork before CUDA is initialized"],
+)
+def test_a_child_process_reports_for_itself(
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, start: str, end: str
 ) -> None:
     exporter = start_exporter(node, *QUICK)
     parent = client(exporter, start_torch, node)
-    parent.call("alloc", nbytes=8 * MIB)
-    child = parent.exec(
-        "import multiprocessing\n"
-        "context = multiprocessing.get_context('spawn')\n"
-        "done = context.Event()\n"
-        "spawned = context.Process(target=exec, args=(spawned_code, {'done': done}))\n"
-        "spawned.start()\n"
-        "result = spawned.pid",
-        spawned_code=SPAWNED,
-    )
-    labels = {"pid": str(child), "workload": "spawned"}
-    wait_for(lambda: allocated(exporter.metrics(), child) == {node.uuid(1): 24 * MIB}, "the child")
-    assert exporter.metrics().values("gpumem_torch_allocated_bytes", **labels) == [24 * MIB]
-    wait_for(lambda: used(exporter.metrics(), child) == booked(node, child), "a poll")
-    say_the_same(exporter, node, parent)
-    assert parent.exec("done.set()\nspawned.join(60)\nresult = spawned.exitcode") == 0
-    nothing_is_left_of(exporter, child)
-    say_the_same(exporter, node, parent)
-
-
-def test_a_child_forked_before_cuda_is_up_reports_for_itself(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    parent = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    parent.call("start_client", workload="parent")
-    child = parent.exec(
-        "import os\n"
-        "reading, writing = os.pipe()\n"
-        "result = os.fork()\n"
-        "if result == 0:\n"
-        "    os.close(writing)\n"
-        "    kept = torch.empty(24 << 20, dtype=torch.uint8, device='cuda:1')\n"
-        "    os.read(reading, 1)\n"
-        "    os._exit(0)\n"
-        "os.close(reading)\n"
-    )
+    child = parent.exec(start)
     parent.call("alloc", nbytes=8 * MIB)
     wait_for(lambda: allocated(exporter.metrics(), child) == {node.uuid(1): 24 * MIB}, "the child")
     wait_for(lambda: used(exporter.metrics(), child) == booked(node, child), "a poll")
-    say_the_same(exporter, node, parent)
-    assert parent.exec("os.close(writing)\n_, status = os.waitpid(child, 0)\nresult = status", child=child) == 0
-    nothing_is_left_of(exporter, child)
-    say_the_same(exporter, node, parent)
+    wait_for_true_values(exporter, node, parent)
+    assert parent.exec(end, child=child) == 0
+    wait_for_no_series(exporter, child)
+    wait_for_true_values(exporter, node, parent)
 
 
-# Ends, and what comes after
+# Ends of processes
 
 
-def test_a_process_that_dies_of_an_oom_takes_its_series_and_bytes_with_it(
+def test_the_series_and_bytes_of_a_process_end_when_it_aborts_after_an_oom(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
     process = client(exporter, start_torch, node)
     process.call("alloc", nbytes=32 * MIB)
-    say_the_same(exporter, node, process)
+    wait_for_true_values(exporter, node, process)
     with contextlib.suppress(RemoteError, TorchProcessError):
         process.exec(
             "import os, sys, threading\n"
             "try:\n"
             "    torch.empty(1 << 40, dtype=torch.uint8, device='cuda')\n"
             "except torch.OutOfMemoryError:\n"
-            "    os.abort()"  # nothing of Python's own end is run
+            "    os.abort()"  # no exit handlers run
         )
-    nothing_is_left_of(exporter, process.pid)
+    wait_for_no_series(exporter, process.pid)
     assert booked(node, process.pid) == {}
 
 
-def test_after_an_exec_nothing_of_the_program_before_is_shown_nor_done(
+def test_after_an_exec_the_earlier_program_has_no_series(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK, "--report.expiry", "600")
     process = client(exporter, start_torch, node)
     process.call("alloc", nbytes=32 * MIB)
-    say_the_same(exporter, node, process)
-    pid, began = process.pid, start_time_ticks(f"/proc/{process.pid}")
+    wait_for_true_values(exporter, node, process)
+    pid, started = process.pid, start_time_ticks(f"/proc/{process.pid}")
     process.send(
         "exec",
         code=(
@@ -299,20 +289,20 @@ def test_after_an_exec_nothing_of_the_program_before_is_shown_nor_done(
         inode=os.fstat(process._answers).st_ino,
     )
     wait_for(lambda: b"again" in Path(f"/proc/{pid}/cmdline").read_bytes(), "the exec")
-    nothing_is_left_of(exporter, pid)
+    wait_for_no_series(exporter, pid)
     process._hello = {}
     assert process.pid == pid
-    assert start_time_ticks(f"/proc/{pid}") == began, "it is the same process"
+    assert start_time_ticks(f"/proc/{pid}") == started, "it is the same process"
     process.call("start_client", workload="after")
     process.call("alloc", nbytes=5 * MIB, device=1)
-    say_the_same(exporter, node, process)
+    wait_for_true_values(exporter, node, process)
     (labels,) = [dict(labels) for labels in exporter.metrics().samples["gpumem_torch_allocated_bytes"]]
     assert (labels["workload"], labels["uuid"]) == ("after", node.uuid(1))
 
 
 @needs_namespaces
-def test_a_pid_that_another_program_uses_again_inherits_nothing() -> None:
-    """Everything runs in one PID namespace, where the next pid can be chosen."""
+def test_a_process_with_a_reused_pid_has_no_values_of_the_earlier_one() -> None:
+    """The program runs in its own PID namespace, where it can choose the next pid."""
     ended = subprocess.run(
         [*CONTAINER, sys.executable, "-m", "tests.programs.pid_reuse"],
         cwd=REPOSITORY,
@@ -324,38 +314,3 @@ def test_a_pid_that_another_program_uses_again_inherits_nothing() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.splitlines()[-1] == "done"
-
-
-# Many
-
-
-def raw_report(pid: int, uuid: str, **changes: object) -> Report:
-    identity = ProcessIdentity(
-        pid=pid, start_time_ticks=1000 + pid, pid_namespace=77, session=f"s{pid}", session_started_seconds=1.0
-    )
-    sample = DeviceSample(uuid, allocated_bytes=pid * 512, reserved_bytes=pid * 1024, reclaimable_bytes=pid * 256)
-    return Report(identity, sequence=1, devices=(sample,), **changes)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("room", "kept"), [(300, 300), (200, 200), (512, 300)])
-def test_three_hundred_processes_report_and_those_for_whom_there_is_no_room_are_counted(
-    node: EmulatedNode, start_exporter: StartExporter, room: int, kept: int
-) -> None:
-    exporter = start_exporter(node, "--report.max-processes", str(room), "--report.expiry", "600")
-    answers = [
-        exporter.request("POST", REPORTS_PATH, to_wire(raw_report(pid, node.uuid(pid % 2)))).status
-        for pid in range(1001, 1301)
-    ]
-    assert answers == [200] * kept + [503] * (300 - kept)
-    metrics = exporter.metrics()
-    shown = {dict(labels)["pid"]: value for labels, value in metrics.samples["gpumem_torch_allocated_bytes"].items()}
-    assert shown == {str(pid): pid * 512 for pid in range(1001, 1001 + kept)}
-    assert metrics.value("gpumem_processes_dropped_total") == 300 - kept
-    assert metrics.values("gpumem_reports_total", outcome="dropped") == ([300 - kept] if kept < 300 else [])
-    metrics.assert_ledgers_add_up()
-    assert {entry["pid"] for entry in exporter.get("/api/v1/processes")["processes"]} == set(range(1001, 1001 + kept))
-    # whoever goes makes room
-    assert exporter.request("POST", REPORTS_PATH, to_wire(raw_report(1001, node.uuid(1), final=True))).status == 200
-    if kept < 300:
-        assert exporter.request("POST", REPORTS_PATH, to_wire(raw_report(1300, node.uuid(0)))).status == 200
-        assert exporter.request("POST", REPORTS_PATH, to_wire(raw_report(1299, node.uuid(1)))).status == 503

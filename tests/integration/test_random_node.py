@@ -1,9 +1,9 @@
-"""A random run over everything that happens on a node: no step of it leaves a wrong number on the page.
+"""A random run of allocations, exits, restarts and failures on a node: every value on the page is correct.
 
     GPUMEM_RANDOM_STEPS=10000 python -m pytest -s tests/integration/test_random_node.py
 
-takes ten thousand steps; without the variable a few hundred are taken. The seed is printed, and `GPUMEM_RANDOM_SEED`
-sets it: the same choices are made again, while the moments at which reports and polls come are the machine's.
+The default is 300 steps. The run prints its seed. `GPUMEM_RANDOM_SEED` repeats its choices, but not the times at which
+reports and polls arrive.
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ from tests.support.waiting import wait_until_equal
 
 STEPS = int(os.environ.get("GPUMEM_RANDOM_STEPS", "300"))
 STEPS_EACH = 40
-"""Steps of one of Hypothesis' examples. Hypothesis uses only some of the rules in each, so that only a run of several
-examples uses them all. The node and all on it outlive them.
-"""
+"""The steps of one Hypothesis example. An example uses only some of the rules, so several examples are needed to use
+all. The node and its processes live through all examples."""
 QUIET_EVERY = 25
 DEVICES = (0, 1)
 TORCH_PROCESSES, PROGRAMS = 3, 6
 SETTLE_SECONDS = 90.0
-"""Longer than the longest pause after which a lost device or a driver is tried again."""
+"""Longer than the longest pause between two attempts to read a lost device."""
 
 PROGRAM = """
 import random
@@ -64,7 +63,7 @@ while True:
     say(len(held))
     wait()
 """
-"""A program without torch and without a reporter: each time it is told to go on it allocates or frees."""
+"""A program without torch and without a reporter, which allocates or frees memory in each step."""
 
 
 class World:
@@ -82,11 +81,11 @@ class World:
         self.starting: list[TorchProcess] = []
         self.programs: list[Program] = []
         self.ending: set[int] = set()
-        """Ended, and perhaps still on the page."""
+        """Processes that ended and may still be on the page."""
         self.gone: set[int] = set()
-        """Ended, and seen to be no longer on the page."""
+        """Processes that ended and are no longer on the page."""
         self.broken: tuple[Exception, int] | None = None
-        """What failed, and at which moment of its example."""
+        """The first error, and the number of the check that raised it."""
 
     def close(self) -> None:
         for process in (*self.torches, *self.starting, *self.programs):
@@ -98,20 +97,20 @@ class World:
         self.starting.append(TorchProcess(self.node, {"GPUMEM_EXPORTER_URL": self.exporter.url}))
 
     def adopt_started(self) -> None:
-        """Wait for those that import torch."""
+        """Wait for the processes that import torch."""
         while self.starting:
             process = self.starting[-1]
             process.call("start_client", workload=f"job-{self.steps % 3}")
             self.torches[self.starting.pop()] = [process.call("alloc", nbytes=MIB)]
-            self._began(process.pid)
+            self._started(process.pid)
 
     def start_program(self, rng: random.Random) -> None:
         self.programs.append(Program(self.node, PROGRAM.format(seed=rng.getrandbits(32))))
         self.programs[-1].heard()
-        self._began(self.programs[-1].pid)
+        self._started(self.programs[-1].pid)
 
-    def _began(self, pid: int) -> None:
-        """Linux may give a pid again."""
+    def _started(self, pid: int) -> None:
+        """Forget an earlier process with the same pid."""
         self.ending.discard(pid)
         self.gone.discard(pid)
 
@@ -123,13 +122,13 @@ class World:
     def alive(self) -> set[int]:
         return {process.pid for process in (*self.torches, *self.programs)}
 
-    # What must hold
+    # Invariants
 
     def check(self) -> None:
-        """What holds in every scrape, however the last step left reports and readings."""
+        """Check what is true in every scrape, before reports and readings have followed the last step."""
         metrics = scrape(self.exporter)
         on_page = {pid for pid in _labels(metrics, "pid") if pid.isdecimal()}
-        assert on_page <= {str(pid) for pid in self.alive() | self.ending}, "a process that is gone, or never was"
+        assert on_page <= {str(pid) for pid in self.alive() | self.ending}, "a process that is not on the node"
         self.gone |= {pid for pid in self.ending if str(pid) not in on_page}
         self.ending -= self.gone
         assert {uuid for uuid in _labels(metrics, "uuid") if uuid} <= {self.node.uuid(i) for i in DEVICES}
@@ -137,11 +136,11 @@ class World:
             uuid = dict(labels)["uuid"]
             if up or not uuid:
                 continue
-            figures = shown(metrics, uuid)
-            assert not any(figures[name] for name in figures if name != "allocated"), "figures of a device that is down"
+            values = shown(metrics, uuid)
+            assert not any(values[name] for name in values if name != "allocated"), "values of a device that is down"
 
     def check_quiet(self, rng: random.Random) -> None:
-        """What holds once reports and readings have come: every figure, to the byte."""
+        """Check every value to the byte, once reports and readings have followed."""
         self.quiet_points += 1
         self.adopt_started()
         wanted = self._truth()
@@ -152,13 +151,13 @@ class World:
             found = self._shown(scrape(self.exporter))
             return found
 
-        wait_until_equal(read, wanted, "the page to be right to the byte", SETTLE_SECONDS)
+        wait_until_equal(read, wanted, "the correct values on the page", SETTLE_SECONDS)
         self.check()
         assert not self.ending, "still on the page"
         self.check_clear(rng.choice(list(self.torches)))
 
     def check_clear(self, process: TorchProcess) -> None:
-        """What is reclaimable is what a clear gives back, by everybody's word."""
+        """Check that torch, the driver and the action agree on the bytes that a clear releases."""
         pid = str(process.pid)
 
         def reserved() -> int:
@@ -211,16 +210,16 @@ class World:
 
 
 def _labels(metrics: Metrics, name: str) -> set[str]:
-    """The values of a label, but for those of the last out-of-memory errors: they stay when their process goes."""
+    """Return the values of a label, except on the series of out-of-memory errors, which outlive their processes."""
     states = (samples for metric, samples in metrics.samples.items() if not metric.startswith("gpumem_last_oom_"))
     found = (dict(labels) for samples in states for labels in samples)
     return {labels[name] for labels in found if name in labels}
 
 
 class RandomRun(RuleBasedStateMachine):
-    """One example: a few hundred steps in a world that was there before it.
+    """One example: some steps in a world that exists before and after it.
 
-    The first example that Hypothesis makes is the simplest, one and the same step again and again: it is passed over.
+    The first example of Hypothesis repeats one step, so it is skipped.
     """
 
     def __init__(self, world: World) -> None:
@@ -228,7 +227,7 @@ class RandomRun(RuleBasedStateMachine):
         self.world = world
         self.rng = random.Random(0)
         self.idle = True
-        self.moments = 0
+        self.checks = 0
 
     @initialize(heading=st.integers(0, 2**64 - 1))
     def head(self, heading: int) -> None:
@@ -236,7 +235,7 @@ class RandomRun(RuleBasedStateMachine):
         self.idle = heading == 0
 
     def step(self, name: str, act: Callable[[], object], *, when: object = True) -> None:
-        """Take a step; where it cannot be taken, allocate: what Hypothesis may choose must not depend on the world."""
+        """Take a step, or allocate if it is impossible: the choices of Hypothesis must not depend on the world."""
         world = self.world
         if world.steps >= STEPS:
             self.idle = True
@@ -261,24 +260,24 @@ class RandomRun(RuleBasedStateMachine):
         self.guarded(held)
 
     def guarded(self, act: Callable[[], object]) -> None:
-        """Hypothesis runs a failing example again: the world is broken then, and fails at the same moment as before."""
-        self.moments += 1
+        """Run a check once. When Hypothesis repeats a failing example, raise the same error at the same check."""
+        self.checks += 1
         if self.world.broken is not None:
-            error, moment = self.world.broken
-            if self.moments == moment:
+            error, number = self.world.broken
+            if self.checks == number:
                 raise error
         elif not self.idle:
             try:
                 act()
             except Exception as error:
-                self.world.broken = error, self.moments
+                self.world.broken = error, self.checks
                 raise
 
     def rested(self, name: str, steps: int) -> bool:
-        """Whether a step that costs seconds was last taken that long ago."""
+        """Return whether a slow step was last taken at least this number of steps ago."""
         return self.world.steps - self.world.last.get(name, -steps) >= steps
 
-    # The rules. Two allocate and two free, since they are cheap and what else happens depends on them.
+    # The rules. Two allocate and two free, because these are fast and the other rules depend on them.
 
     def allocate_in(self, device: int) -> str:
         process = self.rng.choice(list(self.world.torches))
@@ -288,8 +287,8 @@ class RandomRun(RuleBasedStateMachine):
         except RemoteError as error:
             if error.type != "OutOfMemoryError":
                 raise
-            return f"{process.pid} found no {nbytes} bytes on {device}"
-        return f"{process.pid} took {nbytes} bytes on {device}"
+            return f"{process.pid} could not allocate {nbytes} bytes on {device}"
+        return f"{process.pid} allocated {nbytes} bytes on {device}"
 
     @rule()
     def allocate(self) -> None:
@@ -320,13 +319,13 @@ class RandomRun(RuleBasedStateMachine):
         self.step("free all", act)
 
     @rule()
-    def others_go_on(self) -> None:
+    def continue_other(self) -> None:
         def act() -> str:
             program = self.rng.choice(self.world.programs)
             program.go()
             return f"{program.pid} holds {program.heard()}"
 
-        self.step("others go on", act, when=self.world.programs)
+        self.step("continue another", act, when=self.world.programs)
 
     @rule()
     def clear(self) -> None:
@@ -337,7 +336,7 @@ class RandomRun(RuleBasedStateMachine):
             action = self.world.exporter.act("empty_cache", target={"pid": process.pid})
             assert {row["outcome"] for row in action["results"]} == {"done"}, action
             assert action["freed_bytes"] == before - self.world.node.books().used_by(process.pid)
-            return f"{process.pid} gave back {action['freed_bytes']}"
+            return f"{process.pid} released {action['freed_bytes']}"
 
         self.step("clear", act)
 
@@ -423,10 +422,10 @@ def world(make_node: MakeNode, start_exporter: StartExporter) -> Iterator[World]
 
 
 @pytest.mark.timeout(300 + STEPS)
-def test_a_random_run_breaks_no_invariant(world: World) -> None:
+def test_every_value_is_correct_in_a_random_run(world: World) -> None:
     chosen = int(os.environ.get("GPUMEM_RANDOM_SEED") or random.SystemRandom().getrandbits(32))
     print(f"GPUMEM_RANDOM_SEED={chosen} GPUMEM_RANDOM_STEPS={STEPS}")
-    begun = time.monotonic()
+    started = time.monotonic()
     for more in range(1 + STEPS):
         if world.steps >= STEPS:
             break
@@ -448,6 +447,6 @@ def test_a_random_run_breaks_no_invariant(world: World) -> None:
                 suppress_health_check=list(HealthCheck),
             ),
         )
-    print(f"{world.steps} steps, {world.quiet_points} quiet points, {time.monotonic() - begun:.0f} s: {world.taken}")
+    print(f"{world.steps} steps, {world.quiet_points} quiet points, {time.monotonic() - started:.0f} s: {world.taken}")
     assert world.steps == STEPS
     assert world.quiet_points >= STEPS // QUIET_EVERY

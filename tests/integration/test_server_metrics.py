@@ -1,3 +1,5 @@
+"""`GET /metrics`: formats, compression, and a driver that hangs or is absent."""
+
 from __future__ import annotations
 
 import gzip
@@ -20,7 +22,7 @@ def exporter() -> Iterator[RunningExporter]:
         yield running
 
 
-def test_the_page_comes_in_the_form_that_the_scraper_asks_for(exporter: RunningExporter) -> None:
+def test_the_page_has_the_format_that_the_scraper_accepts(exporter: RunningExporter) -> None:
     plain = exporter.get("/metrics")
     assert plain.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert not plain.body.endswith(b"# EOF\n")
@@ -29,44 +31,41 @@ def test_the_page_comes_in_the_form_that_the_scraper_asks_for(exporter: RunningE
     assert openmetrics.body.endswith(b"# EOF\n")
 
 
-def test_a_compressed_page_is_the_page() -> None:
-    with running_exporter(collect_interval=3600, report_interval=3600, report_expiry=7200) as exporter:
+def test_a_compressed_page_has_the_same_lines(exporter: RunningExporter) -> None:
+    small = exporter.get("/metrics", Accept_Encoding="gzip")
+    assert b"gpumem_exporter_build_info" in gzip.decompress(small.body)
+    assert small.headers["vary"] == "Accept, Accept-Encoding"
+    with running_exporter(collect_interval=3600, report_interval=3600, report_expiry=7200) as busy:
         for pid in range(1, 201):
-            assert exporter.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2]))).status == 200
-        plain = exporter.get("/metrics", Accept_Encoding="identity")
+            assert busy.report(report(pid, devices=tuple(sample(uuid, pid) for uuid in UUIDS[:2]))).status == 200
+        plain = busy.get("/metrics", Accept_Encoding="identity")
         assert "content-encoding" not in plain.headers
         assert len(plain.body) > 64 << 10
-        packed = exporter.get("/metrics", Accept_Encoding="gzip")
+        packed = busy.get("/metrics", Accept_Encoding="gzip")
         assert packed.headers["content-encoding"] == "gzip"
         assert len(packed.body) < len(plain.body) / 5
-        volatile = (b"gpumem_scrape", b"gpumem_reports_total")
+        changing = (b"gpumem_scrape", b"gpumem_reports_total")
 
         def steady(page: bytes) -> list[bytes]:
-            return [line for line in page.splitlines() if not line.startswith(volatile) and b"duration" not in line]
+            return [line for line in page.splitlines() if not line.startswith(changing) and b"duration" not in line]
 
         assert steady(gzip.decompress(packed.body)) == steady(plain.body)
 
 
-def test_a_small_page_is_compressed_as_well(exporter: RunningExporter) -> None:
-    packed = exporter.get("/metrics", Accept_Encoding="gzip")
-    assert b"gpumem_exporter_build_info" in gzip.decompress(packed.body)
-    assert packed.headers["vary"] == "Accept, Accept-Encoding"
-
-
-def test_head_has_the_headers_and_no_body(exporter: RunningExporter) -> None:
+def test_a_head_request_returns_headers_without_a_body(exporter: RunningExporter) -> None:
     for path in ("/metrics", "/health", "/"):
         answer = exporter.request("HEAD", path)
         assert (answer.status, answer.body) == (200, b"")
         assert int(answer.headers["content-length"]) > 0
 
 
-def test_the_page_is_only_read(exporter: RunningExporter) -> None:
+def test_only_get_and_head_are_allowed(exporter: RunningExporter) -> None:
     answer = exporter.request("POST", "/metrics", {})
     problem(answer, 405)
     assert answer.headers["allow"] == "GET, HEAD"
 
 
-def test_the_page_may_be_elsewhere() -> None:
+def test_the_path_of_the_page_is_a_setting() -> None:
     with running_exporter(web_telemetry_path="/gpu/metrics") as exporter:
         assert b"gpumem_nvml_up 1" in exporter.get("/gpu/metrics").body
         problem(exporter.get("/metrics"), 404)
@@ -74,11 +73,11 @@ def test_the_page_may_be_elsewhere() -> None:
         assert b'href="/gpu/metrics"' in exporter.get("/").body
 
 
-def test_the_page_may_be_scraped_from_anywhere_under_any_name(exporter: RunningExporter) -> None:
+def test_the_page_may_be_scraped_under_any_host_name(exporter: RunningExporter) -> None:
     assert exporter.get("/metrics", Host="gpumem.monitoring.svc.cluster.local:9844").status == 200
 
 
-def test_a_hanging_driver_hangs_neither_the_page_nor_the_health() -> None:
+def test_neither_the_page_nor_health_waits_for_a_hung_driver() -> None:
     provider = ScriptedProvider()
     with running_exporter(provider=provider) as exporter:
         assert exporter.report(report(1, devices=(sample(allocated=5),))).status == 200
@@ -101,7 +100,7 @@ def test_a_hanging_driver_hangs_neither_the_page_nor_the_health() -> None:
         eventually(lambda: exporter.sample("gpumem_device_memory_total_bytes", gpu="0"))
 
 
-def test_a_driver_that_hangs_from_the_start_leaves_the_exporter_not_ready_and_alive() -> None:
+def test_the_exporter_is_healthy_but_not_ready_if_the_driver_hangs_at_the_start() -> None:
     provider = ScriptedProvider()
     provider.hanging.set()
     with running_exporter(provider=provider, ready=False) as exporter:
@@ -111,7 +110,7 @@ def test_a_driver_that_hangs_from_the_start_leaves_the_exporter_not_ready_and_al
         assert exporter.get("/metrics").status == 200
 
 
-def test_without_a_driver_the_exporter_is_degraded_and_says_why() -> None:
+def test_without_a_driver_health_is_degraded_with_the_reason() -> None:
     provider = ScriptedProvider()
     provider.error = "no driver here"
     with running_exporter(provider=provider) as exporter:

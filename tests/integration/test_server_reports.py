@@ -1,10 +1,11 @@
+"""`POST /api/v1/reports`: stored and rejected reports, held requests, and processes that end."""
+
 from __future__ import annotations
 
 import http.client
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ def outcomes(exporter: RunningExporter) -> dict[str, float]:
 
 
 def send_raw(exporter: RunningExporter, sent: Report) -> socket.socket:
-    """Send a report and leave its answer in the socket."""
+    """Send a report without reading the reply."""
     body = json.dumps(to_wire(sent)).encode()
     head = f"POST {REPORTS_PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: "
     sock = socket.create_connection(("127.0.0.1", exporter.port), timeout=patient(30))
@@ -63,7 +64,7 @@ def test_a_report_is_on_the_next_page(exporter: RunningExporter) -> None:
     exporter.provider.processes = {}
 
 
-def test_a_final_report_takes_its_series_with_it(exporter: RunningExporter) -> None:
+def test_the_series_of_a_process_end_with_its_final_report(exporter: RunningExporter) -> None:
     exporter.report(report(1, devices=(sample(),)))
     assert exporter.sample("gpumem_reporter_up", pid="1") == 1
     assert exporter.report(report(1, devices=(sample(),), sequence=2, final=True)).status == 200
@@ -71,13 +72,13 @@ def test_a_final_report_takes_its_series_with_it(exporter: RunningExporter) -> N
     assert exporter.sample("gpumem_torch_reserved_bytes", pid="1") is None
 
 
-def test_an_overtaken_report_changes_nothing(exporter: RunningExporter) -> None:
+def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -> None:
     exporter.report(report(1, devices=(sample(allocated=2),), sequence=2))
     assert exporter.report(report(1, devices=(sample(allocated=1),), sequence=1)).status == 200
     assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
 
 
-def test_an_older_reporter_of_the_same_process_is_told_that_it_is_superseded(exporter: RunningExporter) -> None:
+def test_an_older_reporter_of_the_same_process_is_rejected_as_superseded(exporter: RunningExporter) -> None:
     before = outcomes(exporter).get("superseded", 0)
     exporter.report(report(1, session="new", session_started_seconds=9.0, devices=(sample(allocated=2),)))
     answer = exporter.report(report(1, session="old", session_started_seconds=8.0, devices=(sample(allocated=1),)))
@@ -94,7 +95,7 @@ def test_an_older_reporter_of_the_same_process_is_told_that_it_is_superseded(exp
         ("unknown_device", "devices.0.uuid", {"uuid": "GPU-of-another-node"}),
     ],
 )
-def test_a_wrong_report_is_refused_by_field_and_changes_nothing(
+def test_an_invalid_report_is_rejected_with_its_field_and_changes_nothing(
     exporter: RunningExporter, outcome: str, field: str, body: dict[str, object]
 ) -> None:
     exporter.report(report(1, devices=(sample(allocated=5),)))
@@ -108,7 +109,7 @@ def test_a_wrong_report_is_refused_by_field_and_changes_nothing(
     assert outcomes(exporter)[outcome] == before + 1
 
 
-def test_a_device_that_the_driver_lacks_costs_the_others_nothing_and_is_told_once_for_each_reporter(
+def test_an_unknown_device_in_a_report_is_logged_once_and_the_known_ones_are_stored(
     exporter: RunningExporter, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices = (sample(UUIDS[0], 100 * MIB), sample("GPU-of-another-node", 200 * MIB))
@@ -116,11 +117,11 @@ def test_a_device_that_the_driver_lacks_costs_the_others_nothing_and_is_told_onc
         assert exporter.report(report(1, devices=devices, sequence=sequence)).status == 200
     shown = {dict(labels)["uuid"] for (name, labels) in exporter.samples() if name == "gpumem_torch_allocated_bytes"}
     assert shown == {UUIDS[0]}
-    told = [record for record in caplog.records if "the driver does not have" in record.getMessage()]
-    assert [record.fields["uuids"] for record in told] == ["GPU-of-another-node"]
+    logged = [record for record in caplog.records if "the driver does not have" in record.getMessage()]
+    assert [record.fields["uuids"] for record in logged] == ["GPU-of-another-node"]
 
 
-def test_a_process_too_many_is_turned_away_and_counted() -> None:
+def test_a_process_beyond_the_limit_is_rejected_and_counted() -> None:
     with running_exporter(report_max_processes=2) as exporter:
         assert [exporter.report(report(pid)).status for pid in (1, 2)] == [200, 200]
         answer = exporter.report(report(3))
@@ -133,7 +134,7 @@ def test_a_process_too_many_is_turned_away_and_counted() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_ten_megabytes_are_refused_without_being_kept(exporter: RunningExporter, chunked: bool) -> None:
+def test_a_body_of_ten_megabytes_is_rejected(exporter: RunningExporter, chunked: bool) -> None:
     before = outcomes(exporter).get("too_large", 0)
     connection = http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=patient(30))
     body = b'{"process": "' + b"x" * 10_000_000 + b'"}'
@@ -145,7 +146,7 @@ def test_ten_megabytes_are_refused_without_being_kept(exporter: RunningExporter,
     assert outcomes(exporter)["too_large"] == before + 1
 
 
-def test_the_body_must_say_that_it_is_json(exporter: RunningExporter) -> None:
+def test_a_body_without_the_json_content_type_is_rejected(exporter: RunningExporter) -> None:
     problem(exporter.request("POST", REPORTS_PATH, body=b"{}", Content_Type="text/plain"), 415)
 
 
@@ -155,7 +156,7 @@ def test_a_web_page_of_another_site_cannot_report(exporter: RunningExporter) -> 
     assert exporter.sample("gpumem_reporter_up", pid="1") is None
 
 
-def test_reports_need_the_token_where_there_is_one(tmp_path: Path) -> None:
+def test_reports_need_the_token_if_one_is_set(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("first\n")
     with running_exporter(report_token_file=str(token)) as exporter:
@@ -170,7 +171,7 @@ def test_reports_need_the_token_where_there_is_one(tmp_path: Path) -> None:
         assert exporter.act(action="empty_cache", target={"all": True}, dry_run=True).status == 200
 
 
-def test_over_a_unix_socket_the_kernel_says_who_reports(tmp_path: Path) -> None:
+def test_the_pid_of_the_sender_comes_from_the_kernel_on_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     with running_exporter(unix=path) as exporter:
         assert exporter.report(report(4711), url=f"unix://{path}").status == 200
@@ -181,9 +182,9 @@ def test_over_a_unix_socket_the_kernel_says_who_reports(tmp_path: Path) -> None:
 
 def test_a_report_is_held_for_the_interval_and_no_longer() -> None:
     with running_exporter(report_interval=0.3) as exporter:
-        begun = time.monotonic()
+        started = time.monotonic()
         answer = exporter.report(report(1, hold_seconds=60.0))
-        held = time.monotonic() - begun
+        held = time.monotonic() - started
         assert json.loads(answer.body) == {"report_interval_seconds": 0.3, "protocol": 1}
         assert held >= 0.3
 
@@ -193,24 +194,24 @@ def test_an_action_reaches_a_held_report_at_once_and_its_result_ends_it() -> Non
         before = report(1, devices=(sample(allocated=5, reclaimable=7),), hold_seconds=300.0)
         held = pool.submit(exporter.report, before)
         eventually(exporter.runtime.dispatcher.held)
-        asked = pool.submit(exporter.act, action="empty_cache", target={"all": True}, wait_seconds=10)
+        submitted = pool.submit(exporter.act, action="empty_cache", target={"all": True}, wait_seconds=10)
         (command,) = json.loads(held.result(patient(30)).body)["commands"]
         assert command["action"] == "empty_cache"
         assert 0 < command["deadline_seconds"] <= 30
         result = CommandResult(
             command["id"], "done", duration_seconds=0.001, devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),)
         )
-        assert not asked.done()
+        assert not submitted.done()
         after = report(1, devices=(sample(allocated=5),), sequence=2, results=(result,))
         assert exporter.report(after).status == 200
-        answer = asked.result(patient(30))
+        answer = submitted.result(patient(30))
         assert answer.status == 200
         action = json.loads(answer.body)
         assert (action["state"], action["freed_bytes"], action["results"][0]["outcome"]) == ("done", 7, "done")
         assert exporter.sample("gpumem_action_freed_bytes_total", action="empty_cache") == 7
 
 
-def test_a_client_that_has_gone_is_not_waited_for_and_loses_no_command() -> None:
+def test_the_hold_ends_with_the_connection_and_no_command_is_lost() -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=300.0))
         eventually(exporter.runtime.dispatcher.held)
@@ -222,62 +223,42 @@ def test_a_client_that_has_gone_is_not_waited_for_and_loses_no_command() -> None
         assert [command["action"] for command in json.loads(answer.body)["commands"]] == ["empty_cache"]
 
 
-def test_a_command_that_was_lost_with_its_reply_is_given_again() -> None:
+def test_a_command_is_delivered_again_if_its_reply_was_lost() -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         exporter.report(report(1, devices=(sample(),)))
-        asked = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).body)
+        submitted = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).body)
         for sequence in (2, 3):
             answer = exporter.report(report(1, devices=(sample(),), sequence=sequence))
-            assert [command["id"] for command in json.loads(answer.body)["commands"]] == [asked["id"]]
+            assert [command["id"] for command in json.loads(answer.body)["commands"]] == [submitted["id"]]
 
 
-def test_a_process_that_died_in_a_held_report_is_forgotten_at_once() -> None:
+@pytest.mark.parametrize("died", [True, False])
+def test_after_a_broken_connection_only_a_process_that_exited_is_removed(died: bool) -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=300.0))
         eventually(exporter.runtime.dispatcher.held)
-        exporter.host.dead.add(1)
-        sock.close()
-        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None)
-
-
-def test_a_process_that_only_lost_its_connection_is_kept() -> None:
-    with running_exporter(report_interval=300, report_expiry=900) as exporter:
-        sock = send_raw(exporter, report(1, devices=(sample(),), hold_seconds=300.0))
-        eventually(exporter.runtime.dispatcher.held)
+        if died:
+            exporter.host.dead.add(1)
         sock.close()
         eventually(exporter.runtime.dispatcher.held, lambda held: held == 0)
-        assert exporter.sample("gpumem_reporter_up", pid="1") == 1
+        expected = None if died else 1
+        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up == expected)
 
 
-def test_a_process_that_died_between_two_reports_is_forgotten() -> None:
+def test_a_process_that_exits_between_two_reports_is_removed() -> None:
     with running_exporter(report_interval=0.1) as exporter:
         exporter.report(report(1, devices=(sample(),)))
         exporter.host.dead.add(1)
         eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None)
 
 
-def test_many_reporters_are_held_side_by_side() -> None:
+def test_an_action_reaches_a_hundred_held_reports() -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         socks = [send_raw(exporter, report(pid, devices=(sample(),), hold_seconds=300.0)) for pid in range(1, 101)]
         eventually(exporter.runtime.dispatcher.held, lambda held: held == 100)
-        asked = exporter.act(action="empty_cache", target={"all": True}, wait_seconds=0)
-        assert asked.status == 202
+        submitted = exporter.act(action="empty_cache", target={"all": True}, wait_seconds=0)
+        assert submitted.status == 202
         for sock in socks:
             status, _, body = read_answer(sock)
             assert (status, [command["action"] for command in json.loads(body)["commands"]]) == (200, ["empty_cache"])
             sock.close()
-
-
-def test_reports_from_threads_at_once_are_all_counted(exporter: RunningExporter) -> None:
-    before = outcomes(exporter).get("accepted", 0)
-
-    def report_often(pid: int) -> None:
-        for sequence in range(1, 21):
-            assert exporter.report(report(pid, devices=(sample(),), sequence=sequence)).status == 200
-
-    threads = [threading.Thread(target=report_often, args=(pid,)) for pid in range(1, 9)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(patient(60))
-    assert outcomes(exporter)["accepted"] == before + 160

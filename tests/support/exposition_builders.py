@@ -26,9 +26,9 @@ SAMPLE = DeviceSample(UUID, allocated_bytes=60, reserved_bytes=100, reclaimable_
 Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
-def exposition(own: CollectorRegistry | None = None, **options: int) -> Exposition:
+def exposition(own: CollectorRegistry | None = None) -> Exposition:
     """A page whose clock stands still, so that two pages of one snapshot are equal."""
-    return Exposition(own or CollectorRegistry(), version="1", source="nvml", clock=lambda: 0.0, **options)
+    return Exposition(own or CollectorRegistry(), version="1", source="nvml", clock=lambda: 0.0)
 
 
 def page(snapshot: Snapshot) -> list[str]:

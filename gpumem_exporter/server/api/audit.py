@@ -113,6 +113,7 @@ class Audit:
                 lost = _lost(one)
                 known.append((lost, one))
                 self._on_lost(lost)
+                self.finished(lost)
         for action, how in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
             dispatcher.recall(action, how)
 

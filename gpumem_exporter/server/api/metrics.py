@@ -1,45 +1,48 @@
-"""`GET /metrics`: the page in the form that the scraper asks for."""
+"""`GET /metrics`: the page in the format and encoding that the scraper accepts."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
+from collections.abc import Callable
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT
+from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
+from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.http.negotiation import accepts_gzip, prefers_openmetrics
 from gpumem_exporter.server.http.problems import problem_response
-from gpumem_exporter.server.runtime import Runtime
 
 __all__ = ["MetricsRoute"]
 
 _INLINE_GZIP_BYTES = 64 << 10
-"""Up to here compressing takes less time than asking a thread to."""
+"""The largest page that the event loop compresses itself, because a thread would take longer to start."""
 _GZIP_LEVEL = 1
-"""Nine per cent of the page's size; level 9 would make it seven, and take eight times as long."""
+"""Compresses a page to 9 % of its size; level 9 would reach 7 % in eight times the time."""
 
 
 class MetricsRoute:
-    """Answers scrapes from what is known already: neither the driver nor a process is asked anything.
+    """Replies to scrapes from the current snapshot, without a call to the driver or to a process.
 
     Args:
-        runtime: the exporter's parts.
+        exposition: renders the page.
+        snapshot: returns the current snapshot.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = runtime
+    def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
+        self._exposition = exposition
+        self._snapshot = snapshot
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one scrape."""
+        """Reply to a scrape."""
         if scope["method"] != "GET":
             response = problem_response(405, "metrics are read with GET", headers={"Allow": "GET, HEAD"})
             await response(scope, receive, send)
             return
         accept, encodings = _accept_headers(scope)
         openmetrics = prefers_openmetrics(accept)
-        page = self._runtime.exposition.render(self._runtime.snapshot(), openmetrics=openmetrics)
+        page = self._exposition.render(self._snapshot(), openmetrics=openmetrics)
         headers = {
             "Content-Type": CONTENT_TYPE_OPENMETRICS if openmetrics else CONTENT_TYPE_TEXT,
             "Vary": "Accept, Accept-Encoding",
@@ -50,7 +53,7 @@ class MetricsRoute:
             if len(page) <= _INLINE_GZIP_BYTES:
                 page = _gzip(page)
             else:
-                page = await asyncio.to_thread(_gzip, page)  # zlib lets go of the GIL
+                page = await asyncio.to_thread(_gzip, page)  # zlib releases the GIL
         await Response(page, headers=headers)(scope, receive, send)
 
 

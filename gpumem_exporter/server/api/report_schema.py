@@ -1,8 +1,8 @@
-"""What a report must look like. The shape is the wire's own dataclasses; the bounds are the rules below.
+"""The schema of a report, derived from the dataclasses of `wire.protocol`.
 
-`protocol.py` is read by training processes and knows nothing of pydantic, so the schema is derived from its types, by
-one rule for each type, and can never lag behind them. pydantic builds the frozen dataclasses straight from the JSON
-text. Fields that are not known are ignored: a newer reporter may send them.
+`wire.protocol` is part of training processes and does not import pydantic. The schema has one rule for each type, so it
+always agrees with the dataclasses, and pydantic builds these from the JSON text. Unknown fields are ignored, because a
+newer reporter may send them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from gpumem_exporter.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, OUTCOME
 __all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema"]
 
 MAX_DEVICES = 64
-"""Devices of one report: sixteen GPUs, each cut in fewer MIG devices than that."""
+"""The most devices in a report: 16 GPUs with 4 MIG devices each."""
 MAX_ENTRIES = 64
-"""Phases or components of one device, actions of one reporter, results of one report."""
+"""The most phases or components of a device, actions of a reporter, and results in a report."""
 MAX_REASON_LENGTH = 2000
 
 _PID = core_schema.int_schema(ge=1, le=2**31 - 1)
@@ -40,14 +40,14 @@ _SPECIAL: Mapping[str, CoreSchema] = {
     "reason": core_schema.str_schema(max_length=MAX_REASON_LENGTH),
     "world_size": _AT_LEAST_ONE,
     "planned_reserved_peak_bytes": _AT_LEAST_ONE,
-    # Other threads allocate while a command runs: a reading after it may be above the one before.
+    # Negative if other threads allocated memory while the command ran.
     "freed_bytes": core_schema.nullable_schema(core_schema.int_schema(ge=-MAX_INTEGER, le=MAX_INTEGER)),
 }
-"""Fields that say more than their type does, by name."""
+"""The rules of fields that are stricter than their type, by name."""
 
 
 class ReportReader:
-    """Turns the body of a report into a `Report`. Any thread may use it."""
+    """Reads the body of a report. Thread-safe."""
 
     def __init__(self) -> None:
         self._validator = SchemaValidator(report_core_schema())
@@ -56,14 +56,14 @@ class ReportReader:
         """Read one report.
 
         Raises:
-            ProblemError: 422, which names each field that is wrong.
+            ProblemError: 422, with the invalid fields.
         """
         try:
             report: Report = self._validator.validate_json(body)
         except ValidationError as error:
             found = field_errors(error.errors(include_url=False, include_input=False))
             raise ProblemError.invalid(found) from None
-        found = [*_doubles(report.devices)]
+        found = [*_duplicates(report.devices)]
         for index, sample in enumerate(report.devices):
             found += contradictions(sample, f"devices.{index}")
         if found:
@@ -72,7 +72,7 @@ class ReportReader:
 
 
 def report_core_schema() -> CoreSchema:
-    """The schema of a report, strict: no text counts as a number, no number as a text."""
+    """Return the schema of a report. It is strict: a text is not accepted as a number, or a number as a text."""
     return _dataclass_schema(Report)
 
 
@@ -98,7 +98,7 @@ def _dataclass_schema(cls: type) -> CoreSchema:
 
 
 def _type_schema(hint: Any) -> CoreSchema:
-    """The rule of each type that the wire uses."""
+    """Return the schema of a type that the protocol uses."""
     simple = {
         int: core_schema.int_schema(ge=0, le=MAX_INTEGER),
         float: core_schema.float_schema(ge=0, le=float(MAX_INTEGER)),
@@ -118,19 +118,19 @@ def _type_schema(hint: Any) -> CoreSchema:
     if origin is not None and issubclass(origin, Mapping):
         key, value = (_type_schema(argument) for argument in arguments)
         return core_schema.dict_schema(key, value, max_length=MAX_ENTRIES)
-    raise TypeError(f"the wire has no rule for {hint!r}")
+    raise TypeError(f"there is no rule for {hint!r}")
 
 
-def _doubles(devices: tuple[DeviceSample, ...]) -> Iterator[FieldError]:
+def _duplicates(devices: tuple[DeviceSample, ...]) -> Iterator[FieldError]:
     seen: dict[str, int] = {}
     for index, sample in enumerate(devices):
         first = seen.setdefault(sample.uuid, index)
         if first != index:
-            yield FieldError(f"devices.{index}.uuid", f"{sample.uuid!r} is devices.{first} already")
+            yield FieldError(f"devices.{index}.uuid", f"{sample.uuid!r} is already devices.{first}")
 
 
 def contradictions(sample: DeviceSample, where: str) -> Iterator[FieldError]:
-    """Figures that cannot be true together."""
+    """Yield the fields whose values contradict each other."""
     reserved, allocated, reclaimable = sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes
     if reserved is None:
         return

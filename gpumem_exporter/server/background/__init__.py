@@ -1,1 +1,1 @@
-"""What runs beside requests: housekeeping, liveness of processes, policies, reload on SIGHUP."""
+"""Work beside requests: housekeeping, the detection of ended processes, policies, reload on SIGHUP."""

@@ -1,4 +1,4 @@
-"""SIGHUP: what was read from files is read again."""
+"""SIGHUP: read the policy and the web configuration again."""
 
 from __future__ import annotations
 
@@ -13,34 +13,32 @@ __all__ = ["reloading_on_hangup", "take_over_hangup"]
 
 
 def take_over_hangup() -> None:
-    """Have a SIGHUP wait for `reloading_on_hangup` instead of ending the process, and do nothing after it.
+    """Block SIGHUP until `reloading_on_hangup` handles it, so that an early reload does not end the process.
 
-    Whoever starts an exporter and has it read its files at once would end it otherwise, and to a supervisor that is no
-    failure. For a process of the exporter's own: call it in the main thread, before those files are read for the first
-    time and before there are other threads.
+    Call it in the main thread, before the files are read for the first time and before other threads start.
     """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # one that is blocked is kept, ignored or not
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP,))  # a blocked signal stays pending, even if ignored
 
 
 @contextlib.contextmanager
 def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]]]) -> Iterator[None]:
-    """Run each of these for a SIGHUP; in a process whose main thread runs the event loop.
+    """Run all reloads on SIGHUP, if the event loop runs in the main thread.
 
     Args:
-        reloads: must not raise; without any, SIGHUP is left to do what it does.
+        reloads: must not raise. If there are none, SIGHUP keeps its effect.
     """
     if not reloads or threading.current_thread() is not threading.main_thread():
         yield
         return
     loop = asyncio.get_running_loop()
-    under_way: set[asyncio.Task[None]] = set()
+    running: set[asyncio.Task[None]] = set()
 
     def reload_all() -> None:
         for reload in reloads:
             task = loop.create_task(reload())
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
+            running.add(task)
+            task.add_done_callback(running.discard)
 
     before = signal.getsignal(signal.SIGHUP)
     loop.add_signal_handler(signal.SIGHUP, reload_all)
@@ -49,5 +47,5 @@ def reloading_on_hangup(reloads: Sequence[Callable[[], Coroutine[Any, Any, None]
         yield
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-        if before is not None:  # a handler that Python did not install cannot be put back
+        if before is not None:  # Python cannot restore a handler that it did not install
             signal.signal(signal.SIGHUP, before)

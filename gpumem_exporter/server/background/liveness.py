@@ -1,46 +1,50 @@
-"""Which reporting processes are still there: a process that has gone is forgotten, with its series, at once."""
+"""Detects the end of reporting processes, so that their series are removed at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess, SilentReporter
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.host import Host
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
 __all__ = ["Presence"]
 
-_LAST_BREATH_SECONDS = (0.0, 0.05, 0.2, 0.5)
-"""A killed process' sockets close before it is gone, and a large one takes its time: looked again after each."""
+_EXIT_CHECK_DELAYS_SECONDS = (0.0, 0.05, 0.2, 0.5)
+"""The pauses before the checks of a process whose connection broke. The sockets of a killed process close before it
+ends, and a large process takes time to end."""
 
-_ASK_AGAIN_SECONDS = 10.0
-"""For a reporter whose host pid was not to be found."""
+_RETRY_SECONDS = 10.0
+"""The time between two searches for a host pid that was not found."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    who: tuple[int, int | None]
+    """The result of a search for a host pid."""
+
+    searched_for: tuple[int, int | None]
+    """The start time of the process and the pid of the connection's peer."""
     host_pid: int | None
-    asked_seconds: float
+    searched_seconds: float
     session: str
     program: int | None
-    """What it ran when this session was first heard."""
+    """The program of the process at the first report of this session."""
 
 
 class Presence:
-    """Knows reporters by their host pid and notices when they go. For the event loop.
+    """Identifies reporters by their host pid and removes those that have ended. For the event loop.
 
     Args:
-        store: where a process that has gone is forgotten.
-        dispatcher: where its actions end.
-        host: what the operating system says.
+        store: has the processes.
+        dispatcher: has the actions of the processes.
+        host: the operating system.
         clock: monotonic seconds.
-        report_interval_seconds: a process that reported within two of these is not asked after.
-        on_gone: told of each process that is forgotten, and why.
+        report_interval_seconds: a process is not checked within two intervals after its last report.
+        on_ended: receives the key of each process before it is removed, and the reason.
     """
 
     def __init__(
@@ -51,113 +55,119 @@ class Presence:
         *,
         clock: Callable[[], float],
         report_interval_seconds: float,
-        on_gone: Callable[[ProcessKey, str], None] = lambda *_: None,
+        on_ended: Callable[[Sequence[tuple[ProcessKey, str]]], None] = lambda _: None,
     ) -> None:
         self._store = store
         self._dispatcher = dispatcher
         self._host = host
         self._clock = clock
-        self._on_gone = on_gone
+        self._on_ended = on_ended
         self._quiet_seconds = 2 * report_interval_seconds
-        self._host_pids: dict[ProcessKey, _Known] = {}
+        self._known: dict[ProcessKey, _Known] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._disconnected: set[ProcessKey] = set()
         """Reporters without a known host pid whose connection broke after their last report."""
 
     async def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        """The reporter's pid as the driver sees it, looked up in a thread: that may mean a search of /proc."""
+        """Return the reporter's pid in the driver's list. A thread searches for it, which may read all of /proc."""
         key = ProcessKey(identity.pid_namespace, identity.pid)
         self._disconnected.discard(key)
-        who = (identity.start_time_ticks, peer_pid)
-        known = self._host_pids.get(key)
+        searched_for = (identity.start_time_ticks, peer_pid)
+        known = self._known.get(key)
         now = self._clock()
         if (
             known is not None
-            and known.who == who
-            and (known.host_pid is not None or now - known.asked_seconds < _ASK_AGAIN_SECONDS)
+            and known.searched_for == searched_for
+            and (known.host_pid is not None or now - known.searched_seconds < _RETRY_SECONDS)
         ):
             if known.session == identity.session:
                 return known.host_pid
-            host_pid, now = known.host_pid, known.asked_seconds
+            host_pid, now = known.host_pid, known.searched_seconds
         else:
             host_pid = await asyncio.to_thread(self._host.host_pid, identity, peer_pid)
         program = self._host.program(host_pid) if host_pid is not None else None
-        while len(self._host_pids) > 2 * self._store.max_processes:
-            del self._host_pids[next(iter(self._host_pids))]
-        self._host_pids[key] = _Known(who, host_pid, now, identity.session, program)
+        while len(self._known) > 2 * self._store.max_processes:
+            del self._known[next(iter(self._known))]
+        self._known[key] = _Known(searched_for, host_pid, now, identity.session, program)
         return host_pid
 
     def forget(self, key: ProcessKey, reason: str) -> None:
-        """Drop a process that has gone."""
-        self._on_gone(key, reason)
-        self._store.forget(key)
-        self._dispatcher.process_gone(key, reason)
-        self._host_pids.pop(key, None)
+        """Remove a process that has ended."""
+        self._forget_all([(key, reason)])
 
     def replaced(self, before: ReportingProcess, now: ReportingProcess) -> None:
-        """Another reporter fills a process' place: what waited for the one before must not reach it."""
+        """End the actions of a reporter that another one has replaced, so that they do not reach the new one."""
         if before.start_time_ticks != now.start_time_ticks:
-            reason = "the process has gone, and its pid has been used again"
-            self._on_gone(before.key, reason)
+            reason = "the process exited, and its pid was reused"
+            self._on_ended([(before.key, reason)])
         else:
-            reason = "another reporter speaks for the process since: it runs another program, or has started anew"
+            reason = "another reporter represents the process: it runs another program, or its reporter was restarted"
         self._dispatcher.process_gone(before.key, reason)
 
     def sweep(self) -> None:
-        """Forget every quiet process that has gone, or that runs another program since; called once a second."""
+        """Remove the quiet processes that exited or run another program; called once a second."""
         now = self._clock()
         snapshot = self._store.snapshot(now)
-        for process in snapshot.processes:
-            if now - process.received_seconds > self._quiet_seconds:
-                self._forget_if_dead(process.key, process.host_pid, process.report.process.start_time_ticks)
+        quiet: list[ReportingProcess | SilentReporter] = [
+            process for process in snapshot.processes if now - process.received_seconds > self._quiet_seconds
+        ]
         self._disconnected &= {process.key for process in snapshot.processes} | {one.key for one in snapshot.silent}
-        for silent in snapshot.silent:
-            if silent.key in self._disconnected:
-                self.forget(silent.key, "its connection broke, and it has not reported since")
-            else:
-                self._forget_if_dead(silent.key, silent.host_pid, silent.start_time_ticks)
+        ended = [
+            (silent.key, "its connection broke, and it has not reported since")
+            for silent in snapshot.silent
+            if silent.key in self._disconnected
+        ]
+        for reporter in (*quiet, *snapshot.silent):
+            reason = self._end(reporter)
+            if reason:
+                ended.append((reporter.key, reason))
+        self._forget_all(ended)
 
     def connection_lost(self, process: ReportingProcess) -> None:
-        """Find out soon whether a process has exited whose held request broke.
+        """Find out soon whether a process exited whose held request broke.
 
-        If its host pid is not known, /proc cannot tell: the process is forgotten when its report expires. One that
-        lives reports again before, and a stopped one keeps its connection.
+        If its host pid is unknown, /proc does not show it, and the process is removed when its report expires. A
+        running process reports again before, and a stopped process keeps its connection.
         """
         if process.host_pid is None:
             self._disconnected.add(process.key)
         else:
-            watch = asyncio.ensure_future(self._watch(process, process.host_pid))
+            watch = asyncio.ensure_future(self._watch(process))
             self._watches.add(watch)
             watch.add_done_callback(self._watches.discard)
 
     def close(self) -> None:
-        """End what `connection_lost` began."""
+        """Cancel the checks that `connection_lost` started."""
         for watch in self._watches:
             watch.cancel()
 
-    async def _watch(self, process: ReportingProcess, host_pid: int) -> None:
-        for seconds in _LAST_BREATH_SECONDS:
+    async def _watch(self, process: ReportingProcess) -> None:
+        for seconds in _EXIT_CHECK_DELAYS_SECONDS:
             await asyncio.sleep(seconds)
             known = self._store.find(process.key)
             if known is None or known.report is not process.report:
                 return
-            if self._forget_if_dead(process.key, host_pid, process.report.process.start_time_ticks):
+            reason = self._end(process)
+            if reason:
+                self.forget(process.key, reason)
                 return
 
-    def _forget_if_dead(self, key: ProcessKey, host_pid: int | None, start_time_ticks: int) -> bool:
+    def _end(self, reporter: ReportingProcess | SilentReporter) -> str:
+        """Return why a reporter has ended; empty if it runs, or if its host pid is unknown."""
+        host_pid = reporter.host_pid
         if host_pid is None:
-            return False
-        if not self._host.alive(host_pid, start_time_ticks):
-            self.forget(key, "the process has gone")
-        elif self._runs_another_program(key, host_pid):
-            self.forget(key, "the process runs another program since (exec)")
-        else:
-            return False
-        return True
-
-    def _runs_another_program(self, key: ProcessKey, host_pid: int) -> bool:
-        known = self._host_pids.get(key)
+            return ""
+        if not self._host.alive(host_pid, reporter.start_time_ticks):
+            return "the process exited"
+        known = self._known.get(reporter.key)
         if known is None or known.program is None or known.host_pid != host_pid:
-            return False
+            return ""
         program = self._host.program(host_pid)
-        return program is not None and program != known.program
+        return "the process runs another program (exec)" if program not in (None, known.program) else ""
+
+    def _forget_all(self, ended: Sequence[tuple[ProcessKey, str]]) -> None:
+        self._on_ended(ended)
+        for key, reason in ended:
+            self._store.forget(key)
+            self._dispatcher.process_gone(key, reason)
+            self._known.pop(key, None)

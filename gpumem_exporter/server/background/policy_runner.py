@@ -1,6 +1,6 @@
-"""Keeps the rules of `--policy.file`: has them evaluated, asks for what they decide, tells it, reads them again.
+"""Runs the rules of `--policy.file`: evaluates them, submits their actions, logs what they stop, reloads the file.
 
-For the event loop. The disk is waited for in another thread.
+For the event loop. A thread reads the file.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError, ConfigurationError
 from gpumem_exporter.events import EventLog
-from gpumem_exporter.events.policies import policy_stopped_event
+from gpumem_exporter.events.actions import policy_stopped_event
 
-__all__ = ["PolicyKeeper"]
+__all__ = ["PolicyRunner"]
 
 _log = logging.getLogger(__name__)
 
 
-class PolicyKeeper:
+class PolicyRunner:
     """The policy in force.
 
     Args:
-        path: the policy file; read at once.
+        path: the policy file, which is read immediately.
         allowed: the actions of `--action.allow`.
-        dispatcher: asked for what the rules decide, in the name of `policy:` and the rule.
-        snapshot: all that is known now.
-        stale_seconds: a sample that is older meets no condition.
+        dispatcher: receives the actions of the rules; the caller is `policy:` and the name of the rule.
+        snapshot: returns the current snapshot.
+        stale_seconds: an older sample meets no condition.
         instruments: counts the evaluations.
-        log: takes the event of a rule that stops.
+        log: receives the event of a rule that stops.
         wall_clock: seconds of the Unix epoch.
 
     Raises:
-        ConfigurationError: the file is not right.
+        ConfigurationError: the file is invalid.
     """
 
     def __init__(
@@ -65,46 +65,46 @@ class PolicyKeeper:
         self._instruments = instruments
         self._event_log = log
         self._wall_clock = wall_clock
-        self._asked: dict[str, Decision] = {}
-        """By the action's id, what is under way."""
+        self._running: dict[str, Decision] = {}
+        """The decisions whose actions have not finished, by the id of the action."""
         self._reading = asyncio.Lock()
         self._engine = Engine((), stale_seconds=stale_seconds)
         self._put_in_force(read_policy(path, allowed=allowed), "start")
 
     @property
     def engine(self) -> Engine:
-        """The rules in force, with what each remembers."""
+        """The rules in force with their state."""
         return self._engine
 
     def tick(self) -> None:
-        """Evaluate every rule and ask for what is decided; called once a second."""
+        """Evaluate the rules and submit their actions; called once a second."""
         snapshot = self._snapshot()
-        for action_id, decision in list(self._asked.items()):
+        for action_id, decision in list(self._running.items()):
             action = self._dispatcher.get(action_id)
             if action is None or action.finished:
-                del self._asked[action_id]
+                del self._running[action_id]
                 if action is not None:
-                    self._take(decision, action, snapshot.taken_seconds)
+                    self._finished(decision, action, snapshot.taken_seconds)
         found = self._engine.evaluate(snapshot, self._under_way)
         for stop in found.stops:
-            self._tell(stop)
+            self._log_stop(stop)
         for (rule, result), count in found.counts.items():
             self._instruments.count_policy(rule, result, count)
         for decision in found.decisions:
-            self._instruments.count_policy(decision.rule.name, self._ask(decision, snapshot.taken_seconds), 1)
+            self._instruments.count_policy(decision.rule.name, self._submit(decision, snapshot.taken_seconds), 1)
 
     async def reload(self, requested_by: str) -> tuple[Rule, ...]:
-        """Read the file again and put it in force.
+        """Read the file again and put its rules in force.
 
         Raises:
-            ConfigurationError: it is not right; nothing has changed.
+            ConfigurationError: the file is invalid, and the earlier rules stay in force.
         """
         async with self._reading:
             try:
                 rules = await asyncio.to_thread(read_policy, self._path, allowed=self._allowed)
             except ConfigurationError as error:
                 _log.error(
-                    "policy not reloaded, the one before stays in force",
+                    "policy not reloaded; the earlier rules stay in force",
                     extra={"fields": {"requested_by": requested_by, "error": str(error)}},
                 )
                 raise
@@ -112,8 +112,8 @@ class PolicyKeeper:
             return rules
 
     async def reload_on_hangup(self) -> None:
-        """Read the file again for a SIGHUP, to which nobody can be answered."""
-        with contextlib.suppress(ConfigurationError):  # the log has it
+        """Read the file again after SIGHUP. An error is only logged, because a signal has no reply."""
+        with contextlib.suppress(ConfigurationError):
             await self.reload("SIGHUP")
 
     def _put_in_force(self, rules: Sequence[Rule], requested_by: str) -> None:
@@ -139,34 +139,36 @@ class PolicyKeeper:
         )
 
     def _under_way(self) -> set[ProcessKey]:
-        mine = {decision.sighting.process.key for decision in self._asked.values()}
-        return {*self._dispatcher.under_way(), *mine}
+        own = {decision.sighting.process.key for decision in self._running.values()}
+        return {*self._dispatcher.under_way(), *own}
 
-    def _ask(self, decision: Decision, now: float) -> str:
-        """Ask for what a rule has decided; gives what came of it, as one of `policy.RESULTS`."""
+    def _submit(self, decision: Decision, now: float) -> str:
+        """Submit the action of a decision and return its result, one of `policy.RESULTS`."""
         rule = decision.rule
         try:
             action = self._dispatcher.submit(decision.request, requested_by=Caller.policy(rule.name))
         except ActionRefusedError as error:
             fields = {"rule": rule.name, "target": decision.request.target.describe(), "error": str(error)}
-            _log.warning("a rule's action was refused", extra={"fields": fields})
+            _log.warning("the action of a policy rule was refused", extra={"fields": fields})
             return "refused"
         if action.finished:
-            self._take(decision, action, now)
+            self._finished(decision, action, now)
         else:
-            self._asked[action.id] = decision
+            self._running[action.id] = decision
         return "would_act" if rule.dry_run else "acted"
 
-    def _take(self, decision: Decision, action: Action, now: float) -> None:
+    def _finished(self, decision: Decision, action: Action, now: float) -> None:
         stop = self._engine.finished(decision, action, now)
         if stop is not None:
-            self._tell(stop)
+            self._log_stop(stop)
 
-    def _tell(self, stop: Stop) -> None:
-        """A dry run has done nothing: it is logged, and is no event."""
+    def _log_stop(self, stop: Stop) -> None:
+        """Log that a rule stops, and record it as an event. The stop of a dry run has no event."""
         dry_run = stop.rule.dry_run
         _log.warning(
-            "a rule would have stopped where it does not help" if dry_run else "a rule stopped where it does not help",
+            "a policy rule would stop, because its action does not help"
+            if dry_run
+            else "a policy rule stopped, because its action does not help",
             extra={
                 "fields": {
                     "rule": stop.rule.name,

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
     NodeReading,
+    ProcessFacts,
     ProcessMemory,
+    Snapshot,
 )
 from gpumem_exporter.wire.protocol import DeviceSample
 from tests.support.exposition_builders import (
@@ -26,13 +29,6 @@ from tests.support.exposition_builders import (
     silent,
     snapshot,
 )
-
-
-def test_every_device_shows_its_memory_in_integers() -> None:
-    assert lines(snapshot(on=node(device())), "gpumem_device_memory_total_bytes", "gpumem_device_up") == [
-        'gpumem_device_up{gpu="0",uuid="GPU-0"} 1',
-        f'gpumem_device_memory_total_bytes{{gpu="0",uuid="GPU-0"}} {1000 * MIB}',
-    ]
 
 
 def test_a_lost_device_is_down_and_has_no_values() -> None:
@@ -98,19 +94,11 @@ def test_unknown_values_of_a_report_have_no_series() -> None:
     assert [name for name in shown if name.startswith("gpumem_torch_")] == ["gpumem_torch_reserved_bytes"]
 
 
-def test_pinned_memory_is_per_process_without_a_device() -> None:
-    known = snapshot(process(7, SAMPLE, replace(SAMPLE, uuid="GPU-1"), pinned=5))
-
-    assert lines(known, "gpumem_torch_pinned_host_bytes") == [
-        'gpumem_torch_pinned_host_bytes{pid="70",workload="w",rank="0"} 5'
-    ]
-
-
 def test_a_phase_and_a_component_may_have_the_same_name() -> None:
     sample = DeviceSample(UUID, phase_peak_bytes={"other": 1}, component_bytes={"other": 2})
     writer = exposition()
     for reporter in (process(7, sample), process(7, replace(sample, phase_peak_bytes={"other": 3}))):
-        writer.prepare(reporter, None)
+        writer.refresh(reporter)
 
         shown = writer.render(snapshot(reporter), openmetrics=False).decode()
 
@@ -157,7 +145,7 @@ def test_without_the_driver_only_torch_series_stay_without_an_index(reading: Nod
     ]
     assert "gpumem_nvml_up 0" in page(known)
     (info,) = lines(known, "gpumem_process_info")
-    assert 'pid="70",workload="w",rank="0",command="python own.py"' in info, "what it says of itself is still true"
+    assert 'pid="70",workload="w",rank="0",command="python own.py"' in info, "the values of the report are still known"
     absent = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
     assert [line for line in page(known) if line.startswith(absent)] == []
 
@@ -178,3 +166,69 @@ def test_a_silent_reporter_is_down_and_has_no_torch_series() -> None:
         'gpumem_reporter_last_report_timestamp_seconds{pid="80",workload="w",rank="0"} 1000000000.0',
     ]
     assert not [line for line in page(known) if line.startswith("gpumem_torch_") and 'pid="80"' in line]
+
+
+# --- descriptions of processes
+
+
+def info(known: Snapshot) -> dict[str, dict[str, str]]:
+    """Return the labels of each pid's info series."""
+    return {
+        sample.labels["pid"]: dict(sample.labels)
+        for family in parse_text("\n".join(page(known)))
+        for sample in family.samples
+        if sample.name == "gpumem_process_info"
+    }
+
+
+def test_a_process_is_described_by_the_host_or_otherwise_by_its_report() -> None:
+    known = snapshot(
+        process(7, SAMPLE, host_pid=70),
+        process(8, SAMPLE, host_pid=80),
+        process(9, SAMPLE, host_pid=None),
+        on=node(
+            device(processes={70: 1, 75: 1}),
+            facts={
+                70: ProcessFacts(70, 3, "python host.py", "alice", k8s_pod="pod-a"),
+                75: ProcessFacts(75, 3, "nvidia-smi", "root"),
+            },
+        ),
+        quiet=(silent(6, host_pid=60, workload="quiet"),),
+    )
+
+    shown = info(known)
+
+    assert list(shown) == ["9", "60", "70", "75", "80"]
+    assert {pid: labels["command"] for pid, labels in shown.items()} == {
+        "9": "python own.py",
+        "60": "",
+        "70": "python host.py",
+        "75": "nvidia-smi",
+        "80": "python own.py",
+    }
+    assert shown["70"]["user"] == "alice"
+    assert shown["70"]["k8s_pod"] == "pod-a"
+    assert shown["70"]["torch_version"] == "2.15"
+    assert [pid for pid, labels in shown.items() if labels["reporting"] == "true"] == ["9", "70", "80"]
+    assert shown["60"]["workload"] == "quiet"
+    assert shown["75"]["workload"] == ""
+
+
+def test_host_facts_of_another_process_with_the_same_pid_are_not_shown() -> None:
+    earlier = {70: ProcessFacts(70, 2, "another program", "mallory")}
+    known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=earlier))
+
+    assert info(known)["70"]["command"] == "python own.py"
+    assert info(known)["70"]["user"] == ""
+    assert lines(known, "gpumem_torch_allocated_bytes")
+    assert lines(known, "gpumem_torch_non_torch_bytes") == [], "the driver's value is of the earlier process"
+
+
+def test_a_reporter_whose_pid_was_reused_is_not_shown() -> None:
+    later = {70: ProcessFacts(70, 10_000_000, "another program", "mallory")}
+    known = snapshot(process(7, SAMPLE, host_pid=70), on=node(device(processes={70: 999}), facts=later))
+
+    assert info(known)["70"]["command"] == "another program"
+    assert (info(known)["70"]["workload"], info(known)["70"]["reporting"]) == ("", "false")
+    assert lines(known, "gpumem_torch_") == []
+    assert any("other_processes" in line and line.endswith(" 999") for line in lines(known, "gpumem_ledger_bytes"))

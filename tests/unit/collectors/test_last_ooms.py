@@ -3,98 +3,50 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from concurrent.futures import Future
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_exporter.collectors.collector import GpumemCollector
-from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
-from gpumem_exporter.core.samples import DeviceReading, LastOom, Snapshot
-from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import Event, Query, Recorder, Storage, last_ooms
-from gpumem_exporter.wire.protocol import OutOfMemory
-from tests.support.builders import MIB, UUIDS, device, node, report, sample
+from gpumem_exporter.core.samples import DeviceReading, LastOom
+from gpumem_exporter.events import Event, Query, Storage, last_ooms
+from tests.support import recorder_bench
+from tests.support.builders import MIB, UUIDS, device, sample
+from tests.support.exposition_builders import exposition
+from tests.support.recorder_bench import RecorderBench
 
 NAMES = ("timestamp_seconds", *(f"{name}_bytes" for name in ("requested", "device_free", "limit", "allocated")))
 NAMES += tuple(f"{name}_bytes" for name in ("reserved", "reclaimable", "fragmented"))
 
 
-class Log:
-    """Replaces the event log: stores the events in a list."""
+def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> Any:
+    return recorder_bench.oom(number, uuid, **{"requested_bytes": 1000 + number, **changes})
+
+
+class Bench(RecorderBench):
+    """A recorder with a metrics page."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-
-    def put(self, events: list[Event]) -> Future[bool]:
-        self.events += events
-        return Future()
-
-    @property
-    def ooms(self) -> list[Event]:
-        return [event for event in self.events if event.type == "oom"]
-
-
-class Bench:
-    """Accepts reports and renders a page, with clocks that only the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.unix = 1.7e9
-        self.log = Log()
-        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=1000)
-        self.recorder = Recorder(
-            self.log,  # type: ignore[arg-type]
-            self.snapshot,
-            report_expiry_seconds=15,
-            reading_expiry_seconds=5,
-            wall_clock=lambda: self.unix,
-            on_ooms=lambda events: self.store.put_ooms(last_ooms(events, self.now, self.unix)),
-        )
-        self.page = Exposition(CollectorRegistry(), version="1", source="nvml", clock=lambda: 0.0)
-
-    def snapshot(self) -> Snapshot:
-        return self.store.snapshot(self.now)
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-        self.unix += seconds
-
-    def reading(self, *devices: DeviceReading) -> None:
-        reading = node(*devices, taken=self.now)
-        self.store.put_reading(reading)
-        self.recorder.take_reading(reading)
-
-    def report(self, pid: int = 7, *ooms: OutOfMemory, **changes: Any) -> None:
-        process = self.store.put_report(
-            report(pid, ooms=ooms, **changes), host_pid=pid, now_seconds=self.now, now_unix_seconds=self.unix
-        )
-        self.recorder.take_report(process)
+        super().__init__()
+        self.writer = exposition()
 
     def recall(self, *events: Event) -> None:
         self.store.restore_ooms(last_ooms(events, self.now, self.unix))
 
+    def page(self) -> str:
+        return self.writer.render(self.snapshot(), openmetrics=False).decode()
+
+    def lines(self) -> list[str]:
+        return [line for line in self.page().splitlines() if line.startswith("gpumem_last_oom_")]
+
     def shown(self, name: str = "requested_bytes") -> dict[str, str]:
         """Return the text of each series' value by pid; each pid has at most one."""
-        text = self.page.render(self.snapshot(), openmetrics=False).decode()
-        lines = [line for line in text.splitlines() if line.startswith(f"gpumem_last_oom_{name}{{")]
+        lines = [line for line in self.lines() if line.startswith(f"gpumem_last_oom_{name}{{")]
         found = {line.split('pid="')[1].split('"')[0]: line.rsplit(" ", 1)[1] for line in lines}
         assert len(found) == len(lines)
         return found
-
-    def lines(self) -> list[str]:
-        text = self.page.render(self.snapshot(), openmetrics=False).decode()
-        return [line for line in text.splitlines() if line.startswith("gpumem_last_oom_")]
-
-
-def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> OutOfMemory:
-    return OutOfMemory(**{"uuid": uuid, "number": number, "requested_bytes": 1000 + number, **changes})
 
 
 def test_the_series_have_the_values_of_the_event() -> None:
@@ -104,14 +56,12 @@ def test_the_series_have_the_values_of_the_event() -> None:
     then = dataclasses.replace(sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), requested_bytes=7 * MIB)
     error = oom(requested_bytes=9, device_free_bytes=5, limit_bytes=2**53 + 1, age_seconds=0.7, sample=then)
     bench.report(7, error, workload="llm", rank="2")
-    (event,) = bench.log.ooms
+    (event,) = bench.log.of("oom")
     values = {**event.detail["allocator"], **event.detail, "timestamp": event.time_unix_seconds}
     values = {name.removesuffix("_bytes"): value for name, value in values.items()}
     labels = f'{{gpu="3",uuid="{UUIDS[0]}",pid="7",workload="llm",rank="2"}}'
     assert bench.lines() == [f"gpumem_last_oom_{name}{labels} {values[name.rpartition('_')[0]]!r}" for name in NAMES]
-    assert values["requested"] == 9
-    assert values["limit"] == 2**53 + 1
-    assert values["fragmented"] == 2 * MIB
+    assert (values["requested"], values["limit"], values["fragmented"]) == (9, 2**53 + 1, 2 * MIB)
     assert values["timestamp"] == 1_700_000_000.123 - 0.7
 
 
@@ -124,40 +74,22 @@ def test_an_unknown_value_is_absent() -> None:
     assert second == [name for name in NAMES if name not in ("device_free_bytes", "limit_bytes")]
 
 
-def test_another_registry_has_the_same_series() -> None:
-    bench = Bench()
-    bench.report(7, oom(sample=sample()))
-    embedded = CollectorRegistry()
-    embedded.register(GpumemCollector(bench.snapshot, version="1", source="nvml"))
-    families = text_string_to_metric_families(generate_latest(embedded).decode())
-    found = {found.name: found.value for family in families for found in family.samples if "_last_oom_" in found.name}
-    assert found == {line.split("{")[0]: float(line.rsplit(" ", 1)[1]) for line in bench.lines()}
-    assert len(found) == len(NAMES) - 2
-
-
 # --- lifetime
 
 
-def test_an_error_is_shown_for_an_hour_even_after_its_process_exits() -> None:
+def test_an_error_is_shown_for_an_hour_by_the_monotonic_clock_even_after_its_process_exits() -> None:
     bench = Bench()
     bench.report(7, oom(age_seconds=100.0))
     bench.report(8, oom(age_seconds=4000.0))
     assert bench.shown().keys() == {"7"}
     for process in bench.snapshot().processes:
         bench.store.forget(process.key)
-    bench.wait(SHOWN_SECONDS - 100)
-    assert bench.shown() == {"7": "1001"}
-    bench.wait(0.001)
-    assert bench.lines() == []
-
-
-def test_setting_the_wall_clock_does_not_change_how_long_an_error_is_shown() -> None:
-    bench = Bench()
-    bench.report(7, oom())
     for step in (1e6, -2e6):
         bench.unix += step
         assert bench.shown() == {"7": "1001"}
-    bench.wait(SHOWN_SECONDS + 0.001)
+    bench.wait(SHOWN_SECONDS - 100)
+    assert bench.shown() == {"7": "1001"}
+    bench.wait(0.001)
     assert bench.lines() == []
 
 
@@ -168,8 +100,8 @@ def test_the_error_of_a_lost_device_keeps_its_index() -> None:
     for later in ((DeviceReading("5", UUIDS[0], error="lost"),), ()):
         bench.wait(1)
         bench.reading(*later)
+        assert bench.lines()
         assert all('{gpu="3",' in line for line in bench.lines())
-    assert bench.lines()
 
 
 # --- selection
@@ -183,15 +115,8 @@ def test_the_last_error_of_a_process_and_device_is_shown() -> None:
     bench.report(7, oom(1, requested_bytes=0), oom(2, UUIDS[1], requested_bytes=0), sequence=2)
     assert bench.lines() == before
     assert [line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line] == ["1001", "1002"]
-    bench.report(7, oom(1), oom(2, UUIDS[1]), oom(3), sequence=3)
+    bench.report(7, oom(3), oom(1), oom(3, requested_bytes=0), sequence=3)
     assert sorted(line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line) == ["1002", "1003"]
-
-
-def test_the_last_error_in_a_report_is_the_one_with_the_highest_number() -> None:
-    bench = Bench()
-    bench.report(7, oom(3), oom(1), oom(2), oom(3, requested_bytes=0))
-    assert bench.shown() == {"7": "1003"}
-    assert [event.detail["number"] for event in bench.log.ooms] == [1, 2, 3]
 
 
 def test_the_error_of_a_later_process_with_the_same_pid_replaces_the_earlier() -> None:
@@ -221,22 +146,30 @@ def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
 # --- after a restart
 
 
-def test_stored_errors_are_shown_after_a_restart_with_their_first_time() -> None:
+def test_stored_errors_are_shown_after_a_restart_with_their_first_time_and_values() -> None:
     before = Bench()
-    before.report(7, oom(1), oom(2))
+    before.reading(device(gpu="3"))
+    then = sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB)
+    before.report(7, oom(1), oom(2, age_seconds=1 / 3, device_free_bytes=2**62 + 1, sample=then))
     before.report(8, oom(1), session="other")
+    storage = Storage(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=lambda: 1e9)
+    storage.append(before.log.events)
     before.wait(0.3)
     after = Bench()
     after.now, after.unix = 5.0, before.unix + 10
     after.report(7, oom(2, age_seconds=9.0))  # not acknowledged before the restart, so it is reported again
     after.report(9, oom(1), session="since")
-    told_again = after.shown("timestamp_seconds")["7"]
-    after.recall(*before.log.ooms[1:])
+    reported_again = after.shown("timestamp_seconds")["7"]
+
+    after.recall(*storage.read(Query(types=("oom",), newest_of_each=True)).events)
+
+    storage.close()
     assert after.shown() == {"7": "1002", "8": "1001", "9": "1001"}
-    assert after.shown("timestamp_seconds")["7"] == before.shown("timestamp_seconds")["7"] != told_again
-    after.wait(SHOWN_SECONDS - 10.3)
+    assert after.shown("timestamp_seconds")["7"] == before.shown("timestamp_seconds")["7"] != reported_again
+    assert [line for line in after.lines() if 'pid="9"' not in line] == before.lines()
+    after.wait(SHOWN_SECONDS - 10.3 - 1 / 3)
     assert after.shown().keys() == {"7", "8", "9"}
-    after.wait(0.001)
+    after.wait(0.4)
     assert after.shown().keys() == {"9"}
 
 
@@ -247,52 +180,20 @@ def test_a_stored_error_does_not_replace_a_newer_one() -> None:
     after = Bench()
     after.report(7, oom(2))
     after.report(8, oom(1), session="new")
-    after.recall(*before.log.ooms)
+    after.recall(*before.log.of("oom"))
     assert after.shown() == {"7": "1002", "8": "1001"}
 
 
-def test_an_error_in_the_future_is_shown_for_an_hour() -> None:
+def test_a_stored_error_in_the_future_is_shown_for_an_hour() -> None:
     before = Bench()
     before.unix += 1e6
     before.report(7, oom())
     after = Bench()
-    after.recall(*before.log.ooms)
-    assert after.shown("timestamp_seconds") == {"7": "1701000000.0"}
-    after.wait(SHOWN_SECONDS + 0.001)
+    after.recall(*before.log.of("oom"))
+    after.wait(SHOWN_SECONDS)
+    assert after.shown() == {"7": "1001"}
+    after.wait(0.001)
     assert after.lines() == []
-
-
-@pytest.fixture
-def storage() -> Iterator[Storage]:
-    storage = Storage(None, retention_seconds=1e10, max_bytes=64 << 20, wall_clock=lambda: 1e9)
-    yield storage
-    storage.close()
-
-
-def test_the_newest_event_of_each_process_and_device_is_read_page_by_page(storage: Storage) -> None:
-    storage.append([Event("oom", 50.0, uuid="a", pid=9, detail={"number": 1})])
-    names = [("a", 1), ("b", 1), ("a", "1@5"), ("a", 1), ("a", 2)]
-    storage.append([Event("oom", 100.0, uuid=uuid, pid=pid, detail={"at": at}) for at, (uuid, pid) in enumerate(names)])
-    storage.append([Event("process_ended", 100.0, uuid="a", pid=1)])
-    query = Query(since_unix_seconds=60.0, types=("oom",), newest_of_each=True, limit=3)
-    first = storage.read(query)
-    rest = storage.read(dataclasses.replace(query, after=first.next_after))
-    assert (first.more, rest.more) == (True, False)
-    assert [event.detail["at"] for event in (*first.events, *rest.events)] == [1, 2, 3, 4]
-
-
-def test_errors_from_the_storage_have_the_same_series(storage: Storage) -> None:
-    before = Bench()
-    before.reading(device(gpu="3"))
-    then = sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB)
-    before.unix += 0.1
-    before.report(7, oom(age_seconds=1 / 3, device_free_bytes=2**62 + 1, sample=then), rank="1")
-    storage.append(before.log.events)
-    after = Bench()
-    after.recall(*storage.read(Query(types=("oom",), newest_of_each=True)).events)
-    assert after.lines() == before.lines()
-    after.report(7, oom(1, requested_bytes=0, age_seconds=50.0), rank="1")
-    assert after.lines() == before.lines()
 
 
 # --- random order
@@ -316,30 +217,27 @@ _ooms = st.builds(
     st.lists(st.tuples(st.sampled_from(["put", "recall"]), st.lists(_ooms, max_size=4)), max_size=8),
     st.lists(st.floats(0, SHOWN_SECONDS), max_size=3).map(sorted),
 )
-def test_series_are_unique_and_of_the_last_hour(taken: list[tuple[str, list[LastOom]]], moments: list[float]) -> None:
+def test_series_are_unique_and_of_the_last_hour(taken: list[tuple[str, list[LastOom]]], times: list[float]) -> None:
     bench = Bench()
-    held: dict[tuple[str, str], LastOom] = {}
+    last: dict[tuple[str, str], LastOom] = {}
     for how, ooms in taken:
         (bench.store.put_ooms if how == "put" else bench.store.restore_ooms)(ooms)
         for each in ooms:
-            last = held.get((each.uuid, each.pid))
-            same = last is not None and last.session == each.session
+            known = last.get((each.uuid, each.pid))
+            same = known is not None and known.session == each.session
             if how == "put":
-                wins = last is None or not same or each.number > last.number
+                wins = known is None or not same or each.number > known.number
             else:
-                wins = last is None or (same and each.number >= last.number)
+                wins = known is None or (same and each.number >= known.number)
             if wins:
-                held[each.uuid, each.pid] = each
-    for bench.now in moments:
-        text = bench.page.render(bench.snapshot(), openmetrics=False).decode()
-        series: dict[tuple[str, str], float] = {}
-        for family in text_string_to_metric_families(text):
-            if family.name == "gpumem_last_oom_timestamp_seconds":
-                for found in family.samples:
-                    assert (found.labels["uuid"], found.labels["pid"]) not in series
-                    series[found.labels["uuid"], found.labels["pid"]] = found.value
+                last[each.uuid, each.pid] = each
+    for bench.now in times:
+        families = {family.name: family.samples for family in text_string_to_metric_families(bench.page())}
+        samples = families.get("gpumem_last_oom_timestamp_seconds", [])
+        series = {(found.labels["uuid"], found.labels["pid"]): found.value for found in samples}
+        assert len(series) == len(samples)
         assert series == {
             key: each.happened_unix_seconds
-            for key, each in held.items()
+            for key, each in last.items()
             if bench.now - each.happened_seconds <= SHOWN_SECONDS
         }

@@ -6,8 +6,6 @@ import math
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, Summary, generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_openmetrics
 
@@ -45,13 +43,6 @@ def test_every_type_is_rendered_as_by_the_library_also_from_the_cache(
     page = RegistryPage(registry)
     for _ in range(2):
         assert page.write(openmetrics=openmetrics) == expected(registry, openmetrics=openmetrics)
-
-
-@given(st.floats())
-def test_every_number_is_rendered_as_by_the_library(value: float) -> None:
-    registry = CollectorRegistry()
-    Gauge("g", "A gauge", registry=registry).set(value)
-    assert RegistryPage(registry).write(openmetrics=False) == expected(registry, openmetrics=False)
 
 
 def test_a_cached_metric_is_collected_again_only_after_a_change(registry: CollectorRegistry) -> None:

@@ -178,27 +178,6 @@ def test_sizes_and_segments_are_rounded_as_in_pytorch(
     assert rounded_bytes(requested_bytes) <= block_bytes
 
 
-def test_a_failed_allocation_flushes_the_cache_once_and_counts_a_retry() -> None:
-    allocator = CachingAllocator(Memory(100 * MIB))
-    allocator.free(allocator.allocate(60 * MIB))
-    allocator.allocate(80 * MIB)
-    statistics = allocator.statistics
-    assert (statistics.alloc_retries, statistics.ooms, statistics.cache_flushes) == (1, 0, 1)
-    assert (statistics.segments_allocated, statistics.segments_freed) == (2, 1)
-    assert statistics.reserved_bytes == 80 * MIB
-
-
-def test_an_out_of_memory_error_is_counted_and_allocates_nothing() -> None:
-    memory = Memory(100 * MIB)
-    allocator = CachingAllocator(memory)
-    allocator.allocate(60 * MIB)
-    with pytest.raises(SimulatedOutOfMemoryError):
-        allocator.allocate(80 * MIB)
-    statistics = allocator.statistics
-    assert (statistics.alloc_retries, statistics.ooms) == (1, 1)
-    assert (statistics.allocated_bytes, statistics.reserved_bytes, memory.free_bytes) == (60 * MIB, 60 * MIB, 40 * MIB)
-
-
 def test_a_block_that_another_stream_uses_stays_active_until_the_next_allocation() -> None:
     allocator = CachingAllocator(Memory(FREE_AT_FIRST))
     allocator.free(allocator.allocate(64 * MIB), used_by_other_stream=True)

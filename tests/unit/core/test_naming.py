@@ -46,7 +46,7 @@ def test_a_name_has_the_namespace_only_if_the_pid_is_ambiguous() -> None:
 
 
 def test_page_documents_and_targets_use_the_same_name() -> None:
-    page = [name for name, _ in View.of(AMBIGUOUS).reporting]
+    page = [name for name, _ in View.of(AMBIGUOUS).names.reporting]
     documents = {
         process["pid"]: process
         for process in processes_document(AMBIGUOUS, "nvml")["processes"]

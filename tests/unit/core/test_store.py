@@ -101,7 +101,7 @@ def test_silent_processes_make_room_for_new_ones(store: Store) -> None:
 
 def test_a_report_with_only_unknown_devices_is_rejected_and_the_error_names_one(store: Store) -> None:
     store.put_reading(node(device(UUIDS[0])))
-    with pytest.raises(UnknownDeviceError, match=r"devices\.0\.uuid.*GPU-nowhere"):
+    with pytest.raises(UnknownDeviceError, match="GPU-nowhere"):
         _put(store, devices=(sample("GPU-nowhere"), sample("GPU-elsewhere")))
     assert store.snapshot(0.0).processes == ()
 

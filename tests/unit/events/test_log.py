@@ -96,12 +96,6 @@ def test_the_future_of_put_is_true_after_the_commit(bench: Bench) -> None:
     assert (status.where, status.alive, status.error, status.waiting, status.dropped) == ("memory", True, "", 0, 0)
 
 
-def test_events_put_before_the_start_are_stored(bench: Bench) -> None:
-    committed = bench.put("early")
-    bench.log.start()
-    assert committed.result(WAIT)
-
-
 def test_each_new_event_is_counted_once_after_the_commit(bench: Bench) -> None:
     bench.disk.error = "no"
     bench.log.start()

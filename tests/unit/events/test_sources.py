@@ -1,81 +1,20 @@
+"""The events of reports, readings and actions."""
+
 from __future__ import annotations
 
 import dataclasses
 import logging
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
 from gpumem_exporter.actions.model import Action, ActionResult, Target
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts, ReportingProcess
-from gpumem_exporter.core.store import Store
-from gpumem_exporter.events import Event, Recorder
+from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.events.actions import MAX_RESULTS, action_event
 from gpumem_exporter.events.devices import device_changes
-from gpumem_exporter.wire.protocol import OutOfMemory
-from tests.support.builders import MIB, UUIDS, device, node, report, sample
-
-
-class RecordedLog:
-    """Replaces the event log: stores events in a list, and lets the test complete the futures."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.futures: list[Future[bool]] = []
-
-    def put(self, events: list[Event]) -> Future[bool]:
-        self.events += events
-        self.futures.append(Future())
-        return self.futures[-1]
-
-
-class Bench:
-    """A recorder and a store, with a clock that only the test advances."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-        self.log = RecordedLog()
-        self.shown: list[Event] = []
-        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=10)
-        self.recorder = Recorder(
-            self.log,  # type: ignore[arg-type]
-            lambda: self.store.snapshot(self.now),
-            report_expiry_seconds=15,
-            reading_expiry_seconds=5,
-            wall_clock=lambda: 1e9 + self.now,
-            on_ooms=self.shown.extend,
-        )
-
-    def report(self, pid: int = 7, *, host_pid: int | None = None, **changes: Any) -> Future[bool] | None:
-        sent = report(pid, **changes)
-        process = self.store.put_report(sent, host_pid=host_pid, now_seconds=self.now, now_unix_seconds=1e9 + self.now)
-        if process.report is not sent:
-            process = dataclasses.replace(process, report=sent)
-        return self.recorder.take_report(process)
-
-    def reading(self, *devices: DeviceReading, **changes: Any) -> None:
-        reading = dataclasses.replace(node(*devices, taken=self.now), **changes)
-        self.store.put_reading(reading)
-        self.recorder.take_reading(reading)
-
-    def sweep(self) -> None:
-        self.recorder.sweep(self.store.snapshot(self.now))
-
-    def forget(self, process: ReportingProcess, reason: str) -> None:
-        self.recorder.process_gone(process.key, reason)
-        self.store.forget(process.key)
-
-    def process(self) -> ReportingProcess:
-        (process,) = self.store.snapshot(self.now).processes
-        return process
-
-    def types(self) -> list[str]:
-        return [event.type for event in self.log.events]
-
-
-def oom(number: int, **changes: Any) -> OutOfMemory:
-    return OutOfMemory(**{"uuid": UUIDS[0], "number": number, **changes})
+from tests.support.builders import MIB, UUIDS, device, node, sample
+from tests.support.recorder_bench import RecorderBench as Bench
+from tests.support.recorder_bench import oom
 
 
 def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(
@@ -87,9 +26,9 @@ def test_an_error_becomes_an_event_with_allocator_values_and_a_log_line(
     values = {"requested_bytes": 9, "device_free_bytes": 5, "limit_bytes": 50, "step": 4, "phase": "backward"}
     error = oom(1, age_seconds=2.5, sample=at_that_moment, **values)
     with caplog.at_level(logging.WARNING):
-        bench.report(7, host_pid=4711, rank="2", ooms=(error,))
+        bench.report(7, error, host_pid=4711, rank="2")
     event = bench.log.events[-1]
-    assert (event.type, event.time_unix_seconds) == ("oom", 1e9 + 97.5)
+    assert (event.type, event.time_unix_seconds) == ("oom", bench.unix - 2.5)
     assert (event.gpu, event.uuid, event.pid, event.workload, event.rank) == ("3", UUIDS[0], 4711, "train", "2")
     detail = dict(event.detail)
     allocator = {name: value for name, value in detail.pop("allocator").items() if value is not None}
@@ -118,17 +57,17 @@ def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench()
-    first = bench.report(ooms=(oom(1), oom(2)), sequence=1)
-    again = bench.report(ooms=(oom(1), oom(2)), sequence=2)
+    first = bench.report(7, oom(1), oom(2), sequence=1)
+    again = bench.report(7, oom(1), oom(2), sequence=2)
     assert first is not None
     assert again is first
-    more = bench.report(ooms=(oom(2), oom(3)), sequence=3)
+    more = bench.report(7, oom(2), oom(3), sequence=3)
     assert more is not first
-    late = bench.report(ooms=(oom(1), oom(2)), sequence=2)
+    late = bench.report(7, oom(1), oom(2), sequence=2)
     assert late is more
     for future in bench.log.futures:
         future.set_result(True)
-    assert bench.report(ooms=(oom(3),), sequence=4) is None
+    assert bench.report(7, oom(3), sequence=4) is None
     ooms = [event for event in bench.log.events if event.type == "oom"]
     assert [event.detail["number"] for event in ooms] == [1, 2, 3]
     assert len({event.subject for event in ooms}) == 3
@@ -137,16 +76,10 @@ def test_a_repeated_error_is_one_event_and_acknowledged_after_its_commit(
 
 def test_each_session_numbers_its_errors_separately() -> None:
     bench = Bench()
-    bench.report(ooms=(oom(1),))
-    bench.report(ooms=(oom(1),), session="second", session_started_seconds=2.0)
+    bench.report(7, oom(1))
+    bench.report(7, oom(1), session="second", session_started_seconds=2.0)
     assert bench.types() == ["process_started", "oom", "process_ended", "process_started", "oom"]
     assert len({event.subject for event in bench.log.events if event.type == "oom"}) == 2
-
-
-def test_an_error_without_values_has_no_values() -> None:
-    bench = Bench()
-    bench.report(ooms=(oom(1),))
-    assert {value for name, value in bench.log.events[-1].detail.items() if name != "number"} == {None}
 
 
 def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() -> None:
@@ -154,13 +87,13 @@ def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() 
     facts = ProcessFacts(4711, 1000, command="python train.py", user="ada", k8s_pod="llm-0")
     devices = (sample(UUIDS[0], 8 * MIB, 4 * MIB, 2 * MIB), sample(UUIDS[1], MIB))
     bench.report(7, host_pid=4711, devices=devices, command="train.py")
-    bench.now += 0.5
+    bench.wait(0.5)
     bench.reading(
         device(UUIDS[0], gpu="0", processes={4711: 30 * MIB, 1: 9}),
         device(UUIDS[1], gpu="1", processes={4711: None}),
         facts={4711: facts},
     )
-    bench.now += 1
+    bench.wait(1)
     bench.reading(device(UUIDS[0], gpu="0", processes={}), device(UUIDS[1], gpu="1", processes={}))
     bench.report(7, host_pid=4711, sequence=2, final=True)  # the final report has no samples
     bench.forget(bench.process(), "its reporter stopped")
@@ -169,9 +102,9 @@ def test_a_process_starts_with_its_first_report_and_ends_with_its_last_values() 
         "process_started",
         4711,
         "train",
-        1e9 + 100,
+        1.7e9,
     )
-    assert (ended.type, ended.pid, ended.time_unix_seconds) == ("process_ended", 4711, 1e9 + 101.5)
+    assert (ended.type, ended.pid, ended.time_unix_seconds) == ("process_ended", 4711, 1.7e9 + 1.5)
     assert started.subject == ended.subject != ""
     assert (ended.detail["reason"], ended.detail["command"]) == ("its reporter stopped", "python train.py")
     assert (ended.detail["user"], ended.detail["k8s_pod"]) == ("ada", "llm-0")
@@ -191,9 +124,9 @@ def test_a_process_that_leaves_its_devices_one_by_one_has_the_last_values_of_eac
     bench = Bench()
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB), sample(UUIDS[1], MIB)))
     bench.reading(device(UUIDS[0], processes={7: 30 * MIB}), device(UUIDS[1], processes={7: 20 * MIB}))
-    bench.now += 1
+    bench.wait(1)
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: 10 * MIB}))
-    bench.now += 1
+    bench.wait(1)
     bench.reading(device(UUIDS[0], processes={}), device(UUIDS[1], processes={7: None}))
     bench.forget(bench.process(), "exited")
     assert [row["used_bytes"] for row in bench.log.events[-1].detail["devices"]] == [30 * MIB, 10 * MIB]
@@ -213,7 +146,7 @@ def test_driver_values_much_older_than_the_last_report_are_left_out() -> None:
     bench = Bench()
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),))
     bench.reading(device(UUIDS[0], processes={7: 30 * MIB}))
-    bench.now += 60
+    bench.wait(60)
     bench.reading(device(UUIDS[0], processes={}))
     bench.report(7, host_pid=7, devices=(sample(UUIDS[0], MIB),), sequence=2)
     bench.forget(bench.process(), "exited")
@@ -233,10 +166,10 @@ def test_the_bytes_of_another_process_with_the_same_pid_are_not_used() -> None:
 def test_a_silent_process_has_ended_and_starts_again_with_its_next_report() -> None:
     bench = Bench()
     bench.report()
-    bench.now += 15
+    bench.wait(15)
     bench.sweep()
     assert bench.types() == ["process_started"]
-    bench.now += 1
+    bench.wait(1)
     bench.sweep()
     bench.sweep()
     assert bench.types() == ["process_started", "process_ended"]
@@ -249,7 +182,7 @@ def test_a_silent_process_that_exits_ends_once() -> None:
     bench = Bench()
     bench.report()
     process = bench.process()
-    bench.now += 16
+    bench.wait(16)
     bench.sweep()
     bench.forget(process, "the process has exited")
     assert bench.types() == ["process_started", "process_ended"]
@@ -273,6 +206,24 @@ def test_processes_that_share_a_pid_have_the_names_of_their_series() -> None:
     bench.report(1, pid_namespace=5, session="a")
     bench.report(1, pid_namespace=6, session="b")
     assert [event.pid for event in bench.log.events] == [1, "1@6"]
+
+
+@pytest.mark.parametrize("host_pids", [True, False])
+def test_the_names_of_many_processes_that_end_at_once_are_computed_once(host_pids: bool) -> None:
+    bench = Bench()
+    for pid in range(1, 513):
+        bench.report(pid, host_pid=pid if host_pids else None, session=str(pid))
+    assert bench.snapshots == (0 if host_pids else 512), "a report takes at most one snapshot"
+    bench.snapshots = 0
+    bench.log.events.clear()
+    bench.recorder.processes_ended(
+        [(process.key, "killed") for process in bench.store.snapshot(bench.now).processes[:256]]
+    )
+    bench.wait(16)
+    bench.sweep()
+    assert bench.types() == ["process_ended"] * 512
+    assert {event.pid for event in bench.log.events} == set(range(1, 513))
+    assert bench.snapshots == (0 if host_pids else 1), "the sweep has a snapshot"
 
 
 def lost(gpu: int = 0, **changes: Any) -> DeviceReading:

@@ -1,9 +1,12 @@
+"""The storage of events: queries, duplicates, limits, and errors of the disk."""
+
 from __future__ import annotations
 
 import errno
 import os
 import re
 import sqlite3
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +26,11 @@ class Bench:
         self.now = 1.7e9
         self.folder = folder
         self.options = {"retention_seconds": 7 * DAY, "max_bytes": 64 << 20, **options}
-        self.storage = self.again()
+        self.again()
 
-    def again(self) -> Storage:
-        """Return another storage on the same folder."""
+    def again(self) -> None:
+        """Replace the storage by another one on the same folder."""
         self.storage = Storage(self.folder, wall_clock=lambda: self.now, **self.options)
-        return self.storage
 
     def put(self, *numbers: int, **changes: Any) -> None:
         self.storage.append([oom(number, **{"time_unix_seconds": self.now, **changes}) for number in numbers])
@@ -45,8 +47,17 @@ def oom(number: int, **changes: Any) -> Event:
 
 
 @pytest.fixture(params=["memory", "file"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Bench:
-    return Bench(None if request.param == "memory" else tmp_path / "not" / "yet")
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(None if request.param == "memory" else tmp_path / "not" / "yet")
+    yield bench
+    bench.storage.close()
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    bench.storage.close()
 
 
 def test_a_stored_event_is_read_unchanged(bench: Bench) -> None:
@@ -58,7 +69,6 @@ def test_a_stored_event_is_read_unchanged(bench: Bench) -> None:
     assert first == Event(**{name: getattr(event, name) for name in Event.__slots__ if name != "id"}, id=first.id)
     assert (second.gpu, second.uuid, second.pid, second.workload, second.rank) == (None,) * 5
     assert third.pid == "1@4026532007"
-    bench.storage.close()
 
 
 def test_pages_have_every_event_once_in_order(bench: Bench) -> None:
@@ -74,7 +84,6 @@ def test_pages_have_every_event_once_in_order(bench: Bench) -> None:
     assert bench.numbers(after=page.next_after) == []
     bench.put(10)
     assert bench.numbers(after=page.next_after) == [10]
-    bench.storage.close()
 
 
 def test_a_query_without_a_start_returns_the_last_events(bench: Bench) -> None:
@@ -83,7 +92,6 @@ def test_a_query_without_a_start_returns_the_last_events(bench: Bench) -> None:
     assert [event.detail["number"] for event in page.events] == [7, 8, 9]
     assert not page.more
     assert bench.numbers(after=page.next_after) == []
-    bench.storage.close()
 
 
 def test_the_conditions_of_a_query_are_combined(bench: Bench) -> None:
@@ -97,7 +105,6 @@ def test_the_conditions_of_a_query_are_combined(bench: Bench) -> None:
     assert bench.numbers(pid="7", types=("oom",)) == [0, 3]
     assert bench.numbers(pid="7", types=("oom", "device_lost"), since_unix_seconds=since) == [2, 3]
     assert bench.numbers(types=("action",)) == []
-    bench.storage.close()
 
 
 def test_an_action_is_about_each_of_its_target_processes(bench: Bench) -> None:
@@ -107,7 +114,6 @@ def test_an_action_is_about_each_of_its_target_processes(bench: Bench) -> None:
     for pid in ("7", "8", "1@5"):
         assert bench.numbers(pid=pid) == [1]
     assert bench.numbers(pid="9") == []
-    bench.storage.close()
 
 
 def test_a_page_has_a_maximum_size_and_the_next_one_continues(bench: Bench) -> None:
@@ -118,7 +124,19 @@ def test_a_page_has_a_maximum_size_and_the_next_one_continues(bench: Bench) -> N
     assert page.more
     assert 1 <= len(page.events) < 9
     assert bench.numbers(after=page.next_after, limit=1) == [len(page.events)]
-    bench.storage.close()
+
+
+def test_the_newest_event_of_each_process_and_device_is_read_page_by_page(bench: Bench) -> None:
+    bench.put(0, uuid="a", pid=9)
+    bench.now += 100
+    for number, (uuid, pid) in enumerate([("a", 1), ("b", 1), ("a", "1@5"), ("a", 1), ("a", 2)]):
+        bench.put(number, uuid=uuid, pid=pid)
+    bench.put(5, type="process_ended", uuid="a", pid=1)
+    query = {"since_unix_seconds": bench.now, "types": ("oom",), "newest_of_each": True, "limit": 3}
+    first = bench.page(**query)
+    rest = bench.page(**query, after=first.next_after)
+    assert (first.more, rest.more) == (True, False)
+    assert [event.detail["number"] for event in (*first.events, *rest.events)] == [1, 2, 3, 4]
 
 
 def test_a_duplicate_event_is_not_stored(bench: Bench) -> None:
@@ -130,7 +148,6 @@ def test_a_duplicate_event_is_not_stored(bench: Bench) -> None:
     bench.put(5, subject="p", type="process_ended")
     bench.put(6, subject="p", type="process_started")
     assert bench.numbers() == [1, 3, 5, 6]
-    bench.storage.close()
 
 
 def test_an_event_with_only_after_is_stored_only_after_that_type(bench: Bench) -> None:
@@ -141,7 +158,6 @@ def test_an_event_with_only_after_is_stored_only_after_that_type(bench: Bench) -
     bench.put(3, **returned)
     bench.put(4, **returned)
     assert bench.numbers() == [2, 3]
-    bench.storage.close()
 
 
 def test_expired_events_are_deleted(bench: Bench) -> None:
@@ -151,14 +167,12 @@ def test_expired_events_are_deleted(bench: Bench) -> None:
     bench.now += 2 * DAY
     bench.storage.maintain()
     assert bench.numbers() == [2]
-    bench.storage.close()
 
 
 def test_an_invalid_name_and_a_negative_time_are_stored_as_far_as_possible(bench: Bench) -> None:
     bench.put(1, workload="caf\udce9", subject="\udce9")
     (event,) = bench.page().events
     assert event.workload == "caf?"
-    bench.storage.close()
 
 
 @pytest.mark.parametrize("stored", [True, False], ids=["file", "memory"])
@@ -197,7 +211,6 @@ def test_ids_increase_when_the_clock_is_set_back(bench: Bench) -> None:
     bench.now -= 3600
     bench.put(2)
     assert bench.numbers() == [1, 2]
-    bench.storage.close()
 
 
 def test_stored_events_survive_a_restart_and_are_still_duplicates(tmp_path: Path) -> None:
@@ -212,34 +225,31 @@ def test_stored_events_survive_a_restart_and_are_still_duplicates(tmp_path: Path
     assert (tmp_path / "events").stat().st_mode & 0o777 == 0o700
 
 
-def test_a_second_exporter_in_the_same_folder_gets_an_error_until_the_first_ends(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.put(1)
-    other = Storage(tmp_path, retention_seconds=DAY, max_bytes=64 << 20, wall_clock=lambda: bench.now)
+def test_a_second_exporter_in_the_folder_gets_an_error_until_the_first_ends(on_disk: Bench, tmp_path: Path) -> None:
+    on_disk.put(1)
+    other = Storage(tmp_path, retention_seconds=DAY, max_bytes=64 << 20, wall_clock=lambda: on_disk.now)
     with pytest.raises(StorageError, match=re.escape(str(tmp_path))):
         other.maintain()
-    bench.storage.close()
+    on_disk.storage.close()
     other.maintain()
     assert [event.detail["number"] for event in other.read(Query()).events] == [1]
     other.close()
 
 
-def test_a_full_disk_loses_no_stored_event_and_works_again_when_there_is_room(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.put(1)
-    connection = bench.storage._open()
+def test_a_full_disk_loses_no_stored_event_and_works_again_when_there_is_room(on_disk: Bench) -> None:
+    on_disk.put(1)
+    connection = on_disk.storage._open()
     (pages,) = connection.execute("PRAGMA page_count").fetchone()
     connection.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(StorageError, match="full"):
-        bench.put(*range(2, 500), detail={"number": 2, "x": "y" * 1000})
-    bench.put(500)
-    assert bench.numbers() == [1, 500]
-    bench.storage.close()
+        on_disk.put(*range(2, 500), detail={"number": 2, "x": "y" * 1000})
+    on_disk.put(500)
+    assert on_disk.numbers() == [1, 500]
 
 
-@pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "a page is spoilt"])
-def test_a_damaged_file_is_moved_and_a_new_one_is_created(tmp_path: Path, damage: bytes | None) -> None:
-    bench = Bench(tmp_path)
+@pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "one page overwritten"])
+def test_a_damaged_file_is_moved_and_a_new_one_is_created(on_disk: Bench, tmp_path: Path, damage: bytes | None) -> None:
+    bench = on_disk
     bench.put(*range(200))
     bench.storage.close()
     file = tmp_path / FILE_NAME
@@ -254,14 +264,13 @@ def test_a_damaged_file_is_moved_and_a_new_one_is_created(tmp_path: Path, damage
     bench.storage.close()
 
 
-def test_a_file_of_another_version_is_not_changed(tmp_path: Path) -> None:
+def test_a_file_of_another_version_is_not_changed(on_disk: Bench, tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / FILE_NAME) as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
-    bench = Bench(tmp_path)
     with pytest.raises(StorageError, match=r"\bversion\b"):
-        bench.put(1)
-    assert bench.storage.damaged_file == ""
+        on_disk.put(1)
+    assert on_disk.storage.damaged_file == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
 
 
@@ -276,12 +285,10 @@ def test_a_folder_that_cannot_be_created_is_an_error_until_it_can(tmp_path: Path
     bench.storage.close()
 
 
-def test_a_removed_file_is_created_again(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-    bench.put(1)
+def test_a_removed_file_is_created_again(on_disk: Bench, tmp_path: Path) -> None:
+    on_disk.put(1)
     (tmp_path / FILE_NAME).unlink()
-    bench.put(2)
-    bench.storage.close()
-    bench.again()
-    assert bench.numbers() == [2]
-    bench.storage.close()
+    on_disk.put(2)
+    on_disk.storage.close()
+    on_disk.again()
+    assert on_disk.numbers() == [2]

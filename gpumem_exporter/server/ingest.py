@@ -1,0 +1,190 @@
+"""The path of a report through the exporter, step by step. Everything else reads the state that it leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+from starlette.types import Receive
+
+from gpumem_exporter.actions.dispatcher import Dispatcher
+from gpumem_exporter.collectors.exposition import Exposition
+from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
+from gpumem_exporter.events import Recorder
+from gpumem_exporter.server.api.event_writes import wait_until_kept
+from gpumem_exporter.server.api.report_schema import ReportReader
+from gpumem_exporter.server.background.liveness import Presence
+from gpumem_exporter.server.http.held_requests import GONE, Ended, Holds
+from gpumem_exporter.server.http.problems import FieldError, ProblemError
+from gpumem_exporter.server.security.access_rules import Peer
+from gpumem_exporter.wire.protocol import Command, Reply, Report, to_wire
+
+__all__ = ["Ingest"]
+
+_log = logging.getLogger(__name__)
+
+
+class Ingest:
+    """Takes reports. For the event loop. All parts that a report changes meet here, and only here.
+
+    Args:
+        store: keeps the report.
+        presence: identifies the process, and removes it after its final report.
+        events: derives events.
+        dispatcher: takes results and returns commands.
+        holds: holds requests until there is a command.
+        exposition: renders the lines of the process.
+        instruments: counts reports by outcome.
+        clock: monotonic seconds.
+        wall_clock: seconds since the epoch.
+        report_interval_seconds: the interval for reporters, and the longest time that a request is held.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        presence: Presence,
+        events: Recorder,
+        dispatcher: Dispatcher,
+        holds: Holds,
+        exposition: Exposition,
+        instruments: Instruments,
+        *,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        report_interval_seconds: float,
+    ) -> None:
+        self._reports = store
+        self._presence = presence
+        self._events = events
+        self._dispatcher = dispatcher
+        self._holds = holds
+        self._exposition = exposition
+        self._instruments = instruments
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._report_interval_seconds = report_interval_seconds
+        self._reader = ReportReader()
+        self._nothing_to_do = self._encode((), ())
+
+    async def take(self, scope: Mapping[str, Any], body: bytes, receive: Receive) -> bytes | None:
+        """Take a report and return the reply; None if the client closed the connection.
+
+        The request guard has admitted the sender. The reply may be held until there is a command.
+
+        Args:
+            scope: the ASGI scope of the request.
+            body: the report.
+            receive: the ASGI channel of the request, whose body has been read.
+
+        Raises:
+            ProblemError: the report is invalid or cannot be stored.
+        """
+        sender = Peer.of(scope)
+        report = self._parse(body)
+        host_pid = await self._identify(report, sender)
+        process = self._store(report, host_pid)
+        committed = self._derive_events(process)
+        self._hand_over_results(process)
+        await self._wait_for(committed)
+        return await self._reply(process, receive)
+
+    def _parse(self, body: bytes) -> Report:
+        try:
+            return self._reader.read(body)
+        except ProblemError:
+            self._instruments.count_report("invalid")
+            raise
+
+    async def _identify(self, report: Report, sender: Peer) -> int | None:
+        """Return the process' pid in the driver's list; None if it is unknown."""
+        credentials = sender.credentials
+        peer_pid = credentials.pid if credentials is not None and credentials.pid > 0 else None
+        return await self._presence.host_pid(report.process, peer_pid)
+
+    def _store(self, report: Report, host_pid: int | None) -> ReportingProcess:
+        """Store the report and return its process with this report.
+
+        Raises:
+            ProblemError: the store rejects the report.
+        """
+        before = self._reports.find(ProcessKey(report.process.pid_namespace, report.process.pid))
+        process = self._put(report, host_pid)
+        self._instruments.count_report("accepted")
+        if process is before:  # the same or a later report has arrived before; only the results may be new
+            return replace(process, report=report)
+        if before is None or before.report.process.session != report.process.session:
+            if before is not None:
+                self._presence.replaced(before, process)
+            _log_unknown_devices(report, process)
+        self._exposition.refresh(process)
+        return process
+
+    def _put(self, report: Report, host_pid: int | None) -> ReportingProcess:
+        try:
+            return self._reports.put_report(
+                report, host_pid=host_pid, now_seconds=self._clock(), now_unix_seconds=self._wall_clock()
+            )
+        except ReporterSupersededError as error:
+            self._instruments.count_report("superseded")
+            raise ProblemError(409, str(error)) from None
+        except TooManyProcessesError as error:
+            self._instruments.count_dropped()
+            self._instruments.count_report("dropped")
+            retry_after = str(max(1, round(self._reports.report_expiry_seconds)))
+            raise ProblemError(503, str(error), {"Retry-After": retry_after}) from None
+        except UnknownDeviceError as error:
+            self._instruments.count_report("unknown_device")
+            raise ProblemError.invalid([FieldError("devices.0.uuid", str(error))]) from None
+
+    def _derive_events(self, process: ReportingProcess) -> Future[bool] | None:
+        """Record the events of the report; the future is true once its out-of-memory errors are committed."""
+        return self._events.take_report(process)
+
+    def _hand_over_results(self, process: ReportingProcess) -> None:
+        """Hand the results of commands to the dispatcher. After its final report, the process is removed."""
+        self._dispatcher.take_results(process)
+        if process.report.final:
+            self._presence.forget(process.key, "its reporter stopped")
+
+    async def _wait_for(self, committed: Future[bool] | None) -> None:
+        """Wait until the errors in the report are stored, because the reporter drops them after the reply."""
+        if committed is not None:
+            await wait_until_kept(self._events.log, committed)
+
+    async def _reply(self, process: ReportingProcess, receive: Receive) -> bytes | None:
+        """Return the reply with the commands for the process, as soon as there is one or the hold ends."""
+        if process.report.final:
+            return self._nothing_to_do
+        commands = await self._commands(process, receive)
+        if commands is GONE:
+            self._presence.connection_lost(process)
+            return None
+        cancelled = self._dispatcher.cancelled(process)
+        return self._encode(() if isinstance(commands, Ended) else commands, cancelled)
+
+    async def _commands(self, process: ReportingProcess, receive: Receive) -> tuple[Command, ...] | Ended:
+        hold_seconds = min(process.report.hold_seconds, self._report_interval_seconds)
+        commands = await self._dispatcher.commands(process, 0)
+        if commands or hold_seconds <= 0 or self._dispatcher.cancelled(process):
+            return commands
+        return await self._holds.until(self._dispatcher.commands(process, hold_seconds), receive)
+
+    def _encode(self, commands: tuple[Command, ...], cancelled: tuple[str, ...]) -> bytes:
+        return json.dumps(to_wire(Reply(commands, cancelled, self._report_interval_seconds))).encode()
+
+
+def _log_unknown_devices(report: Report, process: ReportingProcess) -> None:
+    """Log the devices in the report that the driver does not have, because no page shows their memory."""
+    known = {sample.uuid for sample in process.report.devices}
+    unknown = [sample.uuid for sample in report.devices if sample.uuid not in known]
+    if unknown:
+        fields = {"pid": process.key.pid, "workload": report.process.workload, "uuids": ",".join(unknown)}
+        _log.warning("a process reports devices that the driver does not have", extra={"fields": fields})

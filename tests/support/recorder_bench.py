@@ -1,0 +1,89 @@
+"""A recorder of events and a store, with clocks that only the test advances."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.events import Event, Recorder, last_ooms
+from gpumem_exporter.wire.protocol import OutOfMemory
+from tests.support.builders import UUIDS, node, report
+
+__all__ = ["RecordedLog", "RecorderBench", "oom"]
+
+
+def oom(number: int = 1, uuid: str = UUIDS[0], **changes: Any) -> OutOfMemory:
+    return OutOfMemory(**{"uuid": uuid, "number": number, **changes})
+
+
+class RecordedLog:
+    """Replaces the event log: stores events in a list, and lets the test complete the futures."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.futures: list[Future[bool]] = []
+
+    def put(self, events: Sequence[Event]) -> Future[bool]:
+        self.events += events
+        self.futures.append(Future())
+        return self.futures[-1]
+
+    def of(self, *types: str) -> list[Event]:
+        return [event for event in self.events if event.type in types]
+
+
+class RecorderBench:
+    """Accepts reports and readings, as the exporter does."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.unix = 1.7e9
+        self.snapshots = 0
+        self.log = RecordedLog()
+        self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=1000)
+        self.recorder = Recorder(
+            self.log,  # type: ignore[arg-type]
+            self.snapshot,
+            report_expiry_seconds=15,
+            reading_expiry_seconds=5,
+            wall_clock=lambda: self.unix,
+            on_ooms=lambda events: self.store.put_ooms(last_ooms(events, self.now, self.unix)),
+        )
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        self.unix += seconds
+
+    def snapshot(self) -> Snapshot:
+        self.snapshots += 1
+        return self.store.snapshot(self.now)
+
+    def report(
+        self, pid: int = 7, *ooms: OutOfMemory, host_pid: int | None = None, **changes: Any
+    ) -> Future[bool] | None:
+        sent = report(pid, ooms=ooms, **changes)
+        process = self.store.put_report(sent, host_pid=host_pid, now_seconds=self.now, now_unix_seconds=self.unix)
+        return self.recorder.take_report(dataclasses.replace(process, report=sent))
+
+    def reading(self, *devices: DeviceReading, **changes: Any) -> None:
+        reading = dataclasses.replace(node(*devices, taken=self.now), **changes)
+        self.store.put_reading(reading)
+        self.recorder.take_reading(reading)
+
+    def sweep(self) -> None:
+        self.recorder.sweep(self.store.snapshot(self.now))
+
+    def forget(self, process: ReportingProcess, reason: str) -> None:
+        self.recorder.processes_ended([(process.key, reason)])
+        self.store.forget(process.key)
+
+    def process(self) -> ReportingProcess:
+        (process,) = self.store.snapshot(self.now).processes
+        return process
+
+    def types(self) -> list[str]:
+        return [event.type for event in self.log.events]
