@@ -189,7 +189,7 @@ def _add(
 
 
 def _parameters(group: type[Any]) -> list[Parameter]:
-    """One parameter for each field. The fields that a group itself defines stand before those that it inherits."""
+    """One parameter for each field. A group's own fields come before those that it inherits."""
     hints = get_type_hints(group, include_extras=True)
     depths = {name: depth for depth, base in enumerate(group.__mro__) for name in getattr(base, "__annotations__", ())}
     return [

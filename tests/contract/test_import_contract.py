@@ -16,7 +16,7 @@ FORBIDDEN = (
 )
 PACKAGE_ROOT = Path(gpumem_exporter.__file__).parent
 GUEST_MODULES = [
-    *("gpumem_exporter", "gpumem_exporter.errors", "gpumem_exporter.procfs"),
+    *("gpumem_exporter", "gpumem_exporter.errors", "gpumem_exporter.procfs", "gpumem_exporter.units"),
     *sorted(
         ".".join(path.relative_to(PACKAGE_ROOT.parent).with_suffix("").parts).removesuffix(".__init__")
         for folder in ("client", "wire")
@@ -83,7 +83,7 @@ def test_the_guest_imports_nothing_of_the_exporter() -> None:
         "gpumem_exporter.client.start()\n"
         "print(*sorted(name for name in sys.modules if name.startswith('gpumem_exporter.')))"
     )
-    allowed = tuple(f"gpumem_exporter.{name}" for name in ("client", "errors", "procfs", "wire"))
+    allowed = tuple(f"gpumem_exporter.{name}" for name in ("client", "errors", "procfs", "units", "wire"))
     assert done.returncode == 0, done.stderr
     assert [name for name in done.stdout.split() if not name.startswith(allowed)] == []
 

@@ -1,4 +1,4 @@
-"""`top` as somebody sits before it: a real terminal, real exporters, the emulated node's real NVML."""
+"""`top` on a real terminal, with real exporters and the emulated node's NVML."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.cli.render.sizes import short_bytes
+from gpumem_exporter.units import short_bytes
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
 from tests.support.exporter_process import QUICK, ExporterProcess
@@ -32,7 +32,7 @@ __all__ = ["demo"]
 Sit = Callable[..., TerminalProgram]
 StartExporter = Callable[..., ExporterProcess]
 
-_FIGURES = {
+_FIELDS = {
     "used": "used_bytes",
     "allocated": "allocated_bytes",
     "reclaimable": "reclaimable_bytes",
@@ -59,18 +59,18 @@ def sit() -> Iterator[Sit]:
 
 
 def _process_rows(terminal: TerminalProgram) -> dict[tuple[str, str], dict[str, str]]:
-    """The figures on the screen by pid and device, cut out below their headings; empty while it is half drawn."""
+    """The sizes on the screen by pid and device, read below their headings; empty while the screen is half drawn."""
     lines = terminal.lines
     top = next((i for i, line in enumerate(lines) if re.match(r" *pid[▲▼]? gpu", line)), None)
     if top is None:
         return {}
     ends = {}
-    for name in _FIGURES:
+    for name in _FIELDS:
         word = name if re.search(rf"\b{name}\b", lines[top]) else _SHORT.get(name, name)
         if word not in lines[top]:
             return {}
         end = lines[top].index(word) + len(word)
-        # The arrow of the order stands behind its heading, inside of the column or in the gap behind it.
+        # The arrow of the sort column is after its heading, inside of the column or in the gap after it.
         ends[name] = end + (lines[top][end : end + 1] in ("▼", "▲"))
     rows = {}
     if not (lines[-2] and lines[-1]):
@@ -90,28 +90,28 @@ def _until_rows(terminal: TerminalProgram) -> None:
     terminal.until(lambda: _process_rows(terminal), "rows of processes")
 
 
-def _told_rows(document: Any) -> dict[tuple[str, str], dict[str, str]]:
-    """The same figures as `/api/v1/processes` has them."""
+def _api_rows(document: Any) -> dict[tuple[str, str], dict[str, str]]:
+    """The same sizes from `/api/v1/processes`."""
     return {
-        (str(process["pid"]), device["gpu"]): {name: short_bytes(device[field]) for name, field in _FIGURES.items()}
+        (str(process["pid"]), device["gpu"]): {name: short_bytes(device[field]) for name, field in _FIELDS.items()}
         for process in document["processes"]
         for device in process["devices"]
     }
 
 
 @pytest.mark.parametrize(("columns", "lines", "rows"), [(80, 24, 9), (200, 60, 14)])
-def test_the_figures_on_the_screen_are_the_exporters_of_the_same_moment(
+def test_the_sizes_on_the_screen_are_those_of_the_exporter(
     demo: ExporterProcess, sit: Sit, columns: int, lines: int, rows: int
 ) -> None:
     terminal = sit("--url", demo.url, "--interval", "0.2", columns=columns, lines=lines)
 
     def agrees() -> bool:
-        told = _told_rows(demo.get("/api/v1/processes"))
+        reported = _api_rows(demo.get("/api/v1/processes"))
         terminal.pump(0.25)
         shown = _process_rows(terminal)
-        return len(shown) >= rows and shown.items() <= told.items()
+        return len(shown) >= rows and shown.items() <= reported.items()
 
-    terminal.until(agrees, "the screen to be what the exporter says")
+    terminal.until(agrees, "the screen to show the exporter's values")
     for device in demo.get("/api/v1/devices")["devices"]:
         (line,) = [line for line in terminal.lines if re.match(rf"{device['gpu']} +[HA]100", line)]
         assert line.endswith(short_bytes(device["memory"]["total_bytes"]))
@@ -145,7 +145,7 @@ def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, sit:
     terminal.until(lambda: len(pids()) >= 12, "the others again")
 
 
-def test_arrows_choose_and_scroll_and_the_help_tells_the_keys(demo: ExporterProcess, sit: Sit) -> None:
+def test_arrows_select_and_scroll_and_the_help_lists_the_keys(demo: ExporterProcess, sit: Sit) -> None:
     terminal = sit("--url", demo.url, "--sort", "pid")
     terminal.until_shows("1-9 of")
     _until_rows(terminal)
@@ -158,8 +158,8 @@ def test_arrows_choose_and_scroll_and_the_help_tells_the_keys(demo: ExporterProc
     terminal.until_shows("1-9 of")
 
 
-def test_the_last_ten_minutes_and_the_last_events_are_the_exporters(demo: ExporterProcess, sit: Sit) -> None:
-    """Who looks once has seen one moment: what is before it is the exporter's."""
+def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, sit: Sit) -> None:
+    """`top --once` reads once, so its history is the exporter's."""
     wait_for(lambda: len(demo.get("/api/v1/live")["history"]["seconds"]) >= 3, "a history")
     printed = top_once("--url", demo.url, environment=top_environment(PYTHONUTF8="1")).stdout
     heading, *devices = printed.splitlines()[2:11]
@@ -169,7 +169,7 @@ def test_the_last_ten_minutes_and_the_last_events_are_the_exporters(demo: Export
 
     terminal = sit("--url", demo.url, "--interval", "0.2", columns=160, lines=120)
 
-    def told() -> list[str]:
+    def reported() -> list[str]:
         events = demo.get("/api/v1/events?limit=100")["events"]
         newest = sorted(events, key=lambda event: (event["unix_seconds"], event["id"]), reverse=True)
         return [
@@ -178,17 +178,17 @@ def test_the_last_ten_minutes_and_the_last_events_are_the_exporters(demo: Export
         ]
 
     def agrees(footer: str) -> bool:
-        listed = told()
+        listed = reported()
         terminal.pump(0.25)
         shown = terminal.text.partition("last events\n")[2].split("\n")[:-2]
         shown = [line for line in shown if re.match(r"\d", line)]
         return footer in terminal.text and len(shown) == len(listed) and all(map(str.__contains__, shown, listed))
 
-    terminal.until(lambda: agrees("e events"), "the events to be what the exporter says")
+    terminal.until(lambda: agrees("e events"), "the screen to show the exporter's events")
     assert "in use, 10 min" in terminal.text
     assert _process_rows(terminal)
     terminal.type("e")
-    terminal.until(lambda: agrees(f"1-{len(told())} of {len(told())}"), "the events alone")
+    terminal.until(lambda: agrees(f"1-{len(reported())} of {len(reported())}"), "the events alone")
     assert not _process_rows(terminal)
     terminal.type("c")
     terminal.type("e")
@@ -196,7 +196,7 @@ def test_the_last_ten_minutes_and_the_last_events_are_the_exporters(demo: Export
     assert terminal.lines[-1].startswith("q quit"), "c is a key of the processes"
 
 
-def test_whoever_may_not_read_events_is_told_why_where_they_would_stand_and_misses_nothing_else(
+def test_refused_events_show_the_reason_and_the_rest_works(
     node: EmulatedNode, start_exporter: StartExporter, sit: Sit, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -217,8 +217,8 @@ def test_whoever_may_not_read_events_is_told_why_where_they_would_stand_and_miss
     ended_now.until_shows("last events", "device lost", "GPU is lost")
 
 
-def test_a_resized_window_is_filled_again_and_nothing_wraps(demo: ExporterProcess, sit: Sit) -> None:
-    # What a shell once exported says nothing about the window now.
+def test_a_resized_window_is_filled_and_nothing_wraps(demo: ExporterProcess, sit: Sit) -> None:
+    # The variables do not change with the window.
     environment = top_environment(COLUMNS="40", LINES="10")
     terminal = sit("--url", demo.url, environment=environment)
     _until_rows(terminal)
@@ -235,17 +235,15 @@ def test_a_resized_window_is_filled_again_and_nothing_wraps(demo: ExporterProces
     terminal.until_shows("50x10", "72x12")
 
 
-@pytest.mark.parametrize(("changes", "coloured"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_colours_are_left_out_where_none_are_wanted(
-    demo: ExporterProcess, sit: Sit, changes: dict[str, str], coloured: bool
-) -> None:
+@pytest.mark.parametrize(("changes", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
+def test_no_color_disables_colors(demo: ExporterProcess, sit: Sit, changes: dict[str, str], colored: bool) -> None:
     terminal = sit("--url", demo.url, environment=top_environment(**changes))
     _until_rows(terminal)
-    assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is coloured
+    assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is colored
 
 
-def _given_back(terminal: TerminalProgram) -> None:
-    """The terminal is as it was: modes, first screen, cursor, wrapping."""
+def _assert_restored(terminal: TerminalProgram) -> None:
+    """Check that modes, screen, cursor and wrapping are restored."""
     assert terminal.modes() == terminal.modes_before
     for taken, given in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h"), (b"\x1b[?7l", b"\x1b[?7h")):
         assert terminal.output.count(taken) == terminal.output.count(given) >= 1
@@ -261,7 +259,7 @@ def _given_back(terminal: TerminalProgram) -> None:
         (None, signal.SIGHUP, -signal.SIGHUP),
     ],
 )
-def test_the_terminal_is_given_back_however_it_ends(
+def test_the_terminal_is_restored_after_every_end(
     demo: ExporterProcess, sit: Sit, typed: str | None, sent: int | None, status: int
 ) -> None:
     terminal = sit("--url", demo.url)
@@ -272,18 +270,16 @@ def test_the_terminal_is_given_back_however_it_ends(
     if sent is not None:
         terminal.signal(sent)
     assert terminal.wait() == status
-    _given_back(terminal)
+    _assert_restored(terminal)
 
 
-def test_a_connection_that_breaks_ends_it(demo: ExporterProcess, sit: Sit) -> None:
+def test_a_broken_connection_ends_top(demo: ExporterProcess, sit: Sit) -> None:
     terminal = sit("--url", demo.url)
     _until_rows(terminal)
     assert terminal.hang_up() == -signal.SIGHUP
 
 
-def test_the_terminal_is_given_back_after_a_defect_and_the_traceback_is_readable(
-    demo: ExporterProcess, sit: Sit
-) -> None:
+def test_the_terminal_is_restored_after_an_exception(demo: ExporterProcess, sit: Sit) -> None:
     code = (
         "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top import view\n"
         "view.View.press = lambda *_: 1 / 0\n"
@@ -293,12 +289,12 @@ def test_the_terminal_is_given_back_after_a_defect_and_the_traceback_is_readable
     _until_rows(terminal)
     terminal.type("j")
     assert terminal.wait() == 1
-    _given_back(terminal)
+    _assert_restored(terminal)
     after = terminal.output[terminal.output.rindex(b"\x1b[?1049l") :]
     assert b"ZeroDivisionError" in after
 
 
-def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_brings_it_back(demo: ExporterProcess, sit: Sit) -> None:
+def test_ctrl_z_restores_the_terminal_and_fg_continues(demo: ExporterProcess, sit: Sit) -> None:
     environment = top_environment(PS1="ready> ", ENV="")
     terminal = sit(command=["sh", "-i"], environment=environment)
     terminal.until_shows("ready>")
@@ -319,7 +315,7 @@ def test_ctrl_z_gives_the_terminal_to_the_shell_and_fg_brings_it_back(demo: Expo
     assert terminal.output.count(b"\x1b[?1049l") == 3
 
 
-def test_a_stop_from_outside_is_no_trouble(demo: ExporterProcess, sit: Sit) -> None:
+def test_top_continues_after_sigstop(demo: ExporterProcess, sit: Sit) -> None:
     terminal = sit("--url", demo.url)
     _until_rows(terminal)
     terminal.signal(signal.SIGSTOP)
@@ -327,10 +323,10 @@ def test_a_stop_from_outside_is_no_trouble(demo: ExporterProcess, sit: Sit) -> N
     terminal.until(lambda: terminal.output.count(b"\x1b[?1049h") == 2, "the screen to be taken again")
     terminal.type("q")
     assert terminal.wait() == 0
-    _given_back(terminal)
+    _assert_restored(terminal)
 
 
-def test_without_an_exporter_the_screen_says_so_and_shows_no_figures_until_there_is_one_again(
+def test_without_an_exporter_no_sizes_are_shown_until_it_answers_again(
     node: EmulatedNode, start_exporter: StartExporter, sit: Sit
 ) -> None:
     node.set_process(FOREIGN, 0, 3 * GIB)
@@ -350,7 +346,7 @@ def test_without_an_exporter_the_screen_says_so_and_shows_no_figures_until_there
         assert "LOST" not in terminal.text
 
 
-def test_the_driver_stands_in_until_an_exporter_answers_and_again_when_it_has_gone(
+def test_the_driver_replaces_the_exporter_until_it_answers(
     node: EmulatedNode, start_exporter: StartExporter, sit: Sit, tmp_path: Path
 ) -> None:
     node.set_process(FOREIGN, 0, 3 * GIB)
@@ -390,14 +386,14 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     process.call("start_client", workload=name, rank=3)
     exporter.wait_for_processes(process.pid)
 
-    def told() -> Any:
+    def reported() -> Any:
         return exporter.processes()[process.pid]["devices"][0]
 
-    wait_for(lambda: told()["reclaimable_bytes"] == 300 * MIB and told()["used_bytes"], "the sample and a poll")
+    wait_for(lambda: reported()["reclaimable_bytes"] == 300 * MIB and reported()["used_bytes"], "the sample and a poll")
     document = json.loads(top_once("--json", "--url", exporter.url).stdout)
     (row,) = document["rows"]
-    assert {field: row[field] for field in row if field in told()} == {
-        field: value for field, value in told().items() if field in row
+    assert {field: row[field] for field in row if field in reported()} == {
+        field: value for field, value in reported().items() if field in row
     }
     assert row["workload"] == name
     assert json.loads(top_once("--json", "--url", exporter.url, "--gpu", "1").stdout)["rows"] == []
@@ -406,8 +402,8 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
     terminal.until_shows(f"{process.pid} 0", "?]0;owned?[red]x[/red]", "300M")
     assert b"\x1b]0;" not in terminal.output
-    figures = {name: short_bytes(told()[field]) for name, field in _FIGURES.items()}
-    terminal.until(lambda: _process_rows(terminal) == {(str(process.pid), "0"): figures}, f"its row: {figures}")
+    sizes = {name: short_bytes(reported()[field]) for name, field in _FIELDS.items()}
+    terminal.until(lambda: _process_rows(terminal) == {(str(process.pid), "0"): sizes}, f"its row: {sizes}")
 
     def asks() -> bool:
         return terminal.lines[-1].endswith("y/n")
@@ -420,19 +416,19 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     assert re.findall(r"\d+", terminal.lines[-1]) == [str(process.pid), "300", "1", "1"]
     terminal.type("n")
     terminal.until_shows("q quit")
-    assert told()["reclaimable_bytes"] == 300 * MIB
+    assert reported()["reclaimable_bytes"] == 300 * MIB
     terminal.type("c")
     terminal.until(asks, "the question")
     terminal.type("y")
     said = terminal.until(lambda: not asks() and "300 MiB" in terminal.lines[-1] and terminal.lines[-1], "the result")
     assert re.findall(r"\d+", said) == [str(process.pid), "300", "1", "1"]
-    after = {**figures, "used": "612M", "reclaimable": "0B"}
+    after = {**sizes, "used": "612M", "reclaimable": "0B"}
     terminal.until(
         lambda: list(_process_rows(terminal).values()) == [after], f"the row without what was freed: {after}"
     )
 
 
-def test_a_terminal_that_cannot_move_its_cursor_is_told_what_to_use(demo: ExporterProcess, sit: Sit) -> None:
+def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, sit: Sit) -> None:
     terminal = sit("--url", demo.url, environment=top_environment(TERM="dumb"), columns=120)
     assert terminal.wait() == 2
     assert "top --once" in terminal.text

@@ -1,4 +1,4 @@
-"""`top --once`, and what `top` says to wrong usage."""
+"""`top --once`, and wrong usage of `top`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.waiting import patient
 __all__ = ["demo"]
 
 
-def test_once_prints_a_frame_that_nothing_is_cut_from_and_ends(demo: ExporterProcess) -> None:
+def test_once_prints_a_full_frame(demo: ExporterProcess) -> None:
     ended = top_once("--url", demo.url)
     assert (ended.returncode, ended.stderr) == (0, "")
     lines = ended.stdout.splitlines()
@@ -54,7 +54,7 @@ def test_the_json_document_has_the_fields_that_the_help_lists(demo: ExporterProc
     assert [name.strip() for name in listed.group(1).split(",")] == list(document["rows"][0])
 
 
-def test_once_with_the_driver_alone_is_done_and_says_what_is_not_known(node: EmulatedNode, tmp_path: Path) -> None:
+def test_once_with_the_driver_alone_has_null_for_unknown_values(node: EmulatedNode, tmp_path: Path) -> None:
     node.set_process(FOREIGN, 0, 3 * GIB)
     command = top_without_default_exporter(tmp_path / "none.sock", "--once")
     environment = top_environment(node.environment())
@@ -80,13 +80,13 @@ def test_once_with_the_driver_alone_is_done_and_says_what_is_not_known(node: Emu
     assert {row[f"{name}_bytes"] for name in ("allocated", "reserved", "reclaimable", "fragmented", "non_torch")} == {
         None
     }
-    # An exporter that was named is the one that is meant.
+    # The driver does not replace a named exporter.
     for named in (run("--url", "unix:///nonexistent.sock"), run(GPUMEM_EXPORTER_URL="unix:///nonexistent.sock")):
         assert (named.returncode, named.stdout, named.stderr.count("\n")) == (1, "", 1)
         assert "unix:///nonexistent.sock" in named.stderr
 
 
-def test_nothing_that_answers_is_1_in_one_line_that_says_both(node: EmulatedNode, tmp_path: Path) -> None:
+def test_without_exporter_and_driver_both_errors_are_in_one_line(node: EmulatedNode, tmp_path: Path) -> None:
     node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
     ended = subprocess.run(
         top_without_default_exporter(tmp_path / "none.sock", "--once"),
@@ -101,7 +101,7 @@ def test_nothing_that_answers_is_1_in_one_line_that_says_both(node: EmulatedNode
     assert "NVML_ERROR_DRIVER_NOT_LOADED" in ended.stderr
 
 
-def test_a_reader_that_goes_early_is_no_traceback(demo: ExporterProcess) -> None:
+def test_a_reader_that_exits_early_causes_no_traceback(demo: ExporterProcess) -> None:
     shell = f"{' '.join(top_command('--once', '--url', demo.url, '--json'))} | head -1"
     ended = subprocess.run(
         ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=patient(60), check=True
@@ -113,9 +113,7 @@ def test_a_reader_that_goes_early_is_no_traceback(demo: ExporterProcess) -> None
     ("output", "status", "said"),
     [(">&-", 0, ""), (">/dev/full", 1, f"{os.strerror(errno.ENOSPC)}\n")],
 )
-def test_output_that_is_closed_or_full_is_no_traceback(
-    demo: ExporterProcess, output: str, status: int, said: str
-) -> None:
+def test_closed_or_full_output_causes_no_traceback(demo: ExporterProcess, output: str, status: int, said: str) -> None:
     for more in ((), ("--json",)):
         shell = f"{' '.join(top_command('--once', '--url', demo.url, *more))} {output}"
         ended = subprocess.run(
@@ -135,7 +133,7 @@ def test_output_that_is_closed_or_full_is_no_traceback(
         ((), "top --once"),
     ],
 )
-def test_wrong_usage_is_2_in_one_line(arguments: tuple[str, ...], named: str) -> None:
+def test_wrong_usage_exits_with_2_and_one_line(arguments: tuple[str, ...], named: str) -> None:
     ended = subprocess.run(
         top_command(*arguments),
         env=top_environment(),

@@ -1,4 +1,4 @@
-"""Documents and scripted exporters for the unit tests of `fleet`."""
+"""Builders for documents and exporters of a fleet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A, B, C = (Exporter(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
 
 
 def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
-    """Return a reporting process of `/api/v1/processes` on the devices `gpus`."""
+    """Return a reporting process on the devices of `gpus`, as in `/api/v1/processes`."""
     gpus = changes.pop("gpus", ("0",))
     return {
         "pid": pid,
@@ -31,19 +31,19 @@ def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
 
 
 def unreported(pid: int, **changes: Any) -> dict[str, Any]:
-    """Return a process that does not report."""
+    """Return a process that only the driver lists."""
     nothing = {"reporting": False, "state": "unreported", "workload": None, "rank": None, "sample_age_seconds": None}
     return process(pid, **{**nothing, **changes})
 
 
 def row(pid: int | str = 1, outcome: str = "done", **changes: Any) -> dict[str, Any]:
-    """Return a result of the API."""
+    """Return a result as in the API."""
     known = {"workload": "train", "rank": "0", "gpu": "0", "uuid": "GPU-0", "reason": "", "freed_bytes": 7}
     return {"pid": pid, "outcome": outcome, **known, **changes}
 
 
 def action(*results: dict[str, Any], state: str = "done", **changes: Any) -> dict[str, Any]:
-    """Return an action of the API."""
+    """Return an action as in the API."""
     return {
         "id": "a1",
         "action": "empty_cache",
@@ -56,7 +56,7 @@ def action(*results: dict[str, Any], state: str = "done", **changes: Any) -> dic
 
 @dataclass
 class Clock:
-    """A clock that moves in `sleep`, or by hand."""
+    """A clock that advances when it sleeps, or manually."""
 
     now: float = 0.0
 
@@ -69,7 +69,7 @@ class Clock:
 
 @dataclass
 class ScriptedExporter:
-    """An exporter that answers in order and repeats its last answer. It raises an answer that is an error."""
+    """Returns answers in order, and repeats the last one; an error is raised."""
 
     requests: list[tuple[str, Any]] = field(default_factory=list)
     submits: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)

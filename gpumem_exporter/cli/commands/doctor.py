@@ -61,7 +61,7 @@ def _doctor(options: ConnectionOptions) -> int:
     findings = tuple(diagnose(options))
     verdict = verdict_of(findings)
     if options.as_json:
-        # Until the next version `mend` is a second name of `fix`.
+        # `fix` had another name before. Both are printed for one version.
         documents = [{**asdict(finding), "mend": finding.fix} for finding in findings]
         print_json({"verdict": verdict, "findings": documents})
     else:

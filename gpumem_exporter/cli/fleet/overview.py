@@ -11,8 +11,8 @@ from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.cli.fleet.requests import Failure, Fleet
 from gpumem_exporter.cli.fleet.selection import Exporter, exporters_of
 from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, device_error, device_name
-from gpumem_exporter.cli.render.sizes import UNKNOWN, human_bytes, human_ratio
 from gpumem_exporter.cli.render.terminal import plain, table
+from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio
 from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.main import one_line
 from gpumem_exporter.cli.render.action_tables import COLUMNS, measured, result_cells, summary
-from gpumem_exporter.cli.render.sizes import UNKNOWN
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 from gpumem_exporter.core.ledger import sum_of_known
+from gpumem_exporter.units import UNKNOWN
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

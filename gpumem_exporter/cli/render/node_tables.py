@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, bar_lengths
-from gpumem_exporter.cli.render.sizes import UNKNOWN, human_bytes, human_ratio, human_seconds
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES
+from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

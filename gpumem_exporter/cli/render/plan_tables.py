@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.cli.render.sizes import human_bytes
 from gpumem_exporter.cli.render.terminal import open_console, plain, show, table
+from gpumem_exporter.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, bar_lengths
 from gpumem_exporter.cli.render.node_tables import device_name
-from gpumem_exporter.cli.render.sizes import UNKNOWN, human_ratio, short_bytes
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, width_of
 from gpumem_exporter.cli.top.history import Past
 from gpumem_exporter.cli.top.scarce import scarce_style
 from gpumem_exporter.cli.top.sparkline import WIDTHS, sparkline
+from gpumem_exporter.units import UNKNOWN, human_ratio, short_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text

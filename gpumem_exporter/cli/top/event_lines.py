@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.sizes import UNKNOWN, human_bytes
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, width_of
 from gpumem_exporter.cli.top.rows import Choice, with_gpu
+from gpumem_exporter.units import UNKNOWN, human_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text

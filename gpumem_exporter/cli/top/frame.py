@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, clear_summary
-from gpumem_exporter.cli.render.sizes import human_seconds
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import beside, cell, line
 from gpumem_exporter.cli.top.clearing import Note
@@ -18,6 +17,7 @@ from gpumem_exporter.cli.top.process_lines import process_lines
 from gpumem_exporter.cli.top.rows import descends, with_gpu
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
+from gpumem_exporter.units import human_seconds
 from gpumem_exporter.wire.http import shown_url
 
 if TYPE_CHECKING:

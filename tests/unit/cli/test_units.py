@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.cli.render.sizes import human_bytes, human_ratio, human_seconds
+from gpumem_exporter.units import human_bytes, human_ratio, human_seconds
 
 _UNITS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))}
 
