@@ -14,7 +14,7 @@ from gpumem_exporter.client.api import latest_oom
 from gpumem_exporter.client.leaks.detector import known_leak
 from gpumem_exporter.client.leaks.live_tensors import walk
 from gpumem_exporter.client.leaks.referrers import instance_dictionary
-from gpumem_exporter.client.leaks.suspects import numerous, suspicions
+from gpumem_exporter.client.leaks.suspects import descriptions, frequent
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.phases import current_phase
 from gpumem_exporter.client.measure.tensor_bytes import Storages
@@ -188,11 +188,11 @@ def _leak_figures(device: int | None, run: Run | None) -> dict[str, Any]:
     if run is None or leaked is None:
         return {}
     torch = sys.modules.get("torch")
-    found = numerous(walk(torch, 0, 1000, _WALK_SECONDS, 5_000_000), least=max(8, run.history.runs // 2))
+    found = frequent(walk(torch, 0, 1000, _WALK_SECONDS, 5_000_000), least=max(8, run.history.runs // 2))
     return {
         "leaked": leaked[0],
         "leak_per_step": round(leaked[1].slope),
-        "leak_suspects": suspicions(found),
+        "leak_suspects": descriptions(found),
     }
 
 
