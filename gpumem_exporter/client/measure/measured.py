@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.hooks.guest_safety import Swallowing
-from gpumem_exporter.client.measure.observed import Observed, Stretch, process_observed
+from gpumem_exporter.client.measure.observed import Observed, Span, process_observed
 
 __all__ = ["DeviceUse", "Measured", "MemoryUse"]
 
@@ -136,19 +136,19 @@ class Measured:
         self._kept = kept
         self._reset_peaks = reset_peaks
         self._ended = ended
-        self._running: dict[int, list[tuple[Stretch, MemoryUse]]] = {}
+        self._running: dict[int, list[tuple[Span, MemoryUse]]] = {}
 
     def __enter__(self) -> MemoryUse:
-        stretch = Stretch(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
+        span = Span(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
         use = MemoryUse(self._name)
-        self._running.setdefault(threading.get_ident(), []).append((stretch, use))
+        self._running.setdefault(threading.get_ident(), []).append((span, use))
         try:
             with Swallowing():  # a guest breaks nothing
-                self._observed.enter(stretch)
+                self._observed.enter(span)
         except BaseException:  # of the program's, for which the block does not begin
             pop_running(self._running)
             with Swallowing():
-                self._observed.leave(stretch)
+                self._observed.leave(span)
             raise
         return use
 
@@ -158,15 +158,15 @@ class Measured:
         running = pop_running(self._running)
         if running is None:
             return
-        stretch, use = running
+        span, use = running
         with Swallowing():
-            self._observed.leave(stretch)
-            if stretch.ended_seconds is not None:
-                use.duration_seconds = stretch.ended_seconds - stretch.started_seconds
+            self._observed.leave(span)
+            if span.ended_seconds is not None:
+                use.duration_seconds = span.ended_seconds - span.started_seconds
             use.devices = tuple(
                 DeviceUse(index, bounds.entered, bounds.now, peak.at_least_bytes, peak.at_most_bytes)
-                for index, bounds in sorted(stretch.bounds.items())
-                if (peak := stretch.peaks.get(index)) is not None
+                for index, bounds in sorted(span.bounds.items())
+                if (peak := span.peaks.get(index)) is not None
             )
             if self._ended is not None:
                 self._ended(use)

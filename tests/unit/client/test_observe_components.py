@@ -13,40 +13,40 @@ import pytest
 
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.components import Watch
-from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, ToldComponents
+from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, WatchedBytes
 from gpumem_exporter.client.measure.summary import DeviceSummary, Summary, settings_in_force
 from gpumem_exporter.client.sizes import human_bytes, human_growth
 from tests.support.waiting import patient
 
 
-def told(index: int, allocated: int | None, seconds: float = 60.0, **components: int) -> ToldComponents:
-    return ToldComponents({index: (components, allocated)}, time.monotonic() + seconds)
+def told(index: int, allocated: int | None, seconds: float = 60.0, **components: int) -> WatchedBytes:
+    return WatchedBytes({index: (components, allocated)}, time.monotonic() + seconds)
 
 
 def test_the_components_of_several_watches_add_up_and_other_is_the_rest() -> None:
     observed = Observed()
     one, two = object(), object()
     assert observed.components(0) == {}
-    observed.tell_components(one, told(0, 100, parameters=10, gradients=5))
+    observed.set_components(one, told(0, 100, parameters=10, gradients=5))
     assert observed.components(0) == {"parameters": 10, "gradients": 5, "other": 85}
-    observed.tell_components(two, told(0, 120, seconds=61, parameters=30))
+    observed.set_components(two, told(0, 120, seconds=61, parameters=30))
     assert observed.components(0) == {"parameters": 40, "gradients": 5, "other": 75}
     assert observed.components(1) == {}
-    observed.tell_components(one, None)
-    observed.tell_components(one, None)
+    observed.set_components(one, None)
+    observed.set_components(one, None)
     assert observed.components(0) == {"parameters": 30, "other": 90}
 
 
 def test_other_is_left_out_where_it_cannot_be_known_or_would_be_less_than_nothing() -> None:
     observed = Observed()
     for allocated in (None, 9):
-        observed.tell_components(observed, told(0, allocated, parameters=10))
+        observed.set_components(observed, told(0, allocated, parameters=10))
         assert observed.components(0) == {"parameters": 10}
 
 
 def test_a_count_that_is_too_old_is_told_no_more() -> None:
     observed = Observed()
-    observed.tell_components(observed, told(0, 100, seconds=-1, parameters=10))
+    observed.set_components(observed, told(0, 100, seconds=-1, parameters=10))
     assert observed.components(0) == {}
 
 
@@ -111,7 +111,7 @@ def test_a_name_too_many_is_logged_while_others_may_go_on(monkeypatch: pytest.Mo
 
 def test_what_is_told_of_components_waits_for_no_lock() -> None:
     observed = Observed()
-    watch = threading.Thread(target=observed.tell_components, args=(observed, None), daemon=True)
+    watch = threading.Thread(target=observed.set_components, args=(observed, None), daemon=True)
     ended = []
 
     def read(_: int) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.client import memory_context, milestones, phase, watch
 from gpumem_exporter.client.measure.measured import Measured, MemoryUse
-from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, Stretch
+from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, Span
 from tests.support.waiting import patient
 
 
@@ -68,22 +68,22 @@ def test_bounds_of_phases_that_nest_overlap_and_reset_hold_the_true_peak_and_mee
 ) -> None:
     device = Device()
     observed = observed_on(device)
-    running: list[tuple[Stretch, int]] = []
+    running: list[tuple[Span, int]] = []
     for what, value in [*steps, *[("leave", 0)] * len(steps)]:
         if what == "to":
             device.to(value)
         elif what == "enter":
-            stretch = Stretch("a", reset_peaks=bool(value))
-            running.append((stretch, len(device.course) - 1))
-            observed.enter(stretch)
+            span = Span("a", reset_peaks=bool(value))
+            running.append((span, len(device.course) - 1))
+            observed.enter(span)
         elif what == "leave" and running:
-            stretch, since = running.pop(value % len(running))
-            observed.leave(stretch)
+            span, since = running.pop(value % len(running))
+            observed.leave(span)
             true_peak = max(device.course[since:])
-            bounds = stretch.peaks[0]
+            bounds = span.peaks[0]
             assert bounds.at_most_bytes is not None
             assert bounds.at_least_bytes <= true_peak <= bounds.at_most_bytes
-            assert bounds.exact or not stretch.reset_peaks
+            assert bounds.exact or not span.reset_peaks
         elif what == "look":
             observed.look(0, device.state)
         elif what == "command":
