@@ -72,7 +72,7 @@ except torch.OutOfMemoryError as error:
     seen["notes"] = error.__notes__
     # the error is still held here, with its frames
     seen["allocated"], seen["reserved"] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-figures = step.gpumem_guard.diagnosis.figures
+figures = step.gpumem_guard.diagnosis.values
 seen["grown"], seen["batch_size"], seen["expected"] = figures.grown, figures.batch_size, figures.batch_growth
 after = dict(torch.cuda.memory_stats())
 seen["reset"] = [k for k in before if "peak" in k and after[k] < before[k]] + [
@@ -91,8 +91,8 @@ try:
     forward()
 except torch.OutOfMemoryError as error:
     seen["forward"] = torch.cuda.memory_allocated() - held
-    seen["batch_of_forward"] = forward.gpumem_guard.diagnosis.figures.batch_size
-    seen["phase_of_forward"] = forward.gpumem_guard.diagnosis.figures.phase
+    seen["batch_of_forward"] = forward.gpumem_guard.diagnosis.values.batch_size
+    seen["phase_of_forward"] = forward.gpumem_guard.diagnosis.values.phase
 
 try:
     with client.oom_guard() as outer:
@@ -108,7 +108,7 @@ try:
         except torch.OutOfMemoryError as error:
             raise Mine("wrapped") from error
 except Mine as error:
-    seen["chained"] = error.args, len(error.__notes__), chained.diagnosis.figures.requested
+    seen["chained"] = error.args, len(error.__notes__), chained.diagnosis.values.requested
 
 try:
     with client.oom_guard(on_oom=lambda diagnosis: 1 / 0):
@@ -173,7 +173,7 @@ def test_with_a_reporter_the_figures_are_exact_to_the_byte(
             "    with client.oom_guard() as guard:\n"
             "        torch.empty((9 << 30) + 7, dtype=torch.uint8, device='cuda:1')\n"
             "except torch.OutOfMemoryError:\n"
-            "    result = dataclasses.asdict(guard.diagnosis.figures)\n"
+            "    result = dataclasses.asdict(guard.diagnosis.values)\n"
         )
         book = node.books()[1]
         stats = process.call("stats", device=1)

@@ -242,7 +242,7 @@ result = {"lines": lines, "phase": [phase.peak_bytes, list(phase.devices), phase
 """
     )
     names = [line.partition(":")[0] for line in told["lines"]]
-    assert names == ["optimizer made", "first optimizer step", "block", "now"]
+    assert names == ["optimizer created", "first optimizer step", "block", "now"]
     assert all("CUDA" in line for line in told["lines"])
     assert told["phase"] == [None, [], True]
     assert told["context"] is None
@@ -341,7 +341,7 @@ result = {"names": [each.name for each in seen.records], "batches": batches,
           "grown": {each.name: each.devices[0].growth_bytes for each in seen.records if each.devices}}
 """
     )
-    assert told["names"] == ["begin", "epoch 1", "model on cuda:0", "first optimizer step", "epoch 2", "end"]
+    assert told["names"] == ["start", "epoch 1", "model on cuda:0", "first optimizer step", "epoch 2", "end"]
     assert told["batches"] == 4
     assert told["hooks"] == [0, 0]
     assert told["same"] is False

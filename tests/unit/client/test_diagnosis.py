@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.client.oom.advice import advise, smaller_batch
-from gpumem_exporter.client.oom.diagnosis import NOTE_BEGINS, OomDiagnosis
-from gpumem_exporter.client.oom.figures import OomFigures
+from gpumem_exporter.client.oom.diagnosis import NOTE_PREFIX, OomDiagnosis
 from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.guard import add_note, chain, clear_frames, has_note, oom_guard
 from gpumem_exporter.client.oom.message import is_out_of_memory, parse_oom_message
-from gpumem_exporter.client.oom.phase import Place, phase_of, trail
+from gpumem_exporter.client.oom.phase import Place, origin_of, phase_of
+from gpumem_exporter.client.oom.values import OomValues
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -147,15 +147,15 @@ def test_a_tensor_s_own_move_is_told_by_the_line_that_it_stands_in(name: str) ->
     while at.tb_next is not None and at.tb_next.tb_next is not None:
         at = at.tb_next
     at.tb_next = None
-    told = trail(traceback)
+    told = origin_of(traceback)
     assert told.phase == phase
     assert __file__ in told.place
 
 
-BASE = OomFigures(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB, reserved=6 * GIB, reclaimable=0)
+BASE = OomValues(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB, reserved=6 * GIB, reclaimable=0)
 
 
-def _with(**more: Any) -> OomFigures:
+def _with(**more: Any) -> OomValues:
     from dataclasses import replace
 
     return replace(BASE, **more)
@@ -209,13 +209,13 @@ RIGHT = [
 
 
 @pytest.mark.parametrize(("figures", "kind"), [row[1:] for row in RIGHT], ids=[row[0] for row in RIGHT])
-def test_the_first_advice_is_what_the_figures_say(figures: OomFigures, kind: str) -> None:
+def test_the_first_advice_is_what_the_figures_say(figures: OomValues, kind: str) -> None:
     advice = advise(figures)
     assert advice[0].kind == kind
     ranks = [0 if each.enough else 1 if each.enough is None else 2 for each in advice]
     assert ranks == sorted(ranks), "what is enough stands before what is not"
     said = str(OomDiagnosis(figures, advice))
-    assert said.startswith(NOTE_BEGINS)
+    assert said.startswith(NOTE_PREFIX)
     assert f"1. {advice[0]}" in said
 
 
@@ -265,8 +265,8 @@ def test_no_smaller_batch_is_proposed_where_there_is_none(batch: int | None) -> 
 
 
 def test_advice_from_nothing_known_is_advice_all_the_same() -> None:
-    assert advise(OomFigures())
-    assert str(OomDiagnosis(OomFigures(), advise(OomFigures())))
+    assert advise(OomValues())
+    assert str(OomDiagnosis(OomValues(), advise(OomValues())))
 
 
 def test_growth_by_the_batch_is_a_line_through_what_was_measured() -> None:
@@ -283,8 +283,8 @@ def test_growth_by_the_batch_is_a_line_through_what_was_measured() -> None:
 def test_what_runs_leave_behind_is_a_leak_once_sixteen_have_shown_it() -> None:
     leaking, steady = BlockHistory(), BlockHistory()
     for run in range(30):
-        leaking.begun(GIB + run * 50 * MIB)
-        steady.begun(GIB + (run % 4) * 50 * MIB)
+        leaking.started(GIB + run * 50 * MIB)
+        steady.started(GIB + (run % 4) * 50 * MIB)
         assert run >= 18 or leaking.leaked() is None
     found = leaking.leaked()
     assert found is not None
@@ -369,8 +369,8 @@ def test_a_generator_that_keeps_an_error_for_later_goes_on_after_its_frames_were
 def test_a_note_is_added_once_and_found_in_the_wholechain() -> None:
     first, second = ValueError("1"), KeyError("2")
     second.__cause__ = first
-    add_note(first, NOTE_BEGINS + "why")
-    assert first.__notes__ == [NOTE_BEGINS + "why"]
+    add_note(first, NOTE_PREFIX + "why")
+    assert first.__notes__ == [NOTE_PREFIX + "why"]
     assert list(chain(second)) == [second, first]
     assert has_note(second)
     first.__context__ = second  # a circle
