@@ -85,18 +85,18 @@ class OutOfMemoryLog:
 
 
 class OutOfMemoryObserver:
-    """What PyTorch calls, for as long as the process lives; tells whoever listens at the moment.
+    """The observer that PyTorch calls, for the life of the process. It forwards errors to the current listener.
 
-    Calling it takes microseconds, allocates nothing on a device, and raises nothing.
+    A call takes microseconds, allocates nothing on a device, and raises nothing.
     """
 
     def __init__(self) -> None:
         self.attached = False
         self.listener: Callable[[int, int, int, int], None] | None = None
-        """Takes device index, requested bytes, limit, free bytes."""
+        """Called with device index, requested bytes, limit and free bytes."""
 
     def __call__(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
-        """Pass an error's figures to the listener, if there is one."""
+        """Forward the values of an error to the listener."""
         listener = self.listener
         if listener is not None:
             with Swallowing():  # it would replace the program's OutOfMemoryError
