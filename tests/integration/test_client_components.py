@@ -1,4 +1,4 @@
-"""What is held as parameters, gradients and optimizer state, by real PyTorch processes on the emulated node."""
+"""Parameters, gradients and optimizer state of real PyTorch processes on the emulated node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.observed_training import process_of_the_module, shared_proces
 __all__ = ["process_of_the_module", "shared_process"]
 
 
-def test_components_are_what_arithmetic_says_at_a_step_and_afterwards(shared_process: TorchProcess) -> None:
+def test_components_are_as_calculated_at_a_step_and_afterwards(shared_process: TorchProcess) -> None:
     at_step, after, allocated, host = shared_process.exec(
         """
 model, optimizer = make()
@@ -231,7 +231,7 @@ watching.close()
     assert sliced[0] == sliced[1] == at_once[0]
 
 
-def test_a_count_is_made_at_steps_of_the_optimizer_that_is_watched_or_by_hand_and_in_that_thread_alone(
+def test_a_count_runs_in_the_thread_that_ends_a_step_of_the_watched_optimizer_or_marks_a_step(
     shared_process: TorchProcess,
 ) -> None:
     told = shared_process.exec(
@@ -294,7 +294,7 @@ for each in (*watching, other):
     assert beside_another == alone["parameters"]
 
 
-def test_a_count_in_slices_has_all_gradients_where_steps_are_marked_after_they_are_gone(
+def test_a_count_in_slices_has_all_gradients_if_steps_are_also_marked_after_zero_grad(
     shared_process: TorchProcess,
 ) -> None:
     told = shared_process.exec(

@@ -1,4 +1,4 @@
-"""Leaks of real training loops on the emulated node are found and named, and none is seen where there is none."""
+"""Leaks of real training loops on the emulated node are found and named, without false alarms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Logger:
     def __init__(self):
         self.outputs = []
     def __getattr__(self, name):
-        raise SystemExit("an attribute was asked for: " + name)
+        raise SystemExit("an attribute was read: " + name)
 
 def run(kind, seed):
     rng = random.Random(seed)
@@ -56,7 +56,7 @@ def run(kind, seed):
 """
 
 
-def test_leaks_are_found_within_200_steps_and_the_object_that_holds_them_is_named(start_torch: StartTorch) -> None:
+def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch: StartTorch) -> None:
     process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
     process.exec(LOOP)
     holders = {
@@ -83,7 +83,7 @@ class Replay:
     def __init__(self):
         self.kept = [torch.empty(16 << 10, dtype=torch.uint8, device="cuda") for _ in range(300)]
     def __getattr__(self, name):
-        raise SystemExit("an attribute was asked for: " + name)
+        raise SystemExit("an attribute was read: " + name)
 
 class Trainer:
     def __init__(self):
@@ -109,10 +109,10 @@ result = {"suspects": suspects, "count": count, "freed": held - torch.cuda.memor
 
 
 @pytest.mark.parametrize("leaks", [16384, 20480])
-def test_who_leaks_is_named_in_a_heap_of_thirty_thousand_tensors_most_of_them_of_larger_kinds(
+def test_the_holder_of_a_leak_is_named_in_a_heap_of_thirty_thousand_other_tensors(
     start_torch: StartTorch, leaks: int
 ) -> None:
-    """One is of a kind of its own; of the other there are 300 more that do not become more."""
+    """The kind of the first leak is unique. Of the second, there are 300 other tensors."""
     told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(LARGE_HEAP, leaks=leaks)
     first = told["suspects"][0]
     assert "uint8" in first
@@ -172,7 +172,7 @@ result["left"] = torch.cuda.memory_allocated()
 """
 
 
-def test_live_tensors_are_grouped_and_their_holders_named_without_running_the_program_s_code(
+def test_live_tensors_are_grouped_and_their_holders_named_without_running_code_of_the_program(
     start_torch: StartTorch,
 ) -> None:
     told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(WALKED)
@@ -185,7 +185,7 @@ def test_live_tensors_are_grouped_and_their_holders_named_without_running_the_pr
     assert (count, nbytes) == (5, 180)
     assert re.match(r"list of 5\b.*\bdict of 1\b.*'a'.*\bdict\b.*'outputs'.*\bnamespace\b.*\bWorker\b", holders[0])
     assert groups["100"][:2] == [1, 400]
-    assert groups["10"][:2] == [2, 0], "views share their storage with what they are views of"
+    assert groups["10"][:2] == [2, 0], "views share the storage of their base"
     assert "default" in groups["11"][2][0]
     assert re.search(r"\bcaptured\b.*\bclosure\b", groups["12"][2][0])
     assert re.search(r"\blocal variable\b.*\bmine\b", groups["13"][2][0])
@@ -234,9 +234,7 @@ result = [came_of, [[group.count, group.referrers] for group in found.groups], t
 
 
 @pytest.mark.parametrize("where", ["the walk", "the search for holders"])
-def test_a_thread_may_be_filling_a_tuple_while_another_looks_for_live_tensors(
-    start_torch: StartTorch, where: str
-) -> None:
+def test_a_walk_does_not_disturb_a_thread_that_fills_a_tuple(start_torch: StartTorch, where: str) -> None:
     came_of, [[count, _]], left = start_torch().exec(MEANWHILE, where=where)
     assert came_of == [7]
     assert count == 5

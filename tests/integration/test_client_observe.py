@@ -19,7 +19,7 @@ __all__ = ["host_process", "process_of_the_module", "shared_process"]
 MIB = 1 << 20
 
 
-def test_peaks_of_phases_are_what_torch_says_of_each_alone_and_a_backward_counts_though_it_runs_in_other_threads(
+def test_peaks_of_phases_agree_with_torch_also_for_backward_in_other_threads(
     shared_process: TorchProcess,
 ) -> None:
     told = shared_process.exec(
@@ -50,32 +50,17 @@ result = {"truth": truth, "first": collect(False), "later": collect(False), "res
     )
     truth = told["truth"]
     assert truth["backward"] > truth["forward"] > truth["optimizer"]
-    # the peaks rise through the first step up to the backward's: each of those made the peak, and is exact
+    # the peak rises in forward and again in backward, so both are exact
     assert told["first"]["forward"] == [truth["forward"], truth["forward"], True]
     assert told["first"]["backward"] == [truth["backward"], truth["backward"], True]
     for name, (at_least, at_most, exact) in told["later"].items():
         assert at_least <= truth[name] <= at_most == truth["backward"]
         assert not exact or at_least == truth[name]
     assert told["reset"] == {name: [peak, peak, True] for name, peak in truth.items()}
-    assert told["overall"] == truth["backward"] > told["torch"]  # the resets are made up for
+    assert told["overall"] == truth["backward"] > told["torch"]  # the resets by phases do not count
 
 
-def test_an_inner_phase_that_asks_for_a_reset_leaves_the_outer_one_its_peak(shared_process: TorchProcess) -> None:
-    told = shared_process.exec(
-        """
-def hold(mib):
-    return torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
-with gpumem.phase("outer", reset_peaks=True) as outer:
-    hold(300)
-    with gpumem.phase("inner", reset_peaks=True) as inner:
-        kept = hold(40)
-result = [(use.peak_bytes - outer.before_bytes, use.growth_bytes, use.exact) for use in (outer, inner)]
-"""
-    )
-    assert told == [[300 * MIB, 40 * MIB, True], [40 * MIB, 40 * MIB, True]]
-
-
-def test_phases_and_components_are_on_the_page_to_the_byte(
+def test_metrics_show_phases_and_components_to_the_byte(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -99,20 +84,20 @@ result = {"peaks": {name: use.peak_bytes for name, use in uses.items()},
 """
     )
 
-    def on_the_page(name: str, label: str) -> dict[str, float]:
+    def exported(name: str, label: str) -> dict[str, float]:
         samples = exporter.metrics().samples.get(name, {})
         return {dict(labels)[label]: value for labels, value in samples.items()}
 
-    wait_until_equal(lambda: on_the_page("gpumem_torch_phase_peak_bytes", "phase"), told["peaks"], "the peaks")
-    # each is waited for: on a slow machine a reporter may miss some of its moments, and its series go with it
-    wait_until_equal(lambda: on_the_page("gpumem_torch_component_bytes", "component"), told["components"], "components")
+    wait_until_equal(lambda: exported("gpumem_torch_phase_peak_bytes", "phase"), told["peaks"], "the peaks")
+    # wait for each: on a slow machine a late report lets the series expire
+    wait_until_equal(lambda: exported("gpumem_torch_component_bytes", "component"), told["components"], "components")
     peak = max(told["peaks"].values())
     wait_until_equal(lambda: exporter.metrics().values("gpumem_torch_allocated_peak_bytes"), [peak], "the peak of all")
     process.exec("del model, optimizer; gc.collect()")
-    wait_until_equal(lambda: on_the_page("gpumem_torch_component_bytes", "component"), {}, "what was watched has gone")
+    wait_until_equal(lambda: exported("gpumem_torch_component_bytes", "component"), {}, "the end of the components")
 
 
-def test_nothing_is_kept_alive_by_what_observes_it(shared_process: TorchProcess) -> None:
+def test_observing_keeps_no_tensor_alive(shared_process: TorchProcess) -> None:
     told = shared_process.exec(
         """
 from gpumem_exporter.client.measure.observed import process_observed
@@ -128,7 +113,7 @@ with phase:
     step(model, optimizer, gpumem.phase)
     step(model, optimizer, gpumem.memory_context)
 told = gpumem.summary()
-counting = not watching.latest  # it has begun, and is not over
+counting = not watching.latest  # started, and not complete
 del model, optimizer
 torch.cuda.synchronize()
 torch._C._cuda_clearCublasWorkspaces()
@@ -166,17 +151,7 @@ def course(observing, device, steps=4):
 """
 
 
-def test_on_the_host_losses_and_weights_are_the_same_to_the_bit_with_and_without(host_process: TorchProcess) -> None:
-    told = host_process.exec(
-        SAME + "result = [course(observing, 'cpu')[0] for observing in (False, True)] + [torch.cuda.is_initialized()]"
-    )
-    without, observed, initialised = told
-    assert observed == without
-    assert len(set(without)) == len(without)  # it did learn something
-    assert not initialised
-
-
-def test_on_a_device_losses_and_every_statistic_of_the_allocator_are_the_same_with_and_without(
+def test_observing_changes_neither_losses_nor_statistics_of_the_allocator(
     start_torch: StartTorch,
 ) -> None:
     processes = [start_torch(), start_torch()]
@@ -189,7 +164,7 @@ def test_on_a_device_losses_and_every_statistic_of_the_allocator_are_the_same_wi
     assert runs[0][1][0]["allocated_bytes.all.peak"] > PARAMETERS
 
 
-def test_a_mode_that_the_program_has_on_sees_the_program_s_calls_alone(shared_process: TorchProcess) -> None:
+def test_a_torch_function_mode_of_the_program_sees_only_its_own_calls(shared_process: TorchProcess) -> None:
     seen = shared_process.exec(
         """
 from torch.overrides import TorchFunctionMode
@@ -220,7 +195,7 @@ result += [counted, found]
     assert seen[2:] == [True, True]
 
 
-def test_without_cuda_everything_says_so_and_does_nothing_else(host_process: TorchProcess) -> None:
+def test_without_cuda_every_tool_reports_that_and_does_nothing(host_process: TorchProcess) -> None:
     told = host_process.exec(
         """
 import logging
@@ -252,7 +227,7 @@ result = {"lines": lines, "phase": [phase.peak_bytes, list(phase.devices), phase
     assert not told["cuda"]
 
 
-def test_a_summary_has_what_torch_and_the_driver_say_and_names_the_variable_that_won(
+def test_a_summary_agrees_with_torch_and_the_driver_and_names_the_source_of_the_settings(
     node: EmulatedNode, start_torch: StartTorch
 ) -> None:
     process = start_torch(
@@ -295,7 +270,7 @@ result["freed"] = reserved - torch.cuda.memory_reserved(1)
     assert device["fragmented_bytes"] == device["slack_bytes"] - later["freed"]
     assert device["device_free_bytes"] == told["info"]["free"]
     assert device["device_used_bytes"] == told["info"]["total"] - told["info"]["free"]
-    # the driver's lists are matched where this process' pids are the driver's: not in a container with its own
+    # the lists of the driver match only outside a container with its own PID namespace
     if Path("/proc/self/ns/pid").stat().st_ino == 0xEFFFFFFC:
         assert device["process_bytes"] == book.processes[process.pid]
         assert device["non_torch_bytes"] == book.processes[process.pid] - device["reserved_bytes"]
@@ -309,7 +284,7 @@ result["freed"] = reserved - torch.cuda.memory_reserved(1)
     assert later["then"] == "the program"
 
 
-def test_milestones_are_taken_down_by_hooks_and_nothing_that_is_watched_is_changed(
+def test_milestones_are_recorded_and_the_model_and_loader_are_unchanged(
     shared_process: TorchProcess,
 ) -> None:
     told = shared_process.exec(
@@ -347,11 +322,11 @@ result = {"names": [each.name for each in seen.records], "batches": batches,
     assert told["same"] is False
     assert told["loaders"] is True
     assert told["grown"]["epoch 1"] == PARAMETERS
-    assert told["grown"]["model on cuda:0"] == 4 * 256 * 4  # the batch, since the epoch began
+    assert told["grown"]["model on cuda:0"] == 4 * 256 * 4  # the batch, since the start of the epoch
     assert told["grown"]["first optimizer step"] >= 3 * PARAMETERS - 4 * 256 * 4  # gradients and states for the batch
 
 
-def test_a_forked_child_measures_nothing_and_waits_for_nobody(shared_process: TorchProcess) -> None:
+def test_a_forked_child_measures_nothing_and_does_not_wait_for_a_lock(shared_process: TorchProcess) -> None:
     status = shared_process.exec(
         """
 import os, threading, warnings
@@ -361,7 +336,7 @@ step(model, optimizer, gpumem.phase)
 warnings.simplefilter("ignore")
 observed = process_observed()
 reads, may_end = threading.Event(), threading.Event()
-def read(index):  # while the lock is held, by a thread that is not there in the child
+def read(index):  # under the lock, in a thread that the child does not have
     reads.set()
     may_end.wait()
 holder = threading.Thread(target=observed.look, args=(0, read))
@@ -385,7 +360,7 @@ result = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inside, sorted(obs
     assert {"backward", "forward", "optimizer", "parent"} <= set(phases)
 
 
-def test_a_model_that_goes_ends_its_milestones_without_disturbing_a_forward_that_copies_the_hooks(
+def test_deleting_a_model_ends_its_milestones_without_changing_hooks_during_a_forward(
     shared_process: TorchProcess,
 ) -> None:
     left = shared_process.exec(
@@ -397,7 +372,7 @@ model = torch.nn.Linear(2, 2)
 model.itself = [model]
 gpumem.milestones(model)
 other = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
-walk = iter(hooks.items())  # as each module does in its forward
+walk = iter(hooks.items())  # as a module does in its forward
 next(walk)
 del model
 gc.collect()

@@ -10,7 +10,7 @@ from gpumem_exporter.client.leaks.detector import Leak, LeakDetector
 from gpumem_exporter.client.leaks.live_tensors import LingeringTensors, TensorGroup
 from gpumem_exporter.client.leaks.referrers import NO_REFERRER
 from gpumem_exporter.client.leaks.suspects import descriptions, frequent, grown, kinds_to_search, with_holders
-from gpumem_exporter.client.leaks.trend import Trend, fit_line, period_of, theil_sen
+from gpumem_exporter.client.leaks.trend import Trend, fit_line
 from tests.support.seeded_runs import MIB, SHAPES, allocated, hard_shapes
 
 SEEDS = range(12)
@@ -81,13 +81,6 @@ def test_a_slow_drift_is_seldom_reported() -> None:
     assert alarms <= 1
 
 
-def test_the_slope_is_the_median_of_the_slopes_between_all_pairs() -> None:
-    rng = random.Random(0)
-    points = [int(1000 * at + rng.gauss(0, 5000)) for at in range(40)]
-    pairs = sorted((points[b] - points[a]) / (b - a) for a in range(40) for b in range(a + 1, 40))
-    assert theil_sen(range(40), points) == (pairs[len(pairs) // 2 - 1] + pairs[len(pairs) // 2]) / 2
-
-
 def test_the_margin_of_a_slope_covers_noise_and_is_wider_for_correlated_noise_and_for_few_points() -> None:
     for seed in range(400):
         rng = random.Random(seed)
@@ -101,10 +94,6 @@ def test_the_margin_of_a_slope_covers_noise_and_is_wider_for_correlated_noise_an
     assert fit_line([0, 40, 80, 120], [0, 400, 800, 1200]) == (10, 0)
     slope, margin = fit_line([0, 40, 80, 120], [0, 390, 810, 1200])
     assert margin > slope
-
-
-def test_the_period_of_a_series_is_found_below_its_growth() -> None:
-    assert period_of([(at % 10) * 1000 + at for at in range(63)]) == 10
 
 
 def _detector(reported: list[Leak]) -> LeakDetector:
