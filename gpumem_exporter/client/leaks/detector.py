@@ -11,16 +11,13 @@ from typing import Any
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
 from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, allocating_frames, walk
-from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search, with_holders
+from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search
 from gpumem_exporter.client.leaks.trend import Slope, Trend
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.sizes import human_bytes
 
 __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
 
-_WALK_SECONDS = 0.5
-_WALK_OBJECTS = 5_000_000
-_WALK_GROUPS = 10_000
 _SEARCHES = {16: 3, 32: 2, 48: 1}
 """Steps after the first count of the live tensors, and the growth of a kind that makes it a suspect then."""
 _LAST_SEARCH = max(_SEARCHES)
@@ -174,26 +171,23 @@ class LeakDetector:
 
     def _search(self, device: int, state: _Device, free_bytes: Callable[[], int | None]) -> Leak | None:
         """Compare the live tensors with the first count. Returns the leak once there are suspects, or the last time."""
-        count = self._count()
-        least = _SEARCHES[state.steps_since_count]
-        found = grown(state.count_before, count, least=least) if state.count_before and count else ()
+        before, least = state.count_before, _SEARCHES[state.steps_since_count]
+        if before is None:
+            return None
+        after = self._count(lambda counted: kinds_to_search(grown(before, counted, least=least)))
+        found = grown(before, after, least=least) if after is not None else ()
         if not found and state.steps_since_count < _LAST_SEARCH:
             return None
-        searched = self._count(kinds_to_search(found)) if found else None
-        if searched is not None:
-            found = with_holders(found, searched)
         torch = initialised_torch()
         sizes = {growth.group.bytes // growth.group.count for growth in found if growth.group.count}
         frames = allocating_frames(torch, sizes) if torch is not None else ()
         return self._report(device, state, free_bytes(), descriptions(found), frames)
 
-    def _count(self, only: Collection[Kind] | None = None) -> LingeringTensors | None:
-        """Count all kinds of live tensors, or find the holders of some kinds."""
+    def _count(
+        self, kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None
+    ) -> LingeringTensors | None:
         torch = initialised_torch()
-        if torch is None or not self._name_suspects:
-            return None
-        referrers = only is not None
-        return walk(torch, 0, _WALK_GROUPS, _WALK_SECONDS, _WALK_OBJECTS, referrers=referrers, only=only)
+        return None if torch is None or not self._name_suspects else walk(torch, kinds_to_search=kinds_to_search)
 
     def _report(
         self, device: int, state: _Device, free: int | None, suspects: tuple[str, ...], frames: tuple[str, ...]

@@ -13,13 +13,13 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.allocator.statistics import initialised_torch
-from gpumem_exporter.client.leaks.referrers import Referrers
+from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_exporter.client.leaks.tracked_objects import count_objects, find_of_types, find_types
 from gpumem_exporter.client.sizes import human_bytes
 
@@ -27,7 +27,6 @@ __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "ling
 
 _CHUNK = 4096
 _GRAPH_NODES_MAX = 20_000
-_SAMPLES = 4
 _SAMPLES_MAX = 8
 _HOLDERS_MAX = 4
 _GENERATIONS = (0, 1, 2)
@@ -123,52 +122,56 @@ def lingering_tensors(
     if torch is None:
         no_cuda("lingering_tensors")
         return LingeringTensors()
-    return walk(torch, min_bytes, max_groups, max_seconds, max_objects, referrers=referrers)
+    return walk(
+        torch,
+        min_bytes=min_bytes,
+        max_groups=max_groups,
+        max_seconds=max_seconds,
+        max_objects=max_objects,
+        kinds_to_search=_all_kinds if referrers else None,
+    )
 
 
 def walk(
     torch: Any,
-    min_bytes: int,
-    max_groups: int,
-    max_seconds: float,
-    max_objects: int,
     *,
-    referrers: bool = True,
-    only: Collection[Kind] | None = None,
-    device_type: str = "cuda",
+    min_bytes: int = 0,
+    max_groups: int = 10_000,
+    max_seconds: float = 0.5,
+    max_objects: int = 5_000_000,
+    kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None,
 ) -> LingeringTensors:
-    """Do the work of `lingering_tensors`. With `only`, for those kinds, and with more samples of each."""
+    """Do the work of `lingering_tensors`, and search for referrers of the kinds that are chosen from the groups."""
     started = time.perf_counter()
-    reader = _Reader(torch, device_type, _SAMPLES if only is None else _SAMPLES_MAX)
+    reader = _Reader(torch)
     # CPU time: waits on a busy machine do not shorten the walk.
     count, complete = _group(reader, time.thread_time() + max_seconds, max_objects)
     found = reader.found
-    chosen = sorted(
-        ((kind, group) for kind, group in found.items() if group.bytes >= min_bytes and (only is None or kind in only)),
-        key=lambda each: -each[1].bytes,
-    )
-    complete = complete and len(chosen) <= max_groups
-    chosen = chosen[:max_groups]
-    held: dict[int, str] = {}
-    if referrers and chosen:
-        samples = [sample for _, group in chosen for sample in group.samples]
+    groups = [
+        TensorGroup(*kind[:3], group.count, group.bytes, group.with_graph, group.graph_nodes)
+        for kind, group in found.items()
+        if group.bytes >= min_bytes
+    ]
+    groups.sort(key=lambda group: -group.bytes)
+    result = LingeringTensors(tuple(groups[:max_groups]), complete and len(groups) <= max_groups, count)
+    kinds = kinds_to_search(result) if kinds_to_search is not None else ()
+    if kinds:
+        samples = [sample for kind in kinds for sample in _spread(found[kind].samples, TARGETS_MAX // len(kinds))]
         finder = Referrers(ignored=(samples, found, *(group.samples for group in found.values())))
-        held = finder.describe(samples, time.thread_time() + max_seconds)
+        holders = finder.describe(samples, time.thread_time() + max_seconds)
+        described = (replace(group, referrers=_holders(found[group.kind].samples, holders)) for group in result.groups)
+        result = replace(result, groups=tuple(described))
         del samples, finder
-    groups = tuple(
-        TensorGroup(
-            shape=kind[0],
-            dtype=kind[1],
-            device=kind[2],
-            count=group.count,
-            bytes=group.bytes,
-            with_graph=group.with_graph,
-            graph_nodes=group.graph_nodes,
-            referrers=_holders(group.samples, held),
-        )
-        for kind, group in chosen
-    )
-    return LingeringTensors(groups, complete, count, time.perf_counter() - started)
+    return replace(result, duration_seconds=time.perf_counter() - started)
+
+
+def _all_kinds(counted: LingeringTensors) -> list[Kind]:
+    return [group.kind for group in counted.groups]
+
+
+def _spread(samples: list[Any], count: int) -> list[Any]:
+    """Return some of the oldest and some of the youngest samples."""
+    return samples if len(samples) <= count else samples[: count // 2] + samples[len(samples) - (count + 1) // 2 :]
 
 
 def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
@@ -217,12 +220,10 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
 class _Reader:
     """Reads plain tensors through their base class."""
 
-    def __init__(self, torch: Any, device_type: str, samples_max: int) -> None:
+    def __init__(self, torch: Any) -> None:
         base = torch._C.TensorBase if hasattr(torch._C, "TensorBase") else torch._C._TensorBase
         self._torch = torch
         self._base = base
-        self._device_type = device_type
-        self._samples_max = samples_max
         self.found: dict[Kind, _Found] = {}
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
@@ -247,7 +248,7 @@ class _Reader:
         """Count a tensor. Returns its group, or None if it is not counted."""
         base = self._base
         device = base.device.__get__(tensor)
-        if device.type != self._device_type:
+        if device.type != "cuda":
             return None
         index = device.index if device.index is not None else 0
         try:
@@ -279,8 +280,8 @@ class _Reader:
 
     def sample(self, group: _Found, tensor: Any) -> None:
         """Keep the youngest and the oldest tensors of the group as samples."""
-        if len(group.samples) == self._samples_max:
-            del group.samples[self._samples_max // 2]
+        if len(group.samples) == _SAMPLES_MAX:
+            del group.samples[_SAMPLES_MAX // 2]
         group.samples.append(tensor)
 
     def _follow(self, node: Any) -> int:

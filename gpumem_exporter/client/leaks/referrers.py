@@ -17,12 +17,12 @@ from typing import Any
 
 from gpumem_exporter.client.leaks.tracked_objects import find_referrers
 
-__all__ = ["NO_REFERRER", "Referrers", "instance_dictionary"]
+__all__ = ["NO_REFERRER", "TARGETS_MAX", "Referrers", "instance_dictionary"]
 
 _LEVELS = 4
 _KEY_MAX = 40
 _FRAMES_MAX = 500
-_TARGETS_MAX = 64
+TARGETS_MAX = 64
 _REFERRERS_MAX = 2000
 _ITEMS_MAX = 200_000
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -55,7 +55,7 @@ class Referrers:
                 every reference in the heap with all of them, and cannot be interrupted.
             end: time on `time.thread_time()` after which no pass starts.
         """
-        given, targets = targets, targets[:_TARGETS_MAX]
+        given, targets = targets, targets[:TARGETS_MAX]
         self._end = end
         level: dict[int, Any] = {id(target): target for target in targets}
         above: dict[int, Any] = {}
@@ -128,7 +128,7 @@ class Referrers:
     def _put(
         self, referrer: Any, keys: list[int], above: dict[int, Any], holds: dict[int, set[int]], under: str = ""
     ) -> None:
-        if len(above) >= _TARGETS_MAX:
+        if len(above) >= TARGETS_MAX:
             return
         kind = _container(referrer)
         kind = f"{kind} under {under[:_KEY_MAX]!r}" if kind and under else kind

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, TensorGroup
 from gpumem_exporter.client.leaks.referrers import NO_REFERRER
 
-__all__ = ["Growth", "descriptions", "frequent", "grown", "kinds_to_search", "with_holders"]
+__all__ = ["Growth", "descriptions", "frequent", "grown", "kinds_to_search"]
 
 _SUSPECTS_MAX = 3
 _SHAPES_MAX = 3
@@ -48,14 +48,6 @@ def kinds_to_search(growths: Iterable[Growth]) -> frozenset[Kind]:
     by_bytes = sorted(growths, key=lambda growth: -growth.more_bytes)[:_SEARCHED_BY_BYTES]
     by_nodes = sorted(growths, key=lambda growth: -growth.more_nodes)[:_SEARCHED_BY_NODES]
     return frozenset(growth.group.kind for growth in [*by_bytes, *by_nodes])
-
-
-def with_holders(growths: Iterable[Growth], searched: LingeringTensors) -> tuple[Growth, ...]:
-    """Return the growths with the holders that a search found, the likeliest cause first."""
-    holders = {group.kind: group.referrers for group in searched.groups}
-    return _ranked(
-        replace(growth, group=replace(growth.group, referrers=holders.get(growth.group.kind, ()))) for growth in growths
-    )
 
 
 def frequent(counted: LingeringTensors, *, least: int) -> tuple[Growth, ...]:

@@ -31,9 +31,7 @@ __all__ = ["NOTE_PREFIX", "OomDiagnosis", "Run", "diagnose"]
 
 NOTE_PREFIX = "gpumem: "
 _ADVICE_SHOWN = 5
-_WALK_SECONDS = 0.5
-_WALK_GROUPS = 1000
-_WALK_OBJECTS = 5_000_000
+_SEARCHED_MAX = 16
 _FRAMES_MAX = 400
 _OBSERVED_SECONDS = 5.0
 _SEGMENT_BYTES = 20 << 20
@@ -179,8 +177,14 @@ def _leak(device: int | None, run: Run | None) -> dict[str, Any]:
         if run is None or found is None:
             return {}
         leaked, rate = found[0], found[1].slope
-        live = walk(sys.modules["torch"], 0, _WALK_GROUPS, _WALK_SECONDS, _WALK_OBJECTS)
-        suspects = descriptions(frequent(live, least=max(8, run.history.runs // 2)))
+        least = max(8, run.history.runs // 2)
+        live = walk(
+            sys.modules["torch"],
+            kinds_to_search=lambda counted: [each.group.kind for each in frequent(counted, least=least)][
+                :_SEARCHED_MAX
+            ],
+        )
+        suspects = descriptions(frequent(live, least=least))
     return {"leaked": leaked, "leak_per_step": round(rate), "leak_suspects": suspects}
 
 
