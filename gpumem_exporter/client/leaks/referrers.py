@@ -109,9 +109,9 @@ class Referrers:
                 found[id(referrer)] = keys
                 continue
             for key in keys:
-                name = _named(referrer, level[key], self._end)
-                if name:
-                    self._name(holds[key], name)
+                place = _named(referrer, level[key], self._end)
+                if place:
+                    self._name(holds[key], place)
             self._put(referrer, keys, above, holds)
         owners = _owners(dictionaries)
         for dictionary in dictionaries:
