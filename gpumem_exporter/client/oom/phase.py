@@ -2,21 +2,21 @@
 
 PyTorch's frames show it: `Optimizer.step` is wrapped in `torch.optim.optimizer`, a backward pass enters the engine
 through `torch.autograd.graph`, a forward pass goes through `Module._call_impl`, a model moves through `Module._apply`.
-`.to()` and `.cuda()` of a tensor leave no frame; there the bytecode of the line shows the name of the method.
+`.to()` and `.cuda()` of a tensor leave no frame; there the source line shows the call.
 """
 
 from __future__ import annotations
 
-import dis
-import sys
+import linecache
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 
 __all__ = ["Origin", "Place", "origin_of", "phase_of"]
 
 _FRAMES_MAX = 400
-_TRANSFERS = frozenset({"to", "cuda", "copy_", "pin_memory", "_to", "to_empty"})
+_TRANSFER = re.compile(r"\.(?:to|cuda|copy_|pin_memory|to_empty)\(")
 _BACKWARD = {"torch._tensor": "backward", "torch.autograd": "", "torch.autograd.graph": "_engine_run_backward"}
 _NO_OPTIMIZER = ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
 
@@ -57,23 +57,21 @@ def origin_of(traceback: TracebackType | None) -> Origin:
         return Origin("")
     outer = [_place(frame, frame.f_lineno) for frame in _callers(traceback.tb_frame)]
     inner: list[Place] = []
-    last: TracebackType | None = None
     step: TracebackType | None = traceback
     while step is not None and len(inner) < _FRAMES_MAX:
         inner.append(_place(step.tb_frame, step.tb_lineno))
-        last, step = step, step.tb_next
-    called = _called(last.tb_frame.f_code, last.tb_lasti) if last is not None else ""
-    phase, recomputed = phase_of([*reversed(outer), *inner], called)
+        step = step.tb_next
+    phase, recomputed = phase_of([*reversed(outer), *inner], linecache.getline(inner[-1].filename, inner[-1].line))
     own = next((place for place in reversed(inner) if place.in_user_code), None)
     return Origin(phase, recomputed, str(own) if own else "")
 
 
-def phase_of(places: Sequence[Place], called: str = "") -> tuple[str, bool]:
+def phase_of(places: Sequence[Place], source_line: str = "") -> tuple[str, bool]:
     """Return the phase, and whether a backward pass was recomputing. Pure.
 
     Args:
         places: the outermost first.
-        called: the function or method that the innermost place was calling.
+        source_line: the source of the innermost place.
     """
     phase, recomputed = "", False
     for place in places:
@@ -82,7 +80,7 @@ def phase_of(places: Sequence[Place], called: str = "") -> tuple[str, bool]:
             recomputed = True  # activation checkpointing runs the forward pass again
         elif event:
             phase, recomputed = event, False
-    if not phase and called in _TRANSFERS:
+    if not phase and _TRANSFER.search(source_line):
         phase = "data transfer"
     return phase, recomputed
 
@@ -110,38 +108,3 @@ def _place(frame: FrameType, line: int | None) -> Place:
     module = frame.f_globals.get("__name__")
     code = frame.f_code
     return Place(module if type(module) is str else "", code.co_name, code.co_filename, line or 0)
-
-
-def _called(code: CodeType, last_instruction: int) -> str:
-    """Return the name of the function that this instruction calls, or an empty string."""
-    if last_instruction < 0:
-        return ""
-    before: list[dis.Instruction] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.offset > last_instruction:  # the last instruction may be a cache entry behind the call
-            break
-        before.append(instruction)
-    call = before.pop() if before else None
-    if call is None or not call.opname.startswith("CALL"):
-        return ""
-    if sys.version_info >= (3, 11):
-        # A call has the position of its callable. The last name that is loaded there is the name of the method.
-        at = call.positions and (call.positions.lineno, call.positions.col_offset)
-        for instruction in reversed(before):
-            positions = instruction.positions
-            if positions and (positions.lineno, positions.col_offset) == at and _is_name(instruction):
-                return str(instruction.argval)
-    else:
-        # Python 3.10 has no positions: the callable is pushed before the arguments.
-        left = (call.arg or 0) + (call.opname == "CALL_FUNCTION_KW")
-        for instruction in reversed(before):
-            if left <= 0:
-                return str(instruction.argval) if _is_name(instruction) else ""
-            left -= dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
-    return ""
-
-
-def _is_name(instruction: dis.Instruction) -> bool:
-    return (
-        instruction.opname.startswith("LOAD_") and type(instruction.argval) is str and "CONST" not in instruction.opname
-    )
