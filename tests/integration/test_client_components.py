@@ -138,7 +138,7 @@ optimizer = type("Wrapped", (), {"optimizer": inner})()
 @pytest.mark.parametrize("case", CASES)
 def test_each_storage_counts_once(shared_process: TorchProcess, case: str) -> None:
     setting, expected = CASES[case]
-    told = shared_process.exec(
+    reply = shared_process.exec(
         setting
         + """
 if hasattr(optimizer, "step"):
@@ -149,11 +149,11 @@ on_device = [getattr(counted[0], name) for name in ("parameters", "gradients", "
 result = on_device + ([counted[None].optimizer_state] if None in counted else [])
 """
     )
-    assert tuple(told) == expected
+    assert tuple(reply) == expected
 
 
 def test_components_of_sharded_and_replicated_models(shared_process: TorchProcess) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -190,15 +190,15 @@ dist.destroy_process_group()
 """,
         timeout_seconds=110,
     )
-    assert told["fsdp2"][:3] == [PARAMETERS / 4, PARAMETERS / 4, PARAMETERS / 2]
-    assert told["ddp True"][:3] == told["ddp False"][:3] == [PARAMETERS, PARAMETERS, 2 * PARAMETERS]
-    assert told["ddp False"][3] - told["ddp True"][3] == PARAMETERS  # the buckets beside the gradients
+    assert reply["fsdp2"][:3] == [PARAMETERS / 4, PARAMETERS / 4, PARAMETERS / 2]
+    assert reply["ddp True"][:3] == reply["ddp False"][:3] == [PARAMETERS, PARAMETERS, 2 * PARAMETERS]
+    assert reply["ddp False"][3] - reply["ddp True"][3] == PARAMETERS  # the buckets beside the gradients
 
 
 def test_a_count_in_slices_is_complete_keeps_its_interval_and_lets_pytorch_swap_parameters(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -225,7 +225,7 @@ result = steps, all(again), [[getattr(each, name) for name in ("parameters", "gr
 watching.close()
 """
     )
-    steps, not_again, (sliced, at_once) = told
+    steps, not_again, (sliced, at_once) = reply
     assert steps > 10
     assert not_again
     assert sliced[0] == sliced[1] == at_once[0]
@@ -234,7 +234,7 @@ watching.close()
 def test_a_count_runs_in_the_thread_that_ends_a_step_of_the_watched_optimizer_or_marks_a_step(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 import threading
 from gpumem_exporter.client.measure import component_count
@@ -260,12 +260,12 @@ component_count.ComponentCount.advance = count
 result.append(sorted(threads))
 """,
     )
-    assert told == [False, False, True, ["the program's"]]
+    assert reply == [False, False, True, ["the program's"]]
 
 
 def test_a_model_or_optimizer_of_two_watches_counts_once(shared_process: TorchProcess) -> None:
     """A notebook cell may run again, and a library may watch the same model."""
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 from gpumem_exporter.client.measure.observed import process_observed
 def components():
@@ -287,7 +287,7 @@ for each in (*watching, other):
     each.close()
 """
     )
-    alone, *with_others, beside_another = told
+    alone, *with_others, beside_another = reply
     assert alone["parameters"] > 0
     assert alone["optimizer_state"] > 0
     assert with_others == [alone] * 4
@@ -297,7 +297,7 @@ for each in (*watching, other):
 def test_a_count_in_slices_has_all_gradients_if_steps_are_also_marked_after_zero_grad(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -313,7 +313,7 @@ with gpumem.watch(model, optimizer) as watching:
 component_counts._SLICE_SECONDS = 60.0
 """
     )
-    assert told[0] == told[1] > 0
+    assert reply[0] == reply[1] > 0
 
 
 def test_the_gradient_of_a_parameter_that_is_not_a_leaf_is_not_read(shared_process: TorchProcess) -> None:

@@ -110,7 +110,7 @@ def test_a_leak_is_reported_once_with_its_rate_and_the_steps_left() -> None:
     assert leak.bytes_per_step == pytest.approx(8 * (1 << 30) / 100 / 1000, rel=0.01)
     assert leak.steps_left == pytest.approx((1 << 30) / leak.bytes_per_step, abs=1)
     assert detector.leaks == (leak,)
-    assert [figure for figure in ("cuda:1", "83.9 KiB", str(leak.steps_left)) if figure not in str(leak)] == []
+    assert [part for part in ("cuda:1", "83.9 KiB", str(leak.steps_left)) if part not in str(leak)] == []
 
 
 def test_freed_memory_ends_a_leak_and_the_next_leak_is_reported() -> None:

@@ -18,7 +18,7 @@ from gpumem_exporter.client.sizes import human_bytes, human_growth
 from tests.support.waiting import patient
 
 
-def told(index: int, allocated: int | None, seconds: float = 60.0, **components: int) -> WatchedBytes:
+def watched_bytes(index: int, allocated: int | None, seconds: float = 60.0, **components: int) -> WatchedBytes:
     return WatchedBytes({index: (components, allocated)}, time.monotonic() + seconds)
 
 
@@ -26,9 +26,9 @@ def test_components_of_several_watches_add_up_and_other_is_the_rest() -> None:
     observed = Observed()
     one, two = object(), object()
     assert observed.components(0) == {}
-    observed.set_components(one, told(0, 100, parameters=10, gradients=5))
+    observed.set_components(one, watched_bytes(0, 100, parameters=10, gradients=5))
     assert observed.components(0) == {"parameters": 10, "gradients": 5, "other": 85}
-    observed.set_components(two, told(0, 120, seconds=61, parameters=30))
+    observed.set_components(two, watched_bytes(0, 120, seconds=61, parameters=30))
     assert observed.components(0) == {"parameters": 40, "gradients": 5, "other": 75}
     assert observed.components(1) == {}
     observed.set_components(one, None)
@@ -39,13 +39,13 @@ def test_components_of_several_watches_add_up_and_other_is_the_rest() -> None:
 def test_other_is_left_out_if_it_is_unknown_or_negative() -> None:
     observed = Observed()
     for allocated in (None, 9):
-        observed.set_components(observed, told(0, allocated, parameters=10))
+        observed.set_components(observed, watched_bytes(0, allocated, parameters=10))
         assert observed.components(0) == {"parameters": 10}
 
 
 def test_a_count_expires() -> None:
     observed = Observed()
-    observed.set_components(observed, told(0, 100, seconds=-1, parameters=10))
+    observed.set_components(observed, watched_bytes(0, 100, seconds=-1, parameters=10))
     assert observed.components(0) == {}
 
 

@@ -192,8 +192,8 @@ def test_a_running_phase_is_reported_with_the_samples_so_far() -> None:
         device.to(70)
         observed.look(0, device.state)
         device.to(20)
-        told = observed.phases(0)["training"]
-    assert (told.at_least_bytes, told.at_most_bytes, told.exact) == (70, 100, False)
+        reported = observed.phases(0)["training"]
+    assert (reported.at_least_bytes, reported.at_most_bytes, reported.exact) == (70, 100, False)
 
 
 def test_64_names_are_reported_and_further_phases_are_measured_only(caplog: pytest.LogCaptureFixture) -> None:

@@ -41,8 +41,8 @@ kept: list[object] = []
 
 def _described(target: object) -> str:
     targets = [target]
-    told = Referrers().describe(targets, time.thread_time() + 60)
-    return told.get(id(target), "")
+    described = Referrers().describe(targets, time.thread_time() + 60)
+    return described.get(id(target), "")
 
 
 def _of_a_function(thing: Thing) -> Callable[[], Thing]:
@@ -87,10 +87,10 @@ def test_the_holder_of_an_object_is_named(name: str) -> None:
     kept.clear()
     holder = make()
     try:
-        # found from a frame of its own, which is gone: else its variable would be the holder
+        # found in the frame of another function: a local variable here would be the holder
         target = id(find(holder))
-        told = _described_by_id(holder, find)
-        assert re.match(expected, told[target]), told
+        described = _described_by_id(holder, find)
+        assert re.match(expected, described[target]), described
     finally:
         kept.clear()
 
@@ -106,8 +106,8 @@ def _local_list() -> str:
 
 
 def test_a_local_variable_is_named_with_its_place() -> None:
-    told = _local_list()
-    assert re.match(r"list of 1 .*local variable.*others.*_local_list$", told), told
+    described = _local_list()
+    assert re.match(r"list of 1 .*local variable.*others.*_local_list$", described), described
 
 
 def test_a_dictionary_from_locals_is_not_changed() -> None:
