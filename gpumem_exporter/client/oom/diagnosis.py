@@ -293,15 +293,19 @@ def _where(values: OomValues) -> str:
 
 
 def _summary(values: OomValues) -> Iterator[str]:
-    requested = f"requested {human_bytes(values.requested)}; " if values.requested is not None else ""
     device = f"cuda:{values.device}" if values.device is not None else "the device"
     total = f" of {human_bytes(values.total)}" if values.total is not None else ""
-    free = human_bytes(values.free)
-    yield f"{requested}{device} has {free}{total} free; other processes use {human_bytes(values.other)}"
-    yield (
-        f"PyTorch: {human_bytes(values.allocated)} allocated, {human_bytes(values.reclaimable)} reclaimable,"
-        f" {human_bytes(values.fragmented)} fragmented"
-    )
+    parts = [
+        f"requested {human_bytes(values.requested)}" if values.requested is not None else "",
+        f"{device} has {human_bytes(values.free)}{total} free" if values.free is not None else "",
+        f"other processes use {human_bytes(values.other)}",
+    ]
+    yield "; ".join(filter(None, parts))
+    if values.allocated is not None:
+        yield (
+            f"PyTorch: {human_bytes(values.allocated)} allocated, {human_bytes(values.reclaimable)} reclaimable,"
+            f" {human_bytes(values.fragmented)} fragmented"
+        )
     if values.grown is not None:
         batch = f" with a batch of {values.batch_size}" if values.batch_size else ""
         expected = f"; {human_bytes(values.batch_growth)} were expected" if values.batch_growth is not None else ""
