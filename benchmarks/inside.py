@@ -21,7 +21,7 @@ def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, l
     With a pause before each one the caches are cold, as in a program that computes and is sampled once a second.
     Without a pause each runs 20 times in a row.
     """
-    from gpumem_exporter.client.allocator.torch_access import Allocator  # other versions have it elsewhere
+    from gpumem_exporter.client.allocator.allocator import Allocator  # other versions have it elsewhere
 
     allocator = Allocator.attach()
     if allocator is None:

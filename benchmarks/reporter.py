@@ -4,8 +4,7 @@
 
 Compared, in turns or at the same time in the same process: a sample with `torch.cuda.memory_stats()`; a report with a
 thread that only posts the same body by `http.client`; training and computing with the client and without it; the
-start of an interpreter below `gpumem-exporter run` with an ordinary one; importing the client with importing
-`http.client`.
+start of an interpreter below `gpumem-exporter run` with an ordinary one.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ REPORT_RATIO = 5.0
 TRAINING_RATIO = 1.5
 BUSY_RATIO = 2.0
 INJECTION_RATIO = 0.25
-IMPORT_RATIO = 5.0
 COLD_PAUSE_SECONDS = 0.02
 TURN_SECONDS, REST_SECONDS = 0.9, 0.2
 
@@ -46,7 +44,7 @@ def main() -> int:
     options.amount("--interval", 1.0, 0.25, "seconds between two reports")
     given = options.read()
     counts = (1,) if given.real_gpu or given.quick else (1, 8)
-    progress = Progress("reporter", 2 * len(counts) + 4)
+    progress = Progress("reporter", 2 * len(counts) + 3)
     rows = []
     for devices in counts:
         with Place(real_gpu=given.real_gpu, devices=devices) as place:
@@ -57,7 +55,6 @@ def main() -> int:
     rows += with_and_without(given, progress)
     with tempfile.TemporaryDirectory(prefix="gpumem-benchmark-") as bytecode:
         rows += injection(given, progress, Path(bytecode))
-        rows += imports(given, progress, Path(bytecode))
     return show("reporter", rows, as_json=given.json)
 
 
@@ -210,31 +207,6 @@ except ModuleNotFoundError:
 print(1e3 * (time.thread_time() - started))
 """
 """The import that the start of an interpreter does, in one that has started, with a clock."""
-
-
-def imports(given: argparse.Namespace, progress: Progress, bytecode: Path) -> list[Row]:
-    """Importing and starting the client in a fresh interpreter without torch."""
-    progress.part("imports")
-    environment = {**compiling_once(os.environ, bytecode), "PYTHONPATH": str(REPOSITORY)}
-    times: dict[str, list[float]] = {name: [] for name in _IMPORTS}
-    for turn in progress.turns(2 * given.turns + 1):
-        for name, code in _IMPORTS.items():
-            took = float(_python(environment, "-c", _TIMED.format(code)))
-            if turn:  # the first writes the bytecode
-                times[name].append(took)
-    client, started, base = (statistics.median(values) for values in times.values())
-    return [
-        compared("import gpumem_exporter.client", client, "ms", "import http.client", base, IMPORT_RATIO),
-        compared("the same and start()", started, "ms", "import http.client", base),
-    ]
-
-
-_IMPORTS = {
-    "client": "from gpumem_exporter import client",
-    "start": "from gpumem_exporter import client; client.start()",
-    "base": "import http.client",
-}
-_TIMED = "import time; started = time.thread_time(); {}; print(1e3 * (time.thread_time() - started))"
 
 
 def _python(environment: Mapping[str, str], *arguments: str) -> str:

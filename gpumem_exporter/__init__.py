@@ -1,7 +1,7 @@
-"""Where every byte of GPU memory went, and what of it can be given back.
+"""Shows how each byte of GPU memory is used, and which of it can be released.
 
-Importing this package costs nothing and pulls in nothing: the exporter's parts are imported by the command that needs
-them, and `gpumem_exporter.client`, the part that runs inside training processes, needs the standard library alone.
+Importing this package imports nothing else. Each command imports the parts of the exporter that it needs.
+`gpumem_exporter.client`, which runs inside training processes, needs the standard library only.
 """
 
 __version__ = "0.1.0"

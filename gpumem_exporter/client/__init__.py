@@ -4,11 +4,11 @@
 
     gpumem.start(workload="llm-pretrain")
 
-From then on the process reports its allocator to the exporter on its node, once it has initialised CUDA, and clears
-its cache when it is asked to. It needs the standard library alone, starts one thread, opens no port, initialises
-nothing, resets nothing, and raises nothing into the program once `start` has returned.
+As soon as CUDA is initialized, the process reports its allocator to the exporter on its node, and runs the exporter's
+commands, such as clearing the cache. The client needs the standard library only, starts one thread, opens no port,
+initializes no CUDA, resets no statistic, and raises nothing into the user's code after `start` has returned.
 
-What else the program may call works without `start` and without an exporter, and is imported on its first use.
+All other functions work without `start` and without an exporter. Each is imported on its first use.
 """
 
 from __future__ import annotations

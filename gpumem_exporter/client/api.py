@@ -1,18 +1,16 @@
-"""The one reporter of this process, and the functions that a program calls."""
+"""`start`, `step` and `stop`. Each imports what it needs when it is called."""
 
 from __future__ import annotations
 
-from gpumem_exporter.client.hooks.steps import process_steps
-from gpumem_exporter.client.reporter.plan import AnyPlan
-from gpumem_exporter.client.reporter.reporter import Reporter
-from gpumem_exporter.client.reporter.settings import ReporterSettings
-from gpumem_exporter.wire.protocol import OutOfMemory
+from typing import TYPE_CHECKING
+
+from gpumem_exporter.client import process_state
+
+if TYPE_CHECKING:
+    from gpumem_exporter.client.reporter.plan import AnyPlan
+    from gpumem_exporter.wire.protocol import OutOfMemory
 
 __all__ = ["latest_oom", "start", "step", "stop"]
-
-# A process has one allocator, so it has one reporter. With that of `_observed` and `_steps`, for the same reason, it is
-# the only state that the reporter's modules hold.
-_reporter = Reporter(process_steps())
 
 
 def start(
@@ -23,27 +21,29 @@ def start(
     clean: bool = False,
     plan: AnyPlan | None = None,
 ) -> None:
-    """Report this process' GPU memory, from the moment it initialises CUDA on.
+    """Report this process' GPU memory as soon as CUDA is initialized.
 
-    What is not given comes from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID;
-    GPUMEM_EXPORTER_URL, else the socket /run/gpumem/exporter.sock, else http://127.0.0.1:9844; GPUMEM_PLAN. With
-    GPUMEM_DISABLED=1 nothing happens. Starting twice is one reporter, and the first one's settings hold. Any thread may
-    call this.
+    Missing arguments come from the environment: GPUMEM_WORKLOAD; GPUMEM_RANK, RANK or SLURM_PROCID;
+    GPUMEM_EXPORTER_URL, otherwise the socket /run/gpumem/exporter.sock, otherwise http://127.0.0.1:9844; GPUMEM_PLAN.
+    GPUMEM_DISABLED=1 turns the client off. Calling `start()` again has no effect; the first call's settings stay in
+    force. Any thread may call this.
 
     Args:
-        workload: the job's name, a label on its series.
+        workload: the job's name, a label of its series.
         rank: this process' rank in the job.
         url: `http://host:port`, `https://host:port` or `unix:///path/to.sock`.
-        clean: where the program has used CUDA already, free first all that it holds and does not use (`deep_clean`).
-        plan: what was planned for this process before it ran (`gpumem-exporter plan … --json > plan.json`, or
-            `training.plan`), whose error is then exported: the file's path, what stands in it, or the plan itself. One
-            that cannot be read costs a line of log and nothing else.
+        clean: first free the memory that the process has and does not use (`deep_clean`), if CUDA is initialized.
+        plan: the job's memory plan, whose error is then exported: the path of a file that `gpumem-exporter plan --json`
+            wrote, the content of such a file, or the result of `training.plan`. An unreadable plan is logged and
+            ignored.
 
     Raises:
-        ConfigurationError: the URL is neither of the two forms.
+        ConfigurationError: the URL has none of these forms.
     """
+    from gpumem_exporter.client.reporter.settings import ReporterSettings
+
     settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url, plan=plan)
-    _reporter.start(settings)
+    process_state.reporter().start(settings)
     if clean and not settings.disabled:
         from gpumem_exporter.client.cleanup.clear import clean_start
 
@@ -51,18 +51,32 @@ def start(
 
 
 def latest_oom() -> tuple[float, OutOfMemory] | None:
-    """The last out-of-memory error that the reporter has observed, and when (monotonic seconds); for diagnoses."""
-    return _reporter.latest_oom()
+    """Return the last out-of-memory error that the reporter has observed, and its monotonic time."""
+    reporter = process_state.reporter_if_made()
+    return None if reporter is None else reporter.latest_oom()
 
 
 def stop() -> None:
-    """End reporting; the exporter forgets this process at once. Waits 0.3 seconds at most. `start` begins anew."""
-    _reporter.stop()
+    """End reporting and remove the client's hooks; `start` may be called again.
+
+    The exporter forgets this process at once. The call waits at most 0.3 seconds. `client.hooks` lists the hooks, and
+    what torch and Python offer no way to remove.
+    """
+    reporter = process_state.reporter_if_made()
+    if reporter is not None:
+        reporter.stop()
+    steps = process_state.steps_if_made()
+    if steps is not None:
+        steps.remove()
+    process_state.detach_allocator()
 
 
 def step() -> None:
-    """Mark the end of a training step, where no optimizer of `torch.optim` does; once called, it alone counts steps.
+    """Mark the end of a training step that no optimizer of `torch.optim` makes.
 
-    Costs some microseconds at most, and about 15 µs a device once a report; nothing where nobody waits for a step.
+    Once called, only these marks count as steps. A call takes a few microseconds, and about 15 µs per device once per
+    report. It does nothing if nothing listens to steps.
     """
-    process_steps().mark()
+    steps = process_state.steps_if_made()
+    if steps is not None:
+        steps.mark()

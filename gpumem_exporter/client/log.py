@@ -1,11 +1,11 @@
-"""The logger of what runs inside the program: whatever a handler of the program's does, it raises nothing there."""
+"""The client's logger. Whatever a handler of the user's code does, logging raises nothing in the client."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 
 __all__ = ["log"]
 
@@ -15,31 +15,31 @@ else:
     _Adapter = logging.LoggerAdapter
 
 
-class _Told:
-    """An error's words.
+class _ErrorText:
+    """An error's text.
 
-    A record that a handler keeps would keep the error, with it the frames that it came through and their callers, and
-    all tensors that the program has there.
+    A handler that keeps a record would otherwise keep the error, its frames, and all tensors in them.
     """
 
     def __init__(self, error: BaseException) -> None:
-        self._words = str(error), repr(error)
+        self._str, self._repr = str(error), repr(error)
 
     def __str__(self) -> str:
-        return self._words[0]
+        return self._str
 
     def __repr__(self) -> str:
-        return self._words[1]
+        return self._repr
 
 
 class _Log(_Adapter):
-    """`gpumem_exporter.client`. Only handlers of `logging` itself keep what goes wrong in them to themselves."""
+    """The logger `gpumem_exporter.client`."""
 
+    @guest_safety()
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log, or do not."""
-        with Swallowing():
-            told = [_Told(each) if isinstance(each, BaseException) else each for each in args]
-            super().log(level, msg, *told, stacklevel=kwargs.pop("stacklevel", 1) + 1, **kwargs)
+        """Log a record; an error of a handler is swallowed."""
+        texts = [_ErrorText(each) if isinstance(each, BaseException) else each for each in args]
+        # Two frames between this one and the caller: the adapter's method and the boundary.
+        super().log(level, msg, *texts, stacklevel=kwargs.pop("stacklevel", 1) + 2, **kwargs)
 
 
 log = _Log(logging.getLogger("gpumem_exporter.client"), None)

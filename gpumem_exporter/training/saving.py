@@ -9,20 +9,19 @@ on a machine without one not at all.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import secrets
 import shutil
 import stat
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from gpumem_exporter.client.hooks.storage_tags import saved_from_host
 from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError, StorageError
 
@@ -30,9 +29,6 @@ __all__ = ["SavedCheckpoint", "save_checkpoint"]
 
 _log = logging.getLogger("gpumem_exporter.training")
 
-_TAGGER_PRIORITY = -9844
-"""Before torch's own taggers (10 and up). Torch sorts them by it and cannot compare two of the same."""
-_registering = threading.RLock()  # a signal's handler may save while this is held
 _GATHER = (
     "gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
     " with StateDictOptions(full_state_dict=True, cpu_offload=True)) and save that on one, or save the parts with"
@@ -99,11 +95,11 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
     part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
-    tagged, sizes = _tagger(), _Sizes()
+    sizes = _Sizes()
     stream = None
     try:
         stream = _Stream(part, mode)
-        with tagged.on_host(sizes):
+        with saved_from_host(sizes.note):
             torch.save(tree, cast(IO[bytes], stream))
         _refuse_unloadable(part)
         stream.finish(target)
@@ -273,6 +269,10 @@ def _room(folder: Path, needed_bytes: int) -> str:
 class _Sizes(dict[tuple[str, int], int]):
     """The bytes of the storages that are saved, by kind of device and address."""
 
+    def note(self, storage: Any) -> None:
+        """Count a storage."""
+        self[storage.device.type, storage.data_ptr()] = storage.nbytes()
+
     @property
     def total_bytes(self) -> int:
         """Of all of them."""
@@ -282,43 +282,3 @@ class _Sizes(dict[tuple[str, int], int]):
     def staged_bytes(self) -> int:
         """Of the largest that was not in the host's memory."""
         return max((size for (kind, _), size in self.items() if kind != "cpu"), default=0)
-
-
-class _Tagged(threading.local):
-    """The storages that a thread saves: told to torch as the host's, wherever they lie."""
-
-    _sizes: _Sizes | None = None
-
-    @contextlib.contextmanager
-    def on_host(self, sizes: _Sizes) -> Iterator[None]:
-        """What this thread saves meanwhile is written as if it lay in the host's memory, and taken down.
-
-        A signal's handler may save something else meanwhile.
-        """
-        outer, self._sizes = self._sizes, sizes
-        try:
-            yield
-        finally:
-            self._sizes = outer
-
-    def tag(self, storage: Any) -> str | None:
-        """What `torch.serialization.register_package` asks for."""
-        if self._sizes is None or storage.device.type == "meta":
-            return None
-        self._sizes[storage.device.type, storage.data_ptr()] = storage.nbytes()
-        return "cpu"
-
-
-def _tagger() -> _Tagged:
-    """Registered once, since torch has no way to take a tagger away again; it says nothing about what others save."""
-    with _registering:
-        return _registered()
-
-
-@functools.cache
-def _registered() -> _Tagged:
-    import torch
-
-    tagged = _Tagged()
-    torch.serialization.register_package(_TAGGER_PRIORITY, tagged.tag, lambda _storage, _location: None)
-    return tagged

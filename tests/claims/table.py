@@ -61,7 +61,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("a dry run touches nothing", _on(actions.dry_run_touches_nothing)),
     Claim("cycles go with a collection", _on(actions.cycles_go_with_a_collection)),
     Claim("peaks are reset", _on(lambda bench: actions.peaks_are_reset(bench, _two(bench)))),
-    Claim("a clear is refused during a capture, which survives", _on(actions.refused_in_a_capture)),
+    Claim("a clear waits during a capture, which survives", _on(actions.waits_in_a_capture)),
     Claim("cost of the reporter", costs.of_the_reporter, alone=True),
     Claim("cost of a round trip", costs.of_a_round_trip, alone=True),
 )

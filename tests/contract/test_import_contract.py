@@ -80,6 +80,7 @@ def test_the_refusing_finder_refuses() -> None:
 def test_the_guest_imports_nothing_of_the_exporter() -> None:
     done = run_python(
         "import sys, gpumem_exporter.client\n"
+        "gpumem_exporter.client.start()\n"
         "print(*sorted(name for name in sys.modules if name.startswith('gpumem_exporter.')))"
     )
     allowed = tuple(f"gpumem_exporter.{name}" for name in ("client", "errors", "procfs", "units", "wire"))

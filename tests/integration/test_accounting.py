@@ -1,4 +1,4 @@
-"""Every action has one end, and everybody says the same of it: reply, audit log, events, counters."""
+"""Every action has one outcome, the same in the reply, the audit log, the events and the counters."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def processes(exporter: ExporterProcess, start_torch: StartTorch) -> list[TorchP
 
 
 def ask_all(exporter: ExporterProcess, pids: Sequence[int]) -> list[Any]:
-    """Ask for so many clears from several threads, each with a key of its own, again and again until it is answered."""
+    """Request this number of clears from several threads, each with its own key, until each is answered."""
 
     def ask(numbers: range) -> list[Any]:
         connection = Connection(exporter.url, timeout_seconds=patient(70.0))
@@ -60,7 +60,7 @@ def ask_all(exporter: ExporterProcess, pids: Sequence[int]) -> list[Any]:
                     return None
                 if answer.status == 200:
                     return answer.body
-                # after a restart, nobody may have reported yet
+                # after a restart, no process may have reported yet
                 assert answer.status == 404, answer
                 return None
 
@@ -88,7 +88,7 @@ def flushes(processes: Sequence[TorchProcess]) -> int:
     return sum(process.call("stats", device=0)["num_sync_all_streams"] for process in processes)
 
 
-def test_of_a_thousand_actions_at_once_none_is_lost_and_none_is_done_twice(
+def test_a_thousand_concurrent_actions_each_run_exactly_once(
     exporter: ExporterProcess, processes: list[TorchProcess]
 ) -> None:
     before = flushes(processes)
@@ -108,7 +108,7 @@ def test_of_a_thousand_actions_at_once_none_is_lost_and_none_is_done_twice(
     assert {action["id"] for action in logged} == ids
 
 
-def test_an_exporter_killed_in_the_middle_answers_for_every_action_once(
+def test_every_action_has_one_outcome_after_the_exporter_is_killed(
     exporter: ExporterProcess, processes: list[TorchProcess]
 ) -> None:
     before = flushes(processes)
@@ -123,7 +123,7 @@ def test_an_exporter_killed_in_the_middle_answers_for_every_action_once(
     outcomes = {reply["id"]: reply["state"] for reply in replies}
     assert len(outcomes) == len(replies) == ACTIONS
     done = sum(state == "done" for state in outcomes.values())
-    # what was cut off may have been done, and says that this is not known
+    # an interrupted action may have run: its outcome says that this is unknown
     assert done <= flushes(processes) - before <= ACTIONS
     assert set(outcomes.values()) <= {"done", "failed"}
     cut_off = [reply for reply in replies if reply["state"] == "failed"]
@@ -135,7 +135,7 @@ def test_an_exporter_killed_in_the_middle_answers_for_every_action_once(
     assert len(events(exporter, "action")) == len(events(exporter, "action_asked")) == ACTIONS
 
 
-def test_the_same_key_finds_the_same_action_after_a_restart_and_nothing_is_done_again(
+def test_an_idempotency_key_finds_its_action_after_a_restart(
     exporter: ExporterProcess, processes: list[TorchProcess]
 ) -> None:
     def ask() -> Any:
@@ -157,7 +157,7 @@ def test_the_same_key_finds_the_same_action_after_a_restart_and_nothing_is_done_
     assert exporter.get(f"/api/v1/actions/{first['id']}")["requested_by"] == first["requested_by"]
 
 
-def test_who_asks_too_often_is_told_when_to_come_again(
+def test_a_rate_limited_request_gets_a_retry_after(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", "--action.process-limit", "2")

@@ -142,7 +142,7 @@ def test_in_mode_idle_it_waits_until_steps_have_ended_and_nothing_is_allocated(
 def test_no_capture_is_broken_by_actions_at_random_moments(
     exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
 ) -> None:
-    """What is asked `now` during a capture is refused, what is asked for a step waits until it is over."""
+    """A command waits in every mode until the capture is over."""
     tries = int(os.environ.get("GPUMEM_CAPTURES", "1000"))
     capturing = """
 import os, random, time
@@ -173,13 +173,13 @@ while not os.path.exists(finished):  # an action may still wait for a step
             action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=30)
             for row in action["results"]:
                 outcomes[mode, row["outcome"]] = outcomes.get((mode, row["outcome"]), 0) + 1
-                if row["outcome"] == "refused":
+                if row["outcome"] == "refused":  # the capture started after the command's turn had come
                     assert row["reason"] == "a CUDA graph is being captured"
         assert not process.answered(), process.receive(number)  # a capture that was spoilt ends the program
     finished.touch()
     assert process.receive(number, timeout_seconds=120) == tries
     assert set(outcomes) <= {("now", "done"), ("now", "refused"), ("step", "done")}, outcomes
-    assert outcomes.get(("now", "refused")), outcomes
+    assert outcomes.get(("now", "done")), outcomes
     assert outcomes.get(("step", "done")), outcomes
 
 

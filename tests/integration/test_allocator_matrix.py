@@ -1,4 +1,4 @@
-"""The matrix' allocators and heaps: real PyTorch on an emulated node, every figure compared with its own."""
+"""Allocators and heaps: real PyTorch on an emulated node, every exported value compared with torch's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator
 
 @pytest.fixture
 def classic(place: Place) -> Bench:
-    """A process with classic segments that holds nothing; one for the whole module."""
+    """A process with classic segments and no memory; one for the whole module."""
     return place.process()
 
 
@@ -46,7 +46,7 @@ def begin(place: Place) -> Iterator[Any]:
 
 
 def cleared(bench: Bench) -> int:
-    """What a clear gave back: the same in everybody's words."""
+    """Return the bytes that a clear has freed, which all sources agree on."""
     number = OneNumber()
     freed = number.add(bench.clear())
     require(number.figures(at_least=0))
@@ -54,7 +54,7 @@ def cleared(bench: Bench) -> int:
 
 
 def test_classic_segments(classic: Bench) -> None:
-    """Each statistic is torch's, and reclaimable what a clear gives back, on random heaps of several streams."""
+    """Each statistic is torch's, and reclaimable is what a clear frees, on random heaps of several streams."""
     require(heaps.random_heaps_of_streams(classic, 12))
 
 
@@ -65,13 +65,13 @@ def test_expandable_segments(place: Place) -> None:
 
 
 def test_expandable_segments_with_another_page_size(begin: Any) -> None:
-    """`large_segment_size_mb` makes the pages, and reclaimable follows."""
+    """`large_segment_size_mb` sets the page size, and with it the reclaimable bytes."""
     bench = begin(**{SETTINGS: f"{EXPANDABLE},large_segment_size_mb:64"})
     require(heaps.random_heaps_of_streams(bench, 4))
 
 
-def test_a_page_size_that_changed_under_way(begin: Any) -> None:
-    """A segment keeps the page size it was made with; where the two cannot be told apart, reclaimable is absent."""
+def test_a_page_size_that_changes_during_the_run(begin: Any) -> None:
+    """A segment keeps its page size; if two sizes are possible, reclaimable is absent."""
     bench = begin(**{SETTINGS: EXPANDABLE})
     bench.exec("held = torch.empty(30 << 20, dtype=torch.uint8, device='cuda')")
     bench.exec("torch._C._accelerator_setAllocatorSettings('large_segment_size_mb:64')")
@@ -88,8 +88,8 @@ def test_a_page_size_that_changed_under_way(begin: Any) -> None:
     assert not {"reclaimable_bytes", "fragmented_bytes", "fragmentation_ratio"} & set(shown)
 
 
-def test_expandable_segments_switched_on_and_off_under_way(begin: Any) -> None:
-    """What counts is which segments there are, not which the settings would make now."""
+def test_expandable_segments_switched_on_and_off_during_the_run(begin: Any) -> None:
+    """The existing segments count, not the settings for new ones."""
     bench = begin()
     bench.exec("kept = [torch.empty(3 << 20, dtype=torch.uint8, device='cuda')]")
     bench.exec("torch._C._accelerator_setAllocatorSettings('expandable_segments:True')")
@@ -109,25 +109,25 @@ def test_max_split_size(place: Place) -> None:
 
 
 def test_garbage_collection_threshold_and_a_memory_fraction(place: Place) -> None:
-    """The allocator gives segments back by itself; the fraction is the limit that an out-of-memory error shows."""
+    """The allocator releases segments by itself; an out-of-memory error shows the fraction as its limit."""
     require(heaps.memory_fraction(place))
     require(errors.limit_of_a_fraction(place.process()))
 
 
 def test_a_living_mem_pool_keeps_its_cache(either: Bench) -> None:
-    """It counts in reserved and in private pools, and is not reclaimable until the pool has gone."""
+    """Its cache counts as reserved and private, and is not reclaimable until the pool is deleted."""
     figures = pools.living_mem_pool(either)
     require(figures)
     assert figures["private pools while it lives"].value == figures["reserved while it lives"].value == 120 * MIB
 
 
 def test_a_dead_graphs_memory_is_reclaimable_and_a_living_ones_is_not(either: Bench) -> None:
-    """Both look alike in torch's snapshot; no statistic changes when the graph dies, and yet reclaimable does."""
+    """Both look alike in torch's snapshot; reclaimable changes with the graph although no statistic does."""
     require(pools.graphs_living_and_dead(either))
 
 
-def test_a_capture_that_failed_does_not_refuse_clears_for_ever(classic: Bench) -> None:
-    """Torch runs no hook where the end of a capture fails."""
+def test_a_capture_that_failed_delays_no_clear(classic: Bench) -> None:
+    """Torch runs none of its own hooks if the end of a capture fails."""
     during = classic.process.send(
         "exec",
         code=EMPTY_GRAPH + "import threading\n"
@@ -149,7 +149,7 @@ def test_a_capture_that_failed_does_not_refuse_clears_for_ever(classic: Bench) -
 
 
 def test_a_thousand_dead_pools(begin: Any) -> None:
-    """The statistics that list them, milliseconds long by then, are not asked for; the figures stay right."""
+    """The statistics that list them take milliseconds then, and are not read; the values stay right."""
     bench = begin()
     bench.exec(
         "asked = [0]\n"
@@ -186,19 +186,19 @@ def test_a_thousand_dead_pools(begin: Any) -> None:
 
 
 def test_memory_that_is_pending_on_another_stream(either: Bench) -> None:
-    """It is in no tensor any more, still active, and a clear waits for it and returns it: so it is reclaimable."""
+    """It is not allocated but active. A clear waits for it and frees it, so it is reclaimable."""
     require(pools.pending_on_another_stream(either))
 
 
 def test_pinned_host_memory(classic: Bench) -> None:
-    """It is what torch's host allocator holds, cached or not, and on no device."""
+    """It equals the memory of torch's host allocator, and is on no device."""
     figures = pools.pinned_host_memory(classic)
     require(figures)
     assert figures["driver's used rose"].value == 0
 
 
 def test_the_asynchronous_backend(place: Place) -> None:
-    """What it tells is shown, what its statistics leave at a constant 0 is absent; actions do what they can."""
+    """Its statistics are exported except those that are always 0; actions do what the backend supports."""
     figures = pools.asynchronous_backend(place)
     require(figures)
     assert figures["allocated"].value == 30 * MIB
@@ -214,7 +214,7 @@ void give(void *pointer, ptrdiff_t size, int device, void *stream) { cudaFree(po
 
 
 def test_a_pluggable_allocator(begin: Any, tmp_path: Path) -> None:
-    """It keeps no books: no series of its bytes, which the driver's figure still shows; actions say what they lack."""
+    """It has no statistics: its bytes are only in the driver's value, and actions report what is unsupported."""
     bench = begin(
         before=(
             "import subprocess\n"
@@ -261,7 +261,7 @@ def test_a_pluggable_allocator(begin: Any, tmp_path: Path) -> None:
     ids=["older name", "newer name", "both", "both, the older one empty", "neither"],
 )
 def test_the_settings_in_force(begin: Any, environment: dict[str, str], settings: str) -> None:
-    """Whichever variable won is on the info series, and so is what is set under way."""
+    """The info series shows the variable in force, and settings made during the run."""
     bench = begin(**environment)
     said = bench.exec("result = torch._C._cuda_memorySnapshot((0, 0, False))['allocator_settings']['max_split_size']")
     assert said == (int(settings.rpartition(":")[2]) * MIB if settings else -1)
@@ -271,8 +271,8 @@ def test_the_settings_in_force(begin: Any, environment: dict[str, str], settings
     assert bench.series("reserved_bytes") == [bench.stats()["reserved_bytes.all.current"]]
 
 
-def test_the_interpreter_goes_on_while_the_program_empties_its_cache(classic: Bench, place: Place) -> None:
-    """Statistics would wait for the allocator's lock with the GIL: the reporter does not ask during the flush."""
+def test_the_interpreter_keeps_running_while_the_program_empties_its_cache(classic: Bench, place: Place) -> None:
+    """Statistics would wait for the allocator's lock with the GIL, so the reporter does not read them in a flush."""
     classic.exec("kept = [torch.empty(100 << 20, dtype=torch.uint8, device='cuda') for _ in range(4)]; kept.clear()")
     classic.settle()
     shown = classic.series("reserved_bytes")
@@ -296,7 +296,7 @@ def test_the_interpreter_goes_on_while_the_program_empties_its_cache(classic: Be
     assert shown_after["reserved_bytes"] == classic.stats()["reserved_bytes.all.current"] == 0
 
 
-def test_memory_allocated_past_a_disabled_cache_is_not_torchs(classic: Bench) -> None:
+def test_memory_allocated_past_a_disabled_cache_is_non_torch(classic: Bench) -> None:
     """Torch does not count it; the driver does, as the process' non-torch bytes."""
     figures = pools.past_the_cache(classic)
     require(figures)

@@ -1,4 +1,4 @@
-"""Cleaning with real torch on the emulated node: what is said to be freed is what the driver has back."""
+"""Cleaning with real torch on the emulated node: the freed bytes equal those that the driver regains."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import patient
 MIB = 1 << 20
 
 
-def test_each_way_of_cleaning_frees_what_it_says(node: EmulatedNode, start_torch: StartTorch) -> None:
+def test_each_way_of_cleaning_frees_the_bytes_that_it_returns(node: EmulatedNode, start_torch: StartTorch) -> None:
     process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
     process.exec("import gc\nfrom gpumem_exporter import client\ngc.disable()")
 
@@ -94,17 +94,17 @@ result["path"] = str(client.snapshot(given))
 """
 
 
-def test_a_model_is_released_a_tree_copied_a_peak_reset_a_fraction_set_and_a_snapshot_written(
+def test_release_model_to_cpu_reset_peak_set_memory_fraction_and_snapshot(
     start_torch: StartTorch, tmp_path: Path
 ) -> None:
     path = tmp_path / "snapshot.pickle"
-    told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(RELEASED, given=str(path))
-    assert told["freed"] == told["fallen"] > 0
-    assert told["left"] == told["others"], "what the program made of the weights is its own"
-    assert told["types"] == ["Pair", "OrderedDict"]
-    assert told["same"], "a tensor that stands in a tree twice is copied once"
-    assert (told["graph"], told["none"], told["allocated"]) == (False, None, 0)
-    assert (told["peak"], told["advice"], told["path"]) == (0, "memory_fraction", str(path))
+    result = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(RELEASED, given=str(path))
+    assert result["freed"] == result["fallen"] > 0
+    assert result["left"] == result["others"], "tensors made from the weights keep their memory"
+    assert result["types"] == ["Pair", "OrderedDict"]
+    assert result["same"], "a tensor that occurs twice in a tree is copied once"
+    assert (result["graph"], result["none"], result["allocated"]) == (False, None, 0)
+    assert (result["peak"], result["advice"], result["path"]) == (0, "memory_fraction", str(path))
     assert pickle.loads(path.read_bytes())["segments"]
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(".snapshot")] == []
 
@@ -155,7 +155,7 @@ def test_run_puts_allocator_settings_in_force_in_real_torch(start_torch: StartTo
     )
 
 
-def test_run_refuses_a_wrong_setting_with_exit_code_2_and_one_line() -> None:
+def test_run_rejects_an_invalid_setting_with_exit_code_2_and_one_line() -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "gpumem_exporter", "run", "--allocator", "expandable:True", "--", sys.executable, "-V"],
         capture_output=True,

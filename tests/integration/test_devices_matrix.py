@@ -1,4 +1,4 @@
-"""Devices that are sliced, lost, old, unified, counted anew: what is shown is right to the byte, or is not shown."""
+"""MIG, lost, old, integrated and reordered devices: every exported byte is right, or absent."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def start_reporting(
 
 
 def gpu_of(metrics: Metrics, uuid: str) -> str:
-    """The index that a device has on the page."""
+    """Return the exported index of a device."""
     (gpu,) = [dict(labels)["gpu"] for labels in metrics.samples["gpumem_device_up"] if dict(labels)["uuid"] == uuid]
     return gpu
 
 
 def wait_for_devices(exporter: ExporterProcess, *uuids: str) -> Metrics:
-    """The first scrape that shows these devices and no other."""
+    """Return the first scrape with exactly these devices."""
 
     def there() -> Metrics | None:
         metrics = scrape(exporter)
@@ -58,7 +58,7 @@ def wait_for_devices(exporter: ExporterProcess, *uuids: str) -> Metrics:
     return wait_for(there, f"the devices {uuids}", ATTACH_SECONDS)
 
 
-def test_mig_devices_that_come_and_go_take_their_series_along_and_leave_their_sibling_right(
+def test_series_of_mig_devices_follow_their_creation_and_removal(
     make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     node = make_node(mig={1: [MigSlice("1g.10gb", 2 * GIB), MigSlice("1g.10gb", 3 * GIB)]})
@@ -89,7 +89,7 @@ def test_mig_devices_that_come_and_go_take_their_series_along_and_leave_their_si
     assert (info["uuid"], info["mig_profile"], info["parent_uuid"]) == (node.uuid(third), "2g.20gb", node.uuid(1))
 
 
-def test_switching_mig_on_and_off_exchanges_the_gpu_for_its_parts_and_back(
+def test_switching_mig_on_and_off_replaces_the_gpu_by_its_instances_and_back(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -112,7 +112,7 @@ def test_switching_mig_on_and_off_exchanges_the_gpu_for_its_parts_and_back(
     wait_until_right(exporter, node, (0, 1), {0: [process]})
 
 
-def test_a_lost_gpu_takes_its_mig_devices_with_it_by_name_and_brings_them_back(
+def test_a_lost_gpu_and_its_mig_devices_disappear_and_return_together(
     make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     node = make_node(mig={1: [MigSlice("1g.10gb", 2 * GIB), MigSlice("1g.10gb", 2 * GIB)]})
@@ -136,7 +136,7 @@ def test_a_lost_gpu_takes_its_mig_devices_with_it_by_name_and_brings_them_back(
     wait_until_right(exporter, node, (0, 2, 3), {3: [process]})
 
 
-def test_series_follow_the_uuid_when_the_driver_counts_its_devices_in_another_order(
+def test_series_follow_the_uuid_when_the_driver_s_order_changes(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -149,11 +149,11 @@ def test_series_follow_the_uuid_when_the_driver_counts_its_devices_in_another_or
         node.restart_driver_reordered(order)
         wanted = {node.uuid(device): str(index) for index, device in enumerate(order)}
 
-        def counted_anew(wanted: dict[str, str] = wanted) -> bool:
+        def reordered(wanted: dict[str, str] = wanted) -> bool:
             found = scrape(exporter).samples.get("gpumem_device_up", {})
             return {dict(labels)["uuid"]: dict(labels)["gpu"] for labels in found} == wanted
 
-        wait_for(counted_anew, f"the order {order}", ATTACH_SECONDS)
+        wait_for(reordered, f"the order {order}", ATTACH_SECONDS)
         metrics = wait_until_right(exporter, node, (0, 1), reporting)
         # Every series of a device carries its present index, those of reports that came before the restart too.
         for name, samples in metrics.samples.items():
@@ -177,7 +177,7 @@ def test_an_older_drivers_structures_give_the_same_bytes(
     if version == "v2":
         wait_until_right(exporter, node, (0, 1), {0: [process]})
         return
-    # The first memory call counts what the driver holds back as used, and does not tell how much that is.
+    # The first memory call counts the driver's reserve as used, and does not report it.
     whole = truth(node.books()[0], {process.pid: process.call("stats")})
     ledger = dict(whole["ledger"])
     ledger["unattributed"] += ledger.pop("driver_reserved")
@@ -188,7 +188,7 @@ def test_an_older_drivers_structures_give_the_same_bytes(
     )
 
 
-def test_memory_figures_that_are_not_available_are_absent_and_the_rest_is_right(
+def test_unavailable_memory_values_are_absent(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -222,7 +222,7 @@ def test_memory_figures_that_are_not_available_are_absent_and_the_rest_is_right(
     wait_until_right(exporter, node, (0, 1), {0: [process]})
 
 
-def test_an_integrated_gpu_has_the_hosts_memory_and_says_so(
+def test_an_integrated_gpu_is_exported_with_the_host_s_memory(
     make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     node = make_node(devices=1, name="NVIDIA GB10")
@@ -249,14 +249,14 @@ def test_an_integrated_gpu_has_the_hosts_memory_and_says_so(
     assert metrics.value("gpumem_device_up", uuid=uuid) == 1
     owned = ("torch_allocated", "torch_reclaimable", "torch_fragmented", "non_torch", "other_processes")
     assert {name: now["ledger"][name] for name in owned} == {name: whole["ledger"][name] for name in owned}
-    # What the CPU's programs use is nobody's here, and the ledger's sum holds all the same (`scrape` has added it up).
+    # Memory of programs on the CPU is unattributed, and the ledger still adds up (`scrape` has checked it).
     assert now["ledger"]["unattributed"] == now["used"][0] - sum(whole["ledger"][name] for name in owned)
     (device,) = exporter.get("/api/v1/devices")["devices"]
     assert device["memory"]["of_host"] is True
     assert device["memory"]["total_bytes"] == meminfo("MemTotal")
 
 
-def test_a_discrete_gpu_without_memory_figures_is_not_given_the_hosts(
+def test_a_discrete_gpu_without_memory_values_does_not_get_the_host_s(
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:
     with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED, device=0):
@@ -268,12 +268,12 @@ def test_a_discrete_gpu_without_memory_figures_is_not_given_the_hosts(
 
 
 def meminfo(name: str) -> int:
-    """A figure of this machine's memory, in bytes."""
+    """Return a value of this machine's memory, in bytes."""
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024
 
 
-def test_ledgers_add_up_while_hundreds_of_processes_come_and_go_between_the_drivers_answers(
+def test_ledgers_add_up_while_hundreds_of_processes_start_and_end(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", "--collect.interval", "0.1")
@@ -290,7 +290,7 @@ def test_ledgers_add_up_while_hundreds_of_processes_come_and_go_between_the_driv
                     node.remove_process(pid)
                 if stop.is_set():
                     return
-        except Exception as error:  # noqa: BLE001 - told by the test
+        except Exception as error:  # noqa: BLE001 - reported by the test
             failures.append(error)
 
     churn = threading.Thread(target=come_and_go)

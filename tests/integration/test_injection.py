@@ -1,4 +1,4 @@
-"""`gpumem-exporter run -- CMD`: programs that know nothing of it report, and nothing else about them changes."""
+"""`gpumem-exporter run -- CMD`: unchanged programs report, and nothing else about them changes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.waiting import patient, wait_for, wait_until_equal
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 RUN = (sys.executable, "-m", "gpumem_exporter", "run", "--")
 ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
-"""The same from anywhere, and itself no Python in which a user's sitecustomize runs."""
+"""The same from any folder, in a Python that runs no user's sitecustomize."""
 BOOTSTRAP = REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"
 MIB = 1 << 20
 
-TOLD = """
+PREAMBLE = """
 import json, os, sys, threading
 def say(value):
     sys.stdout.write(json.dumps(value) + "\\n")
@@ -42,10 +42,10 @@ def hold(mebibytes, device=0):
     held = torch.empty(mebibytes << 20, dtype=torch.uint8, device=f"cuda:{device}")
 def threads():
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gpumem"))
-def ours():
+def modules():
     return sorted(name for name in sys.modules if "gpumem" in name)
 """
-"""What the scripts of these tests begin with: plain Python, and a plain tensor."""
+"""The start of every script of these tests."""
 
 StartScript = Callable[..., Program]
 
@@ -60,7 +60,7 @@ def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequ
     """Runs a script below `run`, in a folder where this project cannot be found, and kills it after the test.
 
     `start_script(code, "-E", arguments=("x",), command=(…), GPUMEM_WORKLOAD="…")`: the options are the interpreter's,
-    `command` stands for the interpreter and what it is told before the script, names in capitals are environment.
+    `command` stands for the interpreter and its arguments before the script, names in capitals are environment.
     """
     programs: list[Program] = []
     folder = tmp_path / "scripts"
@@ -75,7 +75,7 @@ def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequ
         **environment: str,
     ) -> Program:
         script = folder / f"script{len(programs)}.py"
-        script.write_text(TOLD + code)
+        script.write_text(PREAMBLE + code)
         environ = clean_environment()
         if "exporter" in request.fixturenames:
             environ["GPUMEM_EXPORTER_URL"] = request.getfixturevalue("exporter").url
@@ -99,7 +99,7 @@ def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequ
 
 
 def clean_environment() -> dict[str, str]:
-    """This process' environment without what would steer Python or a reporter."""
+    """This process' environment without the variables of Python and of the reporter."""
     steering = ("GPUMEM_", "PYTHON", "COVERAGE")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
     return {**kept, "PYTHONWARNINGS": "ignore"}
@@ -110,7 +110,7 @@ def assignments(environment: Mapping[str, str]) -> list[str]:
 
 
 def folder_with(path: Path, **files: str) -> Path:
-    """A folder with these modules."""
+    """Make a folder with these modules."""
     path.mkdir()
     for name, text in files.items():
         (path / f"{name}.py").write_text(text)
@@ -118,20 +118,20 @@ def folder_with(path: Path, **files: str) -> Path:
 
 
 def run_to_the_end(program: Program) -> tuple[Any, str]:
-    """What it said last, and its stderr; it must have ended well."""
+    """Return the last output and stderr of a program that exits with 0."""
     said = program.heard()
     assert program.finish() == 0, program.stderr()
     return said, program.stderr()
 
 
 def allocated(exporter: ExporterProcess) -> dict[tuple[int, str], float]:
-    """By pid and gpu, what the reporting processes hold."""
+    """Return the allocated bytes of the reporting processes, by pid and gpu."""
     found = exporter.metrics().samples.get("gpumem_torch_allocated_bytes", {}).items()
     return {(int(dict(labels)["pid"]), dict(labels)["gpu"]): value for labels, value in found}
 
 
 def wait_for_allocated(exporter: ExporterProcess, expected: dict[tuple[int, str], float]) -> None:
-    """Return once exactly these report, with exactly these bytes."""
+    """Wait until exactly these processes report, with exactly these bytes."""
     wait_until_equal(lambda: allocated(exporter), expected, "allocated bytes by pid and device")
 
 
@@ -153,21 +153,10 @@ def test_a_plain_script_reports_without_a_change_in_its_code(
     wait_for_allocated(exporter, {})
 
 
-def test_the_reporter_of_a_script_clears_its_cache_when_it_is_asked_to(
+def test_a_script_without_cuda_has_no_thread_and_does_not_report(
     exporter: ExporterProcess, start_script: StartScript
 ) -> None:
-    program = start_script("hold(64)\ndel held\nsay(1)\nwait()\nimport torch\nsay(torch.cuda.memory_reserved())")
-    program.heard()
-    exporter.wait_for_processes(program.pid)
-    assert exporter.act("empty_cache", target={"pid": program.pid})["freed_bytes"] == 64 * MIB
-    program.go()
-    assert run_to_the_end(program) == (0, "")
-
-
-def test_a_script_that_never_uses_cuda_has_no_thread_and_is_not_known(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    idle = start_script("import torch\nsay([threads(), ours(), torch.cuda.is_initialized()])\nwait()")
+    idle = start_script("import torch\nsay([threads(), modules(), torch.cuda.is_initialized()])\nwait()")
     busy = start_script("hold(1)\nsay(1)\nwait()")
     assert idle.heard() == [[], [], False]
     busy.heard()
@@ -178,7 +167,7 @@ def test_a_script_that_never_uses_cuda_has_no_thread_and_is_not_known(
     assert idle.stderr() == ""
 
 
-def test_a_process_without_torch_imports_no_module_more_than_without_us(start_script: StartScript) -> None:
+def test_a_process_without_torch_imports_no_further_module(start_script: StartScript) -> None:
     code = "say(sorted(sys.modules))"
     injected, _ = run_to_the_end(start_script(code))
     plain, _ = run_to_the_end(start_script(code, injected=False))
@@ -186,17 +175,17 @@ def test_a_process_without_torch_imports_no_module_more_than_without_us(start_sc
     assert set(plain) <= set(injected)
 
 
-def test_a_process_that_never_touches_cuda_pays_less_than_an_import_of_json() -> None:
+def test_a_process_without_cuda_pays_less_than_an_import_of_json() -> None:
     environ = {**clean_environment(), "PYTHONPATH": str(BOOTSTRAP)}
 
     def microseconds() -> dict[str, int]:
-        """The cumulative times of the imports; the outermost of a name is printed last."""
+        """Return the cumulative time of each import."""
         command = [sys.executable, "-X", "importtime", "-c", "import json"]
         ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=patient(60))
         rows = re.findall(r"\| +(\d+) \| +(sitecustomize|json)$", ended.stderr, flags=re.MULTILINE)
         return {name: int(time) for time, name in rows}
 
-    # The least of many is what an import costs; the others have what the machine did meanwhile.
+    # The minimum is the cost of the import; the other runs were interrupted by other programs.
     runs = [microseconds() for _ in range(15)]
     assert min(run["sitecustomize"] for run in runs) < min(run["json"] for run in runs)
 
@@ -205,7 +194,7 @@ def test_a_process_that_never_touches_cuda_pays_less_than_an_import_of_json() ->
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_the_users_own_sitecustomize_runs_exactly_once_and_fails_as_it_would_without_us(
+def test_the_user_s_sitecustomize_runs_once_and_fails_as_without_the_client(
     exporter: ExporterProcess, start_script: StartScript, tmp_path: Path, raises: bool
 ) -> None:
     runs = tmp_path / "runs"
@@ -235,7 +224,7 @@ def test_the_users_own_sitecustomize_runs_exactly_once_and_fails_as_it_would_wit
 
 
 @pytest.mark.parametrize("text", ["import no_such_module_anywhere", "import sitecustomize.part", "not python"])
-def test_a_broken_sitecustomize_of_the_users_is_reported_by_python_as_without_us(
+def test_python_reports_a_broken_sitecustomize_as_without_the_client(
     start_script: StartScript, tmp_path: Path, text: str
 ) -> None:
     own = folder_with(tmp_path / "own", sitecustomize=text)
@@ -247,34 +236,10 @@ def test_a_broken_sitecustomize_of_the_users_is_reported_by_python_as_without_us
     assert ends[0][1]
 
 
-def test_a_sitecustomize_of_the_users_may_use_torch_and_cuda_itself(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
-) -> None:
-    own = folder_with(
-        tmp_path / "own",
-        sitecustomize="import torch\nkept = torch.empty(2 << 20, dtype=torch.uint8, device='cuda')",
-    )
-    program = start_script("say(threads())\nwait()", PYTHONPATH=str(own))
-    assert program.heard() == ["gpumem-reporter"]
-    wait_for_allocated(exporter, {(program.pid, "0"): 2 * MIB})
-
-
-def test_a_usercustomize_runs_once_after_the_sitecustomize(start_script: StartScript, tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    note = f"with open({str(runs)!r}, 'a') as file: file.write(__name__ + '\\n')"
-    own = folder_with(tmp_path / "own", sitecustomize=note, usercustomize=note)
-    # Only outside of a virtual environment does Python look for one.
-    python = str(Path(sys.base_prefix) / "bin" / "python3")
-    code = "import site\nsay(site.ENABLE_USER_SITE)"
-    program = start_script(code, command=(python,), PYTHONPATH=str(own), PYTHONUSERBASE=str(tmp_path / "base"))
-    enabled, stderr = run_to_the_end(program)
-    assert stderr == ""
-    assert enabled is True
-    assert runs.read_text().splitlines() == ["sitecustomize", "usercustomize"]
-
-
 @pytest.mark.parametrize("path", [None, "", "{0}/a:{0}/b", ":{0}/a", "{0}/a:"])
-def test_sys_path_is_what_it_is_without_us(start_script: StartScript, tmp_path: Path, path: str | None) -> None:
+def test_sys_path_is_the_same_as_without_the_client(
+    start_script: StartScript, tmp_path: Path, path: str | None
+) -> None:
     environ = {} if path is None else {"PYTHONPATH": path.format(tmp_path)}
     code = "say([sys.path[1:], os.getcwd()])"
     plain, _ = run_to_the_end(start_script(code, injected=False, **environ))
@@ -282,25 +247,11 @@ def test_sys_path_is_what_it_is_without_us(start_script: StartScript, tmp_path: 
     assert injected == plain
 
 
-def test_a_path_that_a_pth_file_has_put_as_an_object_hides_no_sitecustomize(
-    start_script: StartScript, tmp_path: Path
-) -> None:
-    own = folder_with(tmp_path / "own", sitecustomize="import sys\nsys.chained = True")
-    venv = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True, timeout=patient(60))
-    (site_packages,) = venv.glob("lib/python*/site-packages")
-    (site_packages / "own.pth").write_text("import sys, pathlib; sys.path.append(pathlib.Path('/nowhere'))\n")
-    program = start_script(
-        "say([sys.chained, str(sys.path[-1])])", command=(str(venv / "bin" / "python"),), PYTHONPATH=str(own)
-    )
-    assert run_to_the_end(program) == ([True, "/nowhere"], "")
-
-
 @pytest.mark.parametrize("option", ["-I", "-E", "-S", "-s", "-P", "-O", "-B"])
-def test_the_interpreters_own_options_work_as_without_us(start_script: StartScript, option: str) -> None:
+def test_the_interpreter_s_options_work_as_without_the_client(start_script: StartScript, option: str) -> None:
     if option == "-P" and sys.version_info < (3, 11):
         pytest.skip("-P came with Python 3.11")
-    code = "say([sys.path, ours(), threads(), sys.flags.optimize, sys.argv[1:]])"
+    code = "say([sys.path, modules(), threads(), sys.flags.optimize, sys.argv[1:]])"
     plain = start_script(code, option, injected=False, arguments=("a b", "--x"))
     injected = start_script(code, option, arguments=("a b", "--x"))
     plain_said, plain_stderr = run_to_the_end(plain)
@@ -329,7 +280,7 @@ def test_the_program_keeps_pid_arguments_streams_and_exit_code(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_does_to_a_reporting_program_what_it_does_without_us(
+def test_signals_work_as_without_the_client(
     exporter: ExporterProcess, start_script: StartScript, number: signal.Signals
 ) -> None:
     code = (
@@ -398,26 +349,7 @@ def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
     wait_for_allocated(exporter, {})
 
 
-def test_a_child_of_a_parent_that_reports_reports_beside_it(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    program = start_script(
-        CHILD
-        + (
-            "if __name__ == '__main__':\n"
-            "    context = multiprocessing.get_context('spawn')\n"
-            "    hold(5, device=1)\n"
-            "    near, far = context.Pipe()\n"
-            "    context.Process(target=child, args=(1, far), daemon=True).start()\n"
-            "    say(near.recv())\n"
-            "    wait()\n"
-        )
-    )
-    pid, _ = program.heard(120)
-    wait_for_allocated(exporter, {(program.pid, "1"): 5 * MIB, (pid, "0"): MIB})
-
-
-def test_programs_started_by_a_program_are_injected_too(exporter: ExporterProcess, start_script: StartScript) -> None:
+def test_programs_started_by_a_program_report_too(exporter: ExporterProcess, start_script: StartScript) -> None:
     program = start_script(
         "import subprocess\n"
         "if sys.argv[1:]:\n"
@@ -426,7 +358,7 @@ def test_programs_started_by_a_program_are_injected_too(exporter: ExporterProces
         "    wait()\n"
         "else:\n"
         "    command = subprocess.list2cmdline([sys.executable, __file__, 'child'])\n"
-        "    say([subprocess.run(['sh', '-c', command + '; exit 9']).returncode, threads(), ours()])"
+        "    say([subprocess.run(['sh', '-c', command + '; exit 9']).returncode, threads(), modules()])"
     )
     pid, names = program.heard()
     assert names == ["gpumem-reporter"]
@@ -444,9 +376,9 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
         "dist.init_process_group('gloo')\n"
         "rank = dist.get_rank()\n"
         "hold(rank + 1, device=int(os.environ['LOCAL_RANK']))\n"
-        "told = [None, None]\n"
-        "dist.all_gather_object(told, [os.getpid(), os.getppid(), threads()])\n"
-        "if rank == 0: say(told)\n"
+        "ranks = [None, None]\n"
+        "dist.all_gather_object(ranks, [os.getpid(), os.getppid(), threads()])\n"
+        "if rank == 0: say(ranks)\n"
         # torchrun gives each rank a session of its own: where a failed test kills the launcher, they end by themselves
         "launcher = os.getppid()\n"
         "while not os.path.exists(sys.argv[1]) and os.getppid() == launcher: time.sleep(0.02)\n"
@@ -469,7 +401,7 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
     }
     action = exporter.act("reset_peak", target={"workload": "pair", "rank": "1"})
     assert [(row["pid"], row["gpu"], row["outcome"]) for row in action["results"]] == [(pids[1], "1", "done")]
-    # the launcher is alive and has nothing of ours
+    # the launcher is alive and has no thread of the client
     names = [task.read_text().strip() for task in Path(f"/proc/{program.pid}/task").glob("*/comm")]
     assert not [name for name in names if name.startswith("gpumem")]
     (tmp_path / "finished").touch()
@@ -477,7 +409,7 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
     wait_for_allocated(exporter, {})
 
 
-def test_a_program_that_execs_another_is_followed_by_it_in_the_same_pid(
+def test_a_program_that_execs_another_reports_again_under_the_same_pid(
     exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
 ) -> None:
     program = start_script(
@@ -504,7 +436,7 @@ def test_a_program_that_execs_another_is_followed_by_it_in_the_same_pid(
 # With and without the package, the exporter, the consent
 
 
-def test_a_python_without_the_package_reports_from_where_the_command_is(
+def test_a_python_without_the_package_uses_the_command_s_package(
     exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
 ) -> None:
     venv = tmp_path / "venv"
@@ -512,7 +444,7 @@ def test_a_python_without_the_package_reports_from_where_the_command_is(
     (site_packages,) = venv.glob("lib/python*/site-packages")
     import torch
 
-    # all that this environment has, but for this project, however it is installed
+    # all packages of this environment except this project
     for entry in Path(torch.__file__).parents[1].iterdir():
         if "gpumem" not in entry.name and entry.suffix != ".pth":
             (site_packages / entry.name).symlink_to(entry)
@@ -522,7 +454,7 @@ def test_a_python_without_the_package_reports_from_where_the_command_is(
         "except ModuleNotFoundError as error:\n"
         "    say(error.name)\n"
         "hold(1)\n"
-        "say([ours()[:2], threads(), [entry for entry in sys.path if 'gpumem' in entry]])\n"
+        "say([modules()[:2], threads(), [entry for entry in sys.path if 'gpumem' in entry]])\n"
         "import gpumem_exporter\n"
         "from gpumem_exporter import client\n"
         "client.start()\n"
@@ -558,13 +490,12 @@ def test_a_program_that_starts_the_client_itself_has_one_reporter(
     assert process.finish() == 0
 
 
-def test_disabled_by_the_environment_nothing_of_ours_is_there(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
-) -> None:
+def test_gpumem_disabled_leaves_no_trace(exporter: ExporterProcess, start_script: StartScript, tmp_path: Path) -> None:
     own = folder_with(tmp_path / "own", sitecustomize="import sys\nsys.chained = True")
     program = start_script(
-        "hold(1)\nsay([threads(), ours(), sys.chained, [str(each) for each in sys.meta_path if 'gpumem' in str(each)]])"
-        "\nwait()",
+        "hold(1)\n"
+        "say([threads(), modules(), sys.chained, [str(each) for each in sys.meta_path if 'gpumem' in str(each)]])\n"
+        "wait()",
         GPUMEM_DISABLED="1",
         PYTHONPATH=str(own),
     )
@@ -575,7 +506,7 @@ def test_disabled_by_the_environment_nothing_of_ours_is_there(
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:9844", "http://[", "unix:///nonexistent/exporter.sock"])
-def test_an_exporter_url_that_is_wrong_or_leads_nowhere_does_not_touch_the_program(
+def test_an_invalid_or_unreachable_exporter_url_does_not_affect_the_program(
     start_script: StartScript, url: str
 ) -> None:
     program = start_script(
@@ -584,12 +515,12 @@ def test_an_exporter_url_that_is_wrong_or_leads_nowhere_does_not_touch_the_progr
     said, stderr = run_to_the_end(program)
     assert said == [MIB, MIB]
     assert "Traceback" not in stderr
-    # an exporter that is not there is no news; an address that cannot be one is
+    # a missing exporter is not logged; an invalid address is
     assert ("this process is not reported" in stderr) == (not url.startswith("unix:///"))
 
 
-def test_what_fails_inside_of_us_does_not_touch_the_program(start_script: StartScript, tmp_path: Path) -> None:
-    # A package of the same name that is none of ours, and cannot be imported.
+def test_a_broken_installation_does_not_affect_the_program(start_script: StartScript, tmp_path: Path) -> None:
+    # Another package of the same name, which cannot be imported.
     own = folder_with(tmp_path / "own", gpumem_exporter="raise RuntimeError('broken installation')")
     program = start_script("hold(1)\nsay([held.numel(), threads()])", PYTHONPATH=str(own))
     assert run_to_the_end(program) == ([MIB, []], "")

@@ -105,9 +105,9 @@ def test_a_reporter_that_ends_late_takes_no_errors_of_its_successor(
             """
 import threading
 from gpumem_exporter import client as gpumem
-from gpumem_exporter.client.reporter.worker import Worker
-ends, farewell = threading.Event(), Worker._farewell
-Worker._farewell = lambda worker, report: ends.wait(60.0) and farewell(worker, report)
+from gpumem_exporter.client.reporter.delivery import Delivery
+ends, farewell = threading.Event(), Delivery.farewell
+Delivery.farewell = lambda delivery, report: ends.wait(60.0) and farewell(delivery, report)
 gpumem.start()
 torch.empty(1 << 20, dtype=torch.uint8, device="cuda:1")
 """

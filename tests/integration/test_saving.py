@@ -79,9 +79,11 @@ def test_a_link_and_the_permissions_of_a_replaced_file_stay(process: TorchProces
     assert told == {"fresh": "0o640", "kept": "0o664", "link": True, "step": 2}
 
 
-def test_threads_that_save_first_at_once_tell_torch_once(tmp_path: Path) -> None:
-    with TorchProcess(None) as process:  # what torch is told it keeps
-        assert call(process, "first_saves_at_once", folder=str(tmp_path)) == 1
+def test_threads_that_save_at_once_share_one_tagger_which_is_removed_with_the_last_save(
+    start_torch: StartTorch, tmp_path: Path
+) -> None:
+    told = call(start_torch(), "saves_at_once", folder=str(tmp_path))
+    assert told == {"present": [1], "left": 0, "devices": ["cpu"]}
 
 
 def test_a_part_of_a_sharded_tensor_is_refused_by_its_name(process: TorchProcess, tmp_path: Path) -> None:

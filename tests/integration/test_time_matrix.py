@@ -1,4 +1,4 @@
-"""Samples, readings and actions of different moments: what is shown belongs together, or the residual says that not."""
+"""Samples, readings and actions at different times: exported values belong together, or the residual shows it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def scripted() -> Iterator[RunningExporter]:
         yield running
 
 
-def test_a_sample_is_shown_with_the_moment_it_was_taken_and_not_that_of_its_report(scripted: RunningExporter) -> None:
+def test_a_sample_is_exported_with_its_own_time_and_not_that_of_its_report(scripted: RunningExporter) -> None:
     before = time.time()
     assert scripted.report(report(7, devices=(sample(UUIDS[0], 5),), sample_age_seconds=12.5)).status == 200
     after = time.time()
@@ -39,7 +39,7 @@ def test_a_sample_is_shown_with_the_moment_it_was_taken_and_not_that_of_its_repo
     assert 12.5 <= entry["sample_age_seconds"] <= 12.5 + time.time() - before
 
 
-def test_while_steps_run_the_page_shows_the_last_steps_end_and_says_of_when_that_is(
+def test_while_steps_run_the_sample_is_from_the_end_of_a_step(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -65,12 +65,12 @@ def test_while_steps_run_the_page_shows_the_last_steps_end_and_says_of_when_that
     allocated = metrics.value("gpumem_torch_allocated_bytes", **labels)
     now = process.call("stats")["allocated_bytes.all.current"]
     assert now == at_step + 50 * MIB
-    # Whichever of the two it shows, it says of when it is, but for the time that the report has taken.
+    # Either sample is exported with its own time, except for the duration of the report.
     assert allocated in (at_step, now)
     assert taken <= stepped + patient(1.5) if allocated == at_step else taken >= stepped
 
 
-def test_a_stopped_process_goes_within_the_expiry_and_its_bytes_are_others_in_the_same_scrape(
+def test_a_stopped_process_expires_and_its_bytes_move_in_the_same_scrape(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK, "--report.expiry", str(EXPIRY_SECONDS))
@@ -89,13 +89,13 @@ def test_a_stopped_process_goes_within_the_expiry_and_its_bytes_are_others_in_th
     try:
         silent = False
         while not silent:
-            begun = time.time()
+            started = time.time()
             metrics = scrape(exporter)
             last_report = metrics.value("gpumem_reporter_last_report_timestamp_seconds", pid=pid)
             silent = metrics.value("gpumem_reporter_up", pid=pid) == 0
             # Nothing between the two: a process is believed with all its series or with none.
             assert shown(metrics, uuid) == (given_up if silent else believed)
-            assert silent or begun <= last_report + EXPIRY_SECONDS
+            assert silent or started <= last_report + EXPIRY_SECONDS
             time.sleep(0.02)
         torch_series = [name for name in series_of(metrics, pid=pid) if name.startswith("gpumem_torch_")]
         assert torch_series == []
@@ -119,7 +119,7 @@ def wait_for_peaks(exporter: ExporterProcess, pid: int, wanted: tuple[float, flo
     wait_for(lambda: peaks(scrape(exporter), pid) == wanted, f"{wanted}; it is {peaks(scrape(exporter), pid)}")
 
 
-def test_peaks_are_shown_as_torch_has_them_and_whoever_resets_them_is_counted(
+def test_peaks_equal_torch_s_and_every_reset_is_counted(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -155,7 +155,7 @@ def test_peaks_are_shown_as_torch_has_them_and_whoever_resets_them_is_counted(
     wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
 
 
-def test_after_an_action_the_driver_is_read_at_once_and_until_then_the_residual_shows_the_difference(
+def test_after_an_action_the_driver_is_read_immediately(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", "--collect.interval", "600")
@@ -164,7 +164,7 @@ def test_after_an_action_the_driver_is_read_at_once_and_until_then_the_residual_
     process.call("random_heap", seed=5, blocks=60)
     exporter.wait_for_processes(process.pid)
     uuid, pid = node.uuid(0), process.pid
-    # Its one poll may have been before the process: the first action has the driver read.
+    # The only poll may have been before the process started: the first action causes a reading of the driver.
     exporter.act("empty_cache", target={"pid": pid})
     wait_until_right(exporter, node, (0,), {0: [process]})
     context_bytes = node.books()[0].processes[pid] - process.call("stats")["reserved_bytes.all.current"]
@@ -181,7 +181,7 @@ def test_after_an_action_the_driver_is_read_at_once_and_until_then_the_residual_
         ledger = metrics.ledgers()[uuid]
         used = int(metrics.value("gpumem_process_memory_used_bytes", pid=str(pid), uuid=uuid))
         reported = ledger["torch_allocated"] + ledger["torch_reclaimable"] + ledger["torch_fragmented"]
-        # A report and a reading of one moment leave exactly the context; what lies between them is all in the residual.
+        # A report and a reading at the same time leave exactly the context, otherwise also the difference.
         assert ledger["non_torch"] - context_bytes == (used - context_bytes) - reported
         seen.append((reported, context_bytes + reserved - used))
         assert set(seen[-1]) <= {0, reserved}, seen

@@ -22,12 +22,12 @@ def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator
         yield place
 
 
-def test_every_torch_series_is_what_the_process_itself_says_byte_for_byte(place: Place) -> None:
+def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> None:
     bench = place.process()
     figures = heaps.every_series_is_what_torch_says(bench, devices=(0, 1))
     require(figures)
     assert figures["gpumem_torch_ooms_total of device 0"].value == 1
-    # the driver knows every process here: its own figure was compared, too
+    # the driver knows every process here: its own value was compared, too
     assert all(bench.pid in book.processes for book in place.books())
     info = bench.info()
     assert info["reporting"] == "true"
@@ -41,26 +41,26 @@ def test_ledgers_add_up_in_every_scrape_while_processes_allocate_and_free(tmp_pa
         require(device.ledgers_add_up(place, devices=range(4)))
 
 
-def test_a_garbage_collection_frees_tensors_in_cycles_and_a_clear_gives_them_back(place: Place) -> None:
+def test_a_garbage_collection_frees_tensors_in_cycles_and_a_clear_releases_them(place: Place) -> None:
     require(actions.cycles_go_with_a_collection(place.process()))
 
 
-def test_reset_peak_resets_the_peaks_of_the_device_meant_alone(place: Place) -> None:
+def test_reset_peak_resets_only_the_peaks_of_the_target_device(place: Place) -> None:
     require(actions.peaks_are_reset(place.process(), devices=(0, 1)))
 
 
-def test_the_page_gives_a_devices_memory_as_the_driver_and_cuda_do(place: Place) -> None:
+def test_a_device_s_memory_equals_that_of_the_driver_and_cuda(place: Place) -> None:
     require(device.memory_of_the_device(place))
 
 
 @pytest.mark.parametrize("settings", ["", EXPANDABLE])
-def test_what_torch_takes_for_a_block_is_what_the_driver_gives(place: Place, settings: str) -> None:
+def test_a_segment_of_torch_equals_the_driver_s_allocation(place: Place, settings: str) -> None:
     figures = device.segments(place.process(settings))
     require(figures)
     assert figures["1 byte: reserved"].value == 2 << 20
 
 
-def test_a_context_is_non_torch_and_its_bytes_go_with_the_process(place: Place) -> None:
+def test_a_context_is_non_torch_and_ends_with_the_process(place: Place) -> None:
     figures = device.context_of_a_process(place)
     require(figures)
     assert figures["gpumem_torch_non_torch_bytes"].value == 512 << 20

@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -204,31 +205,35 @@ def replaced(folder: str) -> dict[str, Any]:
     return {"fresh": fresh, "kept": kept, "link": link.is_symlink(), "step": load(target)["step"]}
 
 
-def first_saves_at_once(folder: str) -> int:
-    """How often torch is given the tagger where two threads save first; it cannot bear it twice."""
-    given: list[int] = []
-    twice = threading.Event()
-    register = torch.serialization.register_package
+def saves_at_once(folder: str) -> dict[str, Any]:
+    """How often torch has the tagger while two threads save, and how much of its registry is new afterwards."""
+    before = list(torch.serialization._package_registry)
+    present: list[int] = []
+    at_once = threading.Barrier(2)
 
-    def count(*_: object) -> None:
-        given.append(1)
-        if len(given) == 2:
-            twice.set()
-        twice.wait(0.5)  # the other one comes by here meanwhile, unless something keeps it
+    class Slow:
+        def state_dict(self) -> dict[str, Any]:
+            at_once.wait(60)
+            return {}
 
-    torch.serialization.register_package = count  # type: ignore[assignment]
-    try:
-        threads = [
-            threading.Thread(target=save, args=(f"{folder}/{number}.pt",), kwargs={"step": number})
-            for number in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        torch.serialization.register_package = register
-    return len(given)
+    def come(storage: Any) -> None:
+        present.append(len(torch.serialization._package_registry) - len(before) - 1)
+        time.sleep(0.01)  # the other thread saves meanwhile
+
+    torch.serialization.register_package(-(10**6), come, lambda _storage, _location: None)
+    tensors = [torch.full((MIB,), float(number), device="cuda") for number in range(10)]
+    threads = [
+        threading.Thread(target=save, args=(f"{folder}/{number}.pt",), kwargs={"slow": Slow(), "tensors": tensors})
+        for number in range(2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    registry = [entry for entry in torch.serialization._package_registry if entry[1] is not come]
+    torch.serialization._package_registry = registry
+    devices = {tensor.device.type for number in range(2) for tensor in load(f"{folder}/{number}.pt")["tensors"]}
+    return {"present": sorted(set(present)), "left": len(registry) - len(before), "devices": sorted(devices)}
 
 
 def sharded(path: str) -> str:

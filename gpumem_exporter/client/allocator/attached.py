@@ -1,46 +1,51 @@
-"""The allocator as the program's own calls use it; the reporter has another, for its own thread."""
+"""The allocator that the user's own calls share; the reporter has another one, for its own thread."""
 
 from __future__ import annotations
 
-from gpumem_exporter.client.allocator.statistics import initialised_torch
-from gpumem_exporter.client.allocator.torch_access import Allocator
+from gpumem_exporter.client import process_state
+from gpumem_exporter.client.allocator.allocator import Allocator
+from gpumem_exporter.client.allocator.torch_access import initialized_torch
 from gpumem_exporter.client.log import log
 
-__all__ = ["attached", "no_cuda"]
+__all__ = ["AttachedAllocator", "attached", "no_cuda"]
 
 
-class _Attached:
-    """Attaches once, when first asked after CUDA was initialised."""
+class AttachedAllocator:
+    """Attaches on the first call after CUDA was initialized. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._allocator: Allocator | None = None
-        self._told = False
+        self._warned = False
 
     def allocator(self) -> Allocator | None:
-        if initialised_torch() is None:  # asked each time: in a forked child the parent's allocator must not be touched
+        """Return the allocator, or None without CUDA and in a forked child, which must not use the parent's."""
+        if initialized_torch() is None:
             return None
         if self._allocator is None:
             self._allocator = Allocator.attach()
         return self._allocator
 
-    def no_cuda(self, what: str) -> None:
-        if not self._told:
-            self._told = True
-            log.warning("%s: no CUDA in this process, nothing is done", what)
+    def detach(self) -> None:
+        """Remove the allocator's hooks from torch; the next call attaches again."""
+        allocator, self._allocator = self._allocator, None
+        if allocator is not None:
+            allocator.detach()
 
-
-# As with the reporter: a process has one allocator.
-_process = _Attached()
+    def warn_without_cuda(self, function: str) -> None:
+        """Log the first call that does nothing because CUDA is not initialized."""
+        if not self._warned:
+            self._warned = True
+            log.warning("%s: no CUDA in this process, nothing is done", function)
 
 
 def attached() -> Allocator | None:
-    """The allocator, where this process has initialised CUDA; any thread may ask. Initialises nothing.
+    """Return this process' allocator, or None if CUDA is not initialized; initializes nothing.
 
-    Two threads may use what it gives only where `Allocator` says that any may.
+    Two threads may use the allocator at the same time only where `Allocator` says so.
     """
-    return _process.allocator()
+    return process_state.attached_allocator().allocator()
 
 
-def no_cuda(what: str) -> None:
-    """Say, once in a process, that there is nothing to act upon."""
-    _process.no_cuda(what)
+def no_cuda(function: str) -> None:
+    """Log once per process that a function does nothing because CUDA is not initialized."""
+    process_state.attached_allocator().warn_without_cuda(function)

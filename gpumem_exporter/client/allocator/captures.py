@@ -1,125 +1,109 @@
-"""CUDA graphs: whether one is being captured, and which private pools nothing holds any more.
+"""CUDA graphs: whether one is being captured, and which private pools no graph uses any more.
 
-PyTorch tells of captures through global hooks (2.14 and later). It does not tell when a graph has died, nor which pools
-are still held: a dead graph's memory stays in its pool until somebody empties the cache, and looks there like a living
-one's. But a pool that PyTorch made for a graph is held by graphs alone: by that one, and by those that were captured
-into the same pool later. So it is dead once all of them are.
+A pool that PyTorch made for a graph is used by graphs alone: by that graph, and by those that were captured into the
+same pool later. The pool is dead once all of them are deleted or reset. PyTorch does not report that. The memory of a
+dead pool stays reserved until the cache is emptied, and looks like the memory of a pool in use.
 """
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from typing import Any
 
 from gpumem_exporter.client.allocator.heap import PoolId
+from gpumem_exporter.client.hooks.graph_captures import listen_to_captures
 
 __all__ = ["Captures"]
 
 
 class Captures:
-    """Watches the captures of this process, whichever threads make them. All but the hooks: one thread at a time.
+    """Watches the captures of this process. Only one thread may call the methods, except the two of the listener.
 
     Args:
-        cuda: the program's `torch.cuda`.
-        capturing: whether the calling thread's current stream is in a capture.
-        has_context: whether this process has a context on a device.
+        capturing: whether the current stream of the calling thread is being captured.
     """
 
-    def __init__(self, cuda: Any, capturing: Callable[[], bool], has_context: Callable[[int], bool]) -> None:
-        self._cuda = cuda
+    def __init__(self, capturing: Callable[[], bool]) -> None:
         self._capturing = capturing
-        self._has_context = has_context
-        self._begun: dict[int, tuple[weakref.ref[Any], Any]] = {}
-        self._holders: dict[PoolId, list[weakref.ref[Any]]] = {}
+        self._started: dict[int, weakref.ref[Any]] = {}
+        self._incomplete: dict[int, weakref.ref[Any]] = {}
+        """Graphs whose capture started and has not ended without an error."""
+        self._users: dict[PoolId, list[weakref.ref[Any]]] = {}
         self._dead: set[PoolId] = set()
         self._deaths = 0
 
-    def hooks(self) -> Iterator[Callable[[], None]]:
-        """Begin to watch; each of these takes a hook out again. Torch swallows what its hooks raise."""
-        graphs = sys.modules.get("torch.cuda.graphs")
-        for name, hook in (("start", self._begin), ("end", self._end)):
-            register = getattr(graphs, f"register_graph_capture_{name}_hook", None)
-            if register is not None:
-                yield register(hook).remove
+    def watch(self) -> Callable[[], None]:
+        """Start to watch; returns a function that ends it."""
+        return listen_to_captures(self)
+
+    def capture_started(self, graph: Any) -> None:
+        """Called by the hook in the thread that captures."""
+        self._started[id(graph)] = self._incomplete[id(graph)] = weakref.ref(graph)
+
+    def capture_ended(self, graph: Any, *, complete: bool) -> None:
+        """Called by the hook in the thread that captures, also if starting or ending the capture has failed."""
+        self._started.pop(id(graph), None)
+        if not complete:
+            return
+        pool = _pool(graph)
+        if pool is not None and pool[1] == 0:  # (n, 0) was made for a graph, (0, n) by the user's code
+            self._users.setdefault(pool, []).append(weakref.ref(graph))
+        self._incomplete.pop(id(graph), None)
 
     @property
     def under_way(self) -> bool:
-        """A graph is being captured: in any thread from torch 2.14 on, before that in the calling one.
+        """Whether a graph is being captured in any thread of this process.
 
-        The hook for a capture's end does not run where ending it failed: hence the driver is asked.
+        The hook reports the captures that `torch.cuda.CUDAGraph` makes. The current stream of the calling thread is
+        asked as well: it may have been in a capture before the hook was installed. No stream is changed for that.
         """
-        return self._may_be_capturing() or any(
-            graph() is not None and self._is_capturing(stream) for graph, stream in list(self._begun.values())
-        )
+        return any(graph() is not None for graph in list(self._started.values())) or self._may_be_capturing()
 
     def dead_pools(self) -> Collection[PoolId]:
-        """Private pools that nothing holds.
+        """Return the private pools that no graph uses.
 
-        Only what is certain: never a pool that the program made itself (`MemPool`, `graph_pool_handle`), since their
-        holders are not known; and none at all while a graph whose capture began, and has not ended well, may hold one.
+        A pool that the user's code made (`MemPool`, `graph_pool_handle`) is never among them, since its users are
+        unknown. There are none while a graph exists whose capture has not ended without an error: it may use a pool.
         """
-        self._bury()
-        return () if self._begun else self._dead
+        self._update()
+        return () if self._incomplete else self._dead
 
     def version(self) -> tuple[int, bool]:
-        """Changes whenever `dead_pools` has more or less to say."""
-        self._bury()
-        return self._deaths, bool(self._begun)
+        """Return a value that changes whenever `dead_pools` changes."""
+        self._update()
+        return self._deaths, bool(self._incomplete)
 
     def keep_only(self, present: Collection[PoolId]) -> None:
-        """Forget dead pools but for these, which still have memory."""
+        """Forget the dead pools that are not among these, which still have memory."""
         self._dead.intersection_update(present)
 
-    def _bury(self) -> None:
-        for key, (graph, _) in list(self._begun.items()):
-            if graph() is None:
-                self._begun.pop(key, None)
-        for pool, holders in list(self._holders.items()):
-            while holders and _pool(holders[-1]()) != pool:
-                holders.pop()
-            if not holders:
-                del self._holders[pool]
+    def _update(self) -> None:
+        for graphs in (self._started, self._incomplete):
+            for key, graph in list(graphs.items()):
+                if graph() is None:
+                    graphs.pop(key, None)
+        for pool, users in list(self._users.items()):
+            while users and _pool(users[-1]()) != pool:
+                users.pop()
+            if not users:
+                del self._users[pool]
                 self._dead.add(pool)
                 self._deaths += 1
 
-    def _begin(self, graph: Any) -> None:
-        self._begun[id(graph)] = weakref.ref(graph), self._cuda.current_stream()
-
-    def _end(self, graph: Any) -> None:
-        pool = _pool(graph)
-        if pool is not None and pool[1] == 0:  # (n, 0): made for a graph; (0, n): made by the program
-            self._holders.setdefault(pool, []).append(weakref.ref(graph))
-        self._begun.pop(id(graph), None)
-
     def _may_be_capturing(self) -> bool:
-        """Whether this thread's stream is in a capture, or the driver will not say.
+        """Whether this thread's stream is being captured, or the driver refuses to answer.
 
-        During some captures it forbids even the question on the legacy stream (cudaErrorStreamCaptureImplicit).
+        During some captures the driver forbids the question about the legacy stream (cudaErrorStreamCaptureImplicit).
         """
         try:
             return self._capturing()
         except RuntimeError:
             return True
 
-    def _is_capturing(self, stream: Any) -> bool:
-        """Whether a stream of any thread is in a capture. The driver may be asked at any time.
-
-        Torch asks of the current stream alone; which one that is, is this thread's own affair.
-        """
-        here = self._cuda.current_stream()
-        self._cuda.set_stream(stream)
-        try:
-            return self._may_be_capturing()
-        finally:
-            # Going back to a device that this process does not use would give it a context there.
-            used = self._has_context(here.device_index)
-            self._cuda.set_stream(here if used else self._cuda.default_stream(stream.device_index))
-
 
 def _pool(graph: Any) -> PoolId | None:
-    """The pool that a graph holds; None once it is gone or has been reset."""
+    """Return the pool that a graph uses; None if the graph was deleted or reset."""
     if graph is None:
         return None
     try:

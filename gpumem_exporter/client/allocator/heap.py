@@ -1,8 +1,8 @@
-"""Reads PyTorch's block-level picture of its heap (`torch.cuda.memory_snapshot`): what a clear would really return.
+"""Adds up PyTorch's snapshot of its heap (`torch.cuda.memory_snapshot`): the bytes that a clear would release.
 
-The statistics alone tell it for classic segments in the default pool (see `_reclaimable`). Three kinds of memory need
-the picture: expandable segments, which go back in whole pages; private pools, which do not go back while they live; and
-blocks that are free but for another stream's pending work, which a clear waits for. Pure.
+The statistics alone show this for classic segments in the default pool (see `reclaimable`). Three kinds of memory need
+the snapshot: expandable segments, of which whole pages are released; private pools, which are released only once no
+graph uses them; and blocks that wait for work on another stream, which a clear waits for. The functions are pure.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ __all__ = ["LARGE_PAGE_BYTES", "Heap", "PoolId", "read_heaps"]
 PoolId = tuple[int, int]
 
 LARGE_PAGE_BYTES = 20 << 20
-"""A page of an expandable segment in the large pool, unless `large_segment_size_mb` says otherwise."""
+"""A page of an expandable segment in the large pool, without the setting `large_segment_size_mb`."""
 _SMALL_PAGE_BYTES = 2 << 20
 _DEFAULT_POOL = (0, 0)
 
 
 @dataclass(slots=True)
 class Heap:
-    """One device's heap at the moment of the snapshot, in bytes."""
+    """One device's heap at the time of the snapshot, in bytes."""
 
     reserved_bytes: int = 0
     allocated_bytes: int = 0
     private_bytes: int = 0
     """Reserved by private pools."""
     expandable: bool = False
-    """Some of it is in expandable segments."""
+    """Whether there is an expandable segment."""
     returnable_bytes: int | None = 0
-    """What `empty_cache()` would give back to the driver; None where that cannot be told."""
+    """What `empty_cache()` would release to the driver; None if unknown."""
 
 
 def read_heaps(
@@ -41,19 +41,19 @@ def read_heaps(
     large_pages: Collection[int] = (LARGE_PAGE_BYTES,),
     dead_pools: Collection[PoolId] = (),
 ) -> dict[int, Heap]:
-    """Add up a snapshot, by device index.
+    """Return the heap of each device index.
 
-    A classic segment goes back when none of its blocks is in use. Of an expandable one, each whole page inside of what
-    is not in use goes back; pages count from the segment's start, since what is not mapped is whole pages too. A clear
-    waits for blocks that are pending on another stream, and returns them as well. Segments of private pools stay as
-    long as anything holds the pool. Source: `release_cached_blocks` and `ExpandableSegment::unmap` in c10's
+    A classic segment is released if none of its blocks is in use. Of an expandable segment, each whole page between
+    blocks in use is released; pages count from the segment's start, since what is not mapped is whole pages, too. A
+    clear waits for blocks that are pending on another stream, and releases them. Segments of private pools stay while a
+    graph uses the pool. Source: `release_cached_blocks` and `ExpandableSegment::unmap` in c10's
     CUDACachingAllocator.cpp.
 
     Args:
-        segments: of `torch.cuda.memory_snapshot()`.
-        large_pages: the page sizes that the large pool's expandable segments may have: a segment keeps the one that was
-            in force when it was made.
-        dead_pools: private pools that nothing holds any more.
+        segments: the result of `torch.cuda.memory_snapshot()`.
+        large_pages: the page sizes that expandable segments of the large pool may have: a segment keeps the size that
+            was set when it was made.
+        dead_pools: private pools that no graph uses.
     """
     heaps: dict[int, Heap] = {}
     for segment in segments:
@@ -84,13 +84,13 @@ def _returnable(segment: Mapping[str, Any], large_pages: Collection[int]) -> int
     if not segment.get("is_expandable"):
         return 0
     pages = (_SMALL_PAGE_BYTES,) if segment["segment_type"] == "small" else large_pages
-    # What is mapped in one piece is whole pages: a size that does not divide it is not this segment's.
+    # A mapped segment is whole pages: a page size that does not divide it is not this segment's.
     answers = {_whole_pages(segment["blocks"], page) for page in pages if total % page == 0}
     return answers.pop() if len(answers) == 1 else None
 
 
 def _whole_pages(blocks: Iterable[Mapping[str, Any]], page: int) -> int:
-    """The whole pages between blocks that are in use; free and pending neighbours merge before they go."""
+    """Return the bytes of whole pages between blocks in use; free and pending neighbors merge before the release."""
     found = end = free_from = 0
     for block in blocks:
         if block["state"] == "active_allocated":

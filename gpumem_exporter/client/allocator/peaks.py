@@ -1,8 +1,8 @@
-"""Notices that somebody has reset the peaks of PyTorch's allocator: they rise, and fall by a reset alone.
+"""Detects resets of the allocator's peaks: a peak rises, and only a reset lets it fall.
 
-Whoever resets (the program, a library, a `reset_peak` action) resets all of a device's peaks at once, so it is seen by
-any of them. A reset at which no peak stood above the present, or after which each has risen to where it was before the
-next look, changes nothing that could be seen, and is not counted unless the reporter made it itself.
+A reset (by the user's code, a library or a `reset_peak` action) affects all peaks of a device, so any of them shows it.
+A reset is not visible, and not counted, if no peak was above the current value, or if each peak has risen again before
+the next look. The reporter counts its own resets in any case.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _STATISTICS = (
 
 
 class PeakWatch:
-    """Counts the resets of each device's peaks since it was made. One thread at a time, but for `resets`."""
+    """Counts the resets of each device's peaks. For one thread at a time, except `resets`."""
 
     def __init__(self) -> None:
         self._peaks: dict[int, tuple[int | None, ...]] = {}
         self._resets: dict[int, int] = {}
 
     def look(self, index: int, state: Mapping[str, Any]) -> None:
-        """Compare a device's peaks, as its nested statistics have them now, with those of the last look."""
+        """Compare a device's peaks in its nested statistics with those of the last look."""
         peaks = tuple([state.get(name, {}).get("all", {}).get("peak") for name in _STATISTICS])
         before = self._peaks.get(index)
         self._peaks[index] = peaks
@@ -43,14 +43,14 @@ class PeakWatch:
             self._resets[index] = self._resets.get(index, 0) + 1
 
     def reset(self, index: int) -> None:
-        """The reporter itself has just reset them."""
+        """Count a reset that the client has made."""
         self._peaks.pop(index, None)
         self._resets[index] = self._resets.get(index, 0) + 1
 
-    def begin_anew(self, index: int) -> None:
-        """They have been reset in a way that is made up for: the next look has nothing to compare with."""
+    def forget(self, index: int) -> None:
+        """Do not count a reset that the client has made and compensates for."""
         self._peaks.pop(index, None)
 
     def resets(self, index: int) -> int:
-        """How many there were. Any thread may ask."""
+        """Return the number of resets. Any thread may call this."""
         return self._resets.get(index, 0)

@@ -1,49 +1,45 @@
-"""How much `empty_cache()` would give back, from the statistics where they tell it, else from walks over the heap.
+"""Computes the bytes that `empty_cache()` would release, from the statistics or from walks over the heap.
 
-Three answers, in this order.
+There are three cases, in this order:
 
-- Exact, from the statistics alone: classic segments, no private pool, nothing pending on another stream. Then
-  reserved − active − inactive split is the sum of the segments that are wholly free.
-- Exact, from a walk: the heap has not changed since (its counters say so), or it is walked for this sample. A walk
-  holds the GIL for about half a microsecond a block; it is repeated when `_WALK_SHARE` times its cost have passed, so
-  heaps of up to some four thousand blocks are walked for every sample at one a second.
-- Between the walks over a larger heap that keeps changing, what could not be returned at the last one is taken for what
-  cannot be returned now. Fragmentation moves slowly where the cache moves fast; and the last walk is never older than
-  `_WALK_SHARE` times its cost (5 s at 20,000 blocks).
+- Exact, from the statistics: classic segments, no private pool, nothing pending on another stream. Then
+  reserved − active − inactive split is the sum of the wholly free segments.
+- Exact, from a walk: the heap was walked for this sample, or its counters show that it has not changed since. A walk
+  holds the GIL for about half a microsecond per block. It is repeated after `_WALK_SHARE` times its duration, so a heap
+  of up to about four thousand blocks is walked for every sample at one per second.
+- Estimated, between walks over a larger heap that keeps changing: the bytes that the last walk found unreturnable are
+  still so. Fragmentation changes more slowly than the cache. The last walk is at most `_WALK_SHARE` times its duration
+  old (5 s at 20,000 blocks).
 
-Else None: a heap too large to walk, an allocator without statistics or snapshot, pages of unknown size.
+Otherwise None: the heap is too large to walk, the allocator has no statistics or no snapshot, or the page size is
+unknown.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, TypeAlias
 
 from gpumem_exporter.client.allocator.heap import Heap
+from gpumem_exporter.client.allocator.torch_access import DeviceState
 
-__all__ = ["DeviceState", "Reclaimable", "known"]
-
-DeviceState: TypeAlias = "Mapping[str, Any]"
-"""One device's nested statistics, as torch gives them."""
+__all__ = ["Reclaimable", "known"]
 
 _WALK_SHARE = 500
-"""A walk that took t seconds of this thread is not repeated before 500 t have passed: 0.2 % of a core."""
+"""A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core."""
 _WALK_BLOCKS_MAX = 20_000
-"""A heap with more blocks is not walked: it would stop the interpreter for tens of milliseconds."""
+"""A heap with more blocks is not walked: that would stop the interpreter for tens of milliseconds."""
 
 
 class Reclaimable:
-    """Knows each device's heap well enough to say what a clear would return.
-
-    One thread at a time may call `look`; any may call the rest.
+    """The reclaimable bytes of each device. One thread at a time may call `look`, any thread the other methods.
 
     Args:
-        walk: takes a snapshot and reads it, None where the allocator has none.
-        pools_version: changes when private pools die, which no statistic shows.
-        expandable_from_the_start: what the settings say of expandable segments.
+        walk: takes a snapshot and reads it; returns None if the allocator has no snapshot.
+        pools_version: returns a value that changes when a private pool dies, which no statistic shows.
+        expandable_from_the_start: whether the settings switch expandable segments on.
         clock: monotonic seconds.
-        cpu_clock: seconds of this thread; a wait for the allocator's lock is no cost.
+        cpu_clock: CPU seconds of this thread, without waits for the allocator's lock.
     """
 
     def __init__(
@@ -69,11 +65,11 @@ class Reclaimable:
         self._layouts: dict[int, tuple[tuple[int, ...], int]] = {}
 
     def look(self, states: Mapping[int, DeviceState]) -> None:
-        """Walk over the heaps if one of these devices needs it, has changed, and enough time has passed."""
+        """Walk over the heaps if a device needs it and has changed, and enough time has passed since the last walk."""
         unsettled = {
             index: state
             for index, state in states.items()
-            if _complete(state) and (self._unproven(index, state) or not self.told_by_statistics(index, state))
+            if _complete(state) and (self._unproven(index, state) or not self.exact_from_statistics(index, state))
         }
         if not unsettled or self._clock() < self._next_walk_seconds:
             return
@@ -87,9 +83,9 @@ class Reclaimable:
         self._layouts.clear()
         if sum(_blocks(state) for state in states.values()) > _WALK_BLOCKS_MAX:
             return
-        begun = self._cpu_clock()
+        started = self._cpu_clock()
         heaps = self._walk()
-        self._next_walk_seconds = self._clock() + (self._cpu_clock() - begun) * _WALK_SHARE
+        self._next_walk_seconds = self._clock() + (self._cpu_clock() - started) * _WALK_SHARE
         if heaps is None:
             return
         self._walked_pools = pools_version
@@ -99,24 +95,24 @@ class Reclaimable:
                 self._learn(index, state, heaps.get(index, Heap()))
 
     def bytes(self, index: int, state: DeviceState) -> int | None:
-        """What `empty_cache()` would give back of a device with these statistics."""
+        """Return what `empty_cache()` would release of a device with these statistics; None if unknown."""
         if not _complete(state):
             return None
         reserved: int = state["reserved_bytes"]["all"]["current"]
         allocated: int = state["allocated_bytes"]["all"]["current"]
-        if self.told_by_statistics(index, state):
+        if self.exact_from_statistics(index, state):
             split: int = state["inactive_split_bytes"]["all"]["current"]
             return reserved - allocated - split
         unreturnable = self._unreturnable.get(index)
         return None if unreturnable is None else max(0, reserved - allocated - unreturnable)
 
     def private_bytes(self, index: int, state: DeviceState) -> int | None:
-        """Reserved by private pools, where the last walk still tells: as long as no segment has come or gone."""
+        """Return the bytes reserved by private pools; None if a segment was added or removed since the last walk."""
         layout, private = self._layouts.get(index, (None, None))
         return private if layout is not None and _complete(state) and layout == _layout(state) else None
 
-    def told_by_statistics(self, index: int, state: DeviceState) -> bool:
-        """These statistics alone tell it, exactly; any thread may ask."""
+    def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
+        """Whether these statistics alone show it exactly."""
         if not _complete(state):
             return False
         private = state.get("private_pools_bytes")
@@ -129,10 +125,10 @@ class Reclaimable:
         )
 
     def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
-        """Expandable segments are mapped by the page, and only classic ones are counted as segments.
+        """Whether the device may have expandable segments, which are mapped by the page and not counted as segments.
 
-        The settings tell what new segments will be, not what there is: they may change while the program runs. Once
-        seen, expandable segments count as there for good, since the program may reset the counters.
+        The settings apply to new segments only, and may change at any time. Once seen, expandable segments count as
+        present for good, since the counters may be reset.
         """
         taken = state.get("num_device_alloc")  # 2.3 and later
         if taken is not None and taken != state["segment"]["all"]["allocated"]:
@@ -140,7 +136,7 @@ class Reclaimable:
         return self._all_expandable or index in self._expandable
 
     def _unproven(self, index: int, state: DeviceState) -> bool:
-        """The counters that tell expandable segments were not watched from 0: before the first look, after a reset."""
+        """Whether the counters were not watched from 0: before the first look, and after a reset."""
         taken = _taken(state)
         before = self._taken.get(index, 0 if state["reserved_bytes"]["all"]["current"] == 0 else taken + 1)
         self._taken[index] = max(taken, before)
@@ -150,7 +146,7 @@ class Reclaimable:
         if heap.expandable:
             self._expandable.add(index)
         if heap.returnable_bytes is not None:
-            # All from the picture: another thread may have changed the heap since the statistics were read.
+            # All from the snapshot: another thread may have changed the heap since the statistics were read.
             self._unreturnable[index] = heap.reserved_bytes - heap.allocated_bytes - heap.returnable_bytes
         self._walked[index] = _version(state)
         if heap.reserved_bytes == state["reserved_bytes"]["all"]["current"]:
@@ -164,7 +160,7 @@ def known(state: DeviceState | None, name: str, metric: str = "current") -> int 
 
 
 def _complete(state: DeviceState) -> bool:
-    """It has what the arithmetic needs."""
+    """Whether the statistics have all that the computation needs."""
     return all(
         name in state
         for name in ("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment")
@@ -172,7 +168,7 @@ def _complete(state: DeviceState) -> bool:
 
 
 def _version(state: DeviceState) -> tuple[int, ...]:
-    """Changes whenever a block was taken or given back: two equal versions are one heap."""
+    """Return a value that changes whenever a block is allocated or freed."""
     return _taken(state), *(
         state[name]["all"][metric]
         for name in ("allocated_bytes", "active_bytes", "reserved_bytes")
@@ -181,16 +177,16 @@ def _version(state: DeviceState) -> tuple[int, ...]:
 
 
 def _layout(state: DeviceState) -> tuple[int, ...]:
-    """Changes whenever a segment was taken or given back, or a page of one."""
+    """Return a value that changes whenever a segment, or a page of one, is allocated or released."""
     return tuple(state["reserved_bytes"]["all"][metric] for metric in ("current", "allocated", "freed"))
 
 
 def _taken(state: DeviceState) -> int:
-    """How often the driver was asked for memory since the program last reset its counters."""
+    """Return the number of allocations from the driver since the counters were last reset."""
     taken: int = state.get("num_device_alloc") or state["segment"]["all"]["allocated"]
     return taken
 
 
 def _blocks(state: DeviceState) -> int:
-    """About as many as a walk meets; free blocks of expandable segments are not counted anywhere."""
+    """Return about the number of blocks in a walk; no statistic counts free blocks of expandable segments."""
     return sum(known(state, name) or 0 for name in ("active", "inactive_split", "segment"))

@@ -1,8 +1,8 @@
-"""When to look at the allocator: at the optimizer's step where there are steps, else on the reporter's thread.
+"""Takes samples of the allocator: at the end of a step while steps run, otherwise in the reporter's thread.
 
-A sample in the training thread at a step boundary never meets that thread's own cache flush; one from another thread
-might, and would stop the interpreter for as long as the flush takes. So the reporter's thread samples only while no
-step runs, and the two never at once. While the program is in `empty_cache()` it does not look either.
+A sample in the training thread at the end of a step never meets that thread's own cache flush. A sample in another
+thread may, and would stop the interpreter until the flush ends. So the reporter's thread samples only while no step
+runs, never at the same time as a step, and not while another thread runs `empty_cache()`.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_exporter.client.allocator.torch_access import Allocator
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.allocator.allocator import Allocator
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.hooks.steps import OneStep
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["Sample", "Sampler"]
 
 _LEAD, _LEAD_STEPS = 0.1, 1.25
-"""A step samples if it comes in the last tenth of the interval before the next report, or later; where steps are longer
-than that, in the last stretch in which one is to be expected."""
+"""A step samples in the last tenth of the interval before the next report, or later. With longer steps it samples in
+the last period of this many steps, so that one step falls into it."""
 _QUIET_STEPS = 3.0
-"""Steps are over when none has come for three times the last one's length…"""
+"""No steps run if none has ended for this many times the length of the last one…"""
 _QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
-"""…and for at least two seconds, or for a minute at most."""
-_PACE_STEPS = 9
-"""The pace is the median of so many steps: one that waited for an evaluation or another rank is not the pace."""
+"""…within these bounds."""
+_RATE_STEPS = 9
+"""The step time is the median of this many steps, so that one that waited for an evaluation does not count."""
 _FLUSH_SECONDS_MAX = 10.0
-"""A sample is given again, with its age, while the cache is being emptied; one that is older says nothing any more."""
+"""While the cache is being emptied the last sample is reported again, up to this age."""
 
 
 def _nothing(_step: int) -> None:
-    """What is done at a step as long as nothing is to be done."""
+    """Stands for the work at a step while there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What the allocator held at one moment."""
+    """The allocator's state at one time."""
 
     taken_seconds: float
     """On the monotonic clock."""
@@ -52,15 +52,15 @@ class Sample:
 class Sampler:
     """Takes samples of one process' allocator.
 
-    `on_step` runs in the program's threads; everything else in the reporter's.
+    `on_step` runs in the user's threads, everything else in the reporter's.
 
     Args:
-        allocator: what to sample.
-        swallow: called with what a sample raised in the program's thread.
+        allocator: what is sampled.
+        swallow: called with the errors of a sample in the user's thread.
         clock: monotonic seconds.
 
     Attributes:
-        at_step: called in the program's thread at the end of each step, with its number; must not raise.
+        at_step: called in the user's thread at the end of each step, with its number; must not raise.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Sampler:
     ) -> None:
         self.at_step: Callable[[int], None] = _nothing
         self._allocator = allocator
-        self._swallow = swallow
+        self._boundary = guest_safety(swallow)
         self._clock = clock
         self._busy = threading.Lock()
         self._latest: Sample | None = None
@@ -80,67 +80,69 @@ class Sampler:
         self._steps = 0
         self._last_step_seconds: float | None = None
         self._step_seconds = 0.0
-        self._recent_step_seconds = [0.0] * _PACE_STEPS
+        self._recent_step_seconds = [0.0] * _RATE_STEPS
         self._one_step = OneStep()
 
     def on_step(self, optimizer: Any) -> None:
-        """After a step of an optimizer, or with None the program's mark of one, in the thread that made it.
+        """Called after a step of an optimizer, or with None for a mark of the user's code. Never raises.
 
-        Once the program has marked one, its marks alone count. Never raises.
+        Once the user's code has marked a step, only its marks count.
         """
-        try:
+        with self._boundary:
             if self._one_step.ends(optimizer):
                 self._stepped()
-        except Exception as error:  # this runs inside the program's optimizer
-            if of_a_handler(error):
-                raise
-            self._swallow(error)
 
     @property
     def step(self) -> int | None:
-        """How many steps have ended; None before the first. Any thread may ask."""
+        """The number of steps that have ended; None before the first. Any thread may read it."""
         return self._steps or None
 
     @property
     def step_seconds(self) -> float | None:
-        """How long a step takes, the median of the last few; None while none run. Any thread may ask."""
+        """The median duration of the last steps; None while none run. Any thread may read it."""
         recent = [seconds for seconds in self._recent_step_seconds if seconds > 0]
         return statistics.median(recent) if recent and self.steps_run() else None
 
     def current(self, next_report_seconds: float) -> Sample:
-        """The sample to report now, and when the next one will be wanted.
+        """Return the sample to report now, and schedule the next one.
 
-        While steps run that is the last step's; otherwise one is taken here, unless the program is emptying the cache:
-        looking would wait for that, and stop the interpreter meanwhile. Then it is the last one, and, if there is none
-        or it is too old, one without devices: what cannot be known is not told.
+        While steps run this is the last step's sample, otherwise a new one. While another thread empties the cache it
+        is the last sample, or one without devices if the last one is too old.
         """
         latest, steps_run = self._latest, self.steps_run()
         if latest is None or not steps_run:
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
         now = self._clock()
-        if not steps_run or self._wanted_from_seconds > now:  # else none has come since it was wanted: it still is
+        if not steps_run or self._wanted_from_seconds > now:  # otherwise the last request still waits for a step
             lead = max((next_report_seconds - now) * _LEAD, (self.step_seconds or 0.0) * _LEAD_STEPS)
             self._wanted_from_seconds = next_report_seconds - lead
         return latest
 
     def outdated(self) -> None:
-        """Something has changed the heap: the next report must not show what was before."""
+        """Drop the last sample: a command has changed the heap."""
         self._latest = None
 
     def take(self) -> Sample:
-        """Look now, in this thread."""
+        """Take a sample now, in this thread."""
         with self._busy:
             return self._look()
 
     def exclusively(self) -> threading.Lock:
-        """The lock that keeps steps from sampling: held while the cache is being cleared, so that none waits for it."""
+        """Return the lock that keeps steps from sampling. It is held while a command runs; no step waits for it."""
         return self._busy
+
+    def steps_run(self) -> bool:
+        """Whether the last step ended only a few step times ago. Any thread may call this."""
+        if self._last_step_seconds is None:
+            return False
+        patience = min(max(_QUIET_STEPS * self._step_seconds, _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)
+        return self._clock() - self._last_step_seconds < patience
 
     def _stepped(self) -> None:
         now = self._clock()
         if self._last_step_seconds is not None:
             self._step_seconds = now - self._last_step_seconds
-            self._recent_step_seconds[self._steps % _PACE_STEPS] = self._step_seconds
+            self._recent_step_seconds[self._steps % _RATE_STEPS] = self._step_seconds
         self._last_step_seconds = now
         self._steps += 1
         if now >= self._wanted_from_seconds and self._busy.acquire(blocking=False):
@@ -166,10 +168,3 @@ class Sampler:
         if latest is not None and now - latest.taken_seconds < _FLUSH_SECONDS_MAX:
             return latest
         return Sample(taken_seconds=now, devices=(), pinned_host_bytes=None, step=self.step)
-
-    def steps_run(self) -> bool:
-        """Steps are being made: the last is no longer ago than a few of them take. Any thread may ask."""
-        if self._last_step_seconds is None:
-            return False
-        patience = min(max(_QUIET_STEPS * self._step_seconds, _QUIET_SECONDS_MIN), _QUIET_SECONDS_MAX)
-        return self._clock() - self._last_step_seconds < patience

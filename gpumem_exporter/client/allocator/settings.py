@@ -1,8 +1,7 @@
-"""The settings that PyTorch's CUDA allocator takes: which there are, what they may be, and how a line of them is read.
+"""The settings of PyTorch's CUDA allocator: their names, their values, and the syntax of a line of them.
 
-An unknown key, or a wrong value, ends a program when it initialises CUDA, which may be after minutes of loading. So
-they are checked before. Source: c10's AllocatorConfig and CUDAAllocatorConfig, releases up to 2.15; an older one knows
-fewer of them.
+An unknown name or an invalid value ends a program when it initializes CUDA, which may be after minutes of loading. So
+they are checked before. Source: c10's AllocatorConfig and CUDAAllocatorConfig up to 2.15; older releases know fewer.
 """
 
 from __future__ import annotations
@@ -15,16 +14,15 @@ from gpumem_exporter.errors import ConfigurationError
 __all__ = ["KEYS", "VARIABLES", "environment_with", "in_force", "merged", "parse_settings"]
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Where PyTorch looks, in this order: the first one that is set counts, even if it is empty. All releases know the
-first; the second is read for CUDA from 2.10 on."""
+"""PyTorch reads the first one that is set, even if it is empty. The second is read for CUDA from 2.10 on."""
 
 
 def _truth(value: str) -> str:
-    return "" if value in ("True", "False") else "True or False, in this spelling"
+    return "" if value in ("True", "False") else "True or False, written like this"
 
 
 def _megabytes(least: int) -> Callable[[str], str]:
-    return lambda value: "" if value.isdigit() and int(value) >= least else f"a whole number of MiB, {least} at least"
+    return lambda value: "" if value.isdigit() and int(value) >= least else f"a whole number of MiB, at least {least}"
 
 
 def _fraction(*, ends: bool) -> Callable[[str], str]:
@@ -37,19 +35,19 @@ def _fraction(*, ends: bool) -> Callable[[str], str]:
 
 
 def _threads(value: str) -> str:
-    right = value.isdigit() and int(value) in (1, 2, 4, 8, 16, 32, 64, 128)
-    return "" if right else "a power of two up to 128"
+    valid = value.isdigit() and int(value) in (1, 2, 4, 8, 16, 32, 64, 128)
+    return "" if valid else "a power of two up to 128"
 
 
 def _divisions(value: str) -> str:
-    says = "a power of two such as 4, or [256:1,512:2,1024:4,>:8] with powers of two"
+    expected = "a power of two such as 4, or [256:1,512:2,1024:4,>:8] with powers of two"
     if not value.startswith("["):
-        return "" if value == "0" or _power_of_two(value) else says
+        return "" if value == "0" or _power_of_two(value) else expected
     pairs = [pair.partition(":") for pair in value.strip("[]").split(",") if pair]
-    right = value.endswith("]") and all(
+    valid = value.endswith("]") and all(
         (size == ">" or _power_of_two(size)) and (parts == "0" or _power_of_two(parts)) for size, _, parts in pairs
     )
-    return "" if right and pairs else says
+    return "" if valid and pairs else expected
 
 
 def _backend(value: str) -> str:
@@ -57,8 +55,8 @@ def _backend(value: str) -> str:
 
 
 def _reserve(value: str) -> str:
-    right = re.fullmatch(r"\d+(\.\d+)?[KMGT]?", value) and (_number(value.rstrip("KMGT")) or 0) > 0
-    return "" if right else "a fraction such as 0.5, or a size such as 40G"
+    valid = re.fullmatch(r"\d+(\.\d+)?[KMGT]?", value) and (_number(value.rstrip("KMGT")) or 0) > 0
+    return "" if valid else "a fraction such as 0.5, or a size such as 40G"
 
 
 KEYS: Mapping[str, Callable[[str], str]] = {
@@ -85,53 +83,55 @@ KEYS: Mapping[str, Callable[[str], str]] = {
     "roundup_power2_divisions": _divisions,
     "throw_on_cudamalloc_oom": _truth,
 }
-"""Each key, and what says of a value what would be right; empty where it is."""
+"""For each name, a function that returns what a value must be; empty if the value is valid."""
 
 
 def parse_settings(line: str) -> dict[str, str]:
     """Read `key:value,key:value`; commas within brackets belong to the value.
 
     Raises:
-        ConfigurationError: a key is unknown, or its value is not one; says which there are, or what would be right.
+        ConfigurationError: a name is unknown or its value is invalid; the message lists what is accepted.
     """
     settings: dict[str, str] = {}
     for part in _parts(line):
         key, colon, value = part.partition(":")
         check = KEYS.get(key)
         if check is None:
-            raise ConfigurationError(f"{key!r} is no setting of PyTorch's allocator; there are {', '.join(KEYS)}")
+            raise ConfigurationError(
+                f"{key!r} is not a setting of PyTorch's allocator; the settings are {', '.join(KEYS)}"
+            )
         if not colon or not value:
             raise ConfigurationError(
                 f"{key} needs a value, as in {key}:VALUE: {check('') or 'see PyTorch CUDA semantics'}"
             )
         expected = check(value)
         if expected:
-            raise ConfigurationError(f"{key} cannot be {value!r}; it is {expected}")
+            raise ConfigurationError(f"invalid value {value!r} of {key}: it must be {expected}")
         settings[key] = value
     if not settings:
-        raise ConfigurationError("no setting is given; say for instance expandable_segments:True")
+        raise ConfigurationError("no setting is given; an example is expandable_segments:True")
     return settings
 
 
 def in_force(environ: Mapping[str, str]) -> tuple[str, str]:
-    """The variable that PyTorch reads in this environment, and its content; both empty where none is set."""
+    """Return the variable that PyTorch reads in this environment, and its content; both are empty if none is set."""
     for variable in VARIABLES:
         if variable in environ:
             return variable, environ[variable]
     return "", ""
 
 
-def merged(present: str, wanted: Mapping[str, str]) -> str:
-    """A line of settings with others put in their place, or added."""
-    kept = [part for part in _parts(present) if part.partition(":")[0] not in wanted]
+def merged(current: str, wanted: Mapping[str, str]) -> str:
+    """Return a line of settings in which these replace others of the same name, or are added."""
+    kept = [part for part in _parts(current) if part.partition(":")[0] not in wanted]
     return ",".join([*kept, *(f"{key}:{value}" for key, value in wanted.items())])
 
 
 def environment_with(environ: Mapping[str, str], line: str) -> dict[str, str]:
-    """The variables that put these settings in force, beside those that the environment sets already.
+    """Return the variables that put these settings in force, together with those that the environment sets.
 
-    It is PYTORCH_CUDA_ALLOC_CONF that is set: every release reads it, and it wins over the newer name. What the newer
-    name says is taken over, since it is not read any more then.
+    The result sets PYTORCH_CUDA_ALLOC_CONF, which every release reads and which takes precedence over the newer name.
+    It contains the settings of the newer name, since that one is not read any more then.
 
     Raises:
         ConfigurationError: as `parse_settings`.
@@ -140,13 +140,13 @@ def environment_with(environ: Mapping[str, str], line: str) -> dict[str, str]:
 
 
 def _parts(line: str) -> list[str]:
-    parts, depth, begun = [], 0, 0
+    parts, depth, start = [], 0, 0
     text = "".join(line.split())
     for at, character in enumerate(f"{text},"):
         depth += (character == "[") - (character == "]")
         if character == "," and depth <= 0:
-            parts.append(text[begun:at])
-            begun = at + 1
+            parts.append(text[start:at])
+            start = at + 1
     return [part for part in parts if part]
 
 

@@ -1,4 +1,4 @@
-"""Which settings of the allocator the measured figures speak for."""
+"""Recommends allocator settings from measured values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merge
 from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 
-__all__ = ["AllocatorFigures", "Recommendation", "recommend", "recommend_allocator_settings"]
+__all__ = ["AllocatorValues", "Recommendation", "recommend", "recommend_allocator_settings"]
 
 _FRAGMENTED_SHARE = 0.1
 _FRAGMENTED_LEAST = 256 << 20
@@ -19,8 +19,8 @@ _RETRIES_MANY = 3
 
 
 @dataclass(frozen=True, slots=True)
-class AllocatorFigures:
-    """What was measured on one device; None is unknown."""
+class AllocatorValues:
+    """The measured values of one device; None is unknown."""
 
     device: int
     allocated_bytes: int | None = None
@@ -33,7 +33,7 @@ class AllocatorFigures:
 
     @property
     def fragmented_bytes(self) -> int | None:
-        """Reserved, in no tensor, not to be given back."""
+        """Bytes reserved, neither allocated nor reclaimable."""
         if self.allocated_bytes is None or self.reserved_bytes is None or self.reclaimable_bytes is None:
             return None
         return max(0, self.reserved_bytes - self.allocated_bytes - self.reclaimable_bytes)
@@ -41,24 +41,24 @@ class AllocatorFigures:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """Settings to start the next run with, and why. Prints as text."""
+    """Settings for the next run, and the reasons. Prints as text."""
 
     settings: tuple[tuple[str, str], ...] = ()
     reasons: tuple[str, ...] = ()
-    """One for each setting, or for leaving all as it is."""
-    present: str = ""
-    """The settings in force."""
+    """One for each setting, or the reason for no change."""
+    current: str = ""
+    """The settings in force now."""
     variable: str = ""
-    """The environment variable that they came from; empty where none is set."""
+    """The environment variable that sets them; empty if none is set."""
 
     @property
     def line(self) -> str:
-        """All settings for the next run, those in force included; empty where nothing is to be changed."""
-        return merged(self.present, dict(self.settings)) if self.settings else ""
+        """All settings for the next run, including those in force; empty if no change is recommended."""
+        return merged(self.current, dict(self.settings)) if self.settings else ""
 
     def __str__(self) -> str:
         came = f" (from {self.variable})" if self.variable else ""
-        lines = [f"in force: {self.present or 'the defaults'}{came}"]
+        lines = [f"in force: {self.current or 'the defaults'}{came}"]
         if self.settings:
             lines.append(f"next run: {VARIABLES[0]}={self.line}")
         lines += [f"  {reason}" for reason in self.reasons]
@@ -66,19 +66,19 @@ class Recommendation:
 
 
 def recommend_allocator_settings() -> Recommendation:
-    """Say which allocator settings the memory of this process speaks for, and why.
+    """Recommend allocator settings for this process' memory, with reasons.
 
-    They take effect where CUDA starts: set them in the environment of the next run, for instance with
-    `gpumem-exporter run --allocator`. Ask at the end of a representative step, as later ones look the same; it takes a
-    walk over the heap at most. Without CUDA it says so and recommends nothing.
+    Settings take effect when CUDA starts: set them in the environment of the next run, for example with
+    `gpumem-exporter run --allocator`. Call this at the end of a representative step; it takes at most one walk over the
+    heap. Without CUDA it recommends nothing.
     """
     allocator = attached()
     if allocator is None:
         no_cuda("recommend_allocator_settings")
         return Recommendation(reasons=("no CUDA: nothing was measured",))
     by_uuid = {allocator.uuid(index): index for index in allocator.devices()}
-    figures = [
-        AllocatorFigures(
+    devices = [
+        AllocatorValues(
             device=by_uuid[sample.uuid],
             allocated_bytes=sample.allocated_bytes,
             reserved_bytes=sample.reserved_bytes,
@@ -91,51 +91,53 @@ def recommend_allocator_settings() -> Recommendation:
         for sample in allocator.samples()
         if sample.uuid in by_uuid
     ]
-    return recommend(figures, allocator.settings, in_force(os.environ)[0])
+    return recommend(devices, allocator.settings, in_force(os.environ)[0])
 
 
-def recommend(figures: list[AllocatorFigures], present: str, variable: str = "") -> Recommendation:
-    """The same from given figures. Pure."""
+def recommend(devices: list[AllocatorValues], current: str, variable: str = "") -> Recommendation:
+    """Return the recommendation for given values."""
     try:
-        settings = parse_settings(present) if present else {}
-    except ConfigurationError:  # a release that knows more than we do
+        settings = parse_settings(current) if current else {}
+    except ConfigurationError:  # of a newer release
         settings = {}
     if settings.get("backend") == "cudaMallocAsync":
-        reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not reach it"
-        return Recommendation(reasons=(reason,), present=present, variable=variable)
+        reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not affect it"
+        return Recommendation(reasons=(reason,), current=current, variable=variable)
     wanted: dict[str, str] = {}
     reasons: list[str] = []
-    for device in figures:
+    for device in devices:
         _fragmentation(device, settings, wanted, reasons)
         _rounding(device, settings, wanted, reasons)
         _pressure(device, settings, wanted, reasons)
     if not reasons:
-        reasons.append("nothing measured speaks for another setting")
-    return Recommendation(tuple(wanted.items()), tuple(reasons), present, variable)
+        reasons.append("the measured values are no reason for another setting")
+    return Recommendation(tuple(wanted.items()), tuple(reasons), current, variable)
 
 
 def _fragmentation(
-    device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
+    device: AllocatorValues, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
 ) -> None:
     fragmented, reserved = device.fragmented_bytes, device.reserved_bytes
     if fragmented is None or not reserved:
         return
     if fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
         return
-    of = f"{human_bytes(fragmented)} of {human_bytes(reserved)} reserved"
-    share = f"cuda:{device.device} has {of} in pieces between tensors"
+    share = (
+        f"cuda:{device.device} has {human_bytes(fragmented)} of {human_bytes(reserved)} reserved memory fragmented"
+        " between tensors"
+    )
     if settings.get("expandable_segments") == "True":
         reasons.append(
-            f"{share} although segments are expandable: live tensors lie between them; free what is long-lived first"
+            f"{share}, although segments are expandable: live tensors separate it; allocate long-lived tensors first"
         )
     elif "expandable_segments" not in wanted:
         wanted["expandable_segments"] = "True"
-        reasons.append(f"expandable_segments:True: {share}; expandable segments are unmapped by the page and used anew")
+        reasons.append(f"expandable_segments:True: {share}; expandable segments are unmapped and reused by the page")
         if "max_split_size_mb" in settings:
-            reasons.append("max_split_size_mb is of no more use then; take it out")
+            reasons.append("max_split_size_mb has no effect then: remove it")
 
 
-def _rounding(device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
+def _rounding(device: AllocatorValues, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
     if not device.requested_bytes or device.allocated_bytes is None or "roundup_power2_divisions" not in settings:
         return
     rounded = device.allocated_bytes - device.requested_bytes
@@ -147,22 +149,22 @@ def _rounding(device: AllocatorFigures, settings: dict[str, str], wanted: dict[s
         )
 
 
-def _pressure(device: AllocatorFigures, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
+def _pressure(device: AllocatorValues, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]) -> None:
     retries = device.alloc_retries or 0
     if retries < _RETRIES_MANY:
         return
-    said = f"cuda:{device.device} had to empty its cache {retries} times to go on"
+    pressure = f"cuda:{device.device} had to empty its cache {retries} times for an allocation"
     if device.ooms:
-        said += f", and ran out of memory {device.ooms} times"
+        pressure += f", and ran out of memory {device.ooms} times"
     fraction = settings.get("per_process_memory_fraction")
     if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
         wanted.setdefault("garbage_collection_threshold", "0.8")
         reasons.append(
-            f"garbage_collection_threshold:0.8: {said}; it then gives back what was not used for long before the limit"
-            f" of {fraction} is reached, rather than all at it"
+            f"garbage_collection_threshold:0.8: {pressure}; the allocator then releases what was unused for long before"
+            f" it reaches the limit of {fraction}, instead of everything at the limit"
         )
     elif "expandable_segments" not in wanted and settings.get("expandable_segments") != "True":
         wanted["expandable_segments"] = "True"
-        reasons.append(f"expandable_segments:True: {said}; its segments grow by the page instead")
+        reasons.append(f"expandable_segments:True: {pressure}; expandable segments grow by the page instead")
     elif settings.get("expandable_segments") == "True":
-        reasons.append(f"{said}: no setting helps, it needs less memory (a smaller batch, checkpointing)")
+        reasons.append(f"{pressure}: no setting helps; use less memory (a smaller batch, checkpointing)")

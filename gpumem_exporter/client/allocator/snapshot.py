@@ -1,4 +1,4 @@
-"""Writes the allocator's state to a file, for https://pytorch.org/memory_viz."""
+"""Writes the allocator's snapshot to a file, for https://pytorch.org/memory_viz."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["snapshot"]
 
 
 def snapshot(path: str | os.PathLike[str]) -> Path | None:
-    """Write every segment and block of the allocator, and its history where one is recorded. Returns the file's path.
+    """Write every segment and block of the allocator, and the history if it is recorded. Returns the file's path.
 
-    The file is the one that `torch.cuda.memory._dump_snapshot` writes, a pickle: open it at
-    https://pytorch.org/memory_viz or with `python -m torch.cuda._memory_viz`. It appears whole or not at all. Holds the
-    GIL for about 1.5 µs a block, and seconds where a long history with stacks is recorded. Without CUDA it writes
-    nothing and returns None.
+    The file is a pickle as `torch.cuda.memory._dump_snapshot` writes it: open it at https://pytorch.org/memory_viz or
+    with `python -m torch.cuda._memory_viz`. The file is complete or missing, never partial. The call keeps the GIL for
+    about 1.5 µs per block, and for seconds with a long history of stacks. Without CUDA it writes nothing and returns
+    None.
 
     Raises:
-        OSError: it cannot be written.
-        CommandRefusedError: this allocator gives no snapshot.
+        OSError: the file cannot be written.
+        CommandRefusedError: this allocator has no snapshot.
     """
     allocator = attached()
     if allocator is None:

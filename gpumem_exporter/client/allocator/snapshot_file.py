@@ -1,7 +1,7 @@
-"""Writes PyTorch's own memory snapshot, for https://pytorch.org/memory_viz, and says what is in it.
+"""Writes PyTorch's memory snapshot for https://pytorch.org/memory_viz, and summarizes it.
 
-The exporter is told path, size and a summary, and never reads the file: it is a pickle. Whoever records the
-allocator's history is left alone: what is recorded goes into the file, and nothing is begun or ended here.
+The exporter receives path, size and summary, and never reads the file, which is a pickle. The recording of the
+allocator's history is not started or stopped here; a recorded history becomes part of the file.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ __all__ = ["snapshot_folder", "write_file", "write_snapshot"]
 
 _KEPT_FILES = 64
 _TRACE_ENTRIES_MAX = 50_000
-"""Of each device's history, the last: an entry with its stack takes kilobytes."""
+"""The newest entries of each device's history are kept: an entry with its stack takes kilobytes."""
 _SHOWN = 10
 _ALIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
 
 class Allocator(Protocol):
-    """What is needed of an allocator here."""
+    """The methods of an allocator that are used here."""
 
     def snapshot(self) -> dict[str, Any]: ...
     def uuid(self, index: int) -> str: ...
 
 
 def snapshot_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where snapshots are written: GPUMEM_SNAPSHOT_DIR, or a folder of this user's own among the temporary files."""
+    """Return GPUMEM_SNAPSHOT_DIR, or a folder of this user's own among the temporary files."""
     folder = environ.get("GPUMEM_SNAPSHOT_DIR", "").strip()
     return Path(folder) if folder else _own_folder()
 
@@ -47,7 +47,7 @@ def _own_folder() -> Path:
 
 
 def _age_order(file: Path) -> float:
-    """The oldest first; another process may have removed it meanwhile."""
+    """Return the time of the file; 0 if another process has removed it."""
     try:
         return file.stat().st_mtime
     except OSError:
@@ -57,10 +57,10 @@ def _age_order(file: Path) -> float:
 def write_snapshot(allocator: Allocator) -> SnapshotFile:
     """Take a snapshot and write it into `snapshot_folder()`, where the last 64 are kept.
 
-    Holds the GIL for about half a microsecond a block.
+    Keeps the GIL for about half a microsecond per block.
 
     Raises:
-        CommandRefusedError: the allocator gives none, the folder is another user's, or it cannot be written.
+        CommandRefusedError: there is no snapshot, the folder is another user's, or the file cannot be written.
     """
     taken = allocator.snapshot()
     taken["device_traces"] = [trace[-_TRACE_ENTRIES_MAX:] for trace in taken.get("device_traces", ())]
@@ -73,16 +73,18 @@ def write_snapshot(allocator: Allocator) -> SnapshotFile:
 
 
 def _next_file(folder: Path) -> Path:
-    """A name for a new file, in a folder of this user's; the oldest of ours go."""
+    """Return a name for a new file in the folder, and remove the oldest snapshots there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder == _own_folder():
-        # Among the temporary files anybody may have been first: with a folder that is open to others, or with a link.
+        # Another user may have made it before: a folder that is open to others, or a link.
         owner = folder.lstat()
         alone = owner.st_uid == os.getuid() and not stat.S_IMODE(owner.st_mode) & 0o077
         if not (alone and stat.S_ISDIR(owner.st_mode)):
-            raise CommandRefusedError(f"{folder} is not this user's alone; name another one in GPUMEM_SNAPSHOT_DIR")
-    ours = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)
-    for old in ours[: max(0, len(ours) + 1 - _KEPT_FILES)]:
+            raise CommandRefusedError(
+                f"{folder} is not a private folder of this user; set GPUMEM_SNAPSHOT_DIR to another one"
+            )
+    snapshots = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)
+    for old in snapshots[: max(0, len(snapshots) + 1 - _KEPT_FILES)]:
         with contextlib.suppress(OSError):
             old.unlink()
     taken = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
@@ -90,10 +92,10 @@ def _next_file(folder: Path) -> Path:
 
 
 def write_file(file: Path, taken: dict[str, Any]) -> int:
-    """Write what torch gave: whole or not at all, and readable for this user alone. Returns the bytes.
+    """Write a complete file that only this user may read. Returns its bytes.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -126,7 +128,7 @@ def _summary(allocator: Allocator, taken: Mapping[str, Any], file: Path, size: i
                 uuid=allocator.uuid(segment["device"]),
                 size_bytes=block["size"],
                 requested_bytes=block.get("requested_size"),
-                frame=_program_frame(block.get("frames") or ()),
+                frame=_user_frame(block.get("frames") or ()),
             )
             for segment, block in largest
         ),
@@ -147,8 +149,8 @@ def _partly_free(allocator: Allocator, segment: Mapping[str, Any]) -> SnapshotSe
     )
 
 
-def _program_frame(frames: Iterable[Mapping[str, Any]]) -> str:
-    """The innermost frame in Python that is not torch's own; else the innermost."""
+def _user_frame(frames: Iterable[Mapping[str, Any]]) -> str:
+    """Return the innermost Python frame outside of torch, otherwise the innermost frame."""
     first = ""
     for frame in frames:
         file = str(frame.get("filename", ""))

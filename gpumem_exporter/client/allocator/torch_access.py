@@ -1,144 +1,82 @@
-"""The one module that touches torch, and only a torch that the program has imported and initialised itself.
+"""Every use of a private name of torch; the other modules of the client use torch's public names only.
 
-Every capability degrades alone: an allocator that lacks one (cudaMallocAsync, a pluggable one, an older torch) leaves
-that figure None. Nothing here imports torch, initialises CUDA or creates a context.
-
-Statistics come from `torch._C._cuda_memoryStats(device)` (10 µs, against 89 for `torch.cuda.memory_allocated`, which
-builds and sorts a flat dictionary). It locks the allocator's mutex while it holds the GIL: a call that meets another
-thread's cache flush waits for it, and the interpreter with it. Hence `Sampler` prefers the training thread.
+Two modules of `client.hooks` are exceptions: `cuda_start`, which `gpumem-exporter run` loads as a single file, and
+`model_forward`, whose hook is public. Nothing here imports torch, initializes CUDA or creates a context. A name that an
+older release or another allocator lacks makes its value None.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
 
-from gpumem_exporter.client.allocator.captures import Captures
-from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
-from gpumem_exporter.client.allocator.reclaimable import DeviceState, Reclaimable, known
-from gpumem_exporter.client.measure.observed import Observed, process_observed
-from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
-from gpumem_exporter.errors import CommandRefusedError
-from gpumem_exporter.wire.protocol import DeviceSample
+__all__ = [
+    "DeviceState",
+    "Statistics",
+    "allocator_settings",
+    "attach_oom_observer",
+    "calling_thread_mark",
+    "current_stream_is_capturing",
+    "find_cublas_clear",
+    "find_pinned_cache_clear",
+    "history_is_recorded",
+    "initialized_torch",
+    "pinned_host_bytes",
+    "remove_from_serialization_registry",
+    "set_calling_thread_mark",
+    "take_snapshot",
+    "tensor_base_class",
+    "tensors_of_module",
+    "uncompiled",
+    "without_torch_function",
+]
 
-__all__ = ["Allocator", "DeviceState"]
+DeviceState: TypeAlias = "Mapping[str, Any]"
+"""The nested statistics of one device, as torch returns them."""
 
 _MANY_POOLS = 32
-"""Torch never forgets a dead private pool; with more than this, the statistics that list them are not asked for."""
-_LARGE_PAGE_SETTING = "large_segment_size_mb"
-_ASYNC_FIGURES = ("allocated_bytes", "reserved_bytes", "active_bytes")
-"""All that the cudaMallocAsync backend fills in; the rest of its statistics is a constant 0."""
+"""Torch never drops a dead private pool. With more pools than this, the statistics that list them are not read."""
+_ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
+"""All that the backend cudaMallocAsync fills in; the rest of its statistics is always 0."""
+_THREAD_KEY = "gpumem_thread"
 
 
-class Allocator:
-    """PyTorch's caching allocator in this process.
+def initialized_torch() -> Any | None:
+    """Return torch if the user's code has imported it and initialized CUDA in this process, otherwise None.
 
-    One thread at a time, except where a method says that any may call it. `attach` makes one.
+    Returns None in a forked child of a process with CUDA, too: the private functions would return the parent's values
+    there, or wait forever.
+    """
+    torch = sys.modules.get("torch")
+    is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
+    return torch if is_initialized is not None and is_initialized() else None
+
+
+class Statistics:
+    """Reads the allocator's statistics, in about 10 µs per device. Any thread may call any method.
+
+    `torch.cuda.memory_allocated` takes 89 µs, since it builds and sorts a flat dictionary. Both lock the allocator's
+    mutex while they hold the GIL: if another thread empties the cache, the whole interpreter waits for it.
     """
 
-    def __init__(self, torch: Any, observed: Observed | None = None) -> None:
-        self._torch = torch
+    def __init__(self, torch: Any) -> None:
+        self._cuda = torch.cuda
         self._c = torch._C
-        self._uuids: dict[int, str] = {}
         self._many_pools: set[int] = set()
-        self._observed = observed or Observed()
-        self._captures = Captures(
-            torch.cuda,
-            getattr(self._c, "_cuda_isCurrentStreamCapturing", lambda: False),
-            self._c._cuda_hasPrimaryContext,
-        )
-        self._removers: list[Callable[[], None]] = list(self._captures.hooks())
-        self.torch_version = str(getattr(torch, "__version__", ""))
         backend = getattr(torch.cuda, "get_allocator_backend", None)
-        self._backend = backend() if backend is not None else "native"
-        self._large_pages = {_large_page(_environment_settings()) or LARGE_PAGE_BYTES}
-        self._seen_settings = ""
-        self._reclaimable = Reclaimable(
-            self._walk,
-            self._captures.version,
-            expandable_from_the_start="expandable_segments:true" in self._notice_settings().lower(),
-        )
-
-    @classmethod
-    def attach(cls) -> Allocator | None:
-        """The allocator, once the program has initialised CUDA; None before, and in a forked child of such a program.
-
-        The guard is `torch.cuda.is_initialized()`, which knows forked children: the raw calls answer there with the
-        parent's bytes, or never.
-        """
-        torch = sys.modules.get("torch")
-        cuda = getattr(torch, "cuda", None)
-        initialised = getattr(cuda, "is_initialized", None)
-        return cls(torch, process_observed()) if initialised is not None and initialised() else None
-
-    @property
-    def settings(self) -> str:
-        """The allocator's settings as torch tells them: what the environment says, or what was last set since.
-
-        Before torch 2.10, which tells them, what the environment asked for.
-        """
-        try:
-            return str(self._c._accelerator_getAllocatorSettings())
-        except (AttributeError, RuntimeError):
-            return _environment_settings()
-
-    @property
-    def capturing(self) -> bool:
-        """A CUDA graph is being captured somewhere in this process (see `Captures`)."""
-        return self._captures.under_way
-
-    @property
-    def flushing(self) -> bool:
-        """Another thread is emptying the cache: whoever asks for statistics waits for it, with the GIL.
-
-        Known of `empty_cache()` alone. The flush before an allocation's last try looks like any operation.
-        """
-        codes = {
-            getattr(getattr(sys.modules.get(name), "empty_cache", None), "__code__", None)
-            for name in ("torch.cuda.memory", "torch.accelerator.memory")
-        }
-        return any(frame.f_code in codes for frame in sys._current_frames().values())
-
-    def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
-        """Have the observer called at each out-of-memory error, for ever; False where this allocator cannot."""
-        try:
-            self._c._cuda_attach_out_of_memory_observer(observer)
-        except (AttributeError, RuntimeError):
-            return False
-        return True
-
-    def detach(self) -> None:
-        """Take every hook out of torch again."""
-        while self._removers:
-            with contextlib.suppress(Exception):
-                self._removers.pop()()
+        self._asynchronous = backend is not None and backend() == "cudaMallocAsync"
 
     def devices(self) -> list[int]:
-        """The indices of the devices on which this process has a context: the only ones it can hold memory on."""
+        """Return the indices of the devices on which this process has a context; it has memory on no other."""
         has_context = self._c._cuda_hasPrimaryContext
-        return [index for index in range(self._torch.cuda.device_count()) if has_context(index)]
-
-    def uuid(self, index: int) -> str:
-        """The device's UUID as NVML spells it; empty where torch does not say (before 2.5).
-
-        `cudaDeviceProp` says it right under any CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
-        """
-        known = self._uuids.get(index)
-        if known is None:
-            properties = self._torch.cuda.get_device_properties(index)
-            raw = str(getattr(properties, "uuid", ""))
-            prefix = "MIG-" if "MIG" in str(properties.name).split() else "GPU-"
-            known = self._uuids[index] = prefix + raw if raw else ""
-        return known
+        return [index for index in range(self._cuda.device_count()) if has_context(index)]
 
     def state(self, index: int) -> DeviceState | None:
-        """The device's statistics now; None from an allocator that keeps none. Any thread may ask.
+        """Return the statistics of one device, or None if the allocator keeps none.
 
-        `private_pools_bytes` is added, where they tell it.
+        `private_pools_bytes` is added from torch 2.13 on: the bytes that all private pools reserve.
         """
         try:
             if index in self._many_pools:
@@ -146,160 +84,127 @@ class Allocator:
             state: dict[str, Any] = self._c._cuda_memoryStats(index)
         except (AttributeError, RuntimeError):
             return None
-        if self._backend == "cudaMallocAsync":
+        if self._asynchronous:
             return {
                 name: {"all": {metric: state[name]["all"][metric] for metric in ("current", "peak")}}
-                for name in _ASYNC_FIGURES
+                for name in _ASYNC_STATISTICS
             }
-        pools = state.get("reserved_bytes_by_private_pools")  # 2.13 and later
+        pools = state.get("reserved_bytes_by_private_pools")
         if pools is not None:
-            state["private_pools_bytes"] = _current_sum(pools)
+            state["private_pools_bytes"] = sum(pool["all"]["current"] for pool in pools.values())
             if len(pools) > _MANY_POOLS and hasattr(self._c, "_accelerator_getDeviceStats"):
                 self._many_pools.add(index)
         return state
 
-    def samples(self) -> tuple[DeviceSample, ...]:
-        """One sample of each device that this process uses and that can be named."""
-        self._notice_settings()
-        states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
-        told = {index: state for index, state in states.items() if state is not None}
-        self._reclaimable.look(told)
-        return tuple(self._sample(index, state) for index, state in states.items())
-
-    def sample_now(self, index: int) -> DeviceSample:
-        """One device's sample without a walk over the heap; unlike the rest, any thread may call this."""
-        return self._sample(index, self.state(index))
-
-    def sample_at_oom(self, index: int) -> DeviceSample:
-        """The same in an out-of-memory observer: what torch could give back it has given back before it calls one.
-
-        But not while a graph is captured: it keeps its cache then.
-        """
-        state = self.state(index)
-        sample = self._sample(index, state)
-        if state is None or self._reclaimable.told_by_statistics(index, state):
-            return sample
-        return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
-
-    def pinned_host_bytes(self) -> int | None:
-        """Pinned host memory that torch's caching host allocator holds (2.7 and later)."""
-        try:
-            held: int = self._c._cuda_hostMemoryStats()["allocated_bytes"]["current"]
-        except (AttributeError, RuntimeError, KeyError):
-            return None
-        return held
-
-    def free_bytes(self, index: int) -> int | None:
-        """The device's free memory as `cudaMemGetInfo` gives it, for a device with a context."""
-        try:
-            free: int = self._torch.cuda.cudart().cudaMemGetInfo(index)[0]
-        except RuntimeError:
-            return None
-        return free
-
-    def empty_cache(self) -> None:
-        """Give every wholly free segment of every device back to the driver; waits for pending cross-stream frees."""
-        self._torch.cuda.empty_cache()
-
-    def reset_peak(self, index: int) -> None:
-        """Let the peaks of one device begin anew at the present values."""
-        self._observed.reset_peaks(index, self.state, self._c._cuda_resetPeakMemoryStats)
-
-    def total_bytes(self, index: int) -> int:
-        """The device's memory as CUDA gives it: what a memory fraction is a fraction of."""
-        total: int = self._torch.cuda.get_device_properties(index).total_memory
-        return total
-
-    def set_memory_fraction(self, index: int, fraction: float) -> None:
-        """Let the allocator reserve no more than that share of the device from now on; gives nothing back."""
-        self._torch.cuda.set_per_process_memory_fraction(fraction, index)
-
-    def allocations(self, index: int) -> tuple[int, int] | None:
-        """How many blocks were ever handed out and taken back on a device; None where that is not counted."""
-        counted = (self.state(index) or {}).get("allocation", {}).get("all", {})
-        return (counted["allocated"], counted["freed"]) if counted else None
-
-    def snapshot(self) -> dict[str, Any]:
-        """All segments, blocks and traces, as `torch.cuda.memory._snapshot` gives them: what memory_viz reads.
-
-        Raises:
-            CommandRefusedError: this allocator keeps no books of blocks.
-        """
-        try:
-            taken: dict[str, Any] = self._torch.cuda.memory._snapshot()
-        except (AttributeError, RuntimeError) as error:
-            raise CommandRefusedError(f"this allocator gives no snapshot: {error}") from None
-        return taken
-
-    def _notice_settings(self) -> str:
-        settings = self.settings
-        if settings != self._seen_settings:
-            self._seen_settings = settings
-            page = _large_page(settings)
-            if page is not None:
-                self._large_pages.add(page)
-        return settings
-
-    def _walk(self) -> Mapping[int, Heap] | None:
-        try:
-            snapshot = self._torch.cuda.memory_snapshot
-            # traces (2.11 and later can leave them out) may be hundreds of thousands of entries
-            segments = snapshot(include_traces=False) if "include_traces" in _parameters(snapshot) else snapshot()
-        except (AttributeError, RuntimeError):
-            return None
-        # None comes alive again: what is dead after the snapshot may at most have been alive in it.
-        heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
-        self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
-        return heaps
-
-    def _sample(self, index: int, state: DeviceState | None) -> DeviceSample:
-        uuid = self.uuid(index)
-        if state is None:
-            return DeviceSample(uuid)
-        private = state.get("private_pools_bytes")
-        segments = state.get("segment", {}).get("all", {})
-        return DeviceSample(
-            uuid=uuid,
-            allocated_bytes=known(state, "allocated_bytes"),
-            reserved_bytes=known(state, "reserved_bytes"),
-            active_bytes=known(state, "active_bytes"),
-            inactive_split_bytes=known(state, "inactive_split_bytes"),
-            requested_bytes=known(state, "requested_bytes"),
-            allocated_peak_bytes=self._observed.lifted(
-                index, "allocated_bytes", known(state, "allocated_bytes", "peak")
-            ),
-            reserved_peak_bytes=self._observed.lifted(index, "reserved_bytes", known(state, "reserved_bytes", "peak")),
-            private_pools_bytes=self._reclaimable.private_bytes(index, state) if private is None else private,
-            reclaimable_bytes=self._reclaimable.bytes(index, state),
-            alloc_retries=state.get("num_alloc_retries"),
-            ooms=state.get("num_ooms"),
-            segments_allocated=segments.get("allocated"),
-            segments_freed=segments.get("freed"),
-            cache_flushes=state.get("num_sync_all_streams"),
-            peak_resets=None if known(state, "allocated_bytes", "peak") is None else self._observed.peak_resets(index),
-            phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
-            component_bytes=self._observed.components(index),
-        )
+    def reset_peaks(self, index: int) -> None:
+        """Reset every peak of one device to the current value."""
+        self._c._cuda_resetPeakMemoryStats(index)
 
 
-def _current_sum(pools: Mapping[Any, Any]) -> int:
-    return sum(pool["all"]["current"] for pool in pools.values())
+def allocator_settings(torch: Any) -> str | None:
+    """Return the allocator's settings in force; None before torch 2.10."""
+    try:
+        return str(torch._C._accelerator_getAllocatorSettings())
+    except (AttributeError, RuntimeError):
+        return None
 
 
-def _parameters(function: Callable[..., Any]) -> Iterator[str]:
-    code = getattr(function, "__code__", None)
-    return iter(code.co_varnames[: code.co_argcount] if code is not None else ())
+def pinned_host_bytes(torch: Any) -> int | None:
+    """Return the bytes of pinned host memory that torch's host allocator keeps; None before torch 2.7."""
+    try:
+        allocated: int = torch._C._cuda_hostMemoryStats()["allocated_bytes"]["current"]
+    except (AttributeError, RuntimeError, KeyError):
+        return None
+    return allocated
 
 
-def _environment_settings() -> str:
-    """What the environment says: the older name wins, even when it is empty (CUDAAllocatorConfig.h)."""
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+def take_snapshot(torch: Any) -> dict[str, Any]:
+    """Return all segments, blocks and traces, as memory_viz reads them.
+
+    Raises:
+        AttributeError, RuntimeError: the allocator has no snapshot.
+    """
+    taken: dict[str, Any] = torch.cuda.memory._snapshot()
+    return taken
 
 
-def _large_page(settings: str) -> int | None:
-    """The page size that they give to expandable segments of the large pool, in bytes (2.10 and later)."""
-    for setting in settings.replace(" ", "").split(","):
-        name, _, value = setting.partition(":")
-        if name == _LARGE_PAGE_SETTING and value.isdigit():
-            return int(value) << 20
-    return None
+def history_is_recorded(torch: Any) -> bool:
+    """Whether the allocator records where blocks are allocated."""
+    try:
+        return bool(torch._C._cuda_isHistoryEnabled())
+    except (AttributeError, RuntimeError):
+        return False
+
+
+def current_stream_is_capturing(torch: Any) -> Callable[[], bool]:
+    """Return the function that tells whether the calling thread's current stream is being captured."""
+    function: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
+    return function
+
+
+def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], None]) -> bool:
+    """Have torch call the observer at each out-of-memory error, for the life of the process.
+
+    Returns:
+        False if the allocator has no observers.
+    """
+    try:
+        torch._C._cuda_attach_out_of_memory_observer(observer)
+    except (AttributeError, RuntimeError):
+        return False
+    return True
+
+
+def find_cublas_clear(torch: Any) -> Callable[[], None] | None:
+    """Return the function that frees the workspaces which torch keeps for cuBLAS; None if there is none."""
+    function: Callable[[], None] | None = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    return function
+
+
+def find_pinned_cache_clear(torch: Any) -> Callable[[], None] | None:
+    """Return the function that empties the cache of pinned host memory; None if there is none."""
+    function: Callable[[], None] | None = getattr(torch._C, "_host_emptyCache", None)
+    return function
+
+
+def set_calling_thread_mark(mark: int) -> None:
+    """Put a number into torch's thread-local state, unless one is there. Before torch 2.0 there is no place for it."""
+    c = sys.modules["torch"]._C
+    if not c._is_key_in_tls(_THREAD_KEY):
+        c._stash_obj_in_tls(_THREAD_KEY, mark)
+
+
+def calling_thread_mark() -> int | None:
+    """Return the number that this thread, or the thread for which autograd runs it, has put there."""
+    c = sys.modules["torch"]._C
+    return int(c._get_obj_in_tls(_THREAD_KEY)) if c._is_key_in_tls(_THREAD_KEY) else None
+
+
+def without_torch_function(torch: Any) -> AbstractContextManager[None]:
+    """Within this context no `__torch_function__` is called, of a subclass or of a mode of the user's code."""
+    context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
+    return context
+
+
+def tensor_base_class(torch: Any) -> Any:
+    """Return the base class of all tensors, which reads a tensor without running code of its subclass."""
+    return torch._C.TensorBase if hasattr(torch._C, "TensorBase") else torch._C._TensorBase
+
+
+def tensors_of_module(module: Any) -> Iterable[dict[str, Any]]:
+    """Return the two dictionaries in which a module keeps its own parameters and buffers."""
+    return module._parameters, module._buffers
+
+
+def uncompiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function in a form that `torch.compile` does not trace."""
+    disable = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
+    return function if disable is None else disable(function)
+
+
+def remove_from_serialization_registry(entry: tuple[Any, ...] | None) -> None:
+    """Replace the list in which torch keeps the taggers of storages by one without this entry."""
+    serialization = sys.modules["torch.serialization"]
+    serialization._package_registry = [  # type: ignore[attr-defined]
+        each for each in serialization._package_registry if each != entry
+    ]

@@ -1,7 +1,7 @@
-"""Runs first in every Python process below `gpumem-exporter run`: starts a reporter where CUDA is initialised.
+"""Runs at the start of every Python process below `gpumem-exporter run`: starts a reporter when CUDA is initialized.
 
-Imports nothing but `sys` and what every interpreter has loaded anyway, runs the `sitecustomize` that it hides, and
-never raises: whatever goes wrong here, the program runs as if it had been started without us.
+The file imports only `sys` and what every interpreter has loaded anyway. It imports the `sitecustomize` that it hides,
+and never raises: after an error the program runs as it would without the client.
 """
 
 import sys
@@ -9,22 +9,22 @@ import sys
 
 def _chain(directory):
     """Import the `sitecustomize` that would have been found without this directory."""
-    # a .pth file may have put something there that is no text, which imports pass over
+    # A .pth file may have put an entry there that is not a string; imports skip it.
     sys.path[:] = [entry for entry in sys.path if not isinstance(entry, str) or entry.rstrip("/") != directory]
     sys.path_importer_cache.pop(directory, None)
-    ours = sys.modules.pop("sitecustomize", None)
+    this = sys.modules.pop("sitecustomize", None)
     try:
         import sitecustomize  # noqa: F401
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise
-        if ours is not None:
-            sys.modules["sitecustomize"] = ours
+        if this is not None:
+            sys.modules["sitecustomize"] = this
 
 
 def _load(name, path, search=None):
-    """Load a module from its file, found or not on sys.path."""
-    # importlib.machinery gives the same two, at the price of half of all that this file costs
+    """Load a module from its file, also if it is not on sys.path."""
+    # importlib.machinery exports the same two, but importing it takes half the time of this file.
     from _frozen_importlib import ModuleSpec
     from _frozen_importlib_external import SourceFileLoader
 
@@ -42,19 +42,19 @@ def _load(name, path, search=None):
     return module
 
 
-def _begin(package):
-    """Start the reporter; runs when CUDA is initialised."""
+def _start(package):
+    """Start the reporter. This runs when CUDA is initialized."""
     if "gpumem_exporter" not in sys.modules:
         try:
             import gpumem_exporter  # noqa: F401
         except ModuleNotFoundError:
-            # Another environment's Python: load this very package, without putting its neighbours on sys.path.
+            # Another environment's Python: load this package without adding its neighbors to sys.path.
             _load("gpumem_exporter", package + "/__init__.py", package)
     from gpumem_exporter import client
 
     try:
         client.start()
-    except Exception as error:  # noqa: BLE001 - an address that is none, say: the program runs, but somebody should know
+    except Exception as error:  # noqa: BLE001 - for example an invalid URL: the program runs, and the error is logged
         import logging
 
         logging.getLogger("gpumem_exporter.client").warning("this process is not reported: %s", error)
@@ -67,11 +67,11 @@ def _inject():
         return
     package = __file__.rsplit("/", 3)[0]
     waiting = _load("_gpumem_cuda_start", package + "/client/hooks/cuda_start.py")
-    waiting.when_cuda_starts(lambda: _begin(package))
+    waiting.when_cuda_starts(lambda: _start(package))
 
 
 try:
     _inject()
-except Exception:  # noqa: BLE001, S110 - the program comes first
+except Exception:  # noqa: BLE001, S110 - the program must run in any case
     pass
 _chain(__file__.rsplit("/", 1)[0])

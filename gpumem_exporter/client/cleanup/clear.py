@@ -1,4 +1,4 @@
-"""Gives memory back, from inside of the program, and says how much that was."""
+"""Releases memory within the user's process, and measures how much."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gpumem_exporter.client.allocator import torch_access
+from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
-from gpumem_exporter.client.allocator.torch_access import Allocator
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.sizes import human_bytes
 
@@ -24,22 +26,22 @@ class Rung:
     name: str
     """`garbage`, `ipc_handles`, `cublas_workspaces`, `cache`, `pinned_host_cache`."""
     freed_bytes: int | None = None
-    """`garbage`, `ipc_handles`, `cublas_workspaces`: of tensors, which goes to the cache. `cache`: of reserved memory,
-    which goes to the driver. `pinned_host_cache`: of the host's memory. None where it was not done."""
+    """`garbage`, `ipc_handles`, `cublas_workspaces`: allocated bytes, which move to the cache. `cache`: reserved bytes,
+    which return to the driver. `pinned_host_cache`: bytes of host memory. None if the step was not done."""
     duration_seconds: float = 0.0
     reason: str = ""
-    """Why it was not done."""
+    """Why the step was not done."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeepClean:
-    """What a deep clean has freed, rung by rung. Prints as a table."""
+    """What a deep clean has freed, step by step. Prints as a table."""
 
     rungs: tuple[Rung, ...] = ()
 
     @property
     def freed_bytes(self) -> int:
-        """What went back to the driver, on all devices of the process."""
+        """Bytes that returned to the driver, on all devices of the process."""
         return sum(rung.freed_bytes or 0 for rung in self.rungs if rung.name == "cache")
 
     def __str__(self) -> str:
@@ -52,16 +54,16 @@ class DeepClean:
 
 
 def clear_cache(*, collect_garbage: bool = False, synchronize: bool = False) -> int:
-    """Give all cached memory of this process that is in no tensor back to the driver. Returns the bytes freed.
+    """Release the cached memory of all devices of this process to the driver. Returns the bytes freed.
 
-    Of all its devices: PyTorch has no other way. It waits for memory that is pending on another stream, and each
-    segment's `cudaFree` may wait for kernels that run; what is needed again is then allocated anew. So this is for a
-    change of phase (before an evaluation, beside another process), not for each step. While a CUDA graph is being
-    captured nothing is done, since that would break the capture.
+    The call waits for memory that is pending on another stream, and each segment's `cudaFree` may wait for running
+    kernels. The next steps allocate their memory from the driver again. So call this between phases, for example before
+    an evaluation, and not in each step. While a CUDA graph is being captured nothing is done, because a release would
+    break the capture.
 
     Args:
-        collect_garbage: run Python's garbage collector first: tensors in reference cycles count as used otherwise.
-        synchronize: wait for the devices' work first, so that what it uses can go, too.
+        collect_garbage: run Python's garbage collector first, which frees tensors in reference cycles.
+        synchronize: wait for the devices first, so that memory in use by running kernels can be released, too.
     """
     allocator = attached()
     if allocator is None:
@@ -72,25 +74,17 @@ def clear_cache(*, collect_garbage: bool = False, synchronize: bool = False) -> 
     if collect_garbage:
         gc.collect()
     if synchronize:
-        _synchronize(allocator)
-    return _freed(allocator, allocator.empty_cache, _returned)
-
-
-def _may_have_graphs(torch: Any) -> bool:
-    """There is a private pool, as every CUDA graph has one; or nobody can say."""
-    try:
-        segments = torch.cuda.memory_snapshot()
-    except (AttributeError, RuntimeError):
-        return True
-    return any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in segments)
+        for index in allocator.devices():
+            sys.modules["torch"].cuda.synchronize(index)
+    return _freed(allocator, allocator.empty_cache, _returned_bytes)
 
 
 def deep_clean() -> DeepClean:
-    """Free all that this process holds and does not use, and say what each rung freed.
+    """Free all memory that this process has and does not use, and return what each step freed.
 
-    Garbage (tensors in reference cycles), handles of memory that other processes no longer use, cuBLAS' workspaces
-    where PyTorch keeps them, the cache of all devices, the cache of pinned host memory. Takes as long as a garbage
-    collection and a `cudaFree` for each segment; the next steps allocate anew. Call it where no step runs.
+    The steps are: garbage (tensors in reference cycles), handles of memory that other processes no longer use, the
+    workspaces that PyTorch keeps for cuBLAS, the cache of all devices, and the cache of pinned host memory. This takes
+    as long as a garbage collection and one `cudaFree` per segment. Call it when no step runs.
     """
     allocator = attached()
     if allocator is None:
@@ -99,36 +93,31 @@ def deep_clean() -> DeepClean:
     if _capturing(allocator, "deep_clean"):
         return DeepClean()
     torch = sys.modules["torch"]
-    c = torch._C
-    rungs = (
-        _rung(allocator, "garbage", gc.collect, _held),
-        _rung(allocator, "ipc_handles", torch.cuda.ipc_collect, _held),
-        # A captured graph has the workspace's address in it, wherever that was allocated.
-        _rung(
-            allocator,
-            "cublas_workspaces",
-            None if _may_have_graphs(torch) else getattr(c, "_cuda_clearCublasWorkspaces", None),
-            _held,
-        ),
-        _rung(allocator, "cache", allocator.empty_cache, _returned),
-        _rung(allocator, "pinned_host_cache", getattr(c, "_host_emptyCache", None), _pinned),
+    # A captured graph contains the address of its workspace.
+    clear_cublas = None if _may_have_graphs(torch) else torch_access.find_cublas_clear(torch)
+    clear_pinned = torch_access.find_pinned_cache_clear(torch)
+    return DeepClean(
+        (
+            _rung(allocator, "garbage", gc.collect, _allocated_bytes),
+            _rung(allocator, "ipc_handles", torch.cuda.ipc_collect, _allocated_bytes),
+            _rung(allocator, "cublas_workspaces", clear_cublas, _allocated_bytes),
+            _rung(allocator, "cache", allocator.empty_cache, _returned_bytes),
+            _rung(allocator, "pinned_host_cache", clear_pinned, Allocator.pinned_host_bytes),
+        )
     )
-    return DeepClean(rungs)
 
 
+@guest_safety(lambda error: log.warning("no clean start: %r", error))
 def clean_start() -> None:
-    """`deep_clean` where CUDA is initialised; silent where it is not. Raises nothing."""
-    try:
-        if attached() is not None:
-            deep_clean()
-    except Exception as error:  # noqa: BLE001 - a program that wants to be reported wants to run first of all
-        log.warning("no clean start: %r", error)
+    """Run `deep_clean` if CUDA is initialized, otherwise do nothing and log nothing."""
+    if attached() is not None:
+        deep_clean()
 
 
 def reset_peak() -> None:
-    """Let the peaks of every device of this process begin anew at the present values.
+    """Reset the peaks of every device of this process to the current values.
 
-    They are everybody's: `torch.cuda.max_memory_allocated()` shows it, too. Reports tell that they were reset.
+    `torch.cuda.max_memory_allocated()` reads the same peaks. Reports count the resets.
     """
     allocator = attached()
     if allocator is None:
@@ -139,38 +128,42 @@ def reset_peak() -> None:
 
 
 def set_memory_fraction(fraction: float, device: int | None = None) -> None:
-    """Let PyTorch reserve no more than this share of a device from now on.
+    """Limit what PyTorch may reserve to a fraction of a device.
 
-    It limits growth alone: what is reserved stays, and the next segment beyond the limit empties the cache and then
-    fails as out of memory. Context and libraries such as NCCL do not count.
+    The limit affects growth only. Reserved memory stays reserved, and the first segment beyond the limit empties the
+    cache and then fails as out of memory. CUDA contexts and libraries such as NCCL do not count.
 
     Args:
         fraction: from 0 to 1.
-        device: its index; the current one by default.
+        device: the device's index; the current device by default.
 
     Raises:
-        ValueError: the fraction is none.
+        ValueError: the fraction is out of range.
     """
     if not 0 <= fraction <= 1:
-        raise ValueError(f"a fraction lies between 0 and 1, not at {fraction}")
-    if attached() is None:
+        raise ValueError(f"invalid fraction {fraction}: expected a number from 0 to 1")
+    allocator = attached()
+    if allocator is None:
         no_cuda("set_memory_fraction")
         return
-    cuda = sys.modules["torch"].cuda
-    cuda.set_per_process_memory_fraction(float(fraction), cuda.current_device() if device is None else device)
+    index = sys.modules["torch"].cuda.current_device() if device is None else device
+    allocator.set_memory_fraction(index, float(fraction))
 
 
-def _capturing(allocator: Allocator, what: str) -> bool:
+def _capturing(allocator: Allocator, function: str) -> bool:
     if allocator.capturing:
-        log.warning("%s: a CUDA graph is being captured, nothing is done", what)
+        log.warning("%s: a CUDA graph is being captured, nothing is done", function)
         return True
     return False
 
 
-def _synchronize(allocator: Allocator) -> None:
-    cuda = sys.modules["torch"].cuda
-    for index in allocator.devices():
-        cuda.synchronize(index)
+def _may_have_graphs(torch: Any) -> bool:
+    """Whether there is a private pool, as every CUDA graph has one, or this cannot be determined."""
+    try:
+        segments = torch.cuda.memory_snapshot()
+    except (AttributeError, RuntimeError):
+        return True
+    return any(tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0) for segment in segments)
 
 
 def _rung(
@@ -178,12 +171,12 @@ def _rung(
 ) -> Rung:
     if action is None:
         return Rung(name, reason="this PyTorch has no such function")
-    begun = time.perf_counter()
+    started = time.perf_counter()
     try:
         freed = _freed(allocator, action, measure)
-    except Exception as error:  # noqa: BLE001 - an allocator may lack it; the other rungs can do without
+    except Exception as error:  # noqa: BLE001 - an allocator may lack the function; the other steps do not need it
         return Rung(name, reason=f"{type(error).__name__}: {error}"[:200])
-    return Rung(name, freed, time.perf_counter() - begun)
+    return Rung(name, freed, time.perf_counter() - started)
 
 
 def _freed(allocator: Allocator, action: Callable[[], Any], measure: Callable[[Allocator], int | None]) -> int:
@@ -193,25 +186,19 @@ def _freed(allocator: Allocator, action: Callable[[], Any], measure: Callable[[A
     return max(0, before - after) if before is not None and after is not None else 0
 
 
-def _returned(allocator: Allocator) -> int | None:
-    """Falls by what is given back: the counter of freed reserved bytes, negative, so that new segments do not hide it.
+def _returned_bytes(allocator: Allocator) -> int:
+    """Return a number that falls by the bytes returned to the driver, whatever is reserved meanwhile.
 
-    Where there is no such counter (cudaMallocAsync), what is reserved.
+    It is the negative counter of freed reserved bytes, or the reserved bytes if there is no counter (cudaMallocAsync).
     """
-    left = 0
+    total = 0
     for index in allocator.devices():
         reserved = (allocator.state(index) or {}).get("reserved_bytes", {}).get("all", {})
-        left += -reserved["freed"] if "freed" in reserved else reserved.get("current", 0)
-    return left
+        total += -reserved["freed"] if "freed" in reserved else reserved.get("current", 0)
+    return total
 
 
-def _held(allocator: Allocator) -> int | None:
-    """In tensors, on all devices."""
-    held = 0
-    for index in allocator.devices():
-        held += (allocator.state(index) or {}).get("allocated_bytes", {}).get("all", {}).get("current", 0)
-    return held
-
-
-def _pinned(allocator: Allocator) -> int | None:
-    return allocator.pinned_host_bytes()
+def _allocated_bytes(allocator: Allocator) -> int:
+    """Return the bytes in tensors, on all devices."""
+    states = (allocator.state(index) or {} for index in allocator.devices())
+    return sum(state.get("allocated_bytes", {}).get("all", {}).get("current", 0) for state in states)

@@ -1,30 +1,31 @@
-"""Takes what a program has done with off the device."""
+"""Moves or frees what the user's code no longer needs on a device."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import sys
 from typing import Any
 
 from gpumem_exporter.client.allocator.attached import no_cuda
-from gpumem_exporter.client.allocator.statistics import initialised_torch
+from gpumem_exporter.client.allocator.torch_access import initialized_torch, tensors_of_module
 from gpumem_exporter.client.cleanup.clear import clear_cache
 
 __all__ = ["release_model", "to_cpu"]
 
 
 def release_model(model: Any = None, optimizer: Any = None) -> int:
-    """Free a model's and an optimizer's device memory, whoever still refers to them. Returns the bytes freed.
+    """Free the device memory of a model and an optimizer, also if other objects refer to them. Returns the bytes freed.
 
-    Parameters, gradients and buffers become empty, and the optimizer's state goes: neither can be used any more, so
-    save first what is to be kept. Tensors that the program made of them (`state_dict`, views, averaged weights)
-    keep theirs. Then the garbage and the cache go, as in `clear_cache`.
+    Parameters, gradients and buffers become empty, and the optimizer loses its state. Neither can be used afterwards:
+    save first what you need. Tensors that were made from them (`state_dict`, views, averaged weights) keep their
+    memory. Then garbage and cache are released as in `clear_cache`.
 
     Args:
-        model: a `torch.nn.Module`, wrapped ones included.
+        model: a `torch.nn.Module`, which may be wrapped.
         optimizer: a `torch.optim.Optimizer`.
     """
-    torch = initialised_torch()
+    torch = initialized_torch()
     if torch is None:
         no_cuda("release_model")
         return 0
@@ -41,23 +42,23 @@ def release_model(model: Any = None, optimizer: Any = None) -> int:
 
 
 def _empty(torch: Any, module: Any) -> None:
-    for held in (module._parameters, module._buffers):
-        for name, tensor in list(held.items()):
+    for tensors in tensors_of_module(module):
+        for name, tensor in list(tensors.items()):
             if tensor is None:
                 continue
             tensor.grad = None
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                # Whoever holds the same tensor object (an optimizer, a reducer of DDP's) is freed of its memory, too.
+                # This also frees the memory for other holders of the same tensor, such as an optimizer or DDP.
                 tensor.data = torch.empty(0, dtype=tensor.dtype)
             else:
-                held[name] = None  # a DTensor, a quantised one: its parts cannot be exchanged
+                tensors[name] = None  # a DTensor or a quantized tensor: its parts cannot be replaced
 
 
 def to_cpu(tree: Any) -> Any:
-    """The same tree of dictionaries, lists and tuples with each CUDA tensor copied to the host, without its graph.
+    """Return a copy of a tree of dictionaries, lists and tuples in which each CUDA tensor is on the host, detached.
 
-    What is kept of a step (outputs, losses) then holds no device memory. A tensor that stands in it twice is copied
-    once. Everything else stays as it is. Waits for the device, as any copy to the host does.
+    Use it for what you keep of a step, such as outputs and losses. A tensor that occurs twice is copied once. All other
+    objects stay the same. The call waits for the device, as any copy to the host does.
     """
     torch = sys.modules.get("torch")
     return tree if torch is None else _copied(tree, torch, {})
@@ -83,13 +84,11 @@ def _copied(tree: Any, torch: Any, done: dict[int, Any]) -> Any:
 
 
 def _like(tree: Any, items: dict[Any, Any]) -> Any:
-    """A mapping of the same class where that can be copied (OrderedDict, defaultdict, ModelOutput)."""
-    import copy
-
+    """Return a mapping of the same class if it can be copied (OrderedDict, defaultdict, ModelOutput)."""
     try:
         result = copy.copy(tree)
         for key, value in items.items():
             result[key] = value
-    except Exception:  # noqa: BLE001 - classes of other libraries: a plain dictionary carries the same
+    except Exception:  # noqa: BLE001 - a class of another library: a plain dictionary has the same content
         return items
     return result

@@ -9,10 +9,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
+from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
-from gpumem_exporter.client.allocator.torch_access import Allocator, DeviceState
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, SnapshotFile
 
@@ -39,6 +40,8 @@ class Executor:
         self._allocator = allocator
         self._sampler = sampler
         self._clock = clock
+        # Reentrant: a signal handler that runs while it is held may end a step.
+        self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
         self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
             "empty_cache": self._empty_cache,
@@ -55,7 +58,8 @@ class Executor:
 
     def known(self, command_id: str) -> CommandResult | None:
         """The result of a command that has had one."""
-        return self._results.get(command_id)
+        with self._results_lock:
+            return self._results.get(command_id)
 
     def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
         """Run a command in this thread, or repeat the result of one that has run. Never raises.
@@ -79,9 +83,10 @@ class Executor:
 
     def settle(self, result: CommandResult) -> CommandResult:
         """Make this a command's result: it will not run, or has run."""
-        self._results[result.id] = result
-        while len(self._results) > _REMEMBERED:
-            self._results.popitem(last=False)
+        with self._results_lock:
+            self._results[result.id] = result
+            while len(self._results) > _REMEMBERED:
+                self._results.popitem(last=False)
         return result
 
     def _run_once(self, command: Command, expires_seconds: float) -> CommandResult:
@@ -111,7 +116,7 @@ class Executor:
         except CommandRefusedError as error:
             return CommandResult(command.id, "refused", str(error))
         except Exception as error:  # whatever torch or a finalizer raises is this command's result
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             outcome = "unsupported" if _NOT_SUPPORTED in str(error) else "failed"
             return CommandResult(command.id, outcome, f"{type(error).__name__}: {error}"[:500], self._clock() - begun)

@@ -1,8 +1,10 @@
-"""Commands that wait for their moment: the end of a step, or a rest.
+"""Commands that wait for their moment: the end of a step, a rest, or the end of a CUDA graph capture.
 
-What waits for a step runs in the training thread, where it can meet neither that thread's own allocations nor a
-capture; what waits for a rest runs on the reporter's thread once no step runs and nothing is being allocated. Whatever
-has not begun by its deadline never does: a job that hung must not clear its cache because it has recovered.
+A command in mode `step` runs in the training thread, where it can meet neither that thread's own allocations nor a
+capture. A command in mode `idle` runs on the reporter's thread once no step runs and nothing is being allocated. A
+command in mode `now` waits only while a graph is captured: it runs on the reporter's thread after that, or
+at the end of a step if that comes first. A command that has not started by its deadline never runs: a job that hung
+must not clear its cache because it has recovered.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpumem_exporter.client.commands.executor import CAPTURING
-from gpumem_exporter.wire.protocol import Command, CommandResult
+from gpumem_exporter.wire.protocol import MODES, Command, CommandResult
 
 __all__ = ["Waiting"]
 
@@ -89,7 +91,7 @@ class Waiting:
         self._held: dict[str, _Held] = {}
         self._results: list[CommandResult] = []
         self._for_steps = False
-        """Whether anything waits for a step: all that a step looks at, nearly always."""
+        """Whether a step has to look at the held commands; nearly always it has not."""
         self._counted: object = None
         self._still_since_seconds = 0.0
 
@@ -104,7 +106,7 @@ class Waiting:
         known = self._executor.known(command.id)
         if known is not None:
             self._finish(known)
-        elif command.mode not in ("step", "idle"):
+        elif command.mode not in MODES:
             self._settle(command, "unsupported", f"this reporter does not know the mode {command.mode!r}")
         elif command.action not in self._executor.actions:
             self._settle(command, "unsupported", f"this reporter runs {', '.join(self._executor.actions)}")
@@ -136,11 +138,14 @@ class Waiting:
             self._run_at_step(step)
 
     def look(self) -> None:
-        """On the reporter's thread: run what waited for a rest, if this is one, and give up what is too late."""
+        """On the reporter's thread: expire commands that are too late, and run those whose moment has come."""
         now = self._clock()
         for held in self._list():
             if now >= held.expires_seconds and self._claim(held.command.id) is not None:
                 self._settle(held.command, "expired", self._too_late(held.command))
+        for held in [held for held in self._list() if held.command.mode == "now"]:
+            if not self._allocator.capturing and self._claim(held.command.id) is not None:
+                self._finish(self._executor.run(held.command, expires_seconds=held.expires_seconds))
         idle = [held for held in self._list() if held.command.mode == "idle"]
         if idle and self._resting(now):
             for held in idle:
@@ -157,7 +162,7 @@ class Waiting:
     def _run_at_step(self, step: int) -> None:
         for held in self._list():
             command = held.command
-            if command.mode != "step" or (command.at_step is not None and command.at_step > step):
+            if command.mode == "idle" or (command.at_step is not None and command.at_step > step):
                 continue
             if self._clock() >= held.expires_seconds:
                 continue  # the reporter's thread says so
@@ -211,7 +216,7 @@ class Waiting:
         return held
 
     def _mark(self) -> None:
-        self._for_steps = any(held.command.mode == "step" for held in self._held.values())
+        self._for_steps = any(held.command.mode != "idle" for held in self._held.values())
 
     def _settle(self, command: Command, outcome: str, reason: str) -> None:
         result = CommandResult(command.id, outcome, reason, step=self._sampler.step)
@@ -225,6 +230,8 @@ class Waiting:
         return f"step {at_step} had passed: {self._sampler.step} have ended"
 
     def _too_late(self, command: Command) -> str:
+        if command.mode == "now":
+            return f"{CAPTURING}, until the deadline"
         if command.mode == "idle":
             return "the process was not idle before the deadline"
         if command.at_step is not None:

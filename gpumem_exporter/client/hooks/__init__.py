@@ -1,1 +1,78 @@
-"""Hooks into torch and the interpreter, and the boundary that keeps the client's errors from the user's code."""
+"""Hooks into torch and the interpreter, and the boundary that keeps the client's errors from the user's code.
+
+One module here installs and removes each hook of `HOOKS`. After `client.stop()`, torch, `sys.meta_path`, `builtins`,
+optimizer classes and DataLoader classes are as they were before `client.start()`.
+
+The hook on steps does not change while an optimizer walks over the hooks, since that would raise there.
+A hook that cannot be removed at the moment does nothing until it is removed: by the ending reporter for `steps`,
+otherwise by the next call of its remove function.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["HOOKS", "Hook"]
+
+
+class Hook(NamedTuple):
+    """What is hooked, by which module, and for how long."""
+
+    module: str
+    target: str
+    installed_by: str
+    removed_by: str
+
+
+HOOKS = (
+    Hook(
+        "cuda_start",
+        "a finder on `sys.meta_path`, and `exec_module` of the loader of `torch.cuda`",
+        "`start()` before torch is imported",
+        "the import of `torch.cuda`; `stop()`",
+    ),
+    Hook("cuda_start", "a call in `torch.cuda._queued_calls`", "`start()` before CUDA starts", "`stop()`"),
+    Hook(
+        "steps",
+        "a post hook on the steps of all optimizers",
+        "the first listener: `start()`, `watch` and others",
+        "`stop()`, if nothing else listens",
+    ),
+    Hook(
+        "graph_captures",
+        "the methods of `torch.cuda.CUDAGraph` that start and end a capture",
+        "`start()`, `clear_cache` and others",
+        "`stop()`",
+    ),
+    Hook(
+        "model_forward",
+        "a pre hook on the forward passes of all modules",
+        "`milestones` of a model on the host",
+        "the first forward pass on a device, or after the end",
+    ),
+    Hook(
+        "storage_tags",
+        "a tagger in the registry of `torch.serialization`",
+        "`save_checkpoint`",
+        "the end of the save",
+    ),
+    Hook("lifecycle", "a call at the interpreter's exit", "`start()`", "`stop()`"),
+    Hook(
+        "lifecycle",
+        "a function of `os.register_at_fork`",
+        "`start()`, `phase` and others",
+        "never, Python cannot; without the client it resets only the phases, in a forked child",
+    ),
+    Hook(
+        "out_of_memory",
+        "an observer of out-of-memory errors",
+        "`start()`",
+        "never, torch cannot; it does nothing after `stop()`",
+    ),
+    Hook(
+        "calling_thread",
+        "a number in torch's thread-local state",
+        "`phase`, `memory_context`",
+        "never, torch cannot; it calls nothing",
+    ),
+)

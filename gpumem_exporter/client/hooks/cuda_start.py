@@ -1,8 +1,8 @@
-"""Runs a callback when this process initialises CUDA, without importing torch and without polling.
+"""Runs a callback when this process initializes CUDA, without importing torch and without polling.
 
-A finder on `sys.meta_path` waits for `torch.cuda` to be imported; torch's own queue of deferred calls
-(`torch.cuda._lazy_call`, in every release since 1.0) then runs the callback in the thread that initialises CUDA. A
-process pays one comparison an import.
+A finder on `sys.meta_path` waits until `torch.cuda` is imported. Then torch's own queue of deferred calls
+(`torch.cuda._lazy_call`, in every release since 1.0) runs the callback in the thread that initializes CUDA. The finder
+costs one comparison per import and is removed once it has seen `torch.cuda`.
 
 `bootstrap/sitecustomize.py` loads this file by its path in every Python process below `gpumem-exporter run`: it must
 stay a single file that imports `sys` alone.
@@ -15,74 +15,119 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
 __all__ = ["when_cuda_starts"]
 
 
-def when_cuda_starts(callback: "Callable[[], None]") -> None:
-    """Call `callback` once CUDA is being initialised, at once if it is already.
+def when_cuda_starts(callback: "Callable[[], None]") -> "Callable[[], None]":
+    """Call `callback` once while CUDA is being initialized; immediately if CUDA is initialized already.
 
-    The callback runs in whichever thread initialises CUDA and inside of that initialisation: it must be quick. What it
-    raises is swallowed, since torch would make it a failure of CUDA itself. A forked child of a process without CUDA
-    inherits the wait.
+    The callback runs in the thread that initializes CUDA, within that initialization: it must be quick. Its exceptions
+    are swallowed, since torch would report them as a failure of CUDA. A forked child of a process without CUDA inherits
+    the wait.
+
+    Returns:
+        A function that ends the wait and removes it from `sys.meta_path` and from torch's queue.
     """
+    wait = _Wait(callback)
+    wait.install()
+    return wait.remove
 
-    def quiet() -> None:
+
+class _Wait:
+    """One callback, which waits for the import of `torch.cuda`, then in torch's queue."""
+
+    def __init__(self, callback: "Callable[[], None]") -> None:
+        self._callback: Callable[[], None] | None = callback
+        self._finder = _TorchCudaFinder(self.enqueue)
+        self._queued = self._call  # kept, because `remove` looks for the same object
+
+    def install(self) -> None:
+        torch_cuda = sys.modules.get("torch.cuda")
+        if torch_cuda is not None and hasattr(torch_cuda, "_lazy_call"):
+            self.enqueue(torch_cuda)
+        else:
+            sys.meta_path.insert(0, self._finder)
+
+    def enqueue(self, torch_cuda: "ModuleType") -> None:
+        """Have torch call back when it initializes CUDA."""
+        if self._callback is not None:
+            torch_cuda._lazy_call(self._queued)
+
+    def remove(self) -> None:
+        self._callback = None
+        self._finder.remove()
+        torch_cuda = sys.modules.get("torch.cuda")
+        queue = getattr(torch_cuda, "_queued_calls", None)
+        lock = getattr(torch_cuda, "_initialization_lock", None)
+        if not isinstance(queue, list) or lock is None or not lock.acquire(False):
+            return  # CUDA is being initialized: torch walks over the queue, in which the call does nothing any more
         try:
-            callback()
-        except Exception:  # noqa: BLE001, S110 - see above: nothing of ours may keep CUDA from starting
+            for entry in list(queue):
+                if entry[0] is self._queued:
+                    queue.remove(entry)
+        except Exception:  # noqa: BLE001, S110 - a queue of another form keeps a call that does nothing
             pass
+        finally:
+            lock.release()
 
-    torch_cuda = sys.modules.get("torch.cuda")
-    if hasattr(torch_cuda, "_lazy_call"):
-        torch_cuda._lazy_call(quiet)  # type: ignore[union-attr]
-    else:
-        sys.meta_path.insert(0, _TorchCudaFinder(quiet))
+    def _call(self) -> None:
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            try:
+                callback()
+            except Exception:  # noqa: BLE001, S110 - no error of the client may keep CUDA from starting
+                pass
 
 
 class _TorchCudaFinder:
-    """Finds nothing itself: has the other finders find `torch.cuda`, and adds a step after its execution.
+    """Finds `torch.cuda` through the other finders, and calls back after its execution."""
 
-    It stays where it is when that is done. A thread that imports something at that moment is on its way along the list:
-    it would pass over a finder, as all of them came a place nearer, and say that there is no such module.
-    """
-
-    def __init__(self, callback: "Callable[[], None]") -> None:
-        self._callback = callback
+    def __init__(self, imported: "Callable[[ModuleType], None]") -> None:
+        self._imported = imported
         self._done = False
+
+    def remove(self) -> None:
+        """Replace `sys.meta_path` by a list without the finder.
+
+        A thread that is searching the old list goes on there. If the list itself became shorter, the thread would skip
+        a finder and might not find its module.
+        """
+        self._done = True
+        if self in sys.meta_path:
+            sys.meta_path = [finder for finder in sys.meta_path if finder is not self]
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
         if name != "torch.cuda" or self._done:
             return None
-        self._done = True  # also for the finders like this one that are asked now: they ask the others, too
-        for finder in list(sys.meta_path):
-            if not hasattr(finder, "find_spec"):
-                continue  # as Python does
-            spec = finder.find_spec(name, path, target)
-            if spec is not None:
-                break
-        else:
-            return None
-        loader = spec.loader
+        self._done = True  # also for other finders like this one, which call find_spec of all finders, too
+        found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
+        spec = next((each for each in found if each is not None), None)
+        loader = spec.loader if spec is not None else None
         if loader is not None and hasattr(loader, "exec_module"):
-            execute = loader.exec_module
-
-            def execute_then_wait(module: "ModuleType") -> None:
-                try:
-                    # A loader that wraps another may have put this onto that one, and call it there.
-                    del loader.exec_module
-                except Exception:  # noqa: BLE001, S110 - gone already: another finder like this one has had it, too
-                    pass
-                execute(module)
-                try:
-                    module._lazy_call(self._callback)
-                except Exception:  # noqa: BLE001, S110 - a torch without that queue is a torch we do not observe
-                    pass
-
             try:
-                loader.exec_module = execute_then_wait  # type: ignore[method-assign]
-            except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch we do not observe
+                self._call_after(loader)
+            except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch is not observed
                 pass
         return spec
+
+    def _call_after(self, loader: "Any") -> None:
+        execute = loader.exec_module
+
+        def execute_then_call(module: "ModuleType") -> None:
+            try:
+                # A loader that wraps another one may have set this attribute there.
+                del loader.exec_module
+            except Exception:  # noqa: BLE001, S110 - removed already, by another finder like this one
+                pass
+            execute(module)
+            try:
+                self.remove()
+                self._imported(module)
+            except Exception:  # noqa: BLE001, S110 - a torch without that queue is not observed
+                pass
+
+        loader.exec_module = execute_then_call

@@ -1,7 +1,7 @@
-"""Keeps what our own code raises from the program, and nothing of the program's from it.
+"""The boundary that keeps the client's errors from the user's code, and lets the user's errors through.
 
-Python runs a signal's handlers in the main thread, between any two of its instructions: also while that thread is in
-our code. What a handler raises there (a timeout's error, say) is none of ours: it is for the program, which waits for
+Python runs signal handlers in the main thread between any two of its instructions, also while that thread runs code of
+the client. An exception that a handler raises there, for example a timeout, belongs to the user's code, which waits for
 it further up.
 """
 
@@ -10,16 +10,29 @@ from __future__ import annotations
 import functools
 import signal
 import threading
+from collections.abc import Callable
 from types import CodeType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Swallowing", "of_a_handler"]
+__all__ = ["guest_safety", "raised_by_signal_handler"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Swallowing:
-    """`with Swallowing():` ends well whatever goes wrong in the block. May be entered again and by several threads."""
+class guest_safety:  # noqa: N801 - reads as a function, like contextlib.suppress
+    """`with guest_safety():` swallows the errors of the block, except those of a signal handler.
 
-    __slots__ = ()
+    `@guest_safety()` does the same for each call of a function, which then returns None. The boundary may be entered
+    again, and by several threads at once.
+
+    Args:
+        report: called with each error before it is swallowed.
+    """
+
+    __slots__ = ("_report",)
+
+    def __init__(self, report: Callable[[Exception], object] | None = None) -> None:
+        self._report = report
 
     def __enter__(self) -> None:
         pass
@@ -27,11 +40,25 @@ class Swallowing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> bool:
-        return isinstance(error, Exception) and not of_a_handler(error)
+        if not isinstance(error, Exception) or raised_by_signal_handler(error):
+            return False
+        if self._report is not None:
+            self._report(error)
+        return True
+
+    def __call__(self, function: _Function) -> _Function:
+        """Return the function with each call inside the boundary."""
+
+        @functools.wraps(function)
+        def guarded(*arguments: Any, **named: Any) -> Any:
+            with self:
+                return function(*arguments, **named)
+
+        return guarded  # type: ignore[return-value]
 
 
-def of_a_handler(error: BaseException) -> bool:
-    """Whether a handler of a signal has raised this, in the thread that asks."""
+def raised_by_signal_handler(error: BaseException) -> bool:
+    """Whether a signal handler has raised this error in the calling thread."""
     if threading.get_ident() != threading.main_thread().ident:
         return False
     codes = {_code(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -44,7 +71,7 @@ def of_a_handler(error: BaseException) -> bool:
 
 
 def _code(handler: Any) -> CodeType | None:
-    """What runs when this is called, as far as it is Python's."""
+    """Return the code of the Python function that runs when the handler is called; None if there is none."""
     while isinstance(handler, functools.partial):
         handler = handler.func
     handler = getattr(handler, "__func__", handler)

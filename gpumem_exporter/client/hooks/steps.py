@@ -1,7 +1,8 @@
-"""Tells whoever listens that a training step has ended, in the thread that made it."""
+"""Calls at the end of each training step, in the thread that made it."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -10,36 +11,41 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from gpumem_exporter.client import process_state
+from gpumem_exporter.client.allocator.torch_access import uncompiled
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 
 _ABANDONED_STEPS = 8
-"""An optimizer that makes none while another makes so many has been given up, though something still holds it."""
-_not_training: set[int] = set()
-"""Threads in which nothing counts as a step."""
+"""An optimizer that makes no step while others make this many is not used any more, even if it still exists."""
+
+
+class _Thread(threading.local):
+    trains = True
+    """Whether an optimizer step of this thread is a training step."""
+
+
+_thread = _Thread()
 
 
 @contextmanager
 def no_training() -> Iterator[None]:
-    """What this thread does meanwhile is no training, even where an optimizer steps: nobody is told of a step."""
-    thread = threading.get_ident()
-    outermost = thread not in _not_training
-    _not_training.add(thread)
+    """Within this context no step of this thread counts as a training step."""
+    before, _thread.trains = _thread.trains, False
     try:
         yield
     finally:
-        if outermost:
-            _not_training.discard(thread)
+        _thread.trains = before
 
 
 class OneStep:
-    """Tells the ends of steps from what else listeners hear of: each of several optimizers, and marks by hand.
+    """Recognizes the ends of steps among the calls of a listener.
 
-    Of several optimizers in a step, the first one seen counts, until it is gone or makes no more steps; where the
-    program marks its steps, its marks alone.
+    Of several optimizers in a step the first one counts, until it is deleted or makes no more steps. Once the user's
+    code has marked a step, only its marks count.
     """
 
     def __init__(self) -> None:
@@ -48,7 +54,7 @@ class OneStep:
         self._others = 0
 
     def ends(self, optimizer: Any) -> bool:
-        """Whether this is the end of a step; None for the program's mark."""
+        """Whether this call is the end of a step; `optimizer` is None for a mark."""
         if optimizer is None:
             self._by_hand = True
             return True
@@ -65,105 +71,131 @@ class OneStep:
 
 
 class Steps:
-    """The ends of steps: those of any optimizer of `torch.optim`, and those that the program marks itself.
+    """The ends of steps: those of any optimizer of `torch.optim`, and those that the user's code marks.
 
-    Nothing that a listener raises reaches the program: its first error is logged, and it is not called again. Any
-    thread may call any method.
+    A listener's first error is logged, and the listener is not called again. Any thread may call any method.
 
-    One hook is put into PyTorch, with the first listener, and never taken out: while an optimizer walks over its hooks,
-    taking one out would raise in the program. So would adding one: that waits until none walks.
+    All listeners share one hook in PyTorch. PyTorch walks over its hooks at the end of an optimizer's step, and a
+    change of the hooks would raise there: `install` and `remove` do nothing while an optimizer steps.
     """
 
     def __init__(self) -> None:
-        self._listeners: dict[int, Callable[[Any], None]] = {}
-        self._next_key = 0
-        self._hooked = False
-        self._waiting = False
+        self._listeners: dict[object, Callable[[Any], None]] = {}
+        """Each operation on it is a single one of `dict`, which Python makes atomic, also without a GIL. A lock could
+        be held by another thread when the process forks."""
+        self._changing = threading.Lock()
+        """Held while the hook is installed or removed. No thread waits for it."""
+        self._handle: Any = None
+        self._stop_waiting: Callable[[], None] | None = None
 
     def listen(self, callback: Callable[[Any], None]) -> Callable[[], None]:
-        """Have `callback(optimizer)` called after each step, with None for one that is marked by hand.
+        """Call `callback(optimizer)` after each step, and `callback(None)` after a mark.
 
-        PyTorch tells of its optimizers from 2.1 on. Called within an optimizer's step, that begins with the next mark,
-        listener or report.
+        PyTorch reports the steps of optimizers from 2.1 on. If `listen` is called within an optimizer's step, the calls
+        start with the next mark, listener or report.
 
         Returns:
-            What ends that.
+            A function that ends the calls. The hook stays in PyTorch until `remove`.
         """
-        key, self._next_key = self._next_key, self._next_key + 1
+        key = object()
         self._listeners[key] = callback
-        if "torch.optim.optimizer" in sys.modules:
-            self.hook()
-        elif not self._waiting:
-            self._waiting = True
-            when_cuda_starts(self.hook)  # torch is not imported yet
+        self.install()
         return lambda: self._stop(key)
 
-    def hook(self) -> None:
-        """Hear of the optimizers, if somebody listens, none does yet and none of them steps right now."""
-        if self._hooked or not self._listeners:
+    def install(self) -> None:
+        """Install the hook if there is a listener, and no optimizer steps right now."""
+        if self._handle is not None or not self._listeners or not self._changing.acquire(blocking=False):
             return
+        try:
+            if self._handle is None:
+                self._install()
+        finally:
+            self._changing.release()
+
+    def _install(self) -> None:
         optimizers = sys.modules.get("torch.optim.optimizer")
+        if optimizers is None:
+            if self._stop_waiting is None:  # torch is not imported yet
+                self._stop_waiting = when_cuda_starts(self.install)
+            return
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
-        if register is not None and not runs_a_step(getattr(optimizers, "__file__", "")):
-            self._hooked = True
-            register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._tell(optimizer)))
+        if register is not None and not _an_optimizer_steps(optimizers):
+            self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._tell(optimizer)))
+
+    def remove(self) -> bool:
+        """Remove the hook if there is no listener.
+
+        Returns:
+            False while an optimizer steps: then the hook stays, and does nothing, until another call removes it.
+        """
+        if self._listeners:
+            return True
+        if not self._changing.acquire(blocking=False):
+            return False
+        try:
+            stop_waiting, self._stop_waiting = self._stop_waiting, None
+            if stop_waiting is not None:
+                stop_waiting()
+            if self._handle is not None:
+                if _an_optimizer_steps(sys.modules.get("torch.optim.optimizer")):
+                    return False
+                self._handle.remove()
+                self._handle = None
+        finally:
+            self._changing.release()
+        self.install()  # for a listener that another thread has added meanwhile
+        return True
 
     def mark(self) -> None:
-        """A step has ended: the program says so."""
+        """Report the end of a step that no optimizer made."""
         if self._listeners:
-            self.hook()
+            self.install()
             self._tell(None)
 
     def _tell(self, optimizer: Any) -> None:
-        if _not_training and threading.get_ident() in _not_training:
+        if not _thread.trains:
             return
-        # Keys alone: pairs are objects of the garbage collector's, which may run as each is made and end a watch, whose
-        # listener goes (before Python 3.12).
+        # A list of keys only: a list of pairs allocates objects that the garbage collector tracks. A collection may
+        # end a watch, which removes its listener here (before Python 3.12).
         for key in list(self._listeners):
             listener = self._listeners.get(key)
-            if listener is None:
-                continue
-            try:
-                listener(optimizer)
-            except Exception as error:  # this runs inside the program's optimizer
-                if of_a_handler(error):
-                    raise
-                self._stop(key)
-                log.warning("nothing is done at steps any more: %r", error)
+            if listener is not None:
+                with guest_safety(functools.partial(self._failed, key)):
+                    listener(optimizer)
 
-    def _stop(self, key: int) -> None:
+    def _failed(self, key: object, error: Exception) -> None:
+        self._stop(key)
+        log.warning("a listener to steps failed and is not called any more: %r", error)
+
+    def _stop(self, key: object) -> None:
         self._listeners.pop(key, None)
 
 
 def _uncompiled(optimizers: Any, hook: Callable[..., None]) -> Callable[..., None]:
-    """The hook as `torch.compile` leaves it alone, where a compiled function has the optimizer step.
+    """Return the hook in a form that `torch.compile` does not trace when a compiled function makes a step.
 
-    It would compile what listeners do, guard that with what they count, and warn of what it cannot trace. What keeps
-    it from that is loaded by the first call: so it is used where every optimizer is made with it.
+    The first call of that form imports what it needs. So the form is used only if torch's optimizers use it, too.
     """
-    disable = getattr(sys.modules.get("torch"), "_disable_dynamo", None)
-    made_with_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
-    return disable(hook) if disable is not None and made_with_it else hook
+    uses_it = hasattr(getattr(getattr(optimizers, "Optimizer", None), "add_param_group", None), "__wrapped__")
+    return uncompiled(hook) if uses_it else hook
 
 
-def runs_a_step(optimizer_file: str) -> bool:
-    """Whether a thread is in the function of that file that makes an optimizer's step and walks over its hooks."""
+def _an_optimizer_steps(optimizers: Any) -> bool:
+    """Whether a thread is in the function that makes an optimizer's step and walks over its hooks."""
+    file = getattr(optimizers, "__file__", "")
 
-    def is_one(frame: FrameType | None) -> bool:
+    def steps(frame: FrameType | None) -> bool:
         while frame is not None:
-            if frame.f_code.co_filename == optimizer_file and frame.f_code.co_name == "wrapper":
+            if frame.f_code.co_filename == file and frame.f_code.co_name == "wrapper":
                 return True
             frame = frame.f_back
         return False
 
-    # Our own frame is among them. A variable of its own that holds it would keep it, and with it those of the program
-    # that have called us and all their tensors, until a garbage collection.
-    return any(map(is_one, sys._current_frames().values()))  # noqa: SLF001 - where every thread is, nothing else says
-
-
-_steps = Steps()  # a process has one training loop
+    # The frame of this function is among them. A variable of its own would keep that frame, and with it the frames and
+    # tensors of the callers, until a garbage collection.
+    return any(map(steps, sys._current_frames().values()))  # noqa: SLF001 - no public function shows other threads
 
 
 def process_steps() -> Steps:
-    """The one of this process."""
-    return _steps
+    """Return the steps of this process."""
+    return process_state.steps()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.allocator.statistics import initialised_torch
 from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
@@ -221,7 +222,7 @@ class _Reader:
     """Reads plain tensors through their base class."""
 
     def __init__(self, torch: Any) -> None:
-        base = torch._C.TensorBase if hasattr(torch._C, "TensorBase") else torch._C._TensorBase
+        base = torch_access.tensor_base_class(torch)
         self._torch = torch
         self._base = base
         self.found: dict[Kind, _Found] = {}
@@ -231,7 +232,7 @@ class _Reader:
 
     def base_class_alone(self) -> Any:
         """Disable `__torch_function__` of subclasses and of active modes within a `with` block."""
-        return self._torch._C.DisableTorchFunction()
+        return torch_access.without_torch_function(self._torch)
 
     def reads(self, kind: type) -> bool:
         """Whether tensors of this type can be read without running its code. Inner tensors of wrappers are found."""
@@ -306,7 +307,7 @@ def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3
         max_frames: number of places in the result.
     """
     try:
-        if not sizes or not torch._C._cuda_isHistoryEnabled():
+        if not sizes or not torch_access.history_is_recorded(torch):
             return ()
         segments = torch.cuda.memory_snapshot()
     except (AttributeError, RuntimeError):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+from gpumem_exporter.client.allocator.torch_access import without_torch_function
 from gpumem_exporter.client.measure.tensor_bytes import Storages, bytes_of_unshared, tensors_in
 
 __all__ = ["COMPONENTS", "ComponentCount"]
@@ -54,7 +55,7 @@ class ComponentCount:
     def advance(self, seconds: float) -> bool:
         """Count for about that long. Returns True when the count is complete."""
         end = self._clock() + seconds
-        with self._torch._C.DisableTorchFunction():  # modes of the program are for its own calls
+        with without_torch_function(self._torch):  # modes of the program are for its own calls
             return all(self._clock() < end for _ in self._slices)
 
     def bytes(self) -> Mapping[int, Mapping[str, int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
 from gpumem_exporter.client.measure.observed import Observed, Span, process_observed
 
@@ -128,11 +128,11 @@ class Measured:
         use = MemoryUse(self._name)
         self._running.push((span, use))
         try:
-            with Swallowing():
+            with guest_safety():
                 self._observed.enter(span)
         except BaseException:  # raised by a signal handler of the program: the block does not start
             self._running.pop()
-            with Swallowing():
+            with guest_safety():
                 self._observed.leave(span)
             raise
         return use
@@ -144,7 +144,7 @@ class Measured:
         if running is None:
             return
         span, use = running
-        with Swallowing():
+        with guest_safety():
             self._observed.leave(span)
             if span.ended_seconds is not None:
                 use.duration_seconds = span.ended_seconds - span.started_seconds

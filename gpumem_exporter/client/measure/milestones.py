@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.hooks.guest_safety import Swallowing, of_a_handler
+from gpumem_exporter.client.allocator.torch_access import without_torch_function
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import Observed, process_observed
@@ -86,7 +88,8 @@ class Milestones:
         self._started_seconds = time.monotonic()
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
-        self._awaits_forward = False
+        self._forwards = 0
+        self._stop_forwards: Callable[[], None] = _nothing
         place = _place(model)
         self.record(
             " and ".join(filter(None, (place, "optimizer created" if optimizer is not None else ""))) or "start"
@@ -94,7 +97,7 @@ class Milestones:
         if model is not None:
             self._model = weakref.ref(model, lambda _: self.close())
             if not place:
-                self._hook_forward()
+                self._stop_forwards = before_forwards(self._look_at_forward)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
 
@@ -108,7 +111,7 @@ class Milestones:
         try:
             devices = self._devices()
         except Exception as error:  # the reading must not break the program
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             log.debug("no memory values for milestone %s: %r", name, error)
             devices = ()
@@ -131,7 +134,7 @@ class Milestones:
 
     def close(self) -> None:
         """Stop recording milestones of the training; the records stay."""
-        self._awaits_forward = False
+        self._stop_forwards()
         self._stop_listening()
 
     def __enter__(self) -> Milestones:
@@ -173,37 +176,22 @@ class Milestones:
             )
         return tuple(found)
 
-    def _hook_forward(self) -> None:
-        """Wait for the model's first forward on a device. A hook on the model itself would be pickled with it."""
-        register = getattr(sys.modules.get("torch.nn.modules.module"), "register_module_forward_pre_hook", None)
-        if register is None:
-            return
-
-        forwards = 0
-
-        def look(module: Any, _args: Any) -> None:
-            nonlocal forwards
-            with Swallowing():  # this runs inside the program's forward
-                if self._awaits_forward and module is self._model():
-                    forwards += 1
-                    place = _place(module)
-                    self._awaits_forward = not place and forwards < _FORWARDS
-                    if place:
-                        self.record(place)
-                if not self._awaits_forward:
-                    # Removed here only: before Python 3.12, a removal by the garbage collector while a forward
-                    # copies the hooks would raise there.
-                    handle.remove()
-
-        self._awaits_forward = True
-        handle = register(look)
+    def _look_at_forward(self, module: Any) -> bool:
+        """Record the model's first forward pass on a device; returns whether to wait for another one."""
+        if module is not self._model():
+            return True
+        self._forwards += 1
+        place = _place(module)
+        if place:
+            self.record(place)
+        return not place and self._forwards < _FORWARDS
 
     def _on_step(self, optimizer: Any) -> None:
         watched = self._optimizer() if self._optimizer is not None else None
         if watched is not None and optimizer is not None and optimizer is not watched:
             return
         self._stop_listening()
-        self._awaits_forward = False  # the hook would stay for all later forward calls
+        self._stop_forwards()  # the hook would stay for all later forward calls
         self.record("first optimizer step")
 
 
@@ -228,6 +216,10 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
     return Milestones(model, optimizer, level=level)
 
 
+def _nothing() -> None:
+    """Stands for a hook that there is not."""
+
+
 def _closed() -> Milestones:
     closed = Milestones(level=logging.NOTSET, steps=Steps())
     closed.close()
@@ -239,6 +231,6 @@ def _place(model: Any) -> str:
     torch = sys.modules.get("torch")
     if model is None or torch is None:
         return ""
-    with torch._C.DisableTorchFunction():  # noqa: SLF001 - modes of the program are for its own calls
+    with without_torch_function(torch):  # modes of the program are for its own calls
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"

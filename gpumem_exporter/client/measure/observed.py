@@ -7,16 +7,17 @@ Counts of watches need no lock: a watch may end inside the garbage collector, wh
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.peaks import PeakWatch
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
 from gpumem_exporter.client.hooks.calling_thread import calling_thread, mark_thread
+from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.peak_bounds import PeakBounds
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
@@ -251,7 +252,7 @@ class Observed:
         _, peak = _allocated(state)
         statistics.reset_peaks(index)
         after = statistics.state(index) or state
-        self._watch.begin_anew(index)
+        self._watch.forget(index)
         self._bounds_of(index, lambda bounds: bounds.reset_by_exporter(peak, _allocated(after)[0]))
         self._note(index, after)
         return after
@@ -303,7 +304,7 @@ class Observed:
     def _survive_forks(self) -> None:
         if not self._hooked:
             self._hooked = True
-            os.register_at_fork(after_in_child=self._clear)
+            after_fork_in_child(self._clear)
 
 
 def _allocated(state: Mapping[str, Any]) -> tuple[int, int]:
@@ -329,9 +330,6 @@ def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:
     return PhasePeak(max(one.at_least_bytes, other.at_least_bytes), at_most)
 
 
-_observed = Observed()
-
-
 def process_observed() -> Observed:
     """Return the instance of this process, which has one allocator."""
-    return _observed
+    return process_state.observed()

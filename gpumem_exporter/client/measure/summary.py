@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.statistics import initialised_torch
-from gpumem_exporter.client.allocator.torch_access import Allocator
+from gpumem_exporter.client.allocator.torch_access import allocator_settings
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import PhasePeak, process_observed
 from gpumem_exporter.client.reporter.driver_memory import DriverReading, read_driver
@@ -159,8 +160,7 @@ def log_summary(prefix: str = "", *, level: int = logging.INFO) -> Summary:
 
 def _summarize(torch: Any, allocator: Allocator) -> Summary:
     samples = {sample.uuid: sample for sample in allocator.samples()}
-    reported = allocator.settings if hasattr(torch._C, "_accelerator_getAllocatorSettings") else None
-    settings, source, ignored = settings_in_force(reported, os.environ)
+    settings, source, ignored = settings_in_force(allocator_settings(torch), os.environ)
     return Summary(
         devices=tuple(
             _device(torch, index, samples.get(allocator.uuid(index)) or allocator.sample_now(index))

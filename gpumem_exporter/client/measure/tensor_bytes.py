@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 
 __all__ = ["HOST", "Storages", "bytes_of_unshared", "tensors_in"]
 
@@ -85,7 +85,7 @@ def _with_storages(tensors: Iterable[Any], torch: Any) -> Iterator[tuple[Any, An
     for tensor in tensors:
         storage = _storage(tensor) if type(tensor) in plain else None
         if storage is None:
-            with Swallowing():  # a subclass whose code raises is not counted
+            with guest_safety():  # a subclass whose code raises is not counted
                 for part in _parts(tensor, torch, 0):
                     storage = _storage(part)
                     if storage is not None and storage.data_ptr():

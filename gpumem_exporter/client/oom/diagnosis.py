@@ -10,7 +10,8 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from gpumem_exporter.client.allocator.attached import attached
-from gpumem_exporter.client.allocator.reclaimable import DeviceState, known
+from gpumem_exporter.client.allocator.reclaimable import known
+from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.api import latest_oom
 from gpumem_exporter.client.leaks.detector import known_leak
 from gpumem_exporter.client.leaks.live_tensors import walk

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.attached import attached
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.hooks.guest_safety import of_a_handler
+from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
 from gpumem_exporter.client.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
@@ -64,7 +64,7 @@ class OomGuard:
         try:
             run = _blocks.start(self._block, self.batch_size)
         except Exception as error:  # the measurement must not break the program
-            if of_a_handler(error):
+            if raised_by_signal_handler(error):
                 raise
             log.info("a guarded block is not measured: %r", error)
         self._running.push((run,))
@@ -80,7 +80,7 @@ class OomGuard:
             elif initialised_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
                 self._diagnose(error, traceback, run)
         except Exception as own:  # the program gets its own error
-            if of_a_handler(own):
+            if raised_by_signal_handler(own):
                 raise
             log.info("an out-of-memory error has no diagnosis: %r", own)
 
@@ -116,7 +116,7 @@ class OomGuard:
             try:
                 one.batch_size = int(self._batch_of(*args, **kwargs))
             except Exception as error:  # raised by the program's function
-                if of_a_handler(error):
+                if raised_by_signal_handler(error):
                     raise
                 log.info("the batch size of a guarded call is unknown: %r", error)
         one._on_oom = self._keep_diagnosis

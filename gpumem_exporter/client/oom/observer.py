@@ -15,10 +15,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
-__all__ = ["OutOfMemoryLog", "OutOfMemoryObserver"]
+__all__ = ["OutOfMemoryLog"]
 
 _KEPT = 32
 """The last errors are kept until the next report. A program that tries batch sizes causes many."""
@@ -82,22 +81,3 @@ class OutOfMemoryLog:
         if numbers:
             with self._lock:
                 self._noted = deque((each for each in self._noted if each[1].number not in numbers), maxlen=_KEPT)
-
-
-class OutOfMemoryObserver:
-    """The observer that PyTorch calls, for the life of the process. It forwards errors to the current listener.
-
-    A call takes microseconds, allocates nothing on a device, and raises nothing.
-    """
-
-    def __init__(self) -> None:
-        self.attached = False
-        self.listener: Callable[[int, int, int, int], None] | None = None
-        """Called with device index, requested bytes, limit and free bytes."""
-
-    def __call__(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
-        """Forward the values of an error to the listener."""
-        listener = self.listener
-        if listener is not None:
-            with Swallowing():  # it would replace the program's OutOfMemoryError
-                listener(device, requested_bytes, limit_bytes, device_free_bytes)

@@ -1,7 +1,6 @@
-"""What the driver says of this process on one device, through its management library, for one who asks now and then.
+"""Reads this process' memory on one device from NVML, for occasional calls.
 
-The library is NVML, the one that `nvidia-smi` uses; it is loaded by name, and touches no CUDA context. The structures
-are those of nvml.h, the same since driver 510.
+The library is loaded by its name and creates no CUDA context. The structures are those of nvml.h since driver 510.
 """
 
 from __future__ import annotations
@@ -18,13 +17,11 @@ from typing import Any
 __all__ = ["DriverReading", "read_driver"]
 
 _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-"""Inode of the first PID namespace (PROC_PID_INIT_INO of the kernel): the one whose pids the driver tells."""
+"""Inode of the first PID namespace (PROC_PID_INIT_INO of the kernel), whose pids the driver reports."""
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _KNOWN_MAX = 2**63 - 1
-"""Above it the driver means that it does not know."""
+"""A larger value means that the driver does not know."""
 _PROCESSES_MAX = 65536
-
-
 _ENTRY = struct.Struct("@IQII")
 """`nvmlProcessInfo_t`: pid, bytes, GPU instance, compute instance…"""
 _ENTRY_PROTECTED = struct.Struct("@IQIIQ")
@@ -40,18 +37,18 @@ class _Utilization(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DriverReading:
-    """One device, as the driver says; None is what it does not say, or not in a way that can be told to be ours."""
+    """One device, as the driver reports it; None is unknown, also if the processes cannot be matched."""
 
     process_bytes: int | None = None
-    """Held by this process: CUDA context, what libraries took, and PyTorch's reserved memory."""
+    """Memory of this process: CUDA context, libraries, and PyTorch's reserved memory."""
     other_processes_bytes: int | None = None
     utilization_ratio: float | None = None
 
 
 def read_driver(uuid: str) -> DriverReading:
-    """Ask the driver about one device, by its UUID (`GPU-…`, `MIG-…`). Some milliseconds; any thread may ask.
+    """Read one device by its UUID (`GPU-…`, `MIG-…`). Takes a few milliseconds. Any thread may call this.
 
-    In a container whose pids are its own, the driver's list cannot be matched, and nothing is said of processes.
+    In a container with its own PID namespace the driver's list cannot be matched, and the process values are None.
     """
     try:
         nvml = _library()
@@ -63,14 +60,14 @@ def read_driver(uuid: str) -> DriverReading:
         device = ctypes.c_void_p()
         if nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(device)) != _SUCCESS:
             return DriverReading()
-        processes = processes_of_device(nvml, device) if _pids_are_the_driver_s() else None
-        mine = others = None
+        processes = processes_of_device(nvml, device) if _pids_match_the_driver() else None
+        own = others = None
         if processes is not None and os.getpid() in processes:
-            mine = processes.pop(os.getpid())
+            own = processes.pop(os.getpid())
             known = [used for used in processes.values() if used is not None]
             others = sum(known) if len(known) == len(processes) else None
-        return DriverReading(mine, others, _utilization(nvml, device))
-    except AttributeError:  # a library that lacks one of the functions
+        return DriverReading(own, others, _utilization(nvml, device))
+    except AttributeError:  # the library lacks one of the functions
         return DriverReading()
     finally:
         with contextlib.suppress(AttributeError):
@@ -79,12 +76,12 @@ def read_driver(uuid: str) -> DriverReading:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """Made once: each is several kilobytes of garbage afterwards."""
+    """Load the library once: each load leaves several kilobytes of garbage."""
     return ctypes.CDLL("libnvidia-ml.so.1")
 
 
 def processes_of_device(nvml: Any, device: ctypes.c_void_p) -> dict[int, int | None] | None:
-    """Bytes by pid. A process that is on several lists has its whole use on each."""
+    """Return bytes by pid. A process on several lists has its whole use on each of them."""
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics", "MPSCompute"):
         listed = process_list(getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3"), device)
@@ -94,24 +91,24 @@ def processes_of_device(nvml: Any, device: ctypes.c_void_p) -> dict[int, int | N
             known = None if used > _KNOWN_MAX else used
             before = found.get(pid)
             found[pid] = before if known is None or (before is not None and before > known) else known
-    found.pop(0, None)  # names no process
+    found.pop(0, None)  # not a process
     return found
 
 
-def process_list(ask: Any, device: ctypes.c_void_p) -> list[tuple[int, int]] | None:
-    """The (pid, bytes) of one list; None where this device does not have it."""
+def process_list(function: Any, device: ctypes.c_void_p) -> list[tuple[int, int]] | None:
+    """Return pid and bytes of each entry of one list; None if this device does not have the list."""
     room = 128
     while True:
         size = (room + 1) * _ENTRY_PROTECTED.size
         buffer = ctypes.create_string_buffer(_UNTOUCHED * (size // len(_UNTOUCHED)), size)
         count = ctypes.c_uint(room)
-        code = ask(device, ctypes.byref(count), buffer)
+        code = function(device, ctypes.byref(count), buffer)
         if code != _INSUFFICIENT_SIZE or room >= _PROCESSES_MAX:
             break
         room = max(2 * room, count.value + 16)
     if code != _SUCCESS:
         return None
-    # Which layout it is, is told by where the driver stopped writing; its version says it less surely.
+    # The bytes that the driver has written show the layout more reliably than its version.
     short, long = count.value * _ENTRY.size, count.value * _ENTRY_PROTECTED.size
     written = buffer.raw
     entry = _ENTRY
@@ -127,7 +124,7 @@ def _utilization(nvml: Any, device: ctypes.c_void_p) -> float | None:
     return float(rates.gpu) / 100
 
 
-def _pids_are_the_driver_s() -> bool:
+def _pids_match_the_driver() -> bool:
     try:
         return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
     except OSError:

@@ -1,4 +1,4 @@
-"""Who this process is, as its reports say it."""
+"""The identity of this process in its reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["current_process"]
 def current_process(
     settings: ReporterSettings, *, torch_version: str = "", allocator_settings: str = ""
 ) -> ProcessIdentity:
-    """Describe the calling process; cheap enough to do once a session, too dear for each report (it reads /proc)."""
+    """Return the identity of the calling process. It reads /proc: call it once per session, not for each report."""
     return ProcessIdentity(
         pid=os.getpid(),
         start_time_ticks=procfs.start_time_ticks(),
@@ -25,7 +25,7 @@ def current_process(
         session_started_seconds=time.monotonic(),
         workload=settings.workload,
         rank=settings.rank,
-        # orig_argv still holds the interpreter and its options (3.10 and later), argv only the script
+        # orig_argv still contains the interpreter and its options (3.10 and later), argv only the script.
         command=procfs.describe_command(sys.orig_argv),
         torch_version=torch_version[:MAX_LABEL_LENGTH],
         allocator_settings=allocator_settings[:MAX_LABEL_LENGTH],

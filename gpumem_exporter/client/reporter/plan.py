@@ -1,4 +1,4 @@
-"""The plan of a job (`gpumem-exporter plan`), as the running job is told of it: reports carry what it expects."""
+"""The memory plan of a job (`gpumem-exporter plan`): the running job's reports contain the planned peak."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from typing import Any, Protocol, TypeAlias
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.wire.protocol import MAX_INTEGER, DeviceSample
 
-__all__ = ["AnyPlan", "Planned", "planned_peak_bytes", "told_plan", "with_plan"]
+__all__ = ["AnyPlan", "Planned", "chosen_plan", "planned_peak_bytes", "with_plan"]
 
 _FIELD = "reserved_peak_bytes"
 _FILE_BYTES_MAX = 1 << 20
 
 
 class Planned(Protocol):
-    """What has the figure of a plan, as that of `gpumem_exporter.training` has."""
+    """An object with a planned peak, such as a plan of `gpumem_exporter.training`."""
 
     @property
     def reserved_peak_bytes(self) -> int:
-        """What `torch.cuda.max_memory_reserved` will say."""
+        """The planned value of `torch.cuda.max_memory_reserved`."""
 
 
 AnyPlan: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Planned"
-"""A file that `gpumem-exporter plan … --json` wrote, what stands in one, or a plan itself."""
+"""The path of a file that `gpumem-exporter plan --json` wrote, the content of such a file, or a plan itself."""
 
 
-def told_plan(plan: AnyPlan | None, environ: Mapping[str, str]) -> AnyPlan | None:
-    """What the program says, else GPUMEM_PLAN; a path becomes absolute, since the program may change its folder."""
+def chosen_plan(plan: AnyPlan | None, environ: Mapping[str, str]) -> AnyPlan | None:
+    """Return the argument, otherwise GPUMEM_PLAN. A path becomes absolute, since the current folder may change."""
     if plan is None:
         plan = environ.get("GPUMEM_PLAN", "").strip() or None
     if isinstance(plan, (str, os.PathLike)):
-        with contextlib.suppress(Exception):  # the present folder may be gone; what is no path, its reader tells
+        with contextlib.suppress(Exception):  # no current folder, or no valid path, which its reader reports
             return Path(os.fsdecode(plan)).absolute()
     return plan
 
 
 def planned_peak_bytes(plan: AnyPlan) -> int:
-    """The peak of reserved bytes that a plan expects. May wait for a file system.
+    """Return the planned peak of reserved bytes. May wait for a file system.
 
     Raises:
-        ConfigurationError: it is no plan; says where and why.
+        ConfigurationError: the plan is invalid; the message names the place and the reason.
     """
     where = "the plan"
     if isinstance(plan, (str, os.PathLike)):
@@ -66,28 +66,27 @@ def planned_peak_bytes(plan: AnyPlan) -> int:
 
 
 def with_plan(devices: Sequence[DeviceSample], planned_bytes: int | None) -> tuple[DeviceSample, ...]:
-    """The samples of one moment with what was planned.
+    """Return the samples of all devices, with the planned peak in the sample of the device with the highest peak.
 
-    A plan is for one device: of several, the one with the highest peak is meant. The others hold what a program has
-    left there without being asked to, such as the contexts of all ranks on the first device.
+    A plan is for one device. The other devices have, for example, the contexts that all ranks open on the first one.
     """
     if planned_bytes is None or not devices:
         return tuple(devices)
-    meant = max(devices, key=lambda device: device.reserved_peak_bytes or 0)
-    planned = replace(meant, planned_reserved_peak_bytes=planned_bytes)
-    return tuple([planned if device is meant else device for device in devices])
+    main = max(devices, key=lambda device: device.reserved_peak_bytes or 0)
+    planned = replace(main, planned_reserved_peak_bytes=planned_bytes)
+    return tuple([planned if device is main else device for device in devices])
 
 
 def _read(path: Path) -> Any:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe would have to be waited for
-            raise ConfigurationError(f"plan {path} is no regular file")
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe could wait forever
+            raise ConfigurationError(f"plan {path} is not a regular file")
         with path.open("rb") as file:
             text = file.read(_FILE_BYTES_MAX + 1)
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"plan {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(text) > _FILE_BYTES_MAX:
-        raise ConfigurationError(f"plan {path} is larger than any plan: over {_FILE_BYTES_MAX} bytes")
+        raise ConfigurationError(f"plan {path} is too large: over {_FILE_BYTES_MAX} bytes")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,17 +1,16 @@
-"""The guest in a PyTorch process: starts when CUDA does, reports, and runs what the exporter asks for."""
+"""The reporter of a process: starts its thread when CUDA starts, and ends it with the interpreter."""
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections.abc import Callable
 from typing import Any
 
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
+from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child, at_exit
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
-from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
-from gpumem_exporter.client.reporter.errors_seen import Troubles
+from gpumem_exporter.client.reporter.error_log import ErrorLog
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.client.reporter.worker import Worker
 from gpumem_exporter.wire.http import Connection
@@ -19,39 +18,41 @@ from gpumem_exporter.wire.protocol import OutOfMemory
 
 __all__ = ["Reporter"]
 
-_GOODBYE_SECONDS = 0.3
-"""The longest that `stop`, or an ending interpreter, waits for the goodbye."""
-_COMMAND_SECONDS = 10.0
-"""The longest that an ending interpreter waits for a command that the reporter's thread runs."""
+_FAREWELL_SECONDS = 0.3
+"""The longest that `stop`, or an ending interpreter, waits for the final report."""
+_COMMAND_SECONDS = 3.0
+"""The longest that an ending interpreter waits for a command that runs in the reporter's thread."""
 
 
 class Reporter:
     """Reports this process' allocator to an exporter.
 
-    Until the program initialises CUDA there is no thread and no connection. Any thread may call any method; after
-    `start` has returned nothing raises into the program, and nothing waits for the network but `stop`, whose wait is
-    bounded. A forked child begins without a thread; if it may use CUDA at all, it reports for itself once it does.
+    Until the user's code initializes CUDA there is no thread and no connection. Any thread may call any method. After
+    `start` nothing raises into the user's code, and only `stop` waits for the network, for a limited time. A forked
+    child has no thread; if it can use CUDA, it reports for itself once it does.
 
     Args:
         steps: the process' steps.
-        on_trouble: sees each error before it is swallowed; for tests.
+        on_error: called with each error before it is swallowed; for tests.
     """
 
-    def __init__(self, steps: Steps, *, on_trouble: Callable[[str, BaseException], None] | None = None) -> None:
+    def __init__(self, steps: Steps, *, on_error: Callable[[str, BaseException], None] | None = None) -> None:
         self._steps = steps
-        self._on_trouble = on_trouble
-        # Reentrant, here and in a forked child: a signal's handler or a finalizer that runs inside may stop reporting.
+        self._on_error = on_error
+        # Reentrant: a signal handler or a finalizer that runs while it is held may stop the reporter.
         self._lock = threading.RLock()
         self._settings: ReporterSettings | None = None
         self._worker: Worker | None = None
         self._last_worker: Worker | None = None
         self._observer = OutOfMemoryObserver()
-        self._hooked = False
         self._waiting_for_cuda = False
-        self._listening = False
+        self._stop_waiting: Callable[[], None] | None = None
+        self._stop_listening: Callable[[], None] | None = None
+        self._process_hooks: list[Callable[[], None]] = []
+        """The functions that remove the calls at exit and after a fork."""
 
     def start(self, settings: ReporterSettings) -> None:
-        """Report from the moment CUDA is initialised on. While it reports, starting again changes nothing.
+        """Report as soon as CUDA is initialized. Has no effect while the reporter runs.
 
         Raises:
             ConfigurationError: an exporter URL is none of `http://host:port`, `https://host:port` and `unix:///path`.
@@ -62,58 +63,90 @@ class Reporter:
             if self._settings is not None or settings.disabled:
                 return
             self._settings = settings
-            hook, self._hooked = not self._hooked, True
+            if not self._process_hooks:
+                self._process_hooks = [at_exit(self._end), after_fork_in_child(self._forget_parent)]
             wait, self._waiting_for_cuda = not self._waiting_for_cuda, True
-        if hook:
-            atexit.register(self._end)
-            os.register_at_fork(after_in_child=self._forget_parent)
         if wait:
-            when_cuda_starts(self._cuda_started)
+            self._stop_waiting = when_cuda_starts(self._cuda_started)
 
-    def stop(self, timeout_seconds: float = _GOODBYE_SECONDS) -> None:
-        """Say goodbye to the exporter and end the thread; `start` begins anew.
+    def stop(self, timeout_seconds: float = _FAREWELL_SECONDS) -> None:
+        """Send the final report, end the thread, and remove every hook; `start` may be called again.
+
+        A hook that cannot be removed now does nothing and is removed as soon as possible: the hook on optimizer steps
+        after the step that runs, the calls at exit and after a fork when the reporter's thread ends.
 
         Args:
-            timeout_seconds: how long the calling thread waits for that at most.
+            timeout_seconds: the longest wait for the final report.
         """
+        self._stop_reporting(timeout_seconds)
+        self._remove_process_hooks(None)
+
+    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
+        """Return the last out-of-memory error that was observed, and its monotonic time."""
+        worker = self._worker
+        return worker.latest_oom if worker is not None else None
+
+    def _stop_reporting(self, timeout_seconds: float) -> None:
         with self._lock:
             worker, self._worker = self._worker, None
             self._settings = None
+            self._waiting_for_cuda = False
+            stops = self._stop_waiting, self._stop_listening
+            self._stop_waiting = self._stop_listening = None
+        for stop in stops:
+            if stop is not None:
+                stop()
+        self._steps.remove()
         if worker is not None:
             worker.stop(timeout_seconds)
 
-    def _end(self) -> None:
-        """The interpreter ends.
+    def _remove_process_hooks(self, ended: Worker | None) -> None:
+        """Remove the calls at exit and after a fork, if this process does not report and no thread does.
 
-        A thread that comes back from PyTorch into an interpreter that has ended takes the process down with it
-        (`terminate called without an active exception`, up to Python 3.13): so a command that runs is waited for.
+        Args:
+            ended: the worker whose thread calls this as its last act, if one does.
         """
-        self.stop()
+        with self._lock:
+            last = self._last_worker
+            if self._settings is None and (last is None or last is ended or not last.alive):
+                hooks, self._process_hooks, self._last_worker = self._process_hooks, [], None
+                for remove in hooks:
+                    remove()
+
+    def _end(self) -> None:
+        """Called at the interpreter's exit.
+
+        Up to Python 3.13, a thread that returns from PyTorch into an interpreter that has ended aborts the process
+        (`terminate called without an active exception`). So this waits for a command that runs.
+        """
+        self._process_hooks = []  # Python walks over its list of calls at exit
+        self._stop_reporting(_FAREWELL_SECONDS)
         worker, self._last_worker = self._last_worker, None
         if worker is not None:
-            worker.run_no_more(_COMMAND_SECONDS)
-
-    def latest_oom(self) -> tuple[float, OutOfMemory] | None:
-        """The last out-of-memory error that was observed, and when (monotonic seconds)."""
-        worker = self._worker
-        return worker.latest_oom if worker is not None else None
+            worker.disable(_COMMAND_SECONDS)
 
     def _cuda_started(self) -> None:
         with self._lock:
             self._waiting_for_cuda = False
             if self._settings is None or self._worker is not None:
                 return
-            listen, self._listening = not self._listening, True
-            troubles = Troubles(self._on_trouble)
-            # known before it runs, so that whoever stops it meanwhile does
-            worker = self._worker = self._last_worker = Worker(self._settings, troubles, self._observer, self._steps)
+            errors = ErrorLog(self._on_error)
+            # Stored before it is started: a stop in between then ends it.
+            worker = self._worker = self._last_worker = Worker(
+                self._settings, errors, self._observer, self._steps, ended=self._remove_process_hooks
+            )
             try:
                 worker.start()
-            except (RuntimeError, MemoryError) as error:  # no thread more for this process, or the interpreter ends
+            except (RuntimeError, MemoryError) as error:  # no further thread is possible, or the interpreter ends
                 self._worker = self._settings = None
-                troubles.note("this process is not reported", error)
-        if listen:
-            self._steps.listen(self._on_step)
+                errors.note("this process is not reported", error)
+        stop_listening: Callable[[], None] | None = self._steps.listen(self._on_step)
+        with self._lock:
+            if self._worker is worker and self._stop_listening is None:
+                self._stop_listening, stop_listening = stop_listening, None
+        if stop_listening is not None:  # the reporter was stopped meanwhile, or no thread could be started
+            stop_listening()
+            self._steps.remove()
 
     def _on_step(self, optimizer: Any) -> None:
         worker = self._worker
@@ -122,7 +155,7 @@ class Reporter:
             sampler.on_step(optimizer)
 
     def _forget_parent(self) -> None:
-        """In a forked child: the parent's lock, thread, hooks and connection are not ours."""
+        """Drop the parent's lock, thread, hooks and connection in a forked child."""
         self._lock = threading.RLock()
         worker, self._worker, self._last_worker = self._worker, None, None
         if worker is not None:

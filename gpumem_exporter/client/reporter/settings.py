@@ -1,4 +1,4 @@
-"""What the environment says to a reporter, and what an explicit argument overrides."""
+"""The reporter's settings: arguments of `start()`, otherwise the environment."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpumem_exporter.client.reporter.plan import AnyPlan, told_plan
+from gpumem_exporter.client.reporter.plan import AnyPlan, chosen_plan
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
 __all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
 
 DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
-"""Tried in this order when nothing else is said."""
+"""Tried in this order without GPUMEM_EXPORTER_URL."""
 _RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-"""Where a rank may stand, and of how many: of Slurm's numbers the one of srun, which a batch script does not have."""
+"""Variables with a rank and with the number of ranks. SLURM_STEP_NUM_TASKS is srun's; a batch script has none."""
 
 
 def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """The exporter's addresses to try, in order: GPUMEM_EXPORTER_URL alone, or the defaults."""
+    """Return the exporter's addresses in the order of the attempts: GPUMEM_EXPORTER_URL, or the defaults."""
     url = environ.get("GPUMEM_EXPORTER_URL", "").strip()
     return (url,) if url else DEFAULT_URLS
 
 
 @dataclass(frozen=True, slots=True)
 class ReporterSettings:
-    """One reporter's settings, resolved: argument, else environment, else default."""
+    """The settings of one reporter: argument, otherwise environment, otherwise default."""
 
     urls: tuple[str, ...]
     workload: str
@@ -36,7 +36,7 @@ class ReporterSettings:
     disabled: bool
     plan: AnyPlan | None = None
     world_size: int | None = None
-    """Where `rank` is a launcher's: of how many."""
+    """The number of ranks, if `rank` comes from a launcher."""
 
     @classmethod
     def resolve(
@@ -48,7 +48,7 @@ class ReporterSettings:
         plan: AnyPlan | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> ReporterSettings:
-        """Fill what is not given from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters."""
+        """Take missing values from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters."""
         world_size = None
         if rank is None:
             name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
@@ -60,12 +60,12 @@ class ReporterSettings:
             token=environ.get("GPUMEM_REPORT_TOKEN", "").strip(),
             token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
             disabled=environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"),
-            plan=told_plan(plan, environ),
+            plan=chosen_plan(plan, environ),
             world_size=world_size,
         )
 
     def authorization(self) -> dict[str, str]:
-        """The header that lets reports in; read anew each time it is asked for, so that a rotated token is found.
+        """Return the header with the report token. The file is read on each call, so that a rotated token is found.
 
         Raises:
             OSError: the token file cannot be read.
@@ -74,6 +74,6 @@ class ReporterSettings:
         return {"Authorization": f"Bearer {token}"} if token else {}
 
 
-def _count(said: str) -> int | None:
-    """A number of ranks; None for what is none."""
-    return int(said) or None if said.isascii() and said.isdecimal() and len(said) < 10 else None
+def _count(text: str) -> int | None:
+    """Return a number of ranks, or None if the text is not a positive number."""
+    return int(text) or None if text.isascii() and text.isdecimal() and len(text) < 10 else None

@@ -1,4 +1,4 @@
-"""The client's fence round torch, against C modules of several releases and backends."""
+"""The allocator with the C modules of several releases of torch and of several backends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client.allocator.torch_access import Allocator
+from gpumem_exporter.client.allocator.allocator import Allocator
 
 MIB = 1 << 20
 
@@ -63,7 +63,7 @@ class NewC(C):
 
 
 class Torch:
-    """A torch whose snapshot is one classic segment a pool, wholly free but for the default pool's."""
+    """A torch whose snapshot is one classic segment a pool, wholly free except the default pool's."""
 
     __version__ = "2.x"
 
@@ -89,7 +89,7 @@ class Torch:
         ]
 
 
-def test_a_torch_without_anything_new_still_tells_what_it_knows() -> None:
+def test_an_old_torch_reports_what_it_has() -> None:
     torch = Torch(C())
     torch._C.pools = None
     allocator = Allocator(torch)
@@ -109,7 +109,7 @@ def test_private_pools_that_an_older_torch_does_not_list_are_not_reclaimable() -
     assert (sample.reclaimable_bytes, sample.private_pools_bytes) == (20 * MIB, 30 * MIB)
 
 
-def test_with_many_pools_the_statistics_that_list_them_are_asked_for_once() -> None:
+def test_with_many_pools_the_statistics_that_list_them_are_read_once() -> None:
     torch = Torch(NewC())
     torch._C.pools = {(0, number): 0 for number in range(1000)}
     allocator = Allocator(torch)
@@ -127,14 +127,14 @@ def test_an_older_torch_has_only_the_statistics_that_list_pools() -> None:
     assert torch._C.listings == 10
 
 
-def test_the_asynchronous_backends_constant_zeroes_are_not_figures() -> None:
+def test_the_constant_zeros_of_the_asynchronous_backend_are_not_reported() -> None:
     (sample,) = Allocator(Torch(NewC(), "cudaMallocAsync")).samples()
     assert (sample.allocated_bytes, sample.reserved_bytes, sample.active_bytes) == (40 * MIB, 100 * MIB, 40 * MIB)
     for name in ("requested_bytes", "inactive_split_bytes", "private_pools_bytes", "reclaimable_bytes", "ooms"):
         assert getattr(sample, name) is None, name
 
 
-def test_an_allocator_that_raises_tells_its_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_allocator_that_raises_reports_only_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(index: int) -> None:
         raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats.")
 
@@ -145,7 +145,9 @@ def test_an_allocator_that_raises_tells_its_device_alone(monkeypatch: pytest.Mon
     assert (sample.reserved_bytes, sample.reclaimable_bytes, sample.peak_resets) == (None, None, None)
 
 
-def test_the_older_variable_wins_even_when_empty_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_torch_reports_settings_the_older_variable_takes_precedence_even_if_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:1")
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:2")
     assert Allocator(Torch(C())).settings == "max_split_size_mb:2"
@@ -155,7 +157,7 @@ def test_the_older_variable_wins_even_when_empty_where_torch_does_not_tell(monke
     assert Allocator(Torch(C())).settings == "max_split_size_mb:1"
 
 
-def test_settings_are_those_of_the_moment() -> None:
+def test_settings_are_read_on_each_access() -> None:
     torch = Torch(NewC())
     allocator = Allocator(torch)
     assert allocator.settings == ""

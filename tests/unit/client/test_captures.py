@@ -1,109 +1,128 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpumem_exporter.client.allocator.captures import Captures
-
-
-class Graph:
-    """A CUDA graph's wrapper: it knows its pool once it has been captured, and until it is reset."""
-
-    def __init__(self, pool: tuple[int, int]) -> None:
-        self.id: tuple[int, int] | None = pool
-
-    def pool(self) -> tuple[int, int]:
-        if self.id is None:
-            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
-        return self.id
+from gpumem_exporter.client.hooks import graph_captures
 
 
 class Bench:
-    """A `torch.cuda` with one current stream, and the two hooks."""
+    """A graph class as torch's, watched, and a thread beside this one in which the captures run."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.hooks: dict[str, Callable[[Any], None]] = {}
-        self.own = SimpleNamespace(device_index=0)
-        self.stream = self.own
-        self.other = SimpleNamespace(device_index=1)
-        self.capturing: list[Any] = []
-        self.contexts = {0, 1}
-        graphs = SimpleNamespace(
-            register_graph_capture_start_hook=lambda hook: self._register("start", hook),
-            register_graph_capture_end_hook=lambda hook: self._register("end", hook),
-        )
-        monkeypatch.setitem(sys.modules, "torch.cuda.graphs", graphs)
-        self.captures = Captures(self, lambda: self.stream in self.capturing, self.contexts.__contains__)
-        self.removers = list(self.captures.hooks())
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, end: str = "capture_end_pre") -> None:
+        self.capturing: set[int] = set()
+        """The threads whose current stream is being captured."""
+        bench = self
 
-    def _register(self, name: str, hook: Callable[[Any], None]) -> Any:
-        self.hooks[name] = hook
-        return SimpleNamespace(remove=lambda: self.hooks.pop(name))
+        class CUDAGraph:
+            """Knows its pool once it has been captured, and until it is reset."""
 
-    def current_stream(self) -> Any:
-        return self.stream
+            id: tuple[int, int] | None = None
 
-    def set_stream(self, stream: Any) -> None:
-        self.stream = stream
+            def capture_begin(self, pool: tuple[int, int], *, fails: bool = False) -> None:
+                if fails:
+                    raise RuntimeError("cannot start a capture")
+                bench.capturing.add(threading.get_ident())
+                self.id = pool
 
-    def default_stream(self, device_index: int) -> Any:
-        return SimpleNamespace(device_index=device_index)
+            def ends(self, *, fails: bool = False) -> None:
+                bench.capturing.remove(threading.get_ident())
+                if fails:
+                    self.id = None
+                    raise RuntimeError("the capture was invalidated")
 
-    def begin(self, graph: Graph) -> None:
-        """In another thread, whose stream is `other`."""
-        here, self.stream = self.stream, self.other
-        self.capturing.append(self.other)
-        self.hooks["start"](graph)
-        self.stream = here
+            def pool(self) -> tuple[int, int]:
+                if self.id is None:
+                    raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+                return self.id
 
-    def end(self, graph: Graph, *, well: bool = True) -> None:
-        self.capturing.remove(self.other)
-        if well:  # otherwise torch runs no hook
-            self.hooks["end"](graph)
+        setattr(CUDAGraph, end, CUDAGraph.ends)
+        self.graph_class, self.end_name = CUDAGraph, end
+        self.methods = dict(vars(CUDAGraph))
+        monkeypatch.setattr(graph_captures, "_hook", graph_captures.CaptureHook())  # allocators of other tests listen
+        monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace(CUDAGraph=CUDAGraph))
+        self.captures = Captures(lambda: threading.get_ident() in self.capturing)
+        self.remove = self.captures.watch()
+        self.other = ThreadPoolExecutor(1)
+
+    def elsewhere(self, work: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        return self.other.submit(work, *args, **named).result()
+
+    def begin(self, graph: Any, pool: tuple[int, int] = (1, 0), **named: Any) -> None:
+        """In the other thread, as the end."""
+        self.elsewhere(graph.capture_begin, pool, **named)
+
+    def end(self, graph: Any, **named: Any) -> None:
+        self.elsewhere(getattr(graph, self.end_name), **named)
+
+    def fail(self, graph: Any) -> None:
+        with pytest.raises(RuntimeError, match="invalidated"):
+            self.end(graph, fails=True)
 
     def under_way(self) -> bool:
         return self.captures.under_way
 
-    def capture(self, pool: tuple[int, int]) -> Graph:
-        graph = Graph(pool)
-        self.begin(graph)
+    def capture(self, pool: tuple[int, int]) -> Any:
+        graph = self.graph_class()
+        self.begin(graph, pool)
         self.end(graph)
         return graph
 
 
-@pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
-    return Bench(monkeypatch)
+@pytest.fixture(params=["capture_end_pre", "capture_end"], ids=["torch 2.14 and later", "before"])
+def bench(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(monkeypatch, request.param)
+    with bench.other:
+        yield bench
+    bench.remove()
 
 
-def test_a_capture_in_another_thread_is_under_way_until_it_ends(bench: Bench) -> None:
-    graph = Graph((1, 0))
+def test_a_capture_is_under_way_in_every_thread_until_it_ends(bench: Bench) -> None:
+    graph = bench.graph_class()
     assert not bench.under_way()
     bench.begin(graph)
     assert bench.under_way()
-    assert bench.stream is bench.own
+    assert bench.elsewhere(bench.under_way)
     bench.end(graph)
     assert not bench.under_way()
 
 
-def test_a_capture_whose_end_failed_is_over_although_no_hook_tells_it(bench: Bench) -> None:
-    graph = Graph((1, 0))
+def test_a_capture_whose_end_or_start_fails_is_over_in_every_thread(bench: Bench) -> None:
+    graph = bench.graph_class()
     bench.begin(graph)
-    bench.end(graph, well=False)
+    bench.fail(graph)
+    assert not bench.under_way()
+    with pytest.raises(RuntimeError, match="cannot start"):
+        bench.begin(graph, fails=True)
+    assert not bench.under_way()
+    bench.begin(graph)
+    assert bench.under_way(), "a second capture into the same graph"
+    bench.end(graph)
     assert not bench.under_way()
 
 
-def test_asking_never_goes_back_to_a_device_without_a_context(bench: Bench) -> None:
-    bench.contexts.discard(0)
-    graph = Graph((1, 0))
+def test_a_capture_is_over_when_its_graph_is_deleted(bench: Bench) -> None:
+    graph = bench.graph_class()
     bench.begin(graph)
-    assert bench.under_way()
-    assert bench.stream.device_index == 1
-    assert bench.stream is not bench.other
+    del graph
+    assert not bench.under_way()
+
+
+def test_two_captures_at_once_are_under_way_until_both_have_ended(bench: Bench) -> None:
+    first, second = bench.graph_class(), bench.graph_class()
+    bench.begin(first)
+    second.capture_begin((2, 0))
+    bench.end(first)
+    assert bench.elsewhere(bench.under_way)
+    getattr(second, bench.end_name)()
+    assert not bench.elsewhere(bench.under_way)
 
 
 def test_a_graphs_pool_is_dead_when_the_last_graph_in_it_is(bench: Bench) -> None:
@@ -115,27 +134,27 @@ def test_a_graphs_pool_is_dead_when_the_last_graph_in_it_is(bench: Bench) -> Non
     assert set(bench.captures.dead_pools()) == {(1, 0)}
 
 
-def test_a_graph_that_was_reset_or_captured_anew_holds_its_old_pool_no_more(bench: Bench) -> None:
-    reset, anew = bench.capture((1, 0)), bench.capture((2, 0))
+def test_a_graph_that_was_reset_or_captured_again_no_longer_uses_its_old_pool(bench: Bench) -> None:
+    reset, again = bench.capture((1, 0)), bench.capture((2, 0))
     reset.id = None
-    anew.id = (3, 0)
+    again.id = (3, 0)
     assert set(bench.captures.dead_pools()) == {(1, 0), (2, 0)}
 
 
-def test_a_pool_that_the_program_made_is_never_called_dead(bench: Bench) -> None:
+def test_a_pool_that_the_user_made_is_never_called_dead(bench: Bench) -> None:
     graph = bench.capture((0, 4))
     del graph
     assert not bench.captures.dead_pools()
 
 
-def test_no_pool_is_called_dead_while_a_capture_that_began_may_hold_it(bench: Bench) -> None:
+def test_no_pool_is_called_dead_while_a_graph_exists_whose_capture_did_not_complete(bench: Bench) -> None:
     dead = bench.capture((1, 0))
     del dead
-    failed = Graph((1, 0))
+    failed = bench.graph_class()
     bench.begin(failed)
     version = bench.captures.version()
     assert not bench.captures.dead_pools()
-    bench.end(failed, well=False)
+    bench.fail(failed)
     assert not bench.captures.dead_pools()
     del failed
     assert set(bench.captures.dead_pools()) == {(1, 0)}
@@ -154,25 +173,33 @@ def test_the_version_changes_with_each_death_and_only_then(bench: Bench) -> None
     assert bench.captures.version() in versions
 
 
-def test_hooks_can_be_taken_out(bench: Bench) -> None:
-    assert set(bench.hooks) == {"start", "end"}
-    for remove in bench.removers:
-        remove()
-    assert bench.hooks == {}
+def test_a_new_listener_knows_the_captures_under_way(bench: Bench) -> None:
+    graph = bench.graph_class()
+    bench.begin(graph)
+    other = Captures(lambda: False)
+    stop = other.watch()
+    assert other.under_way
+    bench.end(graph)
+    assert not other.under_way
+    stop()
 
 
-def test_a_torch_without_hooks_tells_of_the_calling_thread_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.cuda.graphs", SimpleNamespace())
-    captures = Captures(bench, lambda: bench.stream in bench.capturing, bench.contexts.__contains__)
-    assert list(captures.hooks()) == []
-    bench.capturing.append(bench.other)
-    assert not captures.under_way
-    bench.capturing.append(bench.own)
-    assert captures.under_way
+def test_the_last_listener_restores_the_methods(bench: Bench) -> None:
+    another = Captures(lambda: False).watch()
+    bench.remove()
+    assert vars(bench.graph_class)["capture_begin"] is not bench.methods["capture_begin"]
+    another()
+    assert dict(vars(bench.graph_class)) == bench.methods
 
 
-def test_where_the_driver_forbids_the_question_a_capture_is_assumed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_that_started_before_the_watch_is_under_way_in_its_own_thread(bench: Bench) -> None:
+    bench.elsewhere(lambda: bench.capturing.add(threading.get_ident()))
+    assert not bench.under_way()
+    assert bench.elsewhere(bench.under_way)
+
+
+def test_a_capture_is_assumed_while_the_driver_forbids_the_question() -> None:
     def forbidden() -> bool:
         raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
 
-    assert Captures(Bench(monkeypatch), forbidden, {0}.__contains__).under_way
+    assert Captures(forbidden).under_way

@@ -3,7 +3,6 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter import client
-from gpumem_exporter.cli.commands import run as run_module
-from gpumem_exporter.cli.commands.run import run
 from gpumem_exporter.client.allocator.settings import KEYS, environment_with, in_force, merged, parse_settings
-from gpumem_exporter.client.allocator.settings_advice import AllocatorFigures, recommend
+from gpumem_exporter.client.allocator.settings_advice import AllocatorValues, recommend
 from gpumem_exporter.client.cleanup.auto_clean import AutoClean, Cache
 from gpumem_exporter.errors import ConfigurationError
 
@@ -22,7 +19,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 
 class _Heap:
-    """A fragmented heap, of which a clear frees what is reclaimable."""
+    """A fragmented heap; a clear frees its reclaimable bytes."""
 
     def __init__(self, reclaimable: int, fragmented: int, regained: float = 0.0) -> None:
         self.reclaimable = reclaimable
@@ -50,7 +47,7 @@ def _cleaner(heap: _Heap, **bounds: float) -> AutoClean:
     )
 
 
-def test_a_fragmented_heap_with_something_to_free_is_cleared_once_a_cooldown() -> None:
+def test_a_fragmented_heap_is_cleared_once_per_cooldown() -> None:
     heap = _Heap(GIB, 3 * GIB)
     cleaner = _cleaner(heap)
     assert cleaner.look() == GIB
@@ -63,28 +60,28 @@ def test_a_fragmented_heap_with_something_to_free_is_cleared_once_a_cooldown() -
 @pytest.mark.parametrize(
     ("reclaimable", "fragmented"), [(GIB, 100 * MIB), (50 * MIB, 4 * GIB), (0, 0)], ids=["whole", "little", "none"]
 )
-def test_nothing_is_cleared_where_it_would_not_be_worth_it(reclaimable: int, fragmented: int) -> None:
+def test_no_clear_that_would_free_little(reclaimable: int, fragmented: int) -> None:
     heap = _Heap(reclaimable, fragmented)
     cleaner = _cleaner(heap)
     assert sum(cleaner.look() for _ in range(50)) == 0
     assert heap.clears == 0
 
 
-def test_what_is_reserved_again_at_once_is_the_brake(caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_clean_stops_if_the_freed_memory_is_reserved_again(caplog: pytest.LogCaptureFixture) -> None:
     heap = _Heap(GIB, 3 * GIB)
     cleaner = _cleaner(heap)
     cleared_at = []
     for step in range(500):
         if cleaner.look():
             cleared_at.append(step)
-        heap.reclaimable = GIB  # the program takes it all back
+        heap.reclaimable = GIB  # all of it is reserved again
     assert cleared_at == [0, 20, 60]  # the cooldown doubles, and after three it ends
     assert cleaner.stopped
     assert cleaner.clears == 3
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
-def test_clears_that_free_little_are_the_brake() -> None:
+def test_auto_clean_stops_if_clears_free_little() -> None:
     heap = _Heap(GIB, 3 * GIB)
     heap.clear = lambda: MIB  # type: ignore[method-assign]
     cleaner = _cleaner(heap)
@@ -95,7 +92,7 @@ def test_clears_that_free_little_are_the_brake() -> None:
 
 
 @pytest.mark.parametrize("bounds", [{"fragmentation": 1.5}, {"min_bytes": 0}, {"cooldown_steps": 0}])
-def test_bounds_that_are_none_are_refused(bounds: dict[str, float]) -> None:
+def test_invalid_bounds_are_rejected(bounds: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(bounds))):
         _cleaner(_Heap(0, 0), **bounds)
 
@@ -119,8 +116,8 @@ def test_every_function_does_nothing_without_cuda(tmp_path: Path) -> None:
     assert detector.leaks == ()
 
 
-def test_a_fraction_lies_between_nothing_and_all() -> None:
-    with pytest.raises(ValueError, match=r"\b0\b.*\b1\b.*1\.5"):
+def test_an_invalid_memory_fraction_is_rejected() -> None:
+    with pytest.raises(ValueError, match=r"invalid fraction 1\.5"):
         client.set_memory_fraction(1.5)
 
 
@@ -151,16 +148,16 @@ BAD = {
     "": ["expandable_segments:True"],
     " , ": ["expandable_segments:True"],
 }
-"""Wrong lines, and what the error names: the key, the value, and what is accepted."""
+"""Invalid lines, and the words of the error: the name, the value, and what is accepted."""
 
 
 @pytest.mark.parametrize("line", GOOD)
-def test_a_right_line_of_settings_is_read_and_written_again(line: str) -> None:
+def test_valid_settings_are_parsed_and_written_again(line: str) -> None:
     assert merged("", parse_settings(line)) == line
 
 
 @pytest.mark.parametrize("line", BAD)
-def test_a_wrong_line_of_settings_is_refused_with_what_would_be_right(line: str) -> None:
+def test_invalid_settings_are_rejected_with_what_is_accepted(line: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_settings(line)
     assert [named for named in BAD[line] if named not in str(caught.value)] == []
@@ -168,13 +165,13 @@ def test_a_wrong_line_of_settings_is_refused_with_what_would_be_right(line: str)
 
 
 @given(st.text(alphabet="abc:,[]>1 ", max_size=30))
-def test_no_line_breaks_the_reading_of_settings(line: str) -> None:
+def test_random_text_raises_configuration_error_only(line: str) -> None:
     try:
         parse_settings(line)
     except ConfigurationError:
         pass
     else:
-        pytest.fail(f"{line!r} holds no key that there is")
+        pytest.fail(f"{line!r} is not valid")
 
 
 @pytest.mark.parametrize(
@@ -188,100 +185,50 @@ def test_no_line_breaks_the_reading_of_settings(line: str) -> None:
     ],
     ids=["none", "the old name", "the new name", "the same key", "both: the old one counts, even empty"],
 )
-def test_settings_stand_beside_those_that_are_in_force(environ: dict[str, str], expected: str) -> None:
+def test_settings_are_merged_with_those_in_force(environ: dict[str, str], expected: str) -> None:
     assert environment_with(environ, "expandable_segments:True") == {"PYTORCH_CUDA_ALLOC_CONF": expected}
 
 
-def test_the_variable_that_counts_is_told() -> None:
+def test_the_variable_in_force() -> None:
     assert in_force({"PYTORCH_ALLOC_CONF": "a", "PYTORCH_CUDA_ALLOC_CONF": "b"}) == ("PYTORCH_CUDA_ALLOC_CONF", "b")
     assert in_force({"PYTORCH_ALLOC_CONF": "a"}) == ("PYTORCH_ALLOC_CONF", "a")
     assert in_force({}) == ("", "")
 
 
-@pytest.fixture
-def executed(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
-    """The environments of the commands that would have replaced this process."""
-    environments: list[dict[str, str]] = []
-    monkeypatch.setattr(run_module.os, "execvpe", lambda *call: environments.append(call[2]))
-    monkeypatch.setattr(run_module, "_restore_signals", lambda: None)
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
-    return environments
+FRAGMENTED = {"reclaimable_bytes": GIB}
+RETRIES = {"alloc_retries": 7, "ooms": 2}
 
 
-def test_run_puts_the_settings_in_force_before_the_command_starts(executed: list[dict[str, str]]) -> None:
-    run(["--allocator", "expandable_segments:True", "--allocator", "garbage_collection_threshold:0.8", "--", "train"])
-    (environ,) = executed
-    assert environ["PYTORCH_CUDA_ALLOC_CONF"] == (
-        "max_split_size_mb:64,expandable_segments:True,garbage_collection_threshold:0.8"
-    )
+@pytest.mark.parametrize(
+    ("values", "current", "line", "named"),
+    [
+        ({}, "", "", ()),
+        (FRAGMENTED, "max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True", ("2.0 GiB", "7.0 GiB")),
+        (FRAGMENTED, "expandable_segments:True", "", ("2.0 GiB",)),
+        (RETRIES, "", "expandable_segments:True", ("7 times", "2 times")),
+        (
+            RETRIES,
+            "per_process_memory_fraction:0.5",
+            "per_process_memory_fraction:0.5,garbage_collection_threshold:0.8",
+            ("7 times",),
+        ),
+        ({"requested_bytes": 3 * GIB}, "roundup_power2_divisions:1", "roundup_power2_divisions:8", ("1.0 GiB",)),
+        ({**FRAGMENTED, **RETRIES}, "backend:cudaMallocAsync", "", ("cudaMallocAsync",)),
+    ],
+    ids=["reclaimable", "fragmented", "expandable", "retries", "retries below a fraction", "rounding", "asynchronous"],
+)
+def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
+    measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
+    recommended = recommend([AllocatorValues(0, **measured)], current, "PYTORCH_ALLOC_CONF")
+    assert recommended.line == line
+    assert [word for word in named if word not in recommended.reasons[0]] == []
+    text = str(recommended)
+    assert recommended.reasons[0] in text
+    assert (f"PYTORCH_CUDA_ALLOC_CONF={line}" in text) is bool(line)
+    assert "PYTORCH_ALLOC_CONF" in text
 
 
-def test_run_refuses_a_wrong_setting_and_starts_nothing(executed: list[dict[str, str]]) -> None:
-    with pytest.raises(ConfigurationError, match="'nokey'"):
-        run(["--allocator", "nokey:1", "--", "train"])
-    assert executed == []
-
-
-def test_run_leaves_the_settings_alone_without_the_option(executed: list[dict[str, str]]) -> None:
-    run(["--", "train"])
-    assert "PYTORCH_CUDA_ALLOC_CONF" not in executed[0]
-
-
-def words(text: str) -> set[str]:
-    """The words of a text without punctuation round them, and each figure with its unit."""
-    plain = [word.strip("(),.;:") for word in text.split()]
-    return {*plain, *(f"{figure} {unit}" for figure, unit in pairwise(plain))}
-
-
-def _figures(**more: int) -> AllocatorFigures:
-    settled = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **more}
-    return AllocatorFigures(0, **settled)
-
-
-def test_a_cache_that_can_be_given_back_is_no_reason_for_other_settings() -> None:
-    said = recommend([_figures()], "")
-    assert (said.settings, said.line) == ((), "")
-    assert len(said.reasons) == 1
-    assert said.reasons[0] in str(said)
-
-
-def test_fragmentation_is_a_reason_for_expandable_segments() -> None:
-    said = recommend([_figures(reclaimable_bytes=GIB)], "garbage_collection_threshold:0.8", "PYTORCH_ALLOC_CONF")
-    assert said.line == "garbage_collection_threshold:0.8,expandable_segments:True"
-    assert {"expandable_segments:True", "2.0 GiB", "7.0 GiB"} <= words(said.reasons[0])
-    assert {f"PYTORCH_CUDA_ALLOC_CONF={said.line}", "PYTORCH_ALLOC_CONF"} <= words(str(said))
-    assert parse_settings(said.line)
-
-
-def test_fragmentation_under_expandable_segments_is_said_and_no_setting_promised() -> None:
-    said = recommend([_figures(reclaimable_bytes=GIB)], "expandable_segments:True")
-    assert said.settings == ()
-    assert "2.0 GiB" in said.reasons[0]
-
-
-def test_retries_below_a_memory_fraction_are_a_reason_to_collect_early() -> None:
-    said = recommend([_figures(alloc_retries=7)], "per_process_memory_fraction:0.5")
-    assert said.settings == (("garbage_collection_threshold", "0.8"),)
-
-
-def test_retries_are_a_reason_for_expandable_segments_else() -> None:
-    said = recommend([_figures(alloc_retries=7, ooms=2)], "")
-    assert said.settings == (("expandable_segments", "True"),)
-    assert {"7", "2"} <= words(said.reasons[0])
-
-
-def test_rounding_that_settings_ask_for_is_a_reason_to_round_finer() -> None:
-    said = recommend([_figures(requested_bytes=3 * GIB)], "roundup_power2_divisions:1")
-    assert said.line == "roundup_power2_divisions:8"
-
-
-def test_the_driver_s_own_allocator_takes_no_advice() -> None:
-    said = recommend([_figures(reclaimable_bytes=0, alloc_retries=9)], "backend:cudaMallocAsync")
-    assert said.settings == ()
-
-
-def test_what_keeps_a_cleaner_or_a_detector_may_be_copied_and_pickled_and_its_copy_does_nothing_by_itself() -> None:
+def test_copies_of_a_cleaner_and_a_detector_are_stopped() -> None:
     cleaner, detector = client.auto_clean(), client.leak_detector()
     try:
         trainer = {"cleaner": cleaner, "detector": detector}

@@ -1,4 +1,4 @@
-"""Waiting for CUDA does nothing to the program's imports; with a torch of three lines, in a fresh interpreter."""
+"""The wait for CUDA and imports, with a torch of three lines, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -51,28 +51,87 @@ def test_each_callback_runs_once_when_cuda_starts_and_not_before(folder: Path) -
     assert run(folder, rest) == [[], ["first", "second"]]
 
 
-def test_the_list_of_finders_stays_as_it_is_since_other_threads_may_be_on_their_way_along_it(folder: Path) -> None:
-    rest = "before = list(sys.meta_path)\nimport torch.cuda\nresult = [before == sys.meta_path, len(before)]"
-    same, finders = run(folder, rest)
-    assert same
-    assert finders > 2
+FINDERS = "finders = lambda: [type(finder).__name__ for finder in sys.meta_path].count('_TorchCudaFinder')\n"
 
 
-def test_a_finder_without_find_spec_is_passed_over(folder: Path) -> None:
+def test_the_finders_are_removed_when_torch_is_imported(folder: Path) -> None:
+    rest = (
+        FINDERS + "before = finders()\nimport torch.cuda\ntorch.cuda.init()\nresult = [before, finders(), len(began)]"
+    )
+    assert run(folder, rest) == [2, 0, 2]
+
+
+def test_a_thread_that_searches_the_list_meanwhile_skips_no_finder(folder: Path) -> None:
     rest = """
-import warnings
-warnings.simplefilter("ignore")  # Python before 3.12 asks such a finder in another way, and warns of it
+import threading
+arrived, go_on, asked = threading.Event(), threading.Event(), []
 
-class Old:
-    def find_module(self, name, path=None):
-        return None
+class Asked:
+    def find_spec(self, name, path=None, target=None):
+        asked.append(name)
 
-sys.meta_path.insert(2, Old())
+class Slow(list):
+    # a thread waits between two finders: in a finder's own code it would hold the lock of the import system
+    def __iter__(self):
+        for finder in list.__iter__(self):
+            if threading.current_thread() is thread:
+                arrived.set()
+                go_on.wait()
+            yield finder
+
+def search():
+    try:
+        import elsewhere
+    except ImportError:
+        pass
+
+sys.meta_path = Slow([*sys.meta_path[:2], Asked(), *sys.meta_path[2:]])
+thread = threading.Thread(target=search)
+thread.start()
+arrived.wait()
+import torch.cuda
+go_on.set()
+thread.join()
+torch.cuda.init()
+result = ["elsewhere" in asked, finders(), len(began)]
+"""
+    assert run(folder, FINDERS + rest) == [True, 0, 2]
+
+
+def test_ending_the_wait_restores_the_finders(folder: Path) -> None:
+    rest = """
+before = list(sys.meta_path)
+stop = when_cuda_starts(lambda: began.append("third"))
+between = len(sys.meta_path)
+stop()
+stop()
+same = before == sys.meta_path
 import torch.cuda
 torch.cuda.init()
-result = sorted(began)
+result = [same, between - len(before), sorted(began)]
 """
-    assert run(folder, rest) == ["first", "second"]
+    assert run(folder, rest) == [True, 1, ["first", "second"]]
+
+
+def test_ending_the_wait_restores_torch_s_queue(folder: Path) -> None:
+    rest = """
+import threading, torch.cuda
+cuda = torch.cuda
+cuda._queued_calls, cuda._initialization_lock = [], threading.Lock()
+cuda._lazy_call = lambda call: cuda._queued_calls.append((call, []))
+of_the_program = lambda: began.append("the program's")
+cuda._lazy_call(of_the_program)
+stop = when_cuda_starts(lambda: began.append("third"))
+queued = len(cuda._queued_calls)
+stop()
+left = [call is of_the_program for call, _ in cuda._queued_calls]
+stop = when_cuda_starts(lambda: began.append("fourth"))
+with cuda._initialization_lock:  # CUDA is being initialized
+    stop()
+[call() for call, _ in cuda._queued_calls]
+result = [queued, left, began]
+"""
+    assert run(folder, rest) == [2, [True], ["the program's"]]
 
 
 LOADERS = """
@@ -115,7 +174,5 @@ result = sorted(began)
 
 
 @pytest.mark.parametrize(("loader", "began"), [("Unchangeable()", []), ("Wrapping(Loader())", ["third"])])
-def test_torch_is_imported_whatever_loader_another_import_hook_has_brought(
-    folder: Path, loader: str, began: list[str]
-) -> None:
+def test_torch_is_imported_by_any_loader_of_another_import_hook(folder: Path, loader: str, began: list[str]) -> None:
     assert run(folder, LOADERS.format(loader=loader)) == began

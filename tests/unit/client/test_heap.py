@@ -28,20 +28,20 @@ def _returnable(*segments: dict[str, Any], **given: Any) -> int | None:
     return read_heaps(segments, **given)[0].returnable_bytes
 
 
-def test_a_classic_segment_goes_back_whole_or_not_at_all() -> None:
+def test_a_classic_segment_is_released_whole_or_not_at_all() -> None:
     free = _segment((20 * MIB, "inactive"))
     split = _segment((5 * MIB, "active_allocated"), (15 * MIB, "inactive"))
     assert _returnable(free, split) == 20 * MIB
 
 
-def test_a_clear_waits_for_what_is_pending_on_another_stream() -> None:
+def test_a_clear_waits_for_blocks_pending_on_another_stream() -> None:
     pending = _segment((15 * MIB, "active_pending_free"), (5 * MIB, "inactive"))
     assert _returnable(pending) == 20 * MIB
     held = _segment((15 * MIB, "active_pending_free"), (5 * MIB, "active_allocated"))
     assert _returnable(held) == 0
 
 
-def test_of_an_expandable_segment_whole_pages_inside_free_blocks_go_back() -> None:
+def test_whole_pages_inside_free_blocks_of_an_expandable_segment_are_released() -> None:
     segment = _expandable(
         (5 * MIB, "active_allocated"),
         (50 * MIB, "inactive"),  # from 5 to 55 MiB: the page from 20 to 40 lies inside
@@ -51,14 +51,14 @@ def test_of_an_expandable_segment_whole_pages_inside_free_blocks_go_back() -> No
     assert _returnable(segment) == 60 * MIB
 
 
-def test_a_pending_block_merges_with_its_free_neighbours_before_it_goes() -> None:
+def test_a_pending_block_merges_with_its_free_neighbors() -> None:
     segment = _expandable(
         (MIB, "active_allocated"), (25 * MIB, "inactive"), (10 * MIB, "active_pending_free"), (4 * MIB, "inactive")
     )
     assert _returnable(segment) == 20 * MIB
 
 
-def test_a_free_block_smaller_than_a_page_keeps_it() -> None:
+def test_a_free_block_smaller_than_a_page_is_not_released() -> None:
     assert _returnable(_expandable((3 * MIB, "active_allocated"), (17 * MIB, "inactive"))) == 0
 
 
@@ -67,13 +67,13 @@ def test_pages_of_the_small_pool_are_smaller() -> None:
     assert _returnable(_expandable(*blocks, segment_type="small")) == 4 * MIB
 
 
-def test_pages_are_as_large_as_the_settings_made_them() -> None:
+def test_the_settings_determine_the_page_size() -> None:
     segment = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
     assert _returnable(segment, large_pages={64 * MIB}) == 256 * MIB
     assert _returnable(segment, large_pages={20 * MIB}) == 280 * MIB
 
 
-def test_which_of_two_page_sizes_a_segment_has_is_told_by_what_divides_it_or_not_at_all() -> None:
+def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknown() -> None:
     blocks = (30 * MIB, "active_allocated"), (34 * MIB, "inactive")
     assert _returnable(_expandable(*blocks), large_pages={20 * MIB, 64 * MIB}) == 0
     either = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
@@ -83,7 +83,7 @@ def test_which_of_two_page_sizes_a_segment_has_is_told_by_what_divides_it_or_not
     assert _returnable(neither) is None
 
 
-def test_private_pools_keep_what_they_have_until_they_are_dead() -> None:
+def test_private_pools_are_released_only_when_dead() -> None:
     segments = [
         _segment((20 * MIB, "inactive"), segment_pool_id=(1, 0)),
         _segment((40 * MIB, "inactive"), segment_pool_id=(2, 0)),
@@ -94,7 +94,7 @@ def test_private_pools_keep_what_they_have_until_they_are_dead() -> None:
     assert read_heaps(segments)[0].private_bytes == 61 * MIB
 
 
-def test_a_heap_adds_up_by_device() -> None:
+def test_the_heap_of_each_device_is_added_up() -> None:
     heaps = read_heaps(
         [
             _segment((MIB, "inactive")),

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client.oom.observer import OutOfMemoryLog, OutOfMemoryObserver
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 
 

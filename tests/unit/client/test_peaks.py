@@ -13,14 +13,14 @@ def state(allocated_peak: int, reserved_peak: int = 100, **other: int) -> dict[s
     return {name: {"all": {"peak": peak, "current": 0}} for name, peak in peaks.items()}
 
 
-def test_peaks_that_rise_or_stand_were_not_reset() -> None:
+def test_rising_or_constant_peaks_are_no_reset() -> None:
     watch = PeakWatch()
     for peak in (10, 10, 20, 90):
         watch.look(0, state(peak))
     assert watch.resets(0) == 0
 
 
-def test_a_peak_that_falls_was_reset_and_several_that_fall_at_once_were_reset_once() -> None:
+def test_peaks_that_fall_together_are_one_reset() -> None:
     watch = PeakWatch()
     watch.look(0, state(50, 100))
     watch.look(0, state(20, 100))
@@ -31,21 +31,21 @@ def test_a_peak_that_falls_was_reset_and_several_that_fall_at_once_were_reset_on
     assert watch.resets(0) == 2
 
 
-def test_a_reset_is_seen_by_any_peak_though_those_of_bytes_have_risen_again() -> None:
+def test_any_falling_peak_is_a_reset_even_if_others_have_risen_again() -> None:
     watch = PeakWatch()
     watch.look(0, state(50, 100, segment=8))
     watch.look(0, state(60, 100, segment=3))
     assert watch.resets(0) == 1
 
 
-def test_devices_are_counted_apart() -> None:
+def test_resets_are_counted_per_device() -> None:
     watch = PeakWatch()
     for index, peak in ((0, 50), (1, 50), (1, 10), (0, 50)):
         watch.look(index, state(peak))
     assert (watch.resets(0), watch.resets(1), watch.resets(2)) == (0, 1, 0)
 
 
-def test_a_reset_that_the_reporter_makes_is_counted_once_whether_or_not_it_shows() -> None:
+def test_a_reset_by_the_reporter_is_counted_once() -> None:
     watch = PeakWatch()
     watch.look(0, state(50))
     watch.reset(0)
@@ -55,7 +55,7 @@ def test_a_reset_that_the_reporter_makes_is_counted_once_whether_or_not_it_shows
     assert watch.resets(0) == 2
 
 
-def test_a_figure_that_this_torch_does_not_have_is_no_fall() -> None:
+def test_a_missing_statistic_is_no_reset() -> None:
     watch = PeakWatch()
     watch.look(0, state(50, active_bytes=50))
     watch.look(0, state(50))
@@ -65,7 +65,7 @@ def test_a_figure_that_this_torch_does_not_have_is_no_fall() -> None:
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000)), max_size=50))
-def test_a_count_never_exceeds_the_resets_there_were_and_misses_none_that_lowers_a_peak(
+def test_random_resets_are_counted_exactly_if_they_lower_a_peak(
     events: list[tuple[bool, int]],
 ) -> None:
     watch, peak, resets, lowering = PeakWatch(), 0, 0, 0

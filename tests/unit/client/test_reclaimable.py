@@ -12,7 +12,7 @@ MIB = 1 << 20
 
 
 class Bench:
-    """One device whose true heap is written down here; counts the walks over it."""
+    """One device with a known heap; counts the walks over it."""
 
     def __init__(self, **options: Any) -> None:
         self.now = self.cpu = 100.0
@@ -54,7 +54,7 @@ def state(
     blocks: int = 10,
     operations: int = 0,
 ) -> dict[str, Any]:
-    """Statistics with these figures; `operations` moves what was ever allocated and freed."""
+    """Statistics with these values; `operations` changes the counters of allocations and frees."""
 
     def stat(current: int) -> dict[str, Any]:
         return {"all": {"current": current, "allocated": current + operations, "freed": operations}}
@@ -71,21 +71,21 @@ def state(
     return made if private is None else {**made, "private_pools_bytes": private}
 
 
-def test_classic_segments_are_told_by_the_statistics_alone_once_a_walk_has_shown_them_to_be_that(bench: Bench) -> None:
+def test_classic_segments_need_one_walk_and_then_the_statistics_only(bench: Bench) -> None:
     for operations in range(100):
         assert bench.look(state(operations=operations)) == 50
         bench.now += 10
     assert bench.walks == 1
 
 
-def test_a_heap_that_was_watched_from_its_beginning_needs_no_walk(bench: Bench) -> None:
+def test_a_heap_watched_from_its_start_needs_no_walk(bench: Bench) -> None:
     for reserved in (0, 100, 200):
         assert bench.look(state(reserved=reserved, allocated=0, split=0)) == reserved
         bench.now += 10
     assert bench.walks == 0
 
 
-def test_counters_that_were_reset_prove_nothing(bench: Bench) -> None:
+def test_reset_counters_require_a_walk(bench: Bench) -> None:
     bench.look(state())
     bench.now += 10
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
@@ -96,7 +96,7 @@ def test_counters_that_were_reset_prove_nothing(bench: Bench) -> None:
 @pytest.mark.parametrize(
     "unsettled", [{"private": 20}, {"pending": 5}, {"mapped": 1}, {"private": None}], ids=lambda given: str(given)
 )
-def test_other_heaps_are_walked_once_as_long_as_they_stay_the_same(bench: Bench, unsettled: dict[str, Any]) -> None:
+def test_other_heaps_are_walked_once_while_unchanged(bench: Bench, unsettled: dict[str, Any]) -> None:
     bench.heaps = {0: Heap(reserved_bytes=100, allocated_bytes=40, private_bytes=20, returnable_bytes=33)}
     for _ in range(100):
         assert bench.look(state(**unsettled)) == 33
@@ -104,7 +104,7 @@ def test_other_heaps_are_walked_once_as_long_as_they_stay_the_same(bench: Bench,
     assert bench.walks == 1
 
 
-def test_a_changing_heap_is_walked_when_500_times_a_walks_cost_have_passed(bench: Bench) -> None:
+def test_a_changing_heap_is_walked_after_500_times_the_duration_of_a_walk(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
     bench.walk_seconds = 1 / 1024
     for operations in range(100):
@@ -113,7 +113,7 @@ def test_a_changing_heap_is_walked_when_500_times_a_walks_cost_have_passed(bench
     assert bench.walks == 25  # each 500/1024 s: at every fourth of these
 
 
-def test_between_walks_what_could_not_be_returned_still_cannot(bench: Bench) -> None:
+def test_between_walks_the_unreturnable_bytes_stay_the_same(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
     assert bench.look(state(mapped=1)) == 33
     assert bench.look(state(reserved=200, allocated=90, mapped=1, operations=1)) == 200 - 90 - 27
@@ -121,7 +121,7 @@ def test_between_walks_what_could_not_be_returned_still_cannot(bench: Bench) -> 
     assert bench.walks == 1
 
 
-def test_a_pool_that_dies_shows_although_no_statistic_changes(bench: Bench) -> None:
+def test_a_dead_pool_is_noticed_although_no_statistic_changes(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=10)}
     assert bench.look(state(private=20)) == 10
     bench.now += 1
@@ -130,7 +130,7 @@ def test_a_pool_that_dies_shows_although_no_statistic_changes(bench: Bench) -> N
     assert bench.look(state(private=20)) == 30
 
 
-def test_a_heap_that_has_grown_too_large_to_walk_is_unknown_not_old(bench: Bench) -> None:
+def test_a_heap_too_large_to_walk_is_unknown(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
     assert bench.look(state(mapped=1)) == 33
     bench.now += 1
@@ -139,7 +139,7 @@ def test_a_heap_that_has_grown_too_large_to_walk_is_unknown_not_old(bench: Bench
     assert bench.look(state(mapped=1, operations=2)) == 33
 
 
-def test_without_a_snapshot_it_is_unknown_and_not_asked_for_all_the_time(bench: Bench) -> None:
+def test_without_a_snapshot_the_value_is_unknown_and_walks_are_rare(bench: Bench) -> None:
     bench.heaps = None
     for operations in range(10):
         assert bench.look(state(mapped=1, operations=operations)) is None
@@ -147,12 +147,12 @@ def test_without_a_snapshot_it_is_unknown_and_not_asked_for_all_the_time(bench: 
     assert bench.walks == 2
 
 
-def test_pages_of_unknown_size_make_it_unknown(bench: Bench) -> None:
+def test_unknown_page_sizes_make_the_value_unknown(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=None)}
     assert bench.look(state(mapped=1)) is None
 
 
-def test_expandable_segments_are_remembered_when_the_counters_are_reset(bench: Bench) -> None:
+def test_expandable_segments_are_remembered_after_a_counter_reset(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
     bench.look(state(mapped=1))
     bench.now += 10
@@ -160,7 +160,7 @@ def test_expandable_segments_are_remembered_when_the_counters_are_reset(bench: B
     assert bench.walks == 2
 
 
-def test_where_no_counter_shows_them_the_settings_do() -> None:
+def test_without_a_counter_the_settings_show_expandable_segments() -> None:
     bench = Bench(expandable_from_the_start=True)
     bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
     old = state()
@@ -168,7 +168,7 @@ def test_where_no_counter_shows_them_the_settings_do() -> None:
     assert bench.look(old) == 33
 
 
-def test_statistics_without_private_pools_ask_for_a_walk_only_when_segments_come_or_go(bench: Bench) -> None:
+def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_change(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, returnable_bytes=50)}
     for operations in range(100):
         assert bench.look(state(private=None, operations=operations)) == 50
@@ -181,7 +181,7 @@ def test_statistics_without_private_pools_ask_for_a_walk_only_when_segments_come
     assert bench.walks == 2
 
 
-def test_private_bytes_of_a_walk_do_not_outlive_its_segments(bench: Bench) -> None:
+def test_private_bytes_of_a_walk_expire_with_a_segment_change(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=50)}
     walked = state(private=None)
     bench.look(walked)
@@ -189,7 +189,7 @@ def test_private_bytes_of_a_walk_do_not_outlive_its_segments(bench: Bench) -> No
     assert bench.reclaimable.private_bytes(0, state(reserved=101, private=None)) is None
 
 
-def test_an_allocator_that_lacks_a_figure_tells_nothing(bench: Bench) -> None:
+def test_a_missing_statistic_makes_the_value_unknown(bench: Bench) -> None:
     for name in ("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment"):
         lacking = state()
         del lacking[name]
@@ -197,6 +197,6 @@ def test_an_allocator_that_lacks_a_figure_tells_nothing(bench: Bench) -> None:
     assert bench.walks == 0
 
 
-def test_another_threads_change_between_statistics_and_walk_is_not_held_for_fragmentation(bench: Bench) -> None:
+def test_a_change_by_another_thread_before_the_walk_is_not_fragmentation(bench: Bench) -> None:
     bench.heaps = {0: Heap(180, 40, expandable=True, returnable_bytes=113)}  # 80 more were reserved in between
     assert bench.look(state(mapped=1)) == 33

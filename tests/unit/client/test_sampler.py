@@ -7,7 +7,7 @@ from tests.support.fake_allocator import FakeAllocator
 
 
 class Optimizer:
-    """Something that can be weakly referenced and is not another one."""
+    """An object that can be weakly referenced."""
 
 
 class Bench:
@@ -23,7 +23,7 @@ class Bench:
         self.sampler.on_step(self.optimizer)
 
     def report(self) -> float:
-        """What the reporter's thread does; the age of what it ships."""
+        """Report as the reporter's thread does; returns the age of the sample."""
         return self.now - self.sampler.current(self.now + 1.0).taken_seconds
 
 
@@ -32,14 +32,14 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_without_steps_each_report_looks_anew(bench: Bench) -> None:
+def test_without_steps_each_report_takes_a_sample(bench: Bench) -> None:
     for looks in (1, 2, 3):
         assert bench.report() == 0.0
         assert bench.allocator.looks == looks
         bench.now += 1.0
 
 
-def test_while_steps_run_only_they_look_once_a_report_and_shortly_before_it(bench: Bench) -> None:
+def test_while_steps_run_one_step_per_report_takes_the_sample(bench: Bench) -> None:
     bench.report()
     for _ in range(10):
         bench.step()
@@ -53,7 +53,7 @@ def test_while_steps_run_only_they_look_once_a_report_and_shortly_before_it(benc
 
 
 @pytest.mark.parametrize("seconds", [0.09, 0.13, 0.3, 0.45, 0.7, 1.0, 1.9, 7.0])
-def test_no_report_is_older_than_the_last_step_but_one_however_long_steps_take(bench: Bench, seconds: float) -> None:
+def test_no_sample_is_older_than_two_steps(bench: Bench, seconds: float) -> None:
     bench.report()
     reported, stepped, paced = bench.now, bench.now, 0
     for _ in range(600):  # reports and steps as they come
@@ -70,7 +70,7 @@ def test_no_report_is_older_than_the_last_step_but_one_however_long_steps_take(b
     assert bench.allocator.looks <= 600
 
 
-def test_when_the_steps_have_ended_reports_look_again(bench: Bench) -> None:
+def test_when_steps_have_ended_reports_take_samples_again(bench: Bench) -> None:
     for _ in range(30):
         bench.step()
     bench.now += 1.9
@@ -79,7 +79,7 @@ def test_when_the_steps_have_ended_reports_look_again(bench: Bench) -> None:
     assert bench.report() == 0.0
 
 
-def test_long_steps_are_waited_for_but_not_for_ever(bench: Bench) -> None:
+def test_long_steps_are_waited_for_up_to_a_minute(bench: Bench) -> None:
     bench.step(30.0)
     bench.report()
     bench.step(30.0)
@@ -89,7 +89,7 @@ def test_long_steps_are_waited_for_but_not_for_ever(bench: Bench) -> None:
     assert bench.report() == 0.0
 
 
-def test_one_long_step_among_many_is_not_the_pace(bench: Bench) -> None:
+def test_one_long_step_does_not_change_the_step_time(bench: Bench) -> None:
     assert bench.sampler.step_seconds is None
     bench.step()
     assert bench.sampler.step_seconds is None  # one end is no length
@@ -109,16 +109,16 @@ def test_only_the_first_of_several_optimizers_counts_a_step(bench: Bench) -> Non
     assert bench.sampler.take().step == 3
 
 
-def test_another_optimizer_counts_once_the_first_is_gone(bench: Bench) -> None:
+def test_another_optimizer_counts_once_the_first_is_deleted(bench: Bench) -> None:
     bench.step()
     bench.optimizer = Optimizer()
     for _ in range(3):
         bench.step()
-    # the first of these three only takes the place
+    # the first of these three replaces the deleted one without counting
     assert bench.sampler.take().step == 4
 
 
-def test_another_optimizer_counts_once_the_first_is_given_up_though_it_is_still_there(bench: Bench) -> None:
+def test_another_optimizer_counts_once_the_first_makes_no_more_steps(bench: Bench) -> None:
     bench.step()
     given_up, bench.optimizer = bench.optimizer, Optimizer()
     for _ in range(20):
@@ -127,7 +127,7 @@ def test_another_optimizer_counts_once_the_first_is_given_up_though_it_is_still_
     assert given_up is not bench.optimizer
 
 
-def test_an_optimizer_that_steps_seldom_counts_all_the_same(bench: Bench) -> None:
+def test_an_optimizer_with_rare_steps_still_counts(bench: Bench) -> None:
     critic = Optimizer()
     for _ in range(4):
         bench.step()
@@ -136,7 +136,7 @@ def test_an_optimizer_that_steps_seldom_counts_all_the_same(bench: Bench) -> Non
     assert bench.sampler.take().step == 4
 
 
-def test_steps_told_by_hand_silence_the_optimizer(bench: Bench) -> None:
+def test_after_a_mark_only_marks_count(bench: Bench) -> None:
     bench.step()
     bench.sampler.on_step(None)
     for _ in range(5):
@@ -145,11 +145,7 @@ def test_steps_told_by_hand_silence_the_optimizer(bench: Bench) -> None:
     assert bench.sampler.take().step == 3
 
 
-def test_a_process_without_steps_has_no_step_number(bench: Bench) -> None:
-    assert bench.sampler.take().step is None
-
-
-def test_what_a_look_raises_does_not_reach_the_training_thread(bench: Bench) -> None:
+def test_an_error_of_a_sample_does_not_reach_the_training_thread(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDA error")
     bench.step()
     assert [str(error) for error in bench.errors] == ["CUDA error"]
@@ -165,7 +161,7 @@ def test_a_step_does_not_wait_while_the_cache_is_being_cleared(bench: Bench) -> 
     assert bench.allocator.looks == 1
 
 
-def test_while_the_program_empties_its_cache_the_last_sample_is_given_with_its_age(bench: Bench) -> None:
+def test_during_a_flush_the_last_sample_is_reported_with_its_age(bench: Bench) -> None:
     bench.report()
     bench.allocator.flushing = True
     bench.now += 3.0
@@ -175,12 +171,12 @@ def test_while_the_program_empties_its_cache_the_last_sample_is_given_with_its_a
     assert bench.report() == 0.0
 
 
-@pytest.mark.parametrize("begun", [True, False], ids=["an old sample", "no sample"])
-def test_what_cannot_be_known_during_a_long_flush_is_not_told(bench: Bench, begun: bool) -> None:
-    if begun:
+@pytest.mark.parametrize("started", [True, False], ids=["an old sample", "no sample"])
+def test_during_a_long_flush_no_device_is_reported(bench: Bench, started: bool) -> None:
+    if started:
         bench.report()
     bench.allocator.flushing = True
     bench.now += 10.0
     sample = bench.sampler.current(bench.now + 1.0)
     assert (sample.devices, sample.taken_seconds) == ((), bench.now)
-    assert bench.allocator.looks == begun
+    assert bench.allocator.looks == started

@@ -9,7 +9,7 @@ from gpumem_exporter.client.reporter.reporter import Reporter
 from gpumem_exporter.client.reporter.settings import DEFAULT_URLS, ReporterSettings
 
 
-def test_an_argument_beats_the_environment_and_the_environment_the_default() -> None:
+def test_arguments_take_precedence_over_the_environment_and_defaults() -> None:
     environ = {"GPUMEM_WORKLOAD": "env", "GPUMEM_RANK": "7", "RANK": "8", "GPUMEM_EXPORTER_URL": "http://env:1"}
     bare = ReporterSettings.resolve(environ={})
     assert (bare.workload, bare.rank, bare.urls) == ("", "", DEFAULT_URLS)
@@ -19,7 +19,7 @@ def test_an_argument_beats_the_environment_and_the_environment_the_default() -> 
     assert (given.workload, given.rank, given.urls) == ("arg", "0", ("unix:///x",))
 
 
-def test_the_rank_is_the_launcher_s_where_none_is_given() -> None:
+def test_the_default_rank_is_the_launcher_s() -> None:
     assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5"}).rank == "5"
     assert ReporterSettings.resolve(environ={"SLURM_PROCID": "5", "RANK": "6"}).rank == "6"
 
@@ -29,7 +29,7 @@ def test_the_rank_is_the_launcher_s_where_none_is_given() -> None:
     [
         ({"RANK": "6", "WORLD_SIZE": "8", "SLURM_STEP_NUM_TASKS": "2"}, 8),
         ({"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "6", "SLURM_NTASKS": "12"}, 6),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "12"}, None),  # a batch script: nobody has started the tasks
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "12"}, None),  # a batch script, which starts no tasks
         ({"GPUMEM_RANK": "actor", "RANK": "6", "WORLD_SIZE": "8"}, None),
         ({"RANK": "6"}, None),
         ({"RANK": "6", "WORLD_SIZE": "0"}, None),
@@ -38,18 +38,18 @@ def test_the_rank_is_the_launcher_s_where_none_is_given() -> None:
         ({"WORLD_SIZE": "8"}, None),
     ],
 )
-def test_how_many_ranks_there_are_is_said_by_who_has_numbered_them(
+def test_the_number_of_ranks_comes_from_the_same_launcher_as_the_rank(
     environ: dict[str, str], world_size: int | None
 ) -> None:
     assert ReporterSettings.resolve(environ=environ).world_size == world_size
     assert ReporterSettings.resolve(rank=0, environ=environ).world_size is None
 
 
-def test_labels_are_cut_to_what_the_exporter_takes() -> None:
+def test_labels_are_cut_to_the_maximum_length() -> None:
     assert len(ReporterSettings.resolve(workload="x" * 10_000, environ={}).workload) == 256
 
 
-def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
+def test_a_token_file_is_read_on_each_use(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("first\n")
     settings = ReporterSettings.resolve(environ={"GPUMEM_REPORT_TOKEN_FILE": str(secret)})
@@ -59,7 +59,7 @@ def test_a_token_file_is_read_anew_each_time(tmp_path: Path) -> None:
     assert ReporterSettings.resolve(environ={}).authorization() == {}
 
 
-def test_a_disabled_reporter_hooks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disabled_reporter_installs_no_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(callback: object) -> None:
         raise AssertionError("a disabled reporter waits for CUDA")
 

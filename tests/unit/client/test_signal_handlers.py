@@ -1,4 +1,4 @@
-"""What a signal's handler of the program raises while our code runs goes on to the program."""
+"""An exception that a signal handler raises while the client's code runs reaches the user's code."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from gpumem_exporter.client import oom_guard
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.client.commands.scheduler import Waiting
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.measure.observed import Observed
 from gpumem_exporter.client.oom import guard
-from gpumem_exporter.client.oom.observer import OutOfMemoryObserver
 from gpumem_exporter.wire.protocol import Command
 from tests.support.fake_allocator import FakeAllocator
 
 
 class TooLateError(Exception):
-    """What a program raises once its time is over."""
+    """An error of the user's code, raised when its time is over."""
 
 
 def too_late(number: int, frame: object) -> None:
@@ -44,7 +44,7 @@ class Clock:
 
 
 def interrupted(*_: Any, **__: Any) -> Any:
-    """Stands for a piece of our code in which a signal comes."""
+    """Stands for code of the client that a signal interrupts."""
     signal.raise_signal(signal.SIGUSR1)
 
 
@@ -56,15 +56,15 @@ def _handler() -> Iterator[None]:
 
 
 def at_a_step() -> None:
-    steps, told = Steps(), []
+    steps, heard = Steps(), []
     steps.listen(interrupted)
-    steps.listen(told.append)
+    steps.listen(heard.append)
     try:
         steps.mark()
     finally:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         steps.mark()
-        assert told[-1:] == [None], "whoever listens goes on listening"
+        assert heard[-1:] == [None], "a listener stays"
 
 
 def at_a_sample() -> None:
@@ -79,7 +79,7 @@ def at_a_phase_s_begin() -> None:
     measured = Measured("forward", kept=True, observed=observed)
     try:
         with measured:
-            pytest.fail("it has begun")
+            pytest.fail("the block must not start")
     finally:
         assert observed.current_phase() is None
 
@@ -97,17 +97,19 @@ def at_a_guarded_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("where", [at_a_step, at_a_sample, at_a_phase_s_begin, at_an_out_of_memory_error])
-def test_what_a_handler_raises_in_our_code_reaches_the_program(where: Callable[[], None]) -> None:
+def test_an_error_of_a_signal_handler_in_the_client_reaches_the_user_s_code(where: Callable[[], None]) -> None:
     with pytest.raises(TooLateError):
         where()
 
 
-def test_what_a_handler_raises_at_a_guarded_block_reaches_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_a_signal_handler_at_a_guarded_block_reaches_the_user_s_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with pytest.raises(TooLateError):
         at_a_guarded_block(monkeypatch)
 
 
-def test_a_command_that_a_handler_ends_at_a_step_has_failed_and_the_program_gets_its_error() -> None:
+def test_a_command_interrupted_by_a_signal_handler_fails_and_the_error_goes_on() -> None:
     allocator: Any = FakeAllocator()
     allocator.empty_cache = interrupted
     sampler = Sampler(allocator, swallow=lambda error: None)
@@ -122,7 +124,7 @@ def test_a_command_that_a_handler_ends_at_a_step_has_failed_and_the_program_gets
     assert not sampler.exclusively().locked()
 
 
-def test_ctrl_c_at_an_out_of_memory_error_ends_the_program() -> None:
+def test_ctrl_c_at_an_out_of_memory_error_goes_on() -> None:
     observer = OutOfMemoryObserver()
     observer.listener = interrupted
     signal.signal(signal.SIGUSR1, signal.default_int_handler)
@@ -131,12 +133,12 @@ def test_ctrl_c_at_an_out_of_memory_error_ends_the_program() -> None:
 
 
 @pytest.mark.parametrize("handler", [functools.partial(too_late_for, "all"), Clock(), Clock().alarm])
-def test_a_handler_may_be_anything_that_can_be_called(handler: Any) -> None:
+def test_a_handler_may_be_any_callable(handler: Any) -> None:
     signal.signal(signal.SIGUSR1, handler)
-    with pytest.raises(TooLateError), Swallowing():
+    with pytest.raises(TooLateError), guest_safety():
         interrupted()
 
 
-def test_an_error_of_our_own_is_kept_from_the_program() -> None:
-    with Swallowing():
+def test_an_error_of_the_client_is_swallowed() -> None:
+    with guest_safety():
         raise TooLateError

@@ -1,4 +1,4 @@
-"""Where snapshots are written: they are pickles, and whoever can change one has the user who opens it."""
+"""The folder of snapshots, which are pickles: a user who could change one could run code as another user."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from gpumem_exporter.wire.protocol import SnapshotFile
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of this user among the temporary files, which is not there yet."""
+    """The folder of this user among the temporary files, which does not exist yet."""
     monkeypatch.setattr(snapshot_file.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("GPUMEM_SNAPSHOT_DIR", " ")  # as templates leave it: not set
     return snapshot_file.snapshot_folder()
 
 
 class Empty:
-    """An allocator that holds nothing."""
+    """An allocator without memory."""
 
     def snapshot(self) -> dict[str, Any]:
         return {"segments": [], "device_traces": []}
@@ -34,19 +34,19 @@ def write() -> SnapshotFile:
     return snapshot_file.write_snapshot(Empty())
 
 
-def test_it_is_made_for_this_user_alone(folder: Path) -> None:
+def test_the_folder_is_private(folder: Path) -> None:
     assert Path(write().path).parent == folder
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_one_that_is_open_to_others_is_refused(folder: Path) -> None:
+def test_a_folder_open_to_others_is_rejected(folder: Path) -> None:
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(CommandRefusedError, match=rf"{folder}.*GPUMEM_SNAPSHOT_DIR"):
         write()
 
 
-def test_a_link_is_refused_wherever_it_leads(folder: Path, tmp_path: Path) -> None:
+def test_a_link_is_rejected(folder: Path, tmp_path: Path) -> None:
     private = tmp_path / "private"
     private.mkdir(mode=0o700)
     folder.symlink_to(private)
@@ -55,7 +55,7 @@ def test_a_link_is_refused_wherever_it_leads(folder: Path, tmp_path: Path) -> No
     assert list(private.iterdir()) == []
 
 
-def test_only_the_last_are_kept(folder: Path) -> None:
+def test_only_the_newest_files_are_kept(folder: Path) -> None:
     folder.mkdir(mode=0o700)
     for number in range(70):
         (folder / f"gpumem-{number:03}.pickle").touch()
@@ -64,7 +64,7 @@ def test_only_the_last_are_kept(folder: Path) -> None:
     assert newest.exists()
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="pickle"):
         snapshot_file.write_file(tmp_path / "x.pickle", {"unpicklable": lambda: None})
     assert list(tmp_path.iterdir()) == []

@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import pytest
 
-from gpumem_exporter.client.hooks.steps import Steps, no_training, runs_a_step
+from gpumem_exporter.client.hooks.steps import Steps, no_training
 
 
-def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
+def test_no_training_suppresses_the_steps_of_its_thread() -> None:
     steps = Steps()
     heard: list[object] = []
     steps.listen(heard.append)
@@ -26,7 +30,7 @@ def test_what_is_no_training_makes_no_step_in_its_thread() -> None:
     assert len(heard) == 3
 
 
-def test_a_listener_that_raises_is_called_no_more_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_listener_that_raises_is_not_called_again_and_the_others_are(caplog: pytest.LogCaptureFixture) -> None:
     steps = Steps()
     heard: list[object] = []
     failed: list[object] = []
@@ -47,7 +51,7 @@ def test_a_listener_that_raises_is_called_no_more_and_the_others_are(caplog: pyt
     assert heard == [None, None]
 
 
-def test_a_handler_of_the_program_s_that_raises_raises_nothing_where_an_optimizer_steps() -> None:
+def test_an_error_of_a_logging_handler_does_not_reach_the_optimizer() -> None:
     class Strict(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             emitted.append(record.getMessage())
@@ -69,25 +73,7 @@ def test_a_handler_of_the_program_s_that_raises_raises_nothing_where_an_optimize
     assert "ValueError('its own fault')" in logged
 
 
-def test_the_look_at_where_every_thread_is_keeps_nothing_of_who_asks_for_it() -> None:
-    class Model:
-        pass
-
-    def asks() -> weakref.ref[Model]:
-        model = Model()
-        assert not runs_a_step("optimizer.py")
-        return weakref.ref(model)
-
-    collected = gc.isenabled()
-    gc.disable()
-    try:
-        assert asks()() is None
-    finally:
-        if collected:
-            gc.enable()
-
-
-def test_a_handler_that_keeps_what_is_logged_keeps_nothing_of_the_program_s(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logging_handler_that_keeps_records_keeps_no_tensor(caplog: pytest.LogCaptureFixture) -> None:
     class Tensor:
         pass
 
@@ -104,3 +90,92 @@ def test_a_handler_that_keeps_what_is_logged_keeps_nothing_of_the_program_s(capl
     (logged,) = caplog.messages
     assert "ValueError('of the program')" in logged
     assert held[0]() is None
+
+
+OPTIMIZERS = """
+hooks = {}
+
+class Handle:
+    def __init__(self, hook):
+        hooks[id(self)] = hook
+    def remove(self):
+        del hooks[id(self)]
+
+register_optimizer_step_post_hook = Handle
+
+def wrapper(optimizer):
+    for hook in hooks.values():
+        hook(optimizer, (), {})
+"""
+
+
+@pytest.fixture
+def optimizers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A `torch.optim.optimizer` that iterates over its hooks as torch does."""
+    module = ModuleType("torch.optim.optimizer")
+    module.__file__ = "optimizers-of-the-test.py"
+    exec(compile(OPTIMIZERS, module.__file__, "exec"), vars(module))
+    monkeypatch.setitem(sys.modules, "torch.optim.optimizer", module)
+    return module
+
+
+def test_the_hook_is_removed_without_listeners_and_installed_for_the_next_one(optimizers: Any) -> None:
+    steps = Steps()
+    heard: list[object] = []
+    for _ in range(2):
+        first, second = steps.listen(heard.append), steps.listen(lambda _: None)
+        optimizers.wrapper("optimizer")
+        first()
+        assert steps.remove()
+        assert len(optimizers.hooks) == 1, "there is another listener"
+        second()
+        assert steps.remove()
+        assert optimizers.hooks == {}
+    assert heard == ["optimizer"] * 2
+
+
+def test_a_hook_is_neither_installed_nor_removed_while_an_optimizer_walks_over_its_hooks(optimizers: Any) -> None:
+    steps = Steps()
+    stops: list[Callable[[], None]] = []
+    removed: list[bool] = []
+
+    def listen(*_: object) -> None:
+        stops.append(steps.listen(lambda _: None))
+
+    def stop(*_: object) -> None:
+        stops.pop()()
+        removed.append(steps.remove())
+
+    handle = optimizers.register_optimizer_step_post_hook(listen)
+    optimizers.wrapper("optimizer")
+    handle.remove()
+    assert optimizers.hooks == {}
+    steps.install()
+    assert len(optimizers.hooks) == 1
+    handle = optimizers.register_optimizer_step_post_hook(stop)
+    optimizers.wrapper("optimizer")
+    handle.remove()
+    assert removed == [False]
+    assert len(optimizers.hooks) == 1
+    assert steps.remove()
+    assert optimizers.hooks == {}
+
+
+def test_the_removal_keeps_no_local_variable_of_its_caller(optimizers: Any) -> None:
+    class Model:
+        pass
+
+    def removes() -> weakref.ref[Model]:
+        model = Model()
+        steps = Steps()
+        steps.listen(lambda _: None)()
+        assert steps.remove()
+        return weakref.ref(model)
+
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        assert removes()() is None
+    finally:
+        if collected:
+            gc.enable()

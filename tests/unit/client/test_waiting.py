@@ -102,6 +102,26 @@ def test_during_a_capture_a_step_waits_for_the_next_but_one_of_a_number_is_refus
     assert bench.result().step == 3
 
 
+def test_in_mode_now_it_waits_while_a_capture_may_be_under_way_and_runs_when_none_is(bench: Bench) -> None:
+    bench.allocator.capturing = True
+    bench.take("now")
+    bench.waiting.look()
+    assert bench.waiting.ids == ("a",)
+    bench.allocator.capturing = False
+    bench.waiting.look()
+    assert (bench.result().outcome, bench.allocator.cleared) == ("done", 1)
+
+
+def test_in_mode_now_it_runs_at_the_end_of_a_step_outside_of_a_capture_if_that_comes_first(bench: Bench) -> None:
+    bench.allocator.capturing = True
+    bench.take("now")
+    bench.steps()
+    assert bench.waiting.ids == ("a",)
+    bench.allocator.capturing = False
+    bench.steps()
+    assert (bench.result().step, bench.woken) == (2, 1)
+
+
 def test_a_step_never_waits_for_a_command_that_another_thread_runs(bench: Bench) -> None:
     bench.take()
     with bench.sampler.exclusively():
@@ -112,11 +132,13 @@ def test_a_step_never_waits_for_a_command_that_another_thread_runs(bench: Bench)
 
 
 @pytest.mark.parametrize(
-    ("mode", "at_step", "named"), [("step", None, "step"), ("step", 9, "step 9 "), ("idle", None, "idle")]
+    ("mode", "at_step", "named"),
+    [("step", None, "step"), ("step", 9, "step 9 "), ("idle", None, "idle"), ("now", None, CAPTURING)],
 )
 def test_what_has_not_begun_by_its_deadline_never_does(
     bench: Bench, mode: str, at_step: int | None, named: str
 ) -> None:
+    bench.allocator.capturing = mode == "now"
     bench.take(mode, at_step=at_step)
     bench.now += 30.0
     bench.sampler.on_step(None)  # a hung job recovers before the reporter's thread does

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.client.reporter.plan import planned_peak_bytes, told_plan, with_plan
+from gpumem_exporter.client.reporter.plan import chosen_plan, planned_peak_bytes, with_plan
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.errors import ConfigurationError
@@ -57,7 +57,7 @@ def test_a_folder_that_is_gone_breaks_nothing(tmp_path: Path, monkeypatch: pytes
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    assert told_plan("plan.json", {}) == "plan.json"
+    assert chosen_plan("plan.json", {}) == "plan.json"
     with pytest.raises(ConfigurationError, match=r"plan\.json"):
         planned_peak_bytes("plan.json")
 

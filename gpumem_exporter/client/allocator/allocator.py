@@ -1,0 +1,240 @@
+"""PyTorch's caching allocator in this process: what it reports, and what it can be told to do.
+
+Each value stands alone: an allocator that lacks it (cudaMallocAsync, a pluggable one, an older torch) makes it None.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from gpumem_exporter.client import process_state
+from gpumem_exporter.client.allocator import torch_access
+from gpumem_exporter.client.allocator.captures import Captures
+from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
+from gpumem_exporter.client.allocator.reclaimable import Reclaimable, known
+from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_exporter.client.measure.observed import Observed
+from gpumem_exporter.errors import CommandRefusedError
+from gpumem_exporter.wire.protocol import DeviceSample
+
+__all__ = ["Allocator"]
+
+_LARGE_PAGE_SETTING = "large_segment_size_mb"
+
+
+class Allocator:
+    """The allocator, for one thread at a time; any thread may call a method that says so. `attach` makes one."""
+
+    def __init__(self, torch: Any, observed: Observed | None = None) -> None:
+        self._torch = torch
+        self._statistics = torch_access.Statistics(torch)
+        self._uuids: dict[int, str] = {}
+        self._observed = observed or Observed()
+        self._captures = Captures(torch_access.current_stream_is_capturing(torch))
+        self._stop_watching = self._captures.watch()
+        self.torch_version = str(getattr(torch, "__version__", ""))
+        self._large_pages = {_large_page(_environment_settings()) or LARGE_PAGE_BYTES}
+        self._seen_settings = ""
+        self._reclaimable = Reclaimable(
+            self._walk,
+            self._captures.version,
+            expandable_from_the_start="expandable_segments:true" in self._notice_settings().lower(),
+        )
+
+    @classmethod
+    def attach(cls) -> Allocator | None:
+        """Return the allocator if CUDA is initialized in this process, otherwise None."""
+        torch = torch_access.initialized_torch()
+        return None if torch is None else cls(torch, process_state.observed())
+
+    @property
+    def settings(self) -> str:
+        """The allocator's settings in force; before torch 2.10 those of the environment."""
+        settings = torch_access.allocator_settings(self._torch)
+        return _environment_settings() if settings is None else settings
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a CUDA graph is being captured in any thread of this process (see `Captures`)."""
+        return self._captures.under_way
+
+    @property
+    def flushing(self) -> bool:
+        """Whether another thread runs `empty_cache()`: reading statistics would wait for it, with the GIL.
+
+        The flush before an allocation's last attempt is not recognized.
+        """
+        codes = {
+            getattr(getattr(sys.modules.get(name), "empty_cache", None), "__code__", None)
+            for name in ("torch.cuda.memory", "torch.accelerator.memory")
+        }
+        return any(frame.f_code in codes for frame in sys._current_frames().values())  # noqa: SLF001
+
+    def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
+        """Have the observer called at each out-of-memory error; False if this allocator cannot."""
+        return torch_access.attach_oom_observer(self._torch, observer)
+
+    def detach(self) -> None:
+        """Remove the hook on graph captures."""
+        self._stop_watching()
+
+    def devices(self) -> list[int]:
+        """Return the indices of the devices on which this process has a context. Any thread may call this."""
+        return self._statistics.devices()
+
+    def uuid(self, index: int) -> str:
+        """Return the device's UUID as NVML writes it; empty before torch 2.5.
+
+        The UUID is right under any CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
+        """
+        uuid = self._uuids.get(index)
+        if uuid is None:
+            properties = self._torch.cuda.get_device_properties(index)
+            raw = str(getattr(properties, "uuid", ""))
+            prefix = "MIG-" if "MIG" in str(properties.name).split() else "GPU-"
+            uuid = self._uuids[index] = prefix + raw if raw else ""
+        return uuid
+
+    def state(self, index: int) -> DeviceState | None:
+        """Return the device's statistics, or None if the allocator keeps none. Any thread may call this."""
+        return self._statistics.state(index)
+
+    def samples(self) -> tuple[DeviceSample, ...]:
+        """Return a sample of each device that this process uses and that has a known UUID."""
+        self._notice_settings()
+        states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
+        self._reclaimable.look({index: state for index, state in states.items() if state is not None})
+        return tuple(self._sample(index, state) for index, state in states.items())
+
+    def sample_now(self, index: int) -> DeviceSample:
+        """Return one device's sample without a walk over the heap. Any thread may call this."""
+        return self._sample(index, self.state(index))
+
+    def sample_at_oom(self, index: int) -> DeviceSample:
+        """Return the sample for an out-of-memory observer. Any thread may call this.
+
+        Before torch calls an observer it has released all that is reclaimable, except while a graph is captured.
+        """
+        state = self.state(index)
+        sample = self._sample(index, state)
+        if state is None or self._reclaimable.exact_from_statistics(index, state):
+            return sample
+        return replace(sample, reclaimable_bytes=None if self.capturing or sample.reserved_bytes is None else 0)
+
+    def pinned_host_bytes(self) -> int | None:
+        """Return the bytes of pinned host memory that torch's host allocator keeps; None before torch 2.7."""
+        return torch_access.pinned_host_bytes(self._torch)
+
+    def free_bytes(self, index: int) -> int | None:
+        """Return the device's free memory (`cudaMemGetInfo`), for a device with a context."""
+        try:
+            free: int = self._torch.cuda.cudart().cudaMemGetInfo(index)[0]
+        except RuntimeError:
+            return None
+        return free
+
+    def empty_cache(self) -> None:
+        """Release every wholly free segment of every device; waits for pending frees of other streams."""
+        self._torch.cuda.empty_cache()
+
+    def reset_peak(self, index: int) -> None:
+        """Reset the peaks of one device to the current values."""
+        self._observed.reset_peaks(index, self.state, self._statistics.reset_peaks)
+
+    def total_bytes(self, index: int) -> int:
+        """Return the device's memory as CUDA reports it: a memory fraction is a fraction of this."""
+        total: int = self._torch.cuda.get_device_properties(index).total_memory
+        return total
+
+    def set_memory_fraction(self, index: int, fraction: float) -> None:
+        """Limit what the allocator may reserve to a fraction of the device; releases nothing."""
+        self._torch.cuda.set_per_process_memory_fraction(fraction, index)
+
+    def allocations(self, index: int) -> tuple[int, int] | None:
+        """Return how many blocks of a device were ever allocated and freed; None if they are not counted."""
+        counted = (self.state(index) or {}).get("allocation", {}).get("all", {})
+        return (counted["allocated"], counted["freed"]) if counted else None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Return all segments, blocks and traces, as memory_viz reads them.
+
+        Raises:
+            CommandRefusedError: this allocator has no snapshot.
+        """
+        try:
+            return torch_access.take_snapshot(self._torch)
+        except (AttributeError, RuntimeError) as error:
+            raise CommandRefusedError(f"this allocator has no snapshot: {error}") from None
+
+    def _notice_settings(self) -> str:
+        settings = self.settings
+        if settings != self._seen_settings:
+            self._seen_settings = settings
+            page = _large_page(settings)
+            if page is not None:
+                self._large_pages.add(page)
+        return settings
+
+    def _walk(self) -> Mapping[int, Heap] | None:
+        try:
+            snapshot = self._torch.cuda.memory_snapshot
+            # Traces (which 2.11 and later can leave out) may have hundreds of thousands of entries.
+            segments = snapshot(include_traces=False) if "include_traces" in _parameters(snapshot) else snapshot()
+        except (AttributeError, RuntimeError):
+            return None
+        # A dead pool stays dead: one that is dead after the snapshot was at most in use during it.
+        heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
+        self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
+        return heaps
+
+    def _sample(self, index: int, state: DeviceState | None) -> DeviceSample:
+        uuid = self.uuid(index)
+        if state is None:
+            return DeviceSample(uuid)
+        private = state.get("private_pools_bytes")
+        segments = state.get("segment", {}).get("all", {})
+        allocated_peak = known(state, "allocated_bytes", "peak")
+        return DeviceSample(
+            uuid=uuid,
+            allocated_bytes=known(state, "allocated_bytes"),
+            reserved_bytes=known(state, "reserved_bytes"),
+            active_bytes=known(state, "active_bytes"),
+            inactive_split_bytes=known(state, "inactive_split_bytes"),
+            requested_bytes=known(state, "requested_bytes"),
+            allocated_peak_bytes=self._observed.lifted(index, "allocated_bytes", allocated_peak),
+            reserved_peak_bytes=self._observed.lifted(index, "reserved_bytes", known(state, "reserved_bytes", "peak")),
+            private_pools_bytes=self._reclaimable.private_bytes(index, state) if private is None else private,
+            reclaimable_bytes=self._reclaimable.bytes(index, state),
+            alloc_retries=state.get("num_alloc_retries"),
+            ooms=state.get("num_ooms"),
+            segments_allocated=segments.get("allocated"),
+            segments_freed=segments.get("freed"),
+            cache_flushes=state.get("num_sync_all_streams"),
+            peak_resets=None if allocated_peak is None else self._observed.peak_resets(index),
+            phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
+            component_bytes=self._observed.components(index),
+        )
+
+
+def _parameters(function: Callable[..., Any]) -> Iterator[str]:
+    code = getattr(function, "__code__", None)
+    return iter(code.co_varnames[: code.co_argcount] if code is not None else ())
+
+
+def _environment_settings() -> str:
+    """Return the settings of the environment. The older name takes precedence, also if it is empty."""
+    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
+
+
+def _large_page(settings: str) -> int | None:
+    """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
+    for setting in settings.replace(" ", "").split(","):
+        name, _, value = setting.partition(":")
+        if name == _LARGE_PAGE_SETTING and value.isdigit():
+            return int(value) << 20
+    return None

@@ -1,0 +1,139 @@
+"""Posts reports to the exporter and reads its replies."""
+
+from __future__ import annotations
+
+import enum
+import json
+import logging
+from collections.abc import Iterator
+
+from gpumem_exporter.client.reporter.error_log import ErrorLog
+from gpumem_exporter.client.reporter.settings import ReporterSettings
+from gpumem_exporter.client.reporter.wakeup import Wakeup
+from gpumem_exporter.errors import (
+    ConfigurationError,
+    ExporterAnswerError,
+    ExporterError,
+    ExporterUnreachableError,
+    ExporterUntrustedError,
+    WireError,
+)
+from gpumem_exporter.wire.http import Connection
+from gpumem_exporter.wire.protocol import REPORTS_PATH, Reply, Report, reply_from_wire, to_wire
+
+__all__ = ["Delivery", "Outcome"]
+
+_ANSWER_MARGIN_SECONDS = 5.0
+"""A reply may take this much longer than the agreed hold before the exporter counts as unreachable."""
+_FAREWELL_SECONDS = 0.25
+_NOT_ALLOWED = (401, 403)
+"""A socket's exporter may accept its owner's reports only; the same exporter may accept this one over loopback."""
+_UNACCEPTABLE = (413, 422)
+_UNREACHABLE = "no exporter"
+
+
+class Outcome(enum.Enum):
+    """What became of a report."""
+
+    ACCEPTED = enum.auto()
+    FAILED = enum.auto()
+    """No exporter has answered, or its answer was no valid reply."""
+    REFUSED = enum.auto()
+    """The exporter does not accept this process' reports now."""
+    REJECTED = enum.auto()
+    """The exporter will never accept this report's content."""
+
+
+class Delivery:
+    """The connection to the first exporter that accepts reports. For the reporter's thread, except `interrupt`."""
+
+    def __init__(self, settings: ReporterSettings, wakeup: Wakeup, errors: ErrorLog) -> None:
+        self._settings = settings
+        self._wakeup = wakeup
+        self._errors = errors
+        self._connection: Connection | None = None
+        wakeup.interrupt = self.interrupt
+
+    def deliver(self, report: Report) -> tuple[Outcome, Reply | None]:
+        """Post a report and read the reply. An error is logged once, and there is no reply then."""
+        try:
+            reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds)
+        except ExporterUnreachableError as error:
+            if not self._wakeup.woken:
+                # A missing exporter is normal: no line at the default level. An untrusted one needs an operator.
+                untrusted = isinstance(error, ExporterUntrustedError)
+                self._errors.note(_UNREACHABLE, error, level=logging.WARNING if untrusted else logging.INFO)
+            return Outcome.FAILED, None
+        except ExporterAnswerError as error:
+            self._errors.note(f"the exporter refused a report ({error.status})", error)
+            return Outcome.REJECTED if error.status in _UNACCEPTABLE else Outcome.REFUSED, None
+        except (WireError, ValueError) as error:
+            self._errors.note("the exporter's reply is invalid", error)
+            return Outcome.FAILED, None
+        except (OSError, ConfigurationError) as error:
+            self._errors.note("cannot report", error)
+            return Outcome.FAILED, None
+        self._errors.clear(_UNREACHABLE)
+        return Outcome.ACCEPTED, reply
+
+    def interrupt(self) -> None:
+        """End the wait for a reply. Any thread may call this."""
+        connection = self._connection
+        if connection is not None:
+            connection.interrupt()
+
+    def farewell(self, report: Report) -> None:
+        """Post the final report on a new connection, since the stop has interrupted the old one."""
+        if self._connection is None:
+            return  # no exporter was reached
+        self._connection.close()
+        self._connection = Connection(self._connection.url, timeout_seconds=_FAREWELL_SECONDS)
+        try:
+            self._post(report, _FAREWELL_SECONDS)
+        except (ExporterError, WireError, ValueError, OSError) as error:
+            self._errors.note("the final report was not delivered", error, level=logging.INFO)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+    def _post(self, report: Report, timeout_seconds: float) -> Reply:
+        headers = {"Content-Type": "application/json", **self._settings.authorization()}
+        body = json.dumps(to_wire(report), separators=(",", ":")).encode()
+        refusal: ExporterError = ExporterUnreachableError("the reporter stops")
+        for connection in self._candidates():
+            try:
+                answer = connection.request("POST", REPORTS_PATH, body, headers, timeout_seconds=timeout_seconds)
+                if answer.status == 200:
+                    return reply_from_wire(json.loads(answer.body))
+                refusal = ExporterAnswerError(answer.status, _detail(answer.body))
+                if answer.status not in _NOT_ALLOWED:
+                    break
+            except ExporterUnreachableError as error:
+                refusal = error
+            if not self._wakeup.stopping:
+                connection.close()
+                self._connection = None
+        try:
+            raise refusal
+        finally:
+            del refusal  # it refers to this frame: together they would be garbage of every failed report
+
+    def _candidates(self) -> Iterator[Connection]:
+        """Yield the connection that works, otherwise one to each address in turn."""
+        if self._connection is not None:
+            yield self._connection
+            return
+        for url in self._settings.urls:
+            if not self._wakeup.stopping:
+                self._connection = Connection(url, timeout_seconds=_ANSWER_MARGIN_SECONDS)
+                yield self._connection
+
+
+def _detail(body: bytes) -> str:
+    """Return the detail of an RFC 9457 problem, or the start of any other body."""
+    try:
+        return str(json.loads(body)["detail"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode("utf-8", "replace")

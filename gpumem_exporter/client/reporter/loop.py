@@ -1,0 +1,172 @@
+"""Sends samples to the exporter and runs the commands of its replies, until the reporter stops."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+from gpumem_exporter.client.allocator.allocator import Allocator
+from gpumem_exporter.client.allocator.sampler import Sampler
+from gpumem_exporter.client.commands.executor import Executor
+from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
+from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.measure.phases import current_phase
+from gpumem_exporter.client.oom.observer import OutOfMemoryLog
+from gpumem_exporter.client.reporter.delivery import Delivery, Outcome
+from gpumem_exporter.client.reporter.error_log import ErrorLog
+from gpumem_exporter.client.reporter.identity import current_process
+from gpumem_exporter.client.reporter.plan import planned_peak_bytes, with_plan
+from gpumem_exporter.client.reporter.settings import ReporterSettings
+from gpumem_exporter.client.reporter.wakeup import Wakeup
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, MODES, CommandResult, OutOfMemory, Reply, Report
+
+__all__ = ["ReportLoop"]
+
+_DEFAULT_INTERVAL_SECONDS = 1.0
+_INTERVAL_SECONDS_MAX = 60.0
+_REFUSED_INTERVALS = 5
+"""The next report after a refused one comes this many intervals later."""
+_MAX_RESULTS = 64
+"""In one report; the others follow in the next."""
+
+
+class ReportLoop:
+    """One process' reports, in the reporter's thread.
+
+    Args:
+        settings: the labels and the plan.
+        allocator: what is sampled.
+        delivery: posts the reports.
+        wakeup: ends the waits.
+        ooms: out-of-memory errors that no report has carried yet.
+        errors: where errors go.
+
+    Attributes:
+        sampler: takes the samples; `on_step` is for the user's threads.
+    """
+
+    def __init__(
+        self,
+        settings: ReporterSettings,
+        allocator: Allocator,
+        delivery: Delivery,
+        wakeup: Wakeup,
+        ooms: OutOfMemoryLog,
+        errors: ErrorLog,
+    ) -> None:
+        self._allocator = allocator
+        self._delivery = delivery
+        self._wakeup = wakeup
+        self._ooms = ooms
+        self._errors = errors
+        self.sampler = Sampler(allocator, swallow=lambda error: errors.note("cannot sample at a step", error))
+        self._executor = Executor(allocator, self.sampler)
+        self._waiting = Waiting(self._executor, allocator, self.sampler, wake=wakeup.wake)
+        self.sampler.at_step = self._waiting.at_step
+        self._identity = current_process(
+            settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings
+        )
+        self._planned_bytes: int | None = None
+        with errors.swallowed("the plan is ignored"):
+            if settings.plan is not None:
+                self._planned_bytes = planned_peak_bytes(settings.plan)
+        self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
+        self._jitter = random.Random()  # noqa: S311 - its own, so that a seeded program draws the same numbers
+        self._sequence = 0
+        self._results: list[CommandResult] = []
+
+    def run(self, steps: Steps, observer: OutOfMemoryObserver) -> None:
+        """Report until the reporter stops, then send the final report.
+
+        Args:
+            steps: their hook is installed before each report, in case that was not possible earlier.
+            observer: if it is not attached, errors are found by torch's own count.
+        """
+        while self._wakeup.starts_round():
+            steps.install()
+            self._report_once(count_ooms=not observer.attached)
+        self._collect_results()
+        results = tuple(self._results[:_MAX_RESULTS])
+        self._delivery.farewell(
+            Report(self._identity, self._sequence + 1, results=results, ooms=self._ooms.waiting(), final=True)
+        )
+
+    def note_oom(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
+        """Note an out-of-memory error, in the thread that allocates; one of a device without a UUID is left out."""
+        uuid = self._allocator.uuid(device)
+        if uuid:
+            self._ooms.note(
+                OutOfMemory(
+                    uuid=uuid,
+                    number=0,
+                    requested_bytes=requested_bytes,
+                    device_free_bytes=device_free_bytes,
+                    limit_bytes=limit_bytes,
+                    step=self.sampler.step,
+                    phase=current_phase() or "",
+                    sample=self._allocator.sample_at_oom(device),
+                )
+            )
+
+    def _report_once(self, *, count_ooms: bool) -> None:
+        """Send a report, follow the reply, and wait until the next report is due."""
+        started, hold_seconds = time.monotonic(), self._interval_seconds
+        outcome, reply = Outcome.FAILED, None
+        with self._errors.swallowed("cannot sample"):
+            report = self._next_report(started, hold_seconds, count_ooms=count_ooms)
+            outcome, reply = self._delivery.deliver(report)
+            if outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
+                self._ooms.reported(report.ooms)
+                del self._results[: len(report.results)]
+        if outcome in (Outcome.REFUSED, Outcome.REJECTED):
+            self._wakeup.wait(self._interval_seconds * (_REFUSED_INTERVALS - 1))
+        if reply is None:
+            self._wakeup.wait(hold_seconds * self._jitter.uniform(0.75, 1.25))
+            return
+        self._interval_seconds = min(reply.report_interval_seconds, _INTERVAL_SECONDS_MAX)
+        # A reply may lie unread while the process is stopped, but it was sent before the hold was over. A command must
+        # not run late because a process that hung goes on.
+        self._follow(reply, sent_seconds=min(time.monotonic(), started + hold_seconds))
+        self._collect_results()
+        # New commands and results are reported immediately: the exporter then knows that they have arrived.
+        if not self._results and not reply.commands:
+            self._wakeup.wait(started + self._interval_seconds - time.monotonic())
+
+    def _next_report(self, started_seconds: float, hold_seconds: float, *, count_ooms: bool) -> Report:
+        sample = self.sampler.current(started_seconds + hold_seconds)
+        if count_ooms:
+            self._ooms.compare(sample.devices, sample.step)
+        self._collect_results()
+        self._sequence += 1
+        self._identity = replace(self._identity, allocator_settings=self._allocator.settings[:MAX_LABEL_LENGTH])
+        return Report(
+            process=self._identity,
+            sequence=self._sequence,
+            sample_age_seconds=max(0.0, time.monotonic() - sample.taken_seconds),
+            devices=with_plan(sample.devices, self._planned_bytes),
+            pinned_host_bytes=sample.pinned_host_bytes,
+            step=sample.step,
+            results=tuple(self._results[:_MAX_RESULTS]),
+            ooms=self._ooms.waiting(),
+            actions=self._executor.actions,
+            modes=MODES,
+            waiting=self._waiting.ids,
+            step_seconds=self.sampler.step_seconds,
+            hold_seconds=hold_seconds,
+        )
+
+    def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
+        """Run the commands of a reply, or hold them until they can run."""
+        self._waiting.cancel(reply.cancelled)
+        for command in reply.commands:
+            expires_seconds = sent_seconds + command.deadline_seconds
+            if command.mode == "now" and not self._allocator.capturing:
+                self._results.append(self._executor.run(command, expires_seconds=expires_seconds))
+            else:
+                self._waiting.take(command, expires_seconds=expires_seconds)
+        self._waiting.look()
+
+    def _collect_results(self) -> None:
+        self._results += self._waiting.take_results()

@@ -1,0 +1,88 @@
+"""What the client promises about its code: where private torch calls, hooks and process-wide registrations are."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import gpumem_exporter
+from gpumem_exporter.client.hooks import HOOKS
+from tests.support.paths import REPOSITORY
+from tests.support.waiting import patient
+
+CLIENT = Path(gpumem_exporter.__file__).parent / "client"
+TORCH = re.compile(r"torch(?!_access)|cuda|optimizers|serialization|sys\.modules")
+PRIVATE_NAME = re.compile(r"_[a-zA-Z]\w*")
+MAY_USE_PRIVATE_NAMES = {"allocator/torch_access.py", "hooks/cuda_start.py"}
+NO_HOOKS = {"__init__", "guest_safety"}
+MODULES_MAX = 5
+"""Modules of the package that an import of the client loads."""
+
+
+def sources() -> Iterator[tuple[str, ast.AST]]:
+    for path in sorted(CLIENT.rglob("*.py")):
+        yield str(path.relative_to(CLIENT)), ast.parse(path.read_text())
+
+
+def private_torch_uses(tree: ast.AST) -> Iterator[str]:
+    """Attributes of torch that start with an underscore, read directly or by `getattr` and `hasattr`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and PRIVATE_NAME.fullmatch(node.attr) and TORCH.search(_text(node.value)):
+            yield ast.unparse(node)
+        if isinstance(node, ast.Call) and _text(node.func) in ("getattr", "hasattr"):
+            where, name = node.args[:2]
+            if isinstance(name, ast.Constant) and PRIVATE_NAME.fullmatch(name.value) and TORCH.search(_text(where)):
+                yield ast.unparse(node)
+
+
+def _text(node: ast.expr) -> str:
+    return ast.unparse(node)
+
+
+def test_private_names_of_torch_are_used_in_one_module() -> None:
+    used = {name: list(private_torch_uses(tree)) for name, tree in sources()}
+    assert {name for name, uses in used.items() if uses} == MAY_USE_PRIVATE_NAMES, used
+
+
+def test_the_search_for_private_names_finds_them() -> None:
+    code = (
+        "torch._C.f()\nself._torch.cuda._lazy_init()\nsys.modules['torch']._C\ngetattr(torch, '_f', None)\ntorch.cuda.f"
+    )
+    assert len(list(private_torch_uses(ast.parse(code)))) == 4
+
+
+def test_only_one_module_registers_for_forks_and_for_the_exit() -> None:
+    registering = {
+        name
+        for name, tree in sources()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.register_at_fork", "atexit.register")
+    }
+    assert registering == {"hooks/lifecycle.py"}
+
+
+def test_every_hook_is_in_the_registry_and_the_documentation() -> None:
+    modules = {path.stem for path in (CLIENT / "hooks").glob("*.py")} - NO_HOOKS
+    assert {hook.module for hook in HOOKS} == modules
+    rows = [f"| `{hook.module}` | {hook.target} | {hook.installed_by} | {hook.removed_by} |" for hook in HOOKS]
+    documented = (REPOSITORY / "docs" / "reporting.md").read_text().splitlines()
+    assert [line for line in documented if line in rows] == rows
+
+
+def test_an_import_of_the_client_loads_little() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys, gpumem_exporter.client; print(*sys.modules)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=patient(60),
+        cwd=REPOSITORY,
+    )
+    loaded = done.stdout.split()
+    assert len([name for name in loaded if name.startswith("gpumem_exporter")]) <= MODULES_MAX, loaded
+    too_much = {"asyncio", "ctypes", "dataclasses", "email", "http", "json", "logging", "socket", "ssl", "threading"}
+    assert not too_much & set(loaded)
