@@ -98,7 +98,7 @@ def found(series: Iterator[int], steps: int) -> int | None:
 
 
 def bounds() -> Iterator[Row]:
-    """What no test can do."""
+    """Return how often the best possible test finds leaks in two hard patterns."""
     for steps in (FOUND_STEPS, 300):
         for name, errors in (
             ("drifting about", drift_errors(1.0, steps)),
@@ -145,7 +145,7 @@ def regression_seconds() -> float:
 
 
 def _new(name: str, shape: Shape) -> Shape:
-    """The hard patterns keep state: each run needs a new one."""
+    """Return a new pattern for a run, because the hard patterns have state."""
     return hard_shapes().get(name, shape)
 
 

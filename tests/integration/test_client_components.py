@@ -1,4 +1,4 @@
-"""What is held as parameters, gradients and optimizer state, by real PyTorch processes on the emulated node."""
+"""Parameters, gradients and optimizer state of real PyTorch processes on the emulated node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.observed_training import process_of_the_module, shared_proces
 __all__ = ["process_of_the_module", "shared_process"]
 
 
-def test_components_are_what_arithmetic_says_at_a_step_and_afterwards(shared_process: TorchProcess) -> None:
+def test_components_are_as_calculated_at_a_step_and_afterwards(shared_process: TorchProcess) -> None:
     at_step, after, allocated, host = shared_process.exec(
         """
 model, optimizer = make()
@@ -103,6 +103,26 @@ optimizer = None
 """,
         (64 * 4, 0, 0),
     ),
+    "gradients that show one element many times, whose storage was freed, and that are a part of a larger one": (
+        """
+model = torch.nn.ParameterList([torch.empty(64, 64, device="cuda") for _ in range(3)])
+optimizer = None
+model[0].grad = torch.ones((), device="cuda").expand(64, 64)
+model[1].grad = torch.ones_like(model[1])
+model[1].grad.untyped_storage().resize_(0)
+model[2].grad = torch.ones_like(model[2])
+model[2].grad.data = model[2].grad[:2]
+""",
+        (3 * 4096 * 4, 4 + 2 * 64 * 4, 0),
+    ),
+    "a state that is the parameter, one in a list, and one that is no tensor": (
+        """
+model = torch.nn.Linear(64, 64, bias=False).cuda()
+state = {"itself": model.weight, "list": [torch.empty(3, device="cuda")], "none": None}
+optimizer = type("Kept", (), {"state": {model.weight: state}, "param_groups": [{"params": [model.weight]}]})()
+""",
+        (4096 * 4, 0, 12),
+    ),
     "a wrapped optimizer and copies in full precision beside the model": (
         """
 model = torch.nn.Linear(64, 64, bias=False).cuda().half()
@@ -116,9 +136,9 @@ optimizer = type("Wrapped", (), {"optimizer": inner})()
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_components_count_every_storage_once_whatever_holds_it(shared_process: TorchProcess, case: str) -> None:
+def test_each_storage_counts_once(shared_process: TorchProcess, case: str) -> None:
     setting, expected = CASES[case]
-    told = shared_process.exec(
+    reply = shared_process.exec(
         setting
         + """
 if hasattr(optimizer, "step"):
@@ -129,11 +149,11 @@ on_device = [getattr(counted[0], name) for name in ("parameters", "gradients", "
 result = on_device + ([counted[None].optimizer_state] if None in counted else [])
 """
     )
-    assert tuple(told) == expected
+    assert tuple(reply) == expected
 
 
 def test_components_of_sharded_and_replicated_models(shared_process: TorchProcess) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -170,15 +190,15 @@ dist.destroy_process_group()
 """,
         timeout_seconds=110,
     )
-    assert told["fsdp2"][:3] == [PARAMETERS / 4, PARAMETERS / 4, PARAMETERS / 2]
-    assert told["ddp True"][:3] == told["ddp False"][:3] == [PARAMETERS, PARAMETERS, 2 * PARAMETERS]
-    assert told["ddp False"][3] - told["ddp True"][3] == PARAMETERS  # the buckets beside the gradients
+    assert reply["fsdp2"][:3] == [PARAMETERS / 4, PARAMETERS / 4, PARAMETERS / 2]
+    assert reply["ddp True"][:3] == reply["ddp False"][:3] == [PARAMETERS, PARAMETERS, 2 * PARAMETERS]
+    assert reply["ddp False"][3] - reply["ddp True"][3] == PARAMETERS  # the buckets beside the gradients
 
 
-def test_a_count_in_slices_is_the_same_as_one_in_a_piece_and_is_not_begun_again_before_its_time(
+def test_a_count_in_slices_is_complete_keeps_its_interval_and_lets_pytorch_swap_parameters(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -186,8 +206,9 @@ def one():
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     optimizer.step()
+    torch.utils.swap_tensors(model[0].weight, torch.nn.Parameter(model[0].weight.detach().clone()))
 one()
-component_counts._SLICE_SECONDS = 0.0  # one chunk a step
+component_counts._SLICE_SECONDS = 0.0  # one chunk per step
 watching = gpumem.watch(model, optimizer)
 steps = 0
 while not watching.latest:
@@ -199,29 +220,30 @@ for _ in range(50):
     one()
     again.append(watching.latest is sliced)
 component_counts._SLICE_SECONDS = 60.0
-result = steps, all(again), sliced == watching.look()
+counted = sliced[0], watching.look()[0]
+result = steps, all(again), [[getattr(each, name) for name in ("parameters", "gradients")] for each in counted]
 watching.close()
 """
     )
-    steps, not_again, same = told
+    steps, not_again, (sliced, at_once) = reply
     assert steps > 10
     assert not_again
-    assert same
+    assert sliced[0] == sliced[1] == at_once[0]
 
 
-def test_a_count_is_made_at_steps_of_the_optimizer_that_is_watched_or_by_hand_and_in_that_thread_alone(
+def test_a_count_runs_in_the_thread_that_ends_a_step_of_the_watched_optimizer_or_marks_a_step(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 import threading
-from gpumem_exporter.client.measure import component_walk
+from gpumem_exporter.client.measure import component_count
 threads = set()
-count = component_walk.ComponentWalk.go_on
+count = component_count.ComponentCount.advance
 def noted(self, seconds):
     threads.add(threading.current_thread().name)
     return count(self, seconds)
-component_walk.ComponentWalk.go_on = noted
+component_count.ComponentCount.advance = noted
 model, optimizer = make()
 other, its_own = make()
 watching = gpumem.watch(model, optimizer)
@@ -234,16 +256,16 @@ by_hand.start(); by_hand.join()
 result.append(bool(watching.latest))
 gpumem.stop()
 watching.close()
-component_walk.ComponentWalk.go_on = count
+component_count.ComponentCount.advance = count
 result.append(sorted(threads))
 """,
     )
-    assert told == [False, False, True, ["the program's"]]
+    assert reply == [False, False, True, ["the program's"]]
 
 
-def test_what_two_watches_watch_is_told_once(shared_process: TorchProcess) -> None:
-    """A cell of a notebook that runs again, a library that watches what the program does: the bytes are there once."""
-    told = shared_process.exec(
+def test_a_model_or_optimizer_of_two_watches_counts_once(shared_process: TorchProcess) -> None:
+    """A notebook cell may run again, and a library may watch the same model."""
+    reply = shared_process.exec(
         """
 from gpumem_exporter.client.measure.observed import process_observed
 def components():
@@ -265,17 +287,17 @@ for each in (*watching, other):
     each.close()
 """
     )
-    alone, *with_others, beside_another = told
+    alone, *with_others, beside_another = reply
     assert alone["parameters"] > 0
     assert alone["optimizer_state"] > 0
     assert with_others == [alone] * 4
     assert beside_another == alone["parameters"]
 
 
-def test_a_count_in_slices_has_all_gradients_where_steps_are_marked_after_they_are_gone(
+def test_a_count_in_slices_has_all_gradients_if_steps_are_also_marked_after_zero_grad(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 model = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(400)]).cuda()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -291,10 +313,10 @@ with gpumem.watch(model, optimizer) as watching:
 component_counts._SLICE_SECONDS = 60.0
 """
     )
-    assert told[0] == told[1] > 0
+    assert reply[0] == reply[1] > 0
 
 
-def test_a_parameter_that_is_no_leaf_any_more_is_not_asked_for_its_gradient(shared_process: TorchProcess) -> None:
+def test_the_gradient_of_a_parameter_that_is_not_a_leaf_is_not_read(shared_process: TorchProcess) -> None:
     assert shared_process.exec(
         """
 import warnings
@@ -308,7 +330,7 @@ with gpumem.watch(model) as watching, warnings.catch_warnings():
     ) == [16 * 16 * 4, 0]
 
 
-def test_torch_compile_leaves_alone_what_is_done_at_the_steps_of_a_compiled_function(
+def test_a_compiled_step_is_counted_without_a_warning_of_torch_compile(
     shared_process: TorchProcess,
 ) -> None:
     parameters, warned = shared_process.exec(

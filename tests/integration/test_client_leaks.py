@@ -1,4 +1,4 @@
-"""Leaks of real training loops on the emulated node are found and named, and none is seen where there is none."""
+"""Leaks of real training loops on the emulated node are found and named, without false alarms."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Logger:
     def __init__(self):
         self.outputs = []
     def __getattr__(self, name):
-        raise SystemExit("an attribute was asked for: " + name)
+        raise SystemExit("an attribute was read: " + name)
 
 def run(kind, seed):
     rng = random.Random(seed)
-    told, logger, history, total = [], Logger(), [], 0
-    detector = client.leak_detector(on_leak=told.append)
+    reported, logger, history, total = [], Logger(), [], 0
+    detector = client.leak_detector(on_leak=reported.append)
     at = 0
     for at in range(220):
         rows = rng.randrange(64, 640)
@@ -38,7 +38,7 @@ def run(kind, seed):
             logger.outputs.append(output.detach()[:96].clone())
         if kind == "a graph":
             total = total + model(torch.empty(32, 256, device="cuda")).mean()
-        if told:
+        if reported:
             break
     detector.stop()
     held = torch.cuda.memory_allocated()
@@ -48,15 +48,15 @@ def run(kind, seed):
     kept = torch.cuda.memory_allocated() - held
     return {
         "step": at,
-        "leak": str(told[0]) if told else "",
-        "suspects": told[0].suspects if told else (),
-        "rate": told[0].bytes_per_step if told else 0,
+        "leak": str(reported[0]) if reported else "",
+        "suspects": reported[0].suspects if reported else (),
+        "rate": reported[0].bytes_per_step if reported else 0,
         "kept": kept,
     }
 """
 
 
-def test_leaks_are_found_within_200_steps_and_the_object_that_holds_them_is_named(start_torch: StartTorch) -> None:
+def test_leaks_are_found_within_200_steps_and_their_holder_is_named(start_torch: StartTorch) -> None:
     process = start_torch(PYTORCH_CUDA_ALLOC_CONF=None)
     process.exec(LOOP)
     holders = {
@@ -66,12 +66,12 @@ def test_leaks_are_found_within_200_steps_and_the_object_that_holds_them_is_name
     }
     assert process.exec("result = run('none', 1)")["leak"] == ""
     for kind, holder in holders.items():
-        told = process.exec("result = run(given, 3)", given=kind)
-        assert told["step"] < 200, kind
-        assert told["kept"] == 0
-        first = told["suspects"][0]
-        assert re.search(holder, first), told["leak"]
-        assert told["rate"] == pytest.approx(96 << 10, rel=0.2)
+        reported = process.exec("result = run(given, 3)", given=kind)
+        assert reported["step"] < 200, kind
+        assert reported["kept"] == 0
+        first = reported["suspects"][0]
+        assert re.search(holder, first), reported["leak"]
+        assert reported["rate"] == pytest.approx(96 << 10, rel=0.2)
     assert "autograd graph" in first
 
 
@@ -83,7 +83,7 @@ class Replay:
     def __init__(self):
         self.kept = [torch.empty(16 << 10, dtype=torch.uint8, device="cuda") for _ in range(300)]
     def __getattr__(self, name):
-        raise SystemExit("an attribute was asked for: " + name)
+        raise SystemExit("an attribute was read: " + name)
 
 class Trainer:
     def __init__(self):
@@ -92,16 +92,16 @@ class Trainer:
 heap = {size: [torch.empty(size, device="cuda") for _ in range(300)] for size in range(5000, 5100)}
 replay, trainer = Replay(), Trainer()
 gc.collect()
-told = []
-detector = client.leak_detector(on_leak=told.append)
+reported = []
+detector = client.leak_detector(on_leak=reported.append)
 for at in range(400):
     trainer.losses.append(torch.empty(leaks, dtype=torch.uint8, device="cuda"))
     client.step()
-    if told:
+    if reported:
         break
 detector.stop()
 held = torch.cuda.memory_allocated()
-suspects = told[0].suspects if told else ()
+suspects = reported[0].suspects if reported else ()
 count = len(trainer.losses)
 trainer.losses.clear()
 result = {"suspects": suspects, "count": count, "freed": held - torch.cuda.memory_allocated()}
@@ -109,15 +109,15 @@ result = {"suspects": suspects, "count": count, "freed": held - torch.cuda.memor
 
 
 @pytest.mark.parametrize("leaks", [16384, 20480])
-def test_who_leaks_is_named_in_a_heap_of_thirty_thousand_tensors_most_of_them_of_larger_kinds(
+def test_the_holder_of_a_leak_is_named_in_a_heap_of_thirty_thousand_other_tensors(
     start_torch: StartTorch, leaks: int
 ) -> None:
-    """One is of a kind of its own; of the other there are 300 more that do not become more."""
-    told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(LARGE_HEAP, leaks=leaks)
-    first = told["suspects"][0]
+    """The kind of the first leak is unique. Of the second, there are 300 other tensors."""
+    reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(LARGE_HEAP, leaks=leaks)
+    first = reported["suspects"][0]
     assert "uint8" in first
-    assert re.search(rf"\blist\b.*\b{told['count']}\b.*\blosses\b.*\bTrainer\b", first)
-    assert told["freed"] == leaks * told["count"]
+    assert re.search(rf"\blist\b.*\b{reported['count']}\b.*\blosses\b.*\bTrainer\b", first)
+    assert reported["freed"] == leaks * reported["count"]
 
 
 WALKED = """
@@ -172,11 +172,11 @@ result["left"] = torch.cuda.memory_allocated()
 """
 
 
-def test_live_tensors_are_grouped_and_their_holders_named_without_running_the_program_s_code(
+def test_live_tensors_are_grouped_and_their_holders_named_without_running_code_of_the_program(
     start_torch: StartTorch,
 ) -> None:
-    told = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(WALKED)
-    groups = told["groups"]
+    reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(WALKED)
+    groups = reported["groups"]
     count, nbytes, (holder,) = groups["7"]
     assert (count, nbytes) == (1, 28)
     assert re.search(r"\btensor\b.*\bSlots\b", holder)
@@ -185,15 +185,15 @@ def test_live_tensors_are_grouped_and_their_holders_named_without_running_the_pr
     assert (count, nbytes) == (5, 180)
     assert re.match(r"list of 5\b.*\bdict of 1\b.*'a'.*\bdict\b.*'outputs'.*\bnamespace\b.*\bWorker\b", holders[0])
     assert groups["100"][:2] == [1, 400]
-    assert groups["10"][:2] == [2, 0], "views share their storage with what they are views of"
+    assert groups["10"][:2] == [2, 0], "views share the storage of their base"
     assert "default" in groups["11"][2][0]
     assert re.search(r"\bcaptured\b.*\bclosure\b", groups["12"][2][0])
     assert re.search(r"\blocal variable\b.*\bmine\b", groups["13"][2][0])
-    assert told["locals"] == ["names", "tensor"] or told["locals"] == ["tensor"]
-    assert (told["short"], told["late"]) == (False, False)
-    assert told["frames"]
-    assert re.search(r"\b3\b.*\bmade\b", told["frames"][0])
-    assert told["left"] == 0
+    assert reported["locals"] == ["names", "tensor"] or reported["locals"] == ["tensor"]
+    assert (reported["short"], reported["late"]) == (False, False)
+    assert reported["frames"]
+    assert re.search(r"\b3\b.*\bmade\b", reported["frames"][0])
+    assert reported["left"] == 0
 
 
 MEANWHILE = """
@@ -201,11 +201,11 @@ import gc, threading
 from gpumem_exporter import client
 from gpumem_exporter.client.leaks import live_tensors
 from gpumem_exporter.client.leaks import referrers
-begun, go_on, came_of = threading.Event(), threading.Event(), []
+started, go_on, came_of = threading.Event(), threading.Event(), []
 def batch():
     for number in range(7):
         if number == 5:
-            begun.set()
+            started.set()
             go_on.wait()
         yield torch.empty(64, device="cuda")
 def load():
@@ -225,7 +225,7 @@ if where == "the walk":
 else:
     referrers._owners = finish_loading(referrers._owners)
 loader.start()
-begun.wait()
+started.wait()
 found = client.lingering_tensors()
 loader.join()
 gc.collect()
@@ -234,9 +234,7 @@ result = [came_of, [[group.count, group.referrers] for group in found.groups], t
 
 
 @pytest.mark.parametrize("where", ["the walk", "the search for holders"])
-def test_a_thread_may_be_filling_a_tuple_while_another_looks_for_live_tensors(
-    start_torch: StartTorch, where: str
-) -> None:
+def test_a_walk_does_not_disturb_a_thread_that_fills_a_tuple(start_torch: StartTorch, where: str) -> None:
     came_of, [[count, _]], left = start_torch().exec(MEANWHILE, where=where)
     assert came_of == [7]
     assert count == 5

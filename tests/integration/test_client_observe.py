@@ -19,10 +19,10 @@ __all__ = ["host_process", "process_of_the_module", "shared_process"]
 MIB = 1 << 20
 
 
-def test_peaks_of_phases_are_what_torch_says_of_each_alone_and_a_backward_counts_though_it_runs_in_other_threads(
+def test_peaks_of_phases_agree_with_torch_also_for_backward_in_other_threads(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 model, optimizer = make()
 for _ in range(2):
@@ -48,39 +48,24 @@ result = {"truth": truth, "first": collect(False), "later": collect(False), "res
           "overall": gpumem.summary().devices[0].allocated_peak_bytes, "torch": torch.cuda.max_memory_allocated(0)}
 """
     )
-    truth = told["truth"]
+    truth = reply["truth"]
     assert truth["backward"] > truth["forward"] > truth["optimizer"]
-    # the peaks rise through the first step up to the backward's: each of those made the peak, and is exact
-    assert told["first"]["forward"] == [truth["forward"], truth["forward"], True]
-    assert told["first"]["backward"] == [truth["backward"], truth["backward"], True]
-    for name, (at_least, at_most, exact) in told["later"].items():
+    # the peak rises in forward and again in backward, so both are exact
+    assert reply["first"]["forward"] == [truth["forward"], truth["forward"], True]
+    assert reply["first"]["backward"] == [truth["backward"], truth["backward"], True]
+    for name, (at_least, at_most, exact) in reply["later"].items():
         assert at_least <= truth[name] <= at_most == truth["backward"]
         assert not exact or at_least == truth[name]
-    assert told["reset"] == {name: [peak, peak, True] for name, peak in truth.items()}
-    assert told["overall"] == truth["backward"] > told["torch"]  # the resets are made up for
+    assert reply["reset"] == {name: [peak, peak, True] for name, peak in truth.items()}
+    assert reply["overall"] == truth["backward"] > reply["torch"]  # the resets by phases do not count
 
 
-def test_an_inner_phase_that_asks_for_a_reset_leaves_the_outer_one_its_peak(shared_process: TorchProcess) -> None:
-    told = shared_process.exec(
-        """
-def hold(mib):
-    return torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
-with gpumem.phase("outer", reset_peaks=True) as outer:
-    hold(300)
-    with gpumem.phase("inner", reset_peaks=True) as inner:
-        kept = hold(40)
-result = [(use.peak_bytes - outer.before_bytes, use.growth_bytes, use.exact) for use in (outer, inner)]
-"""
-    )
-    assert told == [[300 * MIB, 40 * MIB, True], [40 * MIB, 40 * MIB, True]]
-
-
-def test_phases_and_components_are_on_the_page_to_the_byte(
+def test_metrics_show_phases_and_components_to_the_byte(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    told = process.exec(
+    reply = process.exec(
         TRAINING
         + """
 gpumem.start()
@@ -99,21 +84,21 @@ result = {"peaks": {name: use.peak_bytes for name, use in uses.items()},
 """
     )
 
-    def on_the_page(name: str, label: str) -> dict[str, float]:
+    def exported(name: str, label: str) -> dict[str, float]:
         samples = exporter.metrics().samples.get(name, {})
         return {dict(labels)[label]: value for labels, value in samples.items()}
 
-    wait_until_equal(lambda: on_the_page("gpumem_torch_phase_peak_bytes", "phase"), told["peaks"], "the peaks")
-    # each is waited for: on a slow machine a reporter may miss some of its moments, and its series go with it
-    wait_until_equal(lambda: on_the_page("gpumem_torch_component_bytes", "component"), told["components"], "components")
-    peak = max(told["peaks"].values())
+    wait_until_equal(lambda: exported("gpumem_torch_phase_peak_bytes", "phase"), reply["peaks"], "the peaks")
+    # wait for each: on a slow machine a late report lets the series expire
+    wait_until_equal(lambda: exported("gpumem_torch_component_bytes", "component"), reply["components"], "components")
+    peak = max(reply["peaks"].values())
     wait_until_equal(lambda: exporter.metrics().values("gpumem_torch_allocated_peak_bytes"), [peak], "the peak of all")
     process.exec("del model, optimizer; gc.collect()")
-    wait_until_equal(lambda: on_the_page("gpumem_torch_component_bytes", "component"), {}, "what was watched has gone")
+    wait_until_equal(lambda: exported("gpumem_torch_component_bytes", "component"), {}, "the end of the components")
 
 
-def test_nothing_is_kept_alive_by_what_observes_it(shared_process: TorchProcess) -> None:
-    told = shared_process.exec(
+def test_observing_keeps_no_tensor_alive(shared_process: TorchProcess) -> None:
+    reply = shared_process.exec(
         """
 from gpumem_exporter.client.measure.observed import process_observed
 gc.disable()
@@ -127,8 +112,8 @@ phase = gpumem.phase("all")
 with phase:
     step(model, optimizer, gpumem.phase)
     step(model, optimizer, gpumem.memory_context)
-told = gpumem.summary()
-counting = not watching.latest  # it has begun, and is not over
+reply = gpumem.summary()
+counting = not watching.latest  # started, and not complete
 del model, optimizer
 torch.cuda.synchronize()
 torch._C._cuda_clearCublasWorkspaces()
@@ -137,7 +122,7 @@ component_counts._SLICE_SECONDS = 60.0
 gc.enable()
 """
     )
-    assert told == [True, 0, {}]
+    assert reply == [True, 0, {}]
 
 
 SAME = """
@@ -166,17 +151,7 @@ def course(observing, device, steps=4):
 """
 
 
-def test_on_the_host_losses_and_weights_are_the_same_to_the_bit_with_and_without(host_process: TorchProcess) -> None:
-    told = host_process.exec(
-        SAME + "result = [course(observing, 'cpu')[0] for observing in (False, True)] + [torch.cuda.is_initialized()]"
-    )
-    without, observed, initialised = told
-    assert observed == without
-    assert len(set(without)) == len(without)  # it did learn something
-    assert not initialised
-
-
-def test_on_a_device_losses_and_every_statistic_of_the_allocator_are_the_same_with_and_without(
+def test_observing_changes_neither_losses_nor_statistics_of_the_allocator(
     start_torch: StartTorch,
 ) -> None:
     processes = [start_torch(), start_torch()]
@@ -189,7 +164,7 @@ def test_on_a_device_losses_and_every_statistic_of_the_allocator_are_the_same_wi
     assert runs[0][1][0]["allocated_bytes.all.peak"] > PARAMETERS
 
 
-def test_a_mode_that_the_program_has_on_sees_the_program_s_calls_alone(shared_process: TorchProcess) -> None:
+def test_a_torch_function_mode_of_the_program_sees_only_its_own_calls(shared_process: TorchProcess) -> None:
     seen = shared_process.exec(
         """
 from torch.overrides import TorchFunctionMode
@@ -220,8 +195,8 @@ result += [counted, found]
     assert seen[2:] == [True, True]
 
 
-def test_without_cuda_everything_says_so_and_does_nothing_else(host_process: TorchProcess) -> None:
-    told = host_process.exec(
+def test_without_cuda_every_tool_reports_that_and_does_nothing(host_process: TorchProcess) -> None:
+    reply = host_process.exec(
         """
 import logging
 class Lines(logging.Handler):
@@ -234,25 +209,25 @@ with gpumem.phase("p") as phase, gpumem.memory_context("block") as context, gpum
     with gpumem.watch(model, optimizer) as watching:
         step(model, optimizer)
         looked = watching.look()
-told = gpumem.log_summary("now")
+reply = gpumem.log_summary("now")
 logger.removeHandler(handler)
 result = {"lines": lines, "phase": [phase.peak_bytes, list(phase.devices), phase.duration_seconds > 0],
           "context": context.growth_bytes, "watch": [list(looked), str(watching)],
-          "summary": [str(told), list(told.devices)], "cuda": torch.cuda.is_initialized()}
+          "summary": [str(reply), list(reply.devices)], "cuda": torch.cuda.is_initialized()}
 """
     )
-    names = [line.partition(":")[0] for line in told["lines"]]
-    assert names == ["optimizer made", "first optimizer step", "block", "now"]
-    assert all("CUDA" in line for line in told["lines"])
-    assert told["phase"] == [None, [], True]
-    assert told["context"] is None
-    for text, found in (told["watch"][::-1], told["summary"]):
+    names = [line.partition(":")[0] for line in reply["lines"]]
+    assert names == ["optimizer created", "first optimizer step", "block", "now"]
+    assert all("CUDA" in line for line in reply["lines"])
+    assert reply["phase"] == [None, [], True]
+    assert reply["context"] is None
+    for text, found in (reply["watch"][::-1], reply["summary"]):
         assert "CUDA" in text
         assert found == []
-    assert not told["cuda"]
+    assert not reply["cuda"]
 
 
-def test_a_summary_has_what_torch_and_the_driver_say_and_names_the_variable_that_won(
+def test_a_summary_agrees_with_torch_and_the_driver_and_names_the_source_of_the_settings(
     node: EmulatedNode, start_torch: StartTorch
 ) -> None:
     process = start_torch(
@@ -261,7 +236,7 @@ def test_a_summary_has_what_torch_and_the_driver_say_and_names_the_variable_that
     node.set_process(pid=1, device=1, nbytes=3 * MIB)
     process.exec(TRAINING)
     process.call("random_heap", device=1, seed=5)
-    told = process.exec(
+    reply = process.exec(
         """
 summary = gpumem.summary()
 result = {"contexts": worker.contexts(), "settings": summary.allocator_settings,
@@ -281,10 +256,10 @@ torch.cuda.empty_cache()
 result["freed"] = reserved - torch.cuda.memory_reserved(1)
 """
     )
-    assert told["contexts"] == [device["index"] for device in told["devices"]]
-    device, stats = told["devices"][-1], told["stats"]
+    assert reply["contexts"] == [device["index"] for device in reply["devices"]]
+    device, stats = reply["devices"][-1], reply["stats"]
     assert device["index"] == 1
-    assert device["uuid"] == told["uuids"][1]
+    assert device["uuid"] == reply["uuids"][1]
     for name in ("allocated", "reserved", "active", "inactive_split", "requested"):
         assert device[f"{name}_bytes"] == stats[f"{name}_bytes.all.current"]
     assert device["allocated_peak_bytes"] == stats["allocated_bytes.all.peak"]
@@ -293,9 +268,9 @@ result["freed"] = reserved - torch.cuda.memory_reserved(1)
     assert device["slack_bytes"] == device["reserved_bytes"] - device["allocated_bytes"]
     assert device["reclaimable_bytes"] == later["freed"] > 0
     assert device["fragmented_bytes"] == device["slack_bytes"] - later["freed"]
-    assert device["device_free_bytes"] == told["info"]["free"]
-    assert device["device_used_bytes"] == told["info"]["total"] - told["info"]["free"]
-    # the driver's lists are matched where this process' pids are the driver's: not in a container with its own
+    assert device["device_free_bytes"] == reply["info"]["free"]
+    assert device["device_used_bytes"] == reply["info"]["total"] - reply["info"]["free"]
+    # the lists of the driver match only outside a container with its own PID namespace
     if Path("/proc/self/ns/pid").stat().st_ino == 0xEFFFFFFC:
         assert device["process_bytes"] == book.processes[process.pid]
         assert device["non_torch_bytes"] == book.processes[process.pid] - device["reserved_bytes"]
@@ -303,16 +278,16 @@ result["freed"] = reserved - torch.cuda.memory_reserved(1)
     else:
         assert device["process_bytes"] is device["other_processes_bytes"] is None
     assert device["utilization_ratio"] is not None
-    assert told["settings"] == "max_split_size_mb:64"
-    assert told["source"] == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
-    assert re.search(r"max_split_size_mb:64\b.*\bPYTORCH_CUDA_ALLOC_CONF\b.*\bPYTORCH_ALLOC_CONF\b", told["table"])
+    assert reply["settings"] == "max_split_size_mb:64"
+    assert reply["source"] == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
+    assert re.search(r"max_split_size_mb:64\b.*\bPYTORCH_CUDA_ALLOC_CONF\b.*\bPYTORCH_ALLOC_CONF\b", reply["table"])
     assert later["then"] == "the program"
 
 
-def test_milestones_are_taken_down_by_hooks_and_nothing_that_is_watched_is_changed(
+def test_milestones_are_recorded_and_the_model_and_loader_are_unchanged(
     shared_process: TorchProcess,
 ) -> None:
-    told = shared_process.exec(
+    reply = shared_process.exec(
         """
 import copy, io, pickle
 model, _ = make("cpu")
@@ -341,17 +316,17 @@ result = {"names": [each.name for each in seen.records], "batches": batches,
           "grown": {each.name: each.devices[0].growth_bytes for each in seen.records if each.devices}}
 """
     )
-    assert told["names"] == ["begin", "epoch 1", "model on cuda:0", "first optimizer step", "epoch 2", "end"]
-    assert told["batches"] == 4
-    assert told["hooks"] == [0, 0]
-    assert told["same"] is False
-    assert told["loaders"] is True
-    assert told["grown"]["epoch 1"] == PARAMETERS
-    assert told["grown"]["model on cuda:0"] == 4 * 256 * 4  # the batch, since the epoch began
-    assert told["grown"]["first optimizer step"] >= 3 * PARAMETERS - 4 * 256 * 4  # gradients and states for the batch
+    assert reply["names"] == ["start", "epoch 1", "model on cuda:0", "first optimizer step", "epoch 2", "end"]
+    assert reply["batches"] == 4
+    assert reply["hooks"] == [0, 0]
+    assert reply["same"] is False
+    assert reply["loaders"] is True
+    assert reply["grown"]["epoch 1"] == PARAMETERS
+    assert reply["grown"]["model on cuda:0"] == 4 * 256 * 4  # the batch, since the start of the epoch
+    assert reply["grown"]["first optimizer step"] >= 3 * PARAMETERS - 4 * 256 * 4  # gradients and states for the batch
 
 
-def test_a_forked_child_measures_nothing_and_waits_for_nobody(shared_process: TorchProcess) -> None:
+def test_a_forked_child_measures_nothing_and_does_not_wait_for_a_lock(shared_process: TorchProcess) -> None:
     status = shared_process.exec(
         """
 import os, threading, warnings
@@ -361,7 +336,7 @@ step(model, optimizer, gpumem.phase)
 warnings.simplefilter("ignore")
 observed = process_observed()
 reads, may_end = threading.Event(), threading.Event()
-def read(index):  # while the lock is held, by a thread that is not there in the child
+def read(index):  # under the lock, in a thread that the child does not have
     reads.set()
     may_end.wait()
 holder = threading.Thread(target=observed.look, args=(0, read))
@@ -385,7 +360,7 @@ result = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), inside, sorted(obs
     assert {"backward", "forward", "optimizer", "parent"} <= set(phases)
 
 
-def test_a_model_that_goes_ends_its_milestones_without_disturbing_a_forward_that_copies_the_hooks(
+def test_deleting_a_model_ends_its_milestones_without_changing_hooks_during_a_forward(
     shared_process: TorchProcess,
 ) -> None:
     left = shared_process.exec(
@@ -397,7 +372,7 @@ model = torch.nn.Linear(2, 2)
 model.itself = [model]
 gpumem.milestones(model)
 other = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
-walk = iter(hooks.items())  # as each module does in its forward
+walk = iter(hooks.items())  # as a module does in its forward
 next(walk)
 del model
 gc.collect()

@@ -1,4 +1,4 @@
-"""Out-of-memory errors as series: the figures of the event, also when the process or the exporter is gone."""
+"""Series of out-of-memory errors: the values of the event, also after the end of the process or the exporter."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
-FIGURES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")
+VALUES = ("requested", "device_free", "limit", "allocated", "reserved", "reclaimable", "fragmented")
 OPENMETRICS = {"Accept": "application/openmetrics-text;version=1.0.0"}
 RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
 CAUGHT = f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass"
 
 
 def ooms(exporter: ExporterProcess) -> list[dict[str, Any]]:
-    """The events, with their numbers as texts, as they stand in the answer."""
+    """Return the events with all numbers as text."""
     answer = exporter.request("GET", "/api/v1/events?type=oom&limit=1000")
     assert answer.status == 200, answer
     found: list[dict[str, Any]] = json.loads(answer.body, parse_int=str, parse_float=str)["events"]
@@ -36,14 +36,14 @@ def ooms(exporter: ExporterProcess) -> list[dict[str, Any]]:
 
 
 def series_of(event: dict[str, Any]) -> list[str]:
-    """The lines that an event makes, from the answer's own characters."""
+    """Return the expected lines of an event."""
     names = ("gpu", "uuid", "pid", "workload", "rank")
     labels = ",".join(f'{name}="{event[name]}"' for name in names)
     detail = event["detail"]
     known = {"timestamp_seconds": event["unix_seconds"]}
-    for name in FIGURES:
-        figures = detail if name in ("requested", "device_free", "limit") else detail["allocator"]
-        known[f"{name}_bytes"] = figures[f"{name}_bytes"]
+    for name in VALUES:
+        values = detail if name in ("requested", "device_free", "limit") else detail["allocator"]
+        known[f"{name}_bytes"] = values[f"{name}_bytes"]
     return [f"gpumem_last_oom_{name}{{{labels}}} {value}" for name, value in known.items() if value is not None]
 
 
@@ -57,7 +57,7 @@ def counted(exporter: ExporterProcess) -> dict[str, float]:
     return {type_: metrics.value("gpumem_events_total", type=type_) for type_ in EVENT_TYPES}
 
 
-def test_an_error_that_is_caught_shows_the_figures_of_its_event_in_both_formats(
+def test_a_caught_error_shows_the_values_of_its_event_in_both_formats(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -73,7 +73,7 @@ def test_an_error_that_is_caught_shows_the_figures_of_its_event_in_both_formats(
         event = ooms(exporter)[-1]
         assert (event["pid"], event["workload"], event["detail"]["number"]) == (str(process.pid), "greedy", str(number))
         lines = series_of(event)
-        assert len(lines) == 1 + len(FIGURES)
+        assert len(lines) == 1 + len(VALUES)
         assert shown(exporter) == shown(exporter, **OPENMETRICS) == lines
         process.call("alloc", nbytes=1 << 20, device=1)
     stats, book = process.call("stats", device=1), node.books()[1]
@@ -85,7 +85,7 @@ def test_an_error_that_is_caught_shows_the_figures_of_its_event_in_both_formats(
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["with a folder", "in memory"])
-def test_an_error_that_kills_its_process_stays_and_is_there_again_after_a_restart_where_events_are_kept(
+def test_an_error_stays_after_the_end_of_its_process_and_after_a_restart_with_storage(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path, kept: bool
 ) -> None:
     exporter = start_exporter(node, *QUICK, *(("--storage.path", str(tmp_path / "events")) if kept else ()))
@@ -106,15 +106,15 @@ def test_an_error_that_kills_its_process_stays_and_is_there_again_after_a_restar
     assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
     exporter.start()
     if kept:
-        wait_for(lambda: shown(exporter), "the error of before")
+        wait_for(lambda: shown(exporter), "the earlier error")
         assert shown(exporter) == lines
     else:
         assert ooms(exporter) == shown(exporter) == []
     assert counted(exporter)["oom"] == 0
 
 
-def tell(exporter: ExporterProcess, reporter: int, *numbers: int) -> None:
-    """A report of a process that nobody else knows, with these errors."""
+def report(exporter: ExporterProcess, reporter: int, *numbers: int) -> None:
+    """Send a report of an otherwise unknown process with these errors."""
     who = identity(reporter, pid_namespace=7, session=f"session-{reporter}", workload=f"w{reporter}")
     errors = tuple(OutOfMemory(UUIDS[0], number, requested_bytes=number) for number in numbers)
     body = json.dumps(to_wire(Report(who, sequence=max(numbers), ooms=errors))).encode()
@@ -124,34 +124,34 @@ def tell(exporter: ExporterProcess, reporter: int, *numbers: int) -> None:
     assert answer.status == 200, answer
 
 
-def test_an_error_that_is_told_again_counts_once_and_keeps_its_time_over_a_restart(
+def test_a_repeated_error_counts_once_and_keeps_its_time_over_a_restart(
     start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     exporter = start_exporter(None, "--storage.path", str(tmp_path / "events"))
-    tell(exporter, 1, 1, 2)
-    tell(exporter, 1, 1, 2)
+    report(exporter, 1, 1, 2)
+    report(exporter, 1, 1, 2)
     assert counted(exporter)["oom"] == 2
     before = shown(exporter)
     assert any(line.endswith(" 2") for line in before)
     assert exporter.stop() == 0
     exporter.start()
-    tell(exporter, 1, 1, 2)
+    report(exporter, 1, 1, 2)
     assert len(ooms(exporter)) == 2
     assert counted(exporter)["oom"] == 0
-    wait_for(lambda: shown(exporter) == before, "the time of the first telling")
+    wait_for(lambda: shown(exporter) == before, "the time of the first report")
 
 
-def test_an_exporter_shows_the_errors_that_another_kept_once_that_lets_go_of_the_folder(
+def test_an_exporter_shows_the_stored_errors_of_another_once_that_releases_the_folder(
     start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     folder = ("--storage.path", str(tmp_path / "events"))
     first = start_exporter(None, *folder)
-    for reporter in range(1, 400):  # more than are shown, and than come in one page
-        tell(first, reporter, 1)
+    for reporter in range(1, 400):  # more than are shown, and more than one page
+        report(first, reporter, 1)
     second = start_exporter(None, *folder)
-    tell(second, 1000, 1)
+    report(second, 1000, 1)
     assert len(shown(second)) == 2
     assert first.stop() == 0
-    wait_for(lambda: len(shown(second)) == 2 * 256, "the errors of before")
+    wait_for(lambda: len(shown(second)) == 2 * 256, "the earlier errors")
     pids = {line.split('pid="')[1].split('"')[0] for line in shown(second)}
     assert pids == {"1000", *(str(reporter) for reporter in range(145, 400))}

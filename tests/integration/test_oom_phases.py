@@ -1,4 +1,4 @@
-"""The phase of an out-of-memory error: that of the work the allocation was for, in whichever thread it was made."""
+"""The phase of an out-of-memory error is that of the work that the allocation was for, in any thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def fails(work):
         work()
     except torch.OutOfMemoryError:
         return
-    raise AssertionError("there was memory for it")
+    raise AssertionError("the allocation succeeded")
 
 def in_a_thread(work, *arguments):
     raised = []
@@ -41,7 +41,7 @@ def in_a_thread(work, *arguments):
     if raised:
         raise raised[0]
 
-# A real backward, for whose gradient there is no room.
+# A real backward whose gradient does not fit.
 weights = torch.zeros(GIB // 2, device="cuda", requires_grad=True)
 loss = (weights * weights).sum()
 ballast = bytes_of(2 * GIB), bytes_of(2 * GIB)
@@ -55,9 +55,9 @@ def backward():
 fails(too_much)
 with phase("forward"):
     fails(too_much)
-    with memory_context("a block that is no phase"):
+    with memory_context("a block that is not a phase"):
         fails(too_much)
-    in_a_thread(fails, too_much)  # of no phase of its own: it works for nobody
+    in_a_thread(fails, too_much)  # has no phase: it works for no other thread
     in_a_thread(fails, backward)
 with phase("step"), phase("backward"):
     fails(backward)
@@ -73,7 +73,7 @@ with phase("backward"):
     thread = threading.Thread(target=other)
     thread.start()
     other_runs.wait(60)
-    fails(backward)  # the last phase that has begun anywhere is another one's
+    fails(backward)  # the last phase that was started is in another thread
     may_end.set()
     thread.join()
 
@@ -124,7 +124,7 @@ def ooms(exporter: ExporterProcess) -> list[dict[str, Any]]:
     return found
 
 
-def test_an_error_has_the_phase_of_the_thread_it_was_made_for_and_none_where_that_is_not_certain(
+def test_an_error_has_the_phase_of_the_thread_that_it_works_for_or_none(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -132,13 +132,13 @@ def test_an_error_has_the_phase_of_the_thread_it_was_made_for_and_none_where_tha
     process.call("start_client")
     process.call("alloc", nbytes=1)
     exporter.wait_for_processes(process.pid)
-    assert process.exec(SCENES)  # backward ran in a thread of autograd's
+    assert process.exec(SCENES)  # backward ran in an autograd thread
     wait_for(lambda: len(ooms(exporter)) == len(PHASES), "the errors")
     details = sorted((event["detail"] for event in ooms(exporter)), key=lambda detail: detail["number"])
     assert [detail["phase"] for detail in details] == PHASES
     assert details[5]["requested_bytes"] == 2 << 30
     lines = [line for line in exporter.log().splitlines() if 'msg="out of memory"' in line]
     assert [line.partition(" phase=")[2].partition(" ")[0] for line in lines] == [phase or '""' for phase in PHASES]
-    assert "fine-tuning" in exporter.metrics().text  # as a peak's phase, and with no error
+    assert "fine-tuning" in exporter.metrics().text  # as the phase of a peak, not of an error
     assert 'gpumem_last_oom_timestamp_seconds{gpu="0"' in exporter.metrics().text
     assert not any("phase=" in line for line in exporter.metrics().text.splitlines() if "_last_oom_" in line)

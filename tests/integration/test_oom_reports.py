@@ -1,4 +1,4 @@
-"""Out-of-memory errors reach the exporter: whole, once, and even when the process ends of them."""
+"""Out-of-memory errors reach the exporter complete, once, and even if they end the process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _ooms(exporter: RecordingExporter) -> dict[int, dict[str, Any]]:
     return {oom["number"]: oom for report in exporter.reports for oom in report.get("ooms", [])}
 
 
-def test_an_error_is_reported_with_the_allocator_s_state_at_that_moment_and_the_program_gets_its_own(
+def test_an_error_is_reported_with_the_state_of_the_allocator_and_reaches_the_program(
     node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
@@ -30,7 +30,7 @@ def test_an_error_is_reported_with_the_allocator_s_state_at_that_moment_and_the_
         wait_for(lambda: exporter.reports, "the first report")
         caught = process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError as error:\n    result = str(error)")
         assert "1024.00 GiB" in caught
-        # the first report is held for half a minute: only an error is reason enough to end that
+        # the exporter delays its first answer for 30 seconds: only an error starts a new report
         wait_for(lambda: _ooms(exporter), "the error")
         stats = process.call("stats", device=1)
         (oom,) = _ooms(exporter).values()
@@ -45,15 +45,15 @@ def test_an_error_is_reported_with_the_allocator_s_state_at_that_moment_and_the_
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", ""], ids=["expandable", "classic"])
-def test_what_an_error_found_in_the_cache_is_fragmented_however_long_nobody_has_walked_over_the_heap(
+def test_unallocated_memory_at_an_error_is_fragmented_without_a_recent_walk(
     start_torch: StartTorch, tmp_path: Path, settings: str
 ) -> None:
-    """Torch has given back what it could: a clear right afterwards gives back nothing more."""
+    """PyTorch has emptied its cache: a clear right afterwards releases nothing."""
     with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
         process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=settings)
         process.call("start_client")
         process.call("alloc", nbytes=1 << 20, device=1)
-        wait_for(lambda: exporter.reports, "the first report, and with it the last look at the heap")
+        wait_for(lambda: exporter.reports, "the first report, with the last walk")
         reserved, allocated, cleared = process.exec(
             "held = [torch.empty(11 << 20, dtype=torch.uint8, device='cuda:1') for _ in range(40)][::2]\n"
             f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass\n"
@@ -65,13 +65,13 @@ def test_what_an_error_found_in_the_cache_is_fragmented_however_long_nobody_has_
         (oom,) = _ooms(exporter).values()
         assert (oom["sample"]["reserved_bytes"], oom["sample"]["allocated_bytes"]) == (reserved, allocated)
         assert oom["sample"]["reclaimable_bytes"] == reserved - cleared == 0
-        assert not settings or reserved - allocated > 20 << 20, "pages that tensors keep"
+        assert not settings or reserved - allocated > 20 << 20, "pages that tensors occupy"
 
 
-def test_nothing_is_said_of_the_cache_of_a_process_that_runs_out_while_a_graph_is_captured(
+def test_reclaimable_memory_is_unknown_at_an_error_during_a_graph_capture(
     start_torch: StartTorch, tmp_path: Path
 ) -> None:
-    """Torch keeps its cache then."""
+    """PyTorch does not empty its cache then."""
     with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
         process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
         process.call("start_client")
@@ -96,7 +96,7 @@ def test_nothing_is_said_of_the_cache_of_a_process_that_runs_out_while_a_graph_i
         assert "reclaimable_bytes" not in oom["sample"]
 
 
-def test_a_reporter_that_ends_late_takes_no_errors_from_the_one_that_has_begun_since(
+def test_a_reporter_that_ends_late_takes_no_errors_of_its_successor(
     node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
@@ -117,7 +117,7 @@ torch.empty(1 << 20, dtype=torch.uint8, device="cuda:1")
             "late = [thread for thread in threading.enumerate() if thread.name == 'gpumem-reporter']\n"
             "gpumem.stop()\ngpumem.start()"
         )
-        wait_for(lambda: len(exporter.reports) > 1, "the second one's report")
+        wait_for(lambda: len(exporter.reports) > 1, "a report of the second")
         process.exec("ends.set()\n[thread.join() for thread in late]")
         process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    pass")
         wait_for(lambda: _ooms(exporter), "the error")
@@ -126,16 +126,14 @@ torch.empty(1 << 20, dtype=torch.uint8, device="cuda:1")
 ENDINGS = {
     "an uncaught error": RUN_OUT,
     "a caught one": f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    sys.exit(1)",
-    "os._exit a moment later": (
+    "os._exit shortly after": (
         f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    time.sleep({patient(0.5)})\n    os._exit(1)"
     ),
 }
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_an_error_that_ends_the_process_is_reported_all_the_same(
-    start_torch: StartTorch, tmp_path: Path, ending: str
-) -> None:
+def test_an_error_that_ends_the_process_is_reported(start_torch: StartTorch, tmp_path: Path, ending: str) -> None:
     with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
         process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client")
@@ -147,7 +145,7 @@ def test_an_error_that_ends_the_process_is_reported_all_the_same(
         assert [oom["requested_bytes"] for oom in _ooms(exporter).values()] == [1 << 40]
 
 
-def test_under_an_allocator_that_neither_tells_nor_counts_errors_none_is_made_up(
+def test_under_cuda_malloc_async_no_error_is_reported(
     node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     with RecordingExporter(tmp_path / "exporter.sock") as exporter:
@@ -164,7 +162,7 @@ def test_under_an_allocator_that_neither_tells_nor_counts_errors_none_is_made_up
         assert _ooms(exporter) == {}
 
 
-def test_a_result_that_the_exporter_does_not_take_silences_nobody(start_torch: StartTorch, tmp_path: Path) -> None:
+def test_a_rejected_result_does_not_stop_the_reports(start_torch: StartTorch, tmp_path: Path) -> None:
     with RecordingExporter(tmp_path / "exporter.sock") as exporter:
         exporter.refuses = lambda report: bool(report.get("results"))
         process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)

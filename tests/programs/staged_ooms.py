@@ -196,6 +196,6 @@ def last() -> dict[str, Any]:
         "kind": first.kind,
         "enough": first.enough,
         "text": str(first),
-        "phase": diagnosis.figures.phase,
-        "place": diagnosis.figures.place,
+        "phase": diagnosis.values.phase,
+        "place": diagnosis.values.place,
     }

@@ -1,7 +1,6 @@
-"""What a training process holds at the end of each step, made up from a seed: with what makes it go up and down.
+"""Allocated bytes of simulated training runs after each step, from a seed, on a device of 8 GiB.
 
-The device has 8 GiB. A run without a leak comes back to its floor within some 150 steps; with one, it does on top of
-that.
+A run without a leak returns to its floor within about 150 steps. A leak is added to that.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def _buffer() -> Shape:
 
 
 def hard_shapes() -> dict[str, Shape]:
-    """What must not be taken for a leak either; a leak below it takes longer to find."""
+    """Return more patterns without a leak. Leaks below them are found later."""
     return {
         "garbage collected at irregular times": _irregular(),
         "garbage of which every fifth collection alone frees all": _generations(),
@@ -96,14 +95,14 @@ def hard_shapes() -> dict[str, Shape]:
 
 
 def allocated(shape: Shape, seed: int, *, percent: float = 0.0, from_step: int = 0, every: int = 1) -> Iterator[int]:
-    """Allocated bytes after each step, without end.
+    """Yield the allocated bytes after each step, without end.
 
     Args:
-        shape: what goes up and down.
-        seed: of its randomness.
-        percent: of the device that leaks in 1,000 steps.
-        from_step: the first that leaks.
-        every: so many steps leak at once.
+        shape: the pattern without a leak.
+        seed: seed of the random numbers.
+        percent: percentage of the device that leaks in 1,000 steps.
+        from_step: the first step that leaks.
+        every: number of steps between two leaks, which are larger by this factor.
     """
     rng = random.Random(seed)
     base = rng.randrange(500, 4000) * MIB

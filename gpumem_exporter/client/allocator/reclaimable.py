@@ -153,9 +153,9 @@ class Reclaimable:
             self._layouts[index] = _layout(state), heap.private_bytes
 
 
-def known(state: DeviceState, name: str, metric: str = "current") -> int | None:
-    """Return one value of the nested statistics; None if this allocator does not have it."""
-    value: int | None = state.get(name, {}).get("all", {}).get(metric)
+def known(state: DeviceState | None, name: str, metric: str = "current") -> int | None:
+    """Return one value of the nested statistics, or None without statistics or if the allocator does not keep it."""
+    value: int | None = (state or {}).get(name, {}).get("all", {}).get(metric)
     return value
 
 

@@ -78,6 +78,3 @@ def _code(handler: Any) -> CodeType | None:
     called = getattr(type(handler), "__call__", None)  # noqa: B004 - it is not asked whether it can be called
     code = getattr(handler, "__code__", None) or getattr(called, "__code__", None)
     return code if isinstance(code, CodeType) else None
-
-
-Swallowing = guest_safety

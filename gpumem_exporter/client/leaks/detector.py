@@ -1,7 +1,8 @@
-"""Finds memory that grows from step to step, and names who holds it."""
+"""Detects memory that grows from step to step, and names what keeps it."""
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -10,68 +11,70 @@ from typing import Any
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
 from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, allocating_frames, walk
-from gpumem_exporter.client.leaks.suspects import Growth, growing, held, suspicions, worth_asking
+from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search
 from gpumem_exporter.client.leaks.trend import Slope, Trend
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.sizes import human_bytes
 
 __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
 
-
-_WALK_SECONDS = 0.5
-_WALK_OBJECTS = 5_000_000
-_WALK_GROUPS = 10_000
-_NAMING = ((16, 3), (32, 2), (48, 1))
-"""So many steps after the first walk, a kind of tensors that has so many more is named; after the last, or no one."""
-_CAME_BACK = 0.25
-"""What fell back to within this share of its growth was no leak."""
+_SEARCHES = {16: 3, 32: 2, 48: 1}
+"""Steps after the first count of the live tensors, and the growth of a kind that makes it a suspect then."""
+_LAST_SEARCH = max(_SEARCHES)
+_RETURNED_SHARE = 0.75
+"""If this share of the growth is freed again, there was no leak."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leak:
-    """Memory that grows with the steps, surely."""
+    """Memory of one device that grows with the steps."""
 
     device: int
     bytes_per_step: float
     lower_bytes_per_step: float
-    """It is less by a chance of three in a million."""
+    """Lower bound of `bytes_per_step`, wrong in about one judgement of a million."""
     upper_bytes_per_step: float
     steps: int
-    """How long it was looked at before it was sure."""
+    """Length of the window in which the growth was measured."""
     leaked_bytes: int
-    """In that time."""
+    """Growth in that window."""
     suspects: tuple[str, ...] = ()
-    """Kinds of tensors that became more, and who holds them; the likeliest culprit first."""
+    """Kinds of tensors that grew in number, and what holds them; the likeliest cause first."""
     frames: tuple[str, ...] = ()
-    """Where they were allocated, if the allocator's history is recorded."""
+    """Where they were allocated, if the allocator records its history."""
     steps_left: int | None = None
-    """Until the device is full, at this rate."""
+    """Steps until the device is full at this rate."""
 
     def __str__(self) -> str:
-        left = (
-            f"; at this rate cuda:{self.device} is full in {self.steps_left} steps"
-            if self.steps_left is not None
-            else ""
-        )
-        suspects = "".join(f"\n  {suspect}" for suspect in self.suspects)
-        frames = "".join(f"\n  {frame}" for frame in self.frames)
-        none = "" if self.suspects else "\n  no kind of tensors that Python holds became more"
-        return (
-            f"a leak: cuda:{self.device} holds {human_bytes(round(self.bytes_per_step))} more after each step"
-            f" ({human_bytes(self.leaked_bytes)} in {self.steps} steps){left}{none}{suspects}{frames}"
-        )
+        rate, leaked = human_bytes(round(self.bytes_per_step)), human_bytes(self.leaked_bytes)
+        left = f"; the device is full in {self.steps_left} steps" if self.steps_left is not None else ""
+        suspects = self.suspects or ("no kind of tensor that Python objects hold grew in number",)
+        first = f"memory leak: cuda:{self.device} grows by {rate} per step ({leaked} in {self.steps} steps){left}"
+        return "\n  ".join((first, *suspects, *self.frames))
+
+
+@dataclass(slots=True)
+class _Device:
+    """What is known of one device: growing once `slope` is set, reported once `leak` is set."""
+
+    trend: Trend
+    slope: Slope | None = None
+    returned_below_bytes: float = 0.0
+    count_before: LingeringTensors | None = None
+    steps_since_count: int = 0
+    leak: Leak | None = None
 
 
 class LeakDetector:
-    """Looks at what is allocated at the same point of each step. `leak_detector` makes one.
+    """Compares the allocated bytes at the same point of each step. `leak_detector` makes one.
 
-    One thread at a time: the one that trains.
+    Only the training thread may call it.
 
     Args:
-        on_leak: called once for each leak, with it.
-        warm_up_steps: steps at the start that tell nothing.
-        least_growth: growth over the time looked at that is worth telling, in bytes.
-        name_suspects: walk over the live tensors when a leak is sure.
+        on_leak: called once for each leak.
+        warm_up_steps: steps at the start that are ignored.
+        least_growth: smallest growth that is reported, in bytes.
+        name_suspects: count the live tensors once a device leaks.
     """
 
     def __init__(
@@ -83,39 +86,38 @@ class LeakDetector:
         name_suspects: bool = True,
     ) -> None:
         self._on_leak = on_leak
-        self._warm_up_steps = warm_up_steps
-        self._least_growth = least_growth
+        self._new_trend = functools.partial(Trend, warm_up_steps=warm_up_steps, least_growth=least_growth)
         self._name_suspects = name_suspects
         self._statistics: Statistics | None = None
-        self._watched: dict[int, _Watched] = {}
+        self._devices: dict[int, _Device] = {}
         self._step = OneStep()
-        self._stop: Callable[[], None] = lambda: None
+        self._stop_listening: Callable[[], None] = lambda: None
         self._steps = 0
 
     @property
     def steps(self) -> int:
-        """How many it has looked at."""
+        """Number of steps that were looked at."""
         return self._steps
 
     @property
     def leaks(self) -> tuple[Leak, ...]:
-        """What it is sure of now, at most one for each device."""
-        return tuple(watched.leak for watched in list(self._watched.values()) if watched.leak is not None)
+        """The leaks that are known now, at most one per device."""
+        return tuple(device.leak for device in list(self._devices.values()) if device.leak is not None)
 
     def watch_steps(self) -> None:
         """Look after each step of an optimizer, or at each `client.step()`."""
-        self._stop()
-        self._stop = process_steps().listen(self._stepped)
-        _live.add(self)
+        self._stop_listening()
+        self._stop_listening = process_steps().listen(self._on_step)
+        _active.add(self)
 
     def stop(self) -> None:
-        """Look no more."""
-        self._stop()
-        self._stop = lambda: None
-        _live.discard(self)
+        """Stop looking."""
+        self._stop_listening()
+        self._stop_listening = lambda: None
+        _active.discard(self)
 
     def look(self) -> tuple[Leak, ...]:
-        """Look now, where the program says so; from then on only there. Costs 15 µs a device. Returns `leaks`."""
+        """Look now, and from now on only when this method is called. Costs 15 µs per device. Returns `leaks`."""
         self._step.ends(None)
         self._look()
         return self.leaks
@@ -123,21 +125,33 @@ class LeakDetector:
     def add(
         self, device: int, allocated_bytes: int, free_bytes: Callable[[], int | None] = lambda: None
     ) -> Leak | None:
-        """Take one device's figure of one step. Returns a leak in the step in which it has become sure and named."""
-        watched = self._watched.get(device)
-        if watched is None:
-            trend = Trend(warm_up_steps=self._warm_up_steps, least_growth=self._least_growth)
-            watched = self._watched[device] = _Watched(device, trend)
-        leak = watched.add(allocated_bytes, free_bytes, self._walk, self._frames)
-        if leak is not None:
-            self._on_leak(leak)
-        return leak
+        """Add the allocated bytes of a device after a step. Returns a leak in the step that completes its search."""
+        state = self._devices.get(device)
+        if state is None:
+            state = self._devices[device] = _Device(self._new_trend())
+        slope = state.trend.add(allocated_bytes)
+        if state.slope is None:
+            if slope is None:
+                return None
+            state.slope = slope
+            state.returned_below_bytes = allocated_bytes - _RETURNED_SHARE * slope.grown
+            state.count_before, state.steps_since_count = self._count(), 0
+            if state.count_before is not None:
+                return None
+            return self._report(device, state, free_bytes(), (), ())
+        if allocated_bytes < state.returned_below_bytes:
+            state.slope = state.leak = state.count_before = None
+        elif state.leak is None:
+            state.steps_since_count += 1
+            if state.steps_since_count in _SEARCHES:
+                return self._search(device, state, free_bytes)
+        return None
 
     def __reduce__(self) -> tuple[Callable[[], LeakDetector], tuple[()]]:
-        """What it is copied or pickled with, such as a trainer that keeps it, gets one that nobody tells of steps."""
-        return _unwatched, ()
+        """Copy or pickle as a detector that listens to no steps, for example with the trainer that has it."""
+        return functools.partial(LeakDetector, _log_leak), ()
 
-    def _stepped(self, optimizer: Any) -> None:
+    def _on_step(self, optimizer: Any) -> None:
         if self._step.ends(optimizer):
             self._look()
 
@@ -151,83 +165,39 @@ class LeakDetector:
         for device in self._statistics.devices():
             state = self._statistics.state(device)
             if state is not None:
-                allocated: int = state["allocated_bytes"]["all"]["current"]
-                self.add(device, allocated, lambda device=device: _free(torch, device))  # type: ignore[misc]
+                self.add(
+                    device, state["allocated_bytes"]["all"]["current"], functools.partial(_free_bytes, torch, device)
+                )
 
-    def _walk(self, only: Collection[Kind] | None = None) -> LingeringTensors | None:
-        """Count all kinds, or find out who holds some."""
-        torch = initialised_torch()
-        if torch is None or not self._name_suspects:
+    def _search(self, device: int, state: _Device, free_bytes: Callable[[], int | None]) -> Leak | None:
+        """Compare the live tensors with the first count. Returns the leak once there are suspects, or the last time."""
+        before, least = state.count_before, _SEARCHES[state.steps_since_count]
+        if before is None:
             return None
-        referrers = only is not None
-        return walk(torch, 0, _WALK_GROUPS, _WALK_SECONDS, _WALK_OBJECTS, referrers=referrers, only=only)
-
-    def _frames(self, found: tuple[Growth, ...]) -> tuple[str, ...]:
+        after = self._count(lambda counted: kinds_to_search(grown(before, counted, least=least)))
+        found = grown(before, after, least=least) if after is not None else ()
+        if not found and state.steps_since_count < _LAST_SEARCH:
+            return None
         torch = initialised_torch()
         sizes = {growth.group.bytes // growth.group.count for growth in found if growth.group.count}
-        return allocating_frames(torch, sizes) if torch is not None else ()
+        frames = allocating_frames(torch, sizes) if torch is not None else ()
+        return self._report(device, state, free_bytes(), descriptions(found), frames)
 
+    def _count(
+        self, kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None
+    ) -> LingeringTensors | None:
+        torch = initialised_torch()
+        return None if torch is None or not self._name_suspects else walk(torch, kinds_to_search=kinds_to_search)
 
-class _Watched:
-    """One device."""
-
-    def __init__(self, device: int, trend: Trend) -> None:
-        self.leak: Leak | None = None
-        self._device = device
-        self._trend = trend
-        self._sure: Slope | None = None
-        self._before: LingeringTensors | None = None
-        self._steps_since = 0
-        self._floor = 0.0
-
-    def add(
-        self,
-        allocated: int,
-        free_bytes: Callable[[], int | None],
-        look_around: Callable[..., LingeringTensors | None],
-        frames: Callable[[tuple[Growth, ...]], tuple[str, ...]],
+    def _report(
+        self, device: int, state: _Device, free: int | None, suspects: tuple[str, ...], frames: tuple[str, ...]
     ) -> Leak | None:
-        slope = self._trend.add(allocated)
-        if self._sure is not None:
-            if allocated < self._floor:  # it all came back
-                self._sure = self.leak = self._before = None
-                return None
-            return self._name(free_bytes, look_around, frames) if self.leak is None else None
-        if slope is not None:
-            self._sure = slope
-            self._floor = allocated - (1 - _CAME_BACK) * slope.grown
-            self._before = look_around()
-            self._steps_since = 0
-            if self._before is None:
-                return self._found(slope, free_bytes, (), ())
-        return None
-
-    def _name(
-        self,
-        free_bytes: Callable[[], int | None],
-        look_around: Callable[..., LingeringTensors | None],
-        frames: Callable[[tuple[Growth, ...]], tuple[str, ...]],
-    ) -> Leak | None:
-        self._steps_since += 1
-        least = dict(_NAMING).get(self._steps_since)
-        if least is None or self._sure is None or self._before is None:
+        slope = state.slope
+        if slope is None:
             return None
-        now = look_around()
-        found = growing(self._before, now, least=least) if now is not None else ()
-        if not found and self._steps_since < _NAMING[-1][0]:
-            return None
-        holders = look_around(worth_asking(found)) if found else None
-        if holders is not None:
-            found = held(found, holders)
-        return self._found(self._sure, free_bytes, suspicions(found), frames(found))
-
-    def _found(
-        self, slope: Slope, free_bytes: Callable[[], int | None], suspects: tuple[str, ...], frames: tuple[str, ...]
-    ) -> Leak:
-        free = free_bytes()
-        self._before = None
-        self.leak = Leak(
-            device=self._device,
+        state.count_before = None
+        state.leak = Leak(
+            device=device,
             bytes_per_step=slope.slope,
             lower_bytes_per_step=slope.lower,
             upper_bytes_per_step=slope.upper,
@@ -237,16 +207,17 @@ class _Watched:
             frames=frames,
             steps_left=None if free is None else int(free / slope.slope),
         )
-        return self.leak
+        self._on_leak(state.leak)
+        return state.leak
 
 
-_live: weakref.WeakSet[LeakDetector] = weakref.WeakSet()
-"""Those that watch this process, so that an out-of-memory error can be told what they know."""
+_active: weakref.WeakSet[LeakDetector] = weakref.WeakSet()
+"""The detectors of this process, so that the diagnosis of an out-of-memory error knows their leaks."""
 
 
 def known_leak(device: int) -> Leak | None:
-    """What a detector of this process is sure of on a device."""
-    return next((leak for detector in list(_live) for leak in detector.leaks if leak.device == device), None)
+    """Return the leak that a detector of this process knows on a device."""
+    return next((leak for detector in list(_active) for leak in detector.leaks if leak.device == device), None)
 
 
 def leak_detector(
@@ -256,24 +227,25 @@ def leak_detector(
     least_growth: int = 1 << 20,
     name_suspects: bool = True,
 ) -> LeakDetector:
-    """Watch for memory that grows from step to step, from now on; `stop()` ends it.
+    """Report memory that grows from step to step, from now on until `stop()` of the returned detector.
 
-    It looks after each step of an optimizer (from torch 2.1 on), or at each `client.step()`, or where the program calls
-    `look()`; at 15 µs a device, a millisecond or two every eighth step while memory rises. It is sure after about 130
-    steps of a steady leak of one percent of the device in 1,000 steps, later of a slower one or where memory goes up
-    and down by itself without a period, and not before: warm-up, spikes, a sawtooth and what only fills up are no leak.
-    Then it walks over the live tensors, once, and twice some steps later, and names the kinds that became more and who
-    holds them (`lingering_tensors` tells what that costs).
-    Costs nothing where CUDA is not initialised.
+    The detector looks after each step of an optimizer (torch 2.1 or later), at each `client.step()`, or where the
+    program calls `look()`. A look costs 15 µs per device, and a millisecond or two at every eighth step while memory
+    rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps. A slower leak, or
+    one in memory that rises and falls without a period, is found later. Warm-up, spikes, a sawtooth and a cache that
+    fills up are not reported.
+
+    Once a device leaks, the detector counts the live tensors, and again some steps later. It names the kinds that grew
+    and what holds them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.
 
     Args:
-        on_leak: called once for each leak, in the program's thread; by default it is logged as a warning.
-        warm_up_steps: steps at the start that tell nothing.
-        least_growth: growth over the time looked at that is worth telling, in bytes.
-        name_suspects: whether to walk.
+        on_leak: called once for each leak, in the training thread; by default a warning is logged.
+        warm_up_steps: steps at the start that are ignored.
+        least_growth: smallest growth that is reported, in bytes.
+        name_suspects: count the live tensors once a device leaks.
     """
     detector = LeakDetector(
-        on_leak or (lambda leak: log.warning("%s", leak)),
+        on_leak or _log_leak,
         warm_up_steps=warm_up_steps,
         least_growth=least_growth,
         name_suspects=name_suspects,
@@ -282,11 +254,11 @@ def leak_detector(
     return detector
 
 
-def _unwatched() -> LeakDetector:
-    return LeakDetector(lambda leak: log.warning("%s", leak))
+def _log_leak(leak: Leak) -> None:
+    log.warning("%s", leak)
 
 
-def _free(torch: Any, device: int) -> int | None:
+def _free_bytes(torch: Any, device: int) -> int | None:
     try:
         return int(torch.cuda.cudart().cudaMemGetInfo(device)[0])
     except RuntimeError:

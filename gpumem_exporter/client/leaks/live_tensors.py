@@ -1,11 +1,11 @@
-"""Which CUDA tensors are alive, how many of each kind, and who refers to them.
+"""Counts the live CUDA tensors by kind, and finds what refers to them.
 
-A walk over what Python's garbage collector tracks, bounded in time and in number. It runs no code of the program: types
-are compared by `type()`, tensors are read through the base class with `__torch_function__` switched off, instances
-through their dictionaries. It keeps no tensor alive: what it returns is text and numbers.
+The walk covers the objects that Python's garbage collector tracks, and is limited in time and number. It runs no code
+of the program: types are compared by `type()`, tensors are read through the base class with `__torch_function__`
+disabled, instances through their dictionaries. The result contains text and numbers, so it keeps no tensor alive.
 
-What only C++ holds (activations saved for a backward pass) is not seen; a tensor whose graph is alive is marked, since
-the graph holds them.
+Tensors that only C++ holds (activations saved for a backward pass) are not found. A tensor that keeps an autograd graph
+is marked, because the graph holds them.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from __future__ import annotations
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.allocator.statistics import initialised_torch
-from gpumem_exporter.client.leaks.referrers import Referrers
+from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_exporter.client.leaks.tracked_objects import count_objects, find_of_types, find_types
 from gpumem_exporter.client.sizes import human_bytes
 
@@ -28,65 +28,65 @@ __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "ling
 
 _CHUNK = 4096
 _GRAPH_NODES_MAX = 20_000
-_SAMPLES = 4
 _SAMPLES_MAX = 8
 _HOLDERS_MAX = 4
 _GENERATIONS = (0, 1, 2)
 """Of the garbage collector."""
 
 Kind = tuple[tuple[int, ...], str, int, bool]
-"""Shape, type, device, and whether an autograd graph hangs on it: what makes tensors the same in another walk."""
+"""Shape, dtype, device, and whether the tensors have an autograd graph. Identifies a group in several walks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorGroup:
-    """Live tensors of one shape and type on one device."""
+    """Live tensors of one shape and dtype on one device."""
 
     shape: tuple[int, ...]
     dtype: str
     device: int
     count: int
     bytes: int
-    """Of their storages; one that several tensors share is counted with the first that was found."""
+    """Of their storages. A storage that several tensors share is counted with the first of them."""
     with_graph: int = 0
-    """How many of them keep an autograd graph alive, and with it the activations it saved."""
+    """Number of tensors that keep an autograd graph, and with it the activations that it saved."""
     graph_nodes: int = 0
-    """In those graphs, as far as they were followed."""
+    """Nodes in those graphs, at most 20,000 per walk."""
     referrers: tuple[str, ...] = ()
-    """Who refers to some of them; first who refers to most."""
+    """What refers to some of the tensors, the most frequent first."""
 
     @property
     def kind(self) -> Kind:
-        """What makes it the same group in another walk."""
+        """Identifies the group in several walks."""
         return self.shape, self.dtype, self.device, self.with_graph > 0
 
     def __str__(self) -> str:
         shape = "x".join(str(size) for size in self.shape) or "scalar"
         graph = f", {self.with_graph} with their autograd graph" if self.with_graph else ""
         held = f", held by {'; '.join(self.referrers)}" if self.referrers else ""
-        return f"{self.count} of {self.dtype}[{shape}] on cuda:{self.device}, {human_bytes(self.bytes)}{graph}{held}"
+        tensors = f"{self.count} tensors {self.dtype}[{shape}] on cuda:{self.device}"
+        return f"{tensors}, {human_bytes(self.bytes)}{graph}{held}"
 
 
 @dataclass(frozen=True, slots=True)
 class LingeringTensors:
-    """One walk's result. Prints as a table."""
+    """The result of a walk. Prints as a table."""
 
     groups: tuple[TensorGroup, ...] = ()
-    """The largest first."""
+    """The groups with most bytes first."""
     complete: bool = True
-    """False where a bound ended the walk: there is more."""
+    """False if a limit ended the walk: there may be more."""
     objects: int = 0
     duration_seconds: float = 0.0
 
     @property
     def bytes(self) -> int:
-        """Of all groups."""
+        """Bytes of all groups."""
         return sum(group.bytes for group in self.groups)
 
     def __str__(self) -> str:
         lines = [str(group) for group in self.groups] or ["no live CUDA tensor"]
         if not self.complete:
-            lines.append("(a bound ended the walk: there may be more)")
+            lines.append("(a limit ended the walk: there may be more)")
         return "\n".join(lines)
 
 
@@ -107,87 +107,90 @@ def lingering_tensors(
     max_objects: int = 5_000_000,
     referrers: bool = True,
 ) -> LingeringTensors:
-    """Group the live CUDA tensors by shape, type and device, and say who holds them.
+    """Group the live CUDA tensors by shape, dtype and device, and name what refers to them.
 
-    Holds the GIL for about 0.1 s a million objects; the bounds end it earlier and `complete` says so. Nothing is
-    collected, copied or kept. Any thread may call it. Without CUDA it says so and finds nothing.
+    The walk holds the GIL for about 0.1 s per million objects. If a limit ends it earlier, `complete` is False. Nothing
+    is collected, copied or kept. Any thread may call this. Without CUDA the result is empty and a warning is logged.
 
     Args:
-        min_bytes: groups with less are left out.
-        max_groups: the largest ones that are told.
-        max_seconds: of this thread's time, for the walk, and once more for finding out who refers to them.
-        max_objects: looked at.
-        referrers: find out who refers to them, which takes longer than finding them.
+        min_bytes: smallest group in the result.
+        max_groups: number of groups in the result; the largest are kept.
+        max_seconds: CPU seconds for the walk, and again for the search for referrers.
+        max_objects: number of objects that are looked at.
+        referrers: search for what refers to the tensors, which takes longer than the walk.
     """
     torch = initialised_torch()
     if torch is None:
         no_cuda("lingering_tensors")
         return LingeringTensors()
-    return walk(torch, min_bytes, max_groups, max_seconds, max_objects, referrers=referrers)
+    return walk(
+        torch,
+        min_bytes=min_bytes,
+        max_groups=max_groups,
+        max_seconds=max_seconds,
+        max_objects=max_objects,
+        kinds_to_search=_all_kinds if referrers else None,
+    )
 
 
 def walk(
     torch: Any,
-    min_bytes: int,
-    max_groups: int,
-    max_seconds: float,
-    max_objects: int,
     *,
-    referrers: bool = True,
-    only: Collection[Kind] | None = None,
-    device_type: str = "cuda",
+    min_bytes: int = 0,
+    max_groups: int = 10_000,
+    max_seconds: float = 0.5,
+    max_objects: int = 5_000_000,
+    kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None,
 ) -> LingeringTensors:
-    """The same for a given torch, and for chosen kinds of tensors, of which then more are asked who refers to them."""
-    begun = time.perf_counter()
-    reader = _Reader(torch, device_type, _SAMPLES if only is None else _SAMPLES_MAX)
-    # The thread's own time: on a busy machine it is not cut short for having waited.
+    """Do the work of `lingering_tensors`, and search for referrers of the kinds that are chosen from the groups."""
+    started = time.perf_counter()
+    reader = _Reader(torch)
+    # CPU time: waits on a busy machine do not shorten the walk.
     count, complete = _group(reader, time.thread_time() + max_seconds, max_objects)
     found = reader.found
-    chosen = sorted(
-        ((kind, group) for kind, group in found.items() if group.bytes >= min_bytes and (only is None or kind in only)),
-        key=lambda each: -each[1].bytes,
-    )
-    complete = complete and len(chosen) <= max_groups
-    chosen = chosen[:max_groups]
-    held: dict[int, str] = {}
-    if referrers and chosen:
-        samples = [sample for _, group in chosen for sample in group.samples]
+    groups = [
+        TensorGroup(*kind[:3], group.count, group.bytes, group.with_graph, group.graph_nodes)
+        for kind, group in found.items()
+        if group.bytes >= min_bytes
+    ]
+    groups.sort(key=lambda group: -group.bytes)
+    result = LingeringTensors(tuple(groups[:max_groups]), complete and len(groups) <= max_groups, count)
+    kinds = kinds_to_search(result) if kinds_to_search is not None else ()
+    if kinds:
+        samples = [sample for kind in kinds for sample in _spread(found[kind].samples, TARGETS_MAX // len(kinds))]
         finder = Referrers(ignored=(samples, found, *(group.samples for group in found.values())))
-        held = finder.describe(samples, time.thread_time() + max_seconds)
+        holders = finder.describe(samples, time.thread_time() + max_seconds)
+        described = (replace(group, referrers=_holders(found[group.kind].samples, holders)) for group in result.groups)
+        result = replace(result, groups=tuple(described))
         del samples, finder
-    groups = tuple(
-        TensorGroup(
-            shape=kind[0],
-            dtype=kind[1],
-            device=kind[2],
-            count=group.count,
-            bytes=group.bytes,
-            with_graph=group.with_graph,
-            graph_nodes=group.graph_nodes,
-            referrers=_holders(group.samples, held),
-        )
-        for kind, group in chosen
-    )
-    return LingeringTensors(groups, complete, count, time.perf_counter() - begun)
+    return replace(result, duration_seconds=time.perf_counter() - started)
+
+
+def _all_kinds(counted: LingeringTensors) -> list[Kind]:
+    return [group.kind for group in counted.groups]
+
+
+def _spread(samples: list[Any], count: int) -> list[Any]:
+    """Return some of the oldest and some of the youngest samples."""
+    return samples if len(samples) <= count else samples[: count // 2] + samples[len(samples) - (count + 1) // 2 :]
 
 
 def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
-    told = Counter(held[id(sample)] for sample in samples if id(sample) in held)
-    return tuple(holder for holder, _ in told.most_common(_HOLDERS_MAX))
+    counts = Counter(held[id(sample)] for sample in samples if id(sample) in held)
+    return tuple(holder for holder, _ in counts.most_common(_HOLDERS_MAX))
 
 
 def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
-    """Read the tensors among all objects, the youngest first: what leaks is young.
+    """Read the tensors among all objects, the youngest chunk first, because leaked tensors are young.
 
-    Of each generation the youngest stand last. Within a piece the oldest come first, so that a storage is counted with
-    the tensor that made it, and not with a view.
+    Within a chunk the oldest come first, so that a storage is counted with the tensor that made it, not with a view.
 
     Returns:
-        How many objects there are, and whether no bound ended it.
+        The number of objects, and whether no limit ended the walk.
     """
     count, left, complete = 0, max_objects, True
     seen: set[int] = set()
-    kept: list[list[Any]] = []  # as long as their identities are compared
+    kept: list[list[Any]] = []  # keeps the tensors alive while their ids are compared
     with reader.base_class_alone():
         for generation in _GENERATIONS:
             size = count_objects(generation)
@@ -204,7 +207,7 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
                 read: list[tuple[_Found, Any]] = []
                 for tensor in tensors[max(0, stop - _CHUNK) : stop]:
                     if id(tensor) in seen:
-                        continue  # which has come into an older generation meanwhile
+                        continue  # the collector has moved it to an older generation meanwhile
                     seen.add(id(tensor))
                     group = reader.add(tensor)
                     if group is not None:
@@ -218,23 +221,21 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
 class _Reader:
     """Reads plain tensors through their base class."""
 
-    def __init__(self, torch: Any, device_type: str, samples_max: int) -> None:
+    def __init__(self, torch: Any) -> None:
         base = torch_access.tensor_base_class(torch)
         self._torch = torch
         self._base = base
-        self._device_type = device_type
-        self._samples_max = samples_max
         self.found: dict[Kind, _Found] = {}
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
         self._names: dict[Any, str] = {}
 
     def base_class_alone(self) -> Any:
-        """Within it, no `__torch_function__` is called, be it a subclass's or that of a mode the program has on."""
+        """Disable `__torch_function__` of subclasses and of active modes within a `with` block."""
         return torch_access.without_torch_function(self._torch)
 
     def reads(self, kind: type) -> bool:
-        """Tensors of this type can be read without running anybody's code: wrappers' inner tensors are found anyway."""
+        """Whether tensors of this type can be read without running its code. Inner tensors of wrappers are found."""
         if self._torch.Tensor not in kind.__mro__:
             return False
         for base in kind.__mro__:
@@ -245,20 +246,20 @@ class _Reader:
         return False
 
     def add(self, tensor: Any) -> _Found | None:
-        """Count it; returns its group, None where it is not to be counted."""
+        """Count a tensor. Returns its group, or None if it is not counted."""
         base = self._base
         device = base.device.__get__(tensor)
-        if device.type != self._device_type:
+        if device.type != "cuda":
             return None
         index = device.index if device.index is not None else 0
         try:
             graph = base.grad_fn.__get__(tensor)
         except RuntimeError:
-            graph = None  # a view whose base was changed in place has none that may be asked for
+            graph = None  # a view whose base was changed in place
         try:
             shape = tuple(base.size(tensor))
         except RuntimeError:
-            return None  # nested: its buffers are tensors of their own
+            return None  # nested: its buffers are separate tensors
         dtype = base.dtype.__get__(tensor)
         name = self._names.get(dtype)
         if name is None:
@@ -275,17 +276,17 @@ class _Reader:
                 self._storages.add(key)
                 group.bytes += storage.nbytes()
         except (RuntimeError, NotImplementedError, AttributeError):
-            pass  # sparse: its parts are tensors of their own
+            pass  # sparse: its parts are separate tensors
         return group
 
     def sample(self, group: _Found, tensor: Any) -> None:
-        """Keep as many of the youngest as of the oldest: those of this step, and those of long ago."""
-        if len(group.samples) == self._samples_max:
-            del group.samples[self._samples_max // 2]
+        """Keep the youngest and the oldest tensors of the group as samples."""
+        if len(group.samples) == _SAMPLES_MAX:
+            del group.samples[_SAMPLES_MAX // 2]
         group.samples.append(tensor)
 
     def _follow(self, node: Any) -> int:
-        """How many nodes hang on this one and on none before."""
+        """Return the number of graph nodes that are reached from this one for the first time."""
         waiting, count = [node], 0
         while waiting and len(self._nodes) < _GRAPH_NODES_MAX:
             node = waiting.pop()
@@ -298,12 +299,12 @@ class _Reader:
 
 
 def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3) -> tuple[str, ...]:
-    """Where blocks of these sizes were allocated, by the allocator's history; empty where none is recorded.
+    """Return where blocks of these sizes were allocated, if the allocator records its history.
 
     Args:
-        torch: the program's.
-        sizes: bytes of a block.
-        max_frames: places that are told.
+        torch: the program's torch module.
+        sizes: requested bytes of the blocks.
+        max_frames: number of places in the result.
     """
     try:
         if not sizes or not torch_access.history_is_recorded(torch):

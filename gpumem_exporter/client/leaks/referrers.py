@@ -1,8 +1,8 @@
-"""Says who refers to an object, in the program's words: `list of 181 in history, a global of train`.
+"""Describes what refers to an object: `list of 181 in history, a global of train`.
 
-It follows containers upwards a few levels, to the first that has a name: a module's variable, an attribute, a local
-variable, a closure. Nothing of the program's is called: dictionaries and lists are read by their exact type, attributes
-through the interpreter's own descriptors, frames as the interpreter shows them.
+The search follows containers upward for a few levels, to the first name: a global, an attribute, a local variable or a
+closure. It runs no code of the program: dictionaries and lists are recognized by their exact type, attributes are read
+through the interpreter's own descriptors.
 """
 
 from __future__ import annotations
@@ -17,56 +17,56 @@ from typing import Any
 
 from gpumem_exporter.client.leaks.tracked_objects import find_referrers
 
-__all__ = ["NOBODY", "Referrers", "instance_dictionary"]
+__all__ = ["NO_REFERRER", "TARGETS_MAX", "Referrers", "instance_dictionary"]
 
 _LEVELS = 4
 _KEY_MAX = 40
 _FRAMES_MAX = 500
-_TARGETS_MAX = 64
+TARGETS_MAX = 64
 _REFERRERS_MAX = 2000
 _ITEMS_MAX = 200_000
 _SEQUENCES = (list, tuple, set, frozenset, deque)
-NOBODY = "no Python object, perhaps an autograd graph"
+NO_REFERRER = "no Python object, perhaps an autograd graph"
 _SHOWS_LOCALS = frozenset({"locals", "vars", "eval", "exec"})
 _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
 
 
 class Referrers:
-    """Describes who holds objects. One thread at a time.
+    """Describes what refers to objects. Only one thread may use an instance.
 
-    Each level takes one pass over all that the garbage collector tracks, for all objects at once.
+    Each level takes one pass over the objects that the garbage collector tracks, for all targets together.
 
     Args:
-        ignored: containers of the caller's own that refer to them.
+        ignored: containers of the caller that refer to the targets.
     """
 
     def __init__(self, ignored: Iterable[Any] = ()) -> None:
         self._ignored = {id(container) for container in ignored}
         self._frames: list[FrameType] = []
-        self._told: dict[int, str] = {}
+        self._names: dict[int, str] = {}
         self._paths: dict[int, str] = {}
         self._end = float("inf")
 
     def describe(self, targets: list[Any], end: float) -> dict[int, str]:
-        """For each target, by its id, its holder; `NOBODY` where no Python object holds it.
+        """Return a description per target id; `NO_REFERRER` if no Python object refers to the target.
 
         Args:
-            targets: the objects, the most important first: only so many are described, since one pass compares every
-                reference in the heap with all of them, in one call that nothing can interrupt.
-            end: on `time.thread_time()`; no pass begins later.
+            targets: the objects, the most important first. Only the first 64 are described, because one pass compares
+                every reference in the heap with all of them, and cannot be interrupted.
+            end: time on `time.thread_time()` after which no pass starts.
         """
-        given, targets = targets, targets[:_TARGETS_MAX]
+        given, targets = targets, targets[:TARGETS_MAX]
         self._end = end
         level: dict[int, Any] = {id(target): target for target in targets}
         above: dict[int, Any] = {}
-        # By an object's id: the targets it holds, directly or not.
+        # By the id of an object: the targets that it refers to, directly or through others.
         holds: dict[int, set[int]] = {id(target): {id(target)} for target in targets}
         self._ignored.update(map(id, (given, targets, level, above)))
         self._frames = _frames()
         self._ignored.add(id(self._frames))
         complete = True
         for depth in range(_LEVELS):
-            for key in [key for key in level if holds[key] <= self._told.keys()]:
+            for key in [key for key in level if holds[key] <= self._names.keys()]:
                 del level[key]
             if not level:
                 break
@@ -77,16 +77,16 @@ class Referrers:
             self._name_locals(level, alone, holds)
             if depth == 0 and complete:
                 for key in alone:
-                    self._tell(holds[key], NOBODY)
+                    self._name(holds[key], NO_REFERRER)
             level.clear()
             level.update(above)
             above.clear()
         level.clear()
         self._frames = []
-        return {target: self._told.get(target) or self._paths[target] for target in {*self._told, *self._paths}}
+        return {target: self._names.get(target) or self._paths[target] for target in {*self._names, *self._paths}}
 
     def _climb(self, level: dict[int, Any], above: dict[int, Any], holds: dict[int, set[int]]) -> set[int]:
-        """Name what refers to this level, or put it into the next one; returns those that nothing refers to."""
+        """Name what refers to this level, or add it to the next level. Returns the ids without any referrer."""
         alone = set(level)
         dictionaries: list[dict[Any, Any]] = []
         arguments = tuple(level.values())
@@ -109,9 +109,9 @@ class Referrers:
                 found[id(referrer)] = keys
                 continue
             for key in keys:
-                said = _named(referrer, level[key], self._end)
-                if said:
-                    self._tell(holds[key], said)
+                place = _named(referrer, level[key], self._end)
+                if place:
+                    self._name(holds[key], place)
             self._put(referrer, keys, above, holds)
         owners = _owners(dictionaries)
         for dictionary in dictionaries:
@@ -120,7 +120,7 @@ class Referrers:
             names = {key: _key_of(dictionary, level[key]) for key in keys}
             for key, name in names.items():
                 if owner and name:
-                    self._tell(holds[key], owner.format(name))
+                    self._name(holds[key], owner.format(name))
             self._put(dictionary, keys, above, holds, next(filter(None, names.values()), ""))
         self._ignored -= {id(dictionaries), id(arguments), id(referrers)}
         return set() if cut else alone
@@ -128,12 +128,12 @@ class Referrers:
     def _put(
         self, referrer: Any, keys: list[int], above: dict[int, Any], holds: dict[int, set[int]], under: str = ""
     ) -> None:
-        if len(above) >= _TARGETS_MAX:
+        if len(above) >= TARGETS_MAX:
             return
         kind = _container(referrer)
         kind = f"{kind} under {under[:_KEY_MAX]!r}" if kind and under else kind
-        held = {target for key in keys for target in holds[key] if target not in self._told}
-        held -= holds.get(id(referrer), set())  # it has been climbed over for those
+        held = {target for key in keys for target in holds[key] if target not in self._names}
+        held -= holds.get(id(referrer), set())  # already followed for those
         if not kind or not held:
             return
         for target in held:
@@ -144,24 +144,24 @@ class Referrers:
         holds.setdefault(id(referrer), set()).update(held)
 
     def _name_locals(self, level: dict[int, Any], alone: set[int], holds: dict[int, set[int]]) -> None:
-        """Of those that no other object refers to: the local variables that do."""
+        """Name the local variables that refer to objects without any other referrer."""
         for frame in self._frames:
             if not alone:
                 return
             for key, name in _local_names(frame, level).items():
                 if key in alone:
                     alone.discard(key)
-                    self._tell(holds[key], name)
+                    self._name(holds[key], name)
 
-    def _tell(self, targets: set[int], holder: str) -> None:
+    def _name(self, targets: set[int], holder: str) -> None:
         for target in targets:
-            if target not in self._told:
+            if target not in self._names:
                 path = self._paths.get(target)
-                self._told[target] = f"{path} in {holder}" if path else holder
+                self._names[target] = f"{path} in {holder}" if path else holder
 
 
 def _frames() -> list[FrameType]:
-    """The frames of all threads, but for our own."""
+    """Return the frames of all threads, without the frames of this package."""
     tops = sys._current_frames()
     found: list[FrameType] = []
     while tops and len(found) < _FRAMES_MAX:
@@ -171,35 +171,35 @@ def _frames() -> list[FrameType]:
             if not (type(module) is str and module.startswith("gpumem_exporter.client.")):
                 found.append(at)
             at = at.f_back
-    # Our own frame was among them: were it left in one of its own variables, it would keep all that it leads to.
+    # This frame is among them: a variable of its own that refers to it would be a reference cycle.
     tops.clear()
     return found
 
 
 def _local_names(frame: FrameType, wanted: dict[int, Any]) -> dict[int, str]:
-    """Which of the wanted objects, by id, are local variables of this frame."""
+    """Return descriptions of the wanted objects that are local variables of this frame, by id."""
     code = frame.f_code
     if not code.co_flags & _OPTIMIZED:
-        return {}  # a module's or a class body's frame has no variables of its own
+        return {}  # the variables of a module or class body are found in its dictionary
     copied = sys.version_info < (3, 13)
     if copied and not _SHOWS_LOCALS.isdisjoint(code.co_names):
-        return {}  # the program may hold the very dictionary that f_locals fills anew
+        return {}  # the program may hold the dictionary that f_locals would overwrite
     variables = frame.f_locals
     where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
     found = {id(value): f"local variable {name} at {where}" for name, value in variables.items() if id(value) in wanted}
     if copied:
-        variables.clear()  # or the frame would keep what the program deletes later
+        variables.clear()  # otherwise the frame keeps objects that the program deletes later
     return found
 
 
 def _named(referrer: Any, target: Any, end: float) -> str:
-    """Where a referrer that is no dictionary gives the target a name."""
+    """Return the name that a referrer other than a dictionary gives to the target."""
     kind = type(referrer)
     if kind is CellType:
-        return _closure(referrer) if time.thread_time() <= end else ""  # it takes passes of its own
+        return _closure(referrer) if time.thread_time() <= end else ""  # takes more passes
     if kind is FunctionType:
         defaults = target is referrer.__defaults__ or target is referrer.__kwdefaults__
-        return f"a default of {_function_name(referrer)}" if defaults else ""  # else its globals, or its closure
+        return f"a default of {_function_name(referrer)}" if defaults else ""  # otherwise its globals or closure
     if kind in _SEQUENCES or kind is ModuleType:
         return ""
     attribute = _attribute_of(referrer, target)
@@ -217,13 +217,13 @@ def _closure(cell: Any) -> str:
 
 
 def _owners(dictionaries: list[dict[Any, Any]]) -> dict[int, str]:
-    """For each that is the dictionary of a module or an instance: how a name in it is said."""
-    told: dict[int, str] = {}
+    """Return a format for the names in each dictionary of a module or an instance, by id."""
+    found: dict[int, str] = {}
     instances: list[dict[Any, Any]] = []
     for dictionary in dictionaries:
         module = dictionary.get("__name__")
         if type(module) is str and "__builtins__" in dictionary:
-            told[id(dictionary)] = f"{{}}, a global of {module}"
+            found[id(dictionary)] = f"{{}}, a global of {module}"
         else:
             instances.append(dictionary)
     if instances:
@@ -231,8 +231,8 @@ def _owners(dictionaries: list[dict[Any, Any]]) -> dict[int, str]:
             if type(referrer) not in (dict, list, tuple, FrameType):
                 own = instance_dictionary(referrer)
                 if own is not None:
-                    told[id(own)] = f"attribute {{}} of a {type(referrer).__qualname__}"
-    return told
+                    found[id(own)] = f"attribute {{}} of a {type(referrer).__qualname__}"
+    return found
 
 
 def _container(referrer: Any) -> str:
@@ -262,7 +262,7 @@ def _function_name(function: FunctionType) -> str:
 
 
 def instance_dictionary(instance: Any) -> dict[Any, Any] | None:
-    """An instance's attributes, past whatever its class does to show others; None where it has none."""
+    """Return the `__dict__` of an instance without running code of its class, or None if it has none."""
     for base in type(instance).__mro__:
         descriptor = base.__dict__.get("__dict__")
         if type(descriptor) is GetSetDescriptorType:

@@ -1,87 +1,77 @@
-"""Who leaks: what has become more between two walks over the live tensors. Pure, but for the walks' own figures."""
+"""Compares two counts of the live tensors and ranks the kinds that grew: the suspects of a leak."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, TensorGroup
-from gpumem_exporter.client.leaks.referrers import NOBODY
+from gpumem_exporter.client.leaks.referrers import NO_REFERRER
 
-__all__ = ["Growth", "growing", "held", "numerous", "suspicions", "worth_asking"]
+__all__ = ["Growth", "descriptions", "frequent", "grown", "kinds_to_search"]
 
 _SUSPECTS_MAX = 3
-_MANY_SHAPES = 3
-_ASKED_BY_BYTES = 6
-_ASKED_BY_NODES = 2
+_SHAPES_MAX = 3
+_SEARCHED_BY_BYTES = 6
+_SEARCHED_BY_NODES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """A kind of tensors that has become more."""
+    """The growth of one kind of tensors between two counts."""
 
     group: TensorGroup
     more: int
     more_bytes: int
     more_nodes: int
+    """Nodes of the autograd graphs that these tensors keep."""
 
     def __str__(self) -> str:
-        nodes = f", and {self.more_nodes} more nodes in their autograd graph" if self.more_nodes else ""
-        return f"{self.more} more of these: {self.group}{nodes}" if self.more else f"{self.group}{nodes}"
+        nodes = f", with {self.more_nodes} more nodes in their autograd graph" if self.more_nodes else ""
+        return f"{self.more} more: {self.group}{nodes}" if self.more else f"{self.group}{nodes}"
 
 
-def growing(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[Growth, ...]:
-    """The kinds that have at least so many more tensors, or nodes in their graphs, the likeliest culprit first.
+def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[Growth, ...]:
+    """Return the kinds that grew by `least` tensors or graph nodes, the likeliest cause first.
 
-    Where no shape has, but one number of dimensions has (each step has other lengths), its newest shapes are told.
+    If no shape did, but the shapes of one rank together did (batches of many lengths), the largest of those.
     """
     counted = {group.kind: group for group in before.groups}
-    grown = [_compare(counted.get(group.kind), group) for group in after.groups]
-    found = [growth for growth in grown if growth.more >= least or growth.more_nodes >= least]
-    if not found:
-        found = _by_dimensions(grown, least)
-    return _ranked(found)
+    growths = [_compare(counted.get(group.kind), group) for group in after.groups]
+    found = [growth for growth in growths if growth.more >= least or growth.more_nodes >= least]
+    return _ranked(found or _grown_by_rank(growths, least))
 
 
-def worth_asking(found: Iterable[Growth]) -> frozenset[Kind]:
-    """Of which kinds to find out who holds them: of all at once it would take too long, and say too little of each."""
-    growths = list(found)
-    by_bytes = sorted(growths, key=lambda growth: -growth.more_bytes)[:_ASKED_BY_BYTES]
-    by_nodes = sorted(growths, key=lambda growth: -growth.more_nodes)[:_ASKED_BY_NODES]
+def kinds_to_search(growths: Iterable[Growth]) -> frozenset[Kind]:
+    """Return the few kinds whose holders are worth a search: a search for all would take too long."""
+    growths = list(growths)
+    by_bytes = sorted(growths, key=lambda growth: -growth.more_bytes)[:_SEARCHED_BY_BYTES]
+    by_nodes = sorted(growths, key=lambda growth: -growth.more_nodes)[:_SEARCHED_BY_NODES]
     return frozenset(growth.group.kind for growth in [*by_bytes, *by_nodes])
 
 
-def held(found: Iterable[Growth], walked: LingeringTensors) -> tuple[Growth, ...]:
-    """The same with their holders, which a walk over some of these kinds told; the likeliest culprit first."""
-    holders = {group.kind: group.referrers for group in walked.groups}
+def frequent(counted: LingeringTensors, *, least: int) -> tuple[Growth, ...]:
+    """Return the kinds with `least` tensors or graph nodes that no model or optimizer holds, for lack of two counts."""
     return _ranked(
-        replace(growth, group=replace(growth.group, referrers=holders.get(growth.group.kind, ()))) for growth in found
+        Growth(group, 0, 0, group.graph_nodes if group.graph_nodes >= least else 0)
+        for group in counted.groups
+        if max(group.count, group.graph_nodes) >= least and not _held_by_model(group)
     )
 
 
-def numerous(walked: LingeringTensors, *, least: int) -> tuple[Growth, ...]:
-    """Where there was no walk before: the kinds of which there are that many, and that no model or optimizer holds."""
-    found = [
-        Growth(group, 0, 0, group.graph_nodes if group.graph_nodes >= least else 0)
-        for group in walked.groups
-        if (group.count >= least or group.graph_nodes >= least) and not _of_a_model(group)
-    ]
-    return _ranked(found)
+def descriptions(growths: Iterable[Growth]) -> tuple[str, ...]:
+    """Return the text of the first suspects."""
+    return tuple(map(str, growths))[:_SUSPECTS_MAX]
 
 
-def suspicions(found: Iterable[Growth]) -> tuple[str, ...]:
-    """The first of them, in words."""
-    return tuple(str(growth) for growth in found)[:_SUSPECTS_MAX]
-
-
-def _ranked(found: Iterable[Growth]) -> tuple[Growth, ...]:
-    """Tensors that nobody refers to hang on a graph: whoever keeps the graph that grew most is the cause then."""
-    growths = list(found)
-    by_graph = any(_held_by_nobody(growth.group) for growth in growths)
+def _ranked(growths: Iterable[Growth]) -> tuple[Growth, ...]:
+    """Sort by bytes. If no Python object holds some tensors, their graph does: its keeper comes first then."""
+    growths = list(growths)
+    by_graph = any(_held_by_graph(growth.group) for growth in growths)
 
     def rank(growth: Growth) -> tuple[int, bool, int]:
-        nodes = growth.more_nodes if by_graph and not _held_by_nobody(growth.group) else 0
-        return -nodes, _held_by_nobody(growth.group), -(growth.more_bytes or growth.group.bytes)
+        nodes = growth.more_nodes if by_graph and not _held_by_graph(growth.group) else 0
+        return -nodes, _held_by_graph(growth.group), -(growth.more_bytes or growth.group.bytes)
 
     return tuple(sorted(growths, key=rank))
 
@@ -89,28 +79,26 @@ def _ranked(found: Iterable[Growth]) -> tuple[Growth, ...]:
 def _compare(before: TensorGroup | None, after: TensorGroup) -> Growth:
     if before is None:
         return Growth(after, after.count, after.bytes, after.graph_nodes)
-    return Growth(
-        after, after.count - before.count, after.bytes - before.bytes, max(0, after.graph_nodes - before.graph_nodes)
-    )
+    more_nodes = max(0, after.graph_nodes - before.graph_nodes)
+    return Growth(after, after.count - before.count, after.bytes - before.bytes, more_nodes)
 
 
-def _by_dimensions(grown: list[Growth], least: int) -> list[Growth]:
-    alike: dict[tuple[int, str, int, bool], list[Growth]] = {}
-    for growth in grown:
+def _grown_by_rank(growths: list[Growth], least: int) -> list[Growth]:
+    by_rank: dict[tuple[int, str, int, bool], list[Growth]] = {}
+    for growth in growths:
         group = growth.group
-        alike.setdefault((len(group.shape), group.dtype, group.device, group.with_graph > 0), []).append(growth)
+        by_rank.setdefault((len(group.shape), group.dtype, group.device, group.with_graph > 0), []).append(growth)
     found: list[Growth] = []
-    for growths in alike.values():
-        if sum(growth.more for growth in growths) >= least:
-            found += sorted((each for each in growths if each.more > 0), key=lambda each: -each.more_bytes)[
-                :_MANY_SHAPES
-            ]
+    for alike in by_rank.values():
+        if sum(growth.more for growth in alike) >= least:
+            more = sorted((growth for growth in alike if growth.more > 0), key=lambda growth: -growth.more_bytes)
+            found += more[:_SHAPES_MAX]
     return found
 
 
-def _held_by_nobody(group: TensorGroup) -> bool:
-    return bool(group.referrers) and all(referrer == NOBODY for referrer in group.referrers)
+def _held_by_graph(group: TensorGroup) -> bool:
+    return bool(group.referrers) and all(referrer == NO_REFERRER for referrer in group.referrers)
 
 
-def _of_a_model(group: TensorGroup) -> bool:
+def _held_by_model(group: TensorGroup) -> bool:
     return any("attribute _parameters of" in each or "attribute state of" in each for each in group.referrers)

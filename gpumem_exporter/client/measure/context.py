@@ -1,4 +1,4 @@
-"""How much memory a piece of the program takes, for the log."""
+"""`memory_context`: logs the memory use of a block."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ def memory_context(name: str, *, reset_peaks: bool = False, level: int = logging
             model.load_state_dict(torch.load(path))
         use.growth_bytes
 
-    It is `phase` for one's own eyes: nothing of it is reported. See there for what is known of a peak, for threads and
-    for what it costs; without CUDA it logs that. The logger is `gpumem_exporter.client`, which says nothing below a
-    warning until the program configures logging.
+    It measures like `phase`, and reports nothing to the exporter. `phase` describes peaks, threads and costs. The
+    logger is `gpumem_exporter.client`, which shows warnings only until the program configures logging.
 
     Args:
-        name: stands before what is logged.
-        reset_peaks: let the allocator's peaks begin anew at the block's begin, so that its own is exact.
-        level: at which it is logged.
+        name: prefix of the log lines.
+        reset_peaks: reset the allocator's peaks at the start of the block, so that its own peak is exact.
+        level: log level.
     """
-    return Measured(name, kept=False, reset_peaks=reset_peaks, ended=functools.partial(_tell, name, level))
+    return Measured(name, kept=False, reset_peaks=reset_peaks, ended=functools.partial(_log, name, level))
 
 
-def _tell(name: str, level: int, use: MemoryUse) -> None:
+def _log(name: str, level: int, use: MemoryUse) -> None:
     if not log.isEnabledFor(level):
         return
     if not use.devices:
         log.log(level, "%s: no CUDA", name)
     for device in use.devices:
-        log.log(level, "%s: %s", name, _sentence(device))
+        log.log(level, "%s: %s", name, _text(device))
 
 
-def _sentence(device: DeviceUse) -> str:
+def _text(device: DeviceUse) -> str:
     peak = human_bytes(device.peak_bytes)
     if not device.exact:
         most = device.peak_at_most_bytes

@@ -1,57 +1,55 @@
-"""What a phase or a measured block has used, and the context manager and decorator that both of them are."""
+"""The context manager and decorator behind `phase` and `memory_context`, and its result."""
 
 from __future__ import annotations
 
 import functools
-import inspect
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from gpumem_exporter.client.hooks.guest_safety import Swallowing
-from gpumem_exporter.client.measure.observed import Observed, Stretch, process_observed
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
+from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
+from gpumem_exporter.client.measure.observed import Observed, Span, process_observed
 
 __all__ = ["DeviceUse", "Measured", "MemoryUse"]
 
-T = TypeVar("T")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceUse:
-    """Allocated bytes of one device before, after and at their highest within a block."""
+    """Allocated bytes of one device before, after and at the peak of a block."""
 
     index: int
     before_bytes: int
     after_bytes: int
     peak_bytes: int
-    """The peak, or, where `exact` is False, the largest value that was seen: the peak is not below it."""
+    """The peak, or a lower bound of it if `exact` is False."""
     peak_at_most_bytes: int | None
-    """The peak is not above it; None where somebody reset the allocator's peaks meanwhile."""
+    """Upper bound of the peak; None if the program reset the allocator's peaks during the block."""
 
     @property
     def growth_bytes(self) -> int:
-        """What is allocated after the block and was not before; negative where it freed more."""
+        """`after_bytes` minus `before_bytes`; negative if the block freed more than it allocated."""
         return self.after_bytes - self.before_bytes
 
     @property
     def exact(self) -> bool:
-        """`peak_bytes` is the peak, not only a lower bound of it."""
+        """Whether `peak_bytes` is the peak, not only a lower bound."""
         return self.peak_bytes == self.peak_at_most_bytes
 
 
 class MemoryUse:
-    """What a block has used; filled in when the block ends, and without devices where there is no CUDA.
+    """The memory use of a block, set when the block ends. Without CUDA there are no devices.
 
-    `before_bytes`, `after_bytes`, `growth_bytes` and `peak_bytes` are those of the device with the highest peak, None
-    while the block runs and where there is no device.
+    `before_bytes`, `after_bytes`, `growth_bytes` and `peak_bytes` are those of the device with the highest peak. They
+    are None while the block runs and without a device.
 
     Attributes:
-        name: the block's.
-        duration_seconds: None while it runs.
-        devices: each on which this process has a context.
+        name: the block's name.
+        duration_seconds: None while the block runs.
+        devices: each device on which this process has a context.
     """
 
     __slots__ = ("devices", "duration_seconds", "name")
@@ -71,55 +69,42 @@ class MemoryUse:
 
     @property
     def before_bytes(self) -> int | None:
-        """Allocated when the block began."""
+        """Allocated bytes at the start of the block."""
         return None if self.main is None else self.main.before_bytes
 
     @property
     def after_bytes(self) -> int | None:
-        """Allocated when it ended."""
+        """Allocated bytes at the end of the block."""
         return None if self.main is None else self.main.after_bytes
 
     @property
     def growth_bytes(self) -> int | None:
-        """After less before."""
+        """`after_bytes` minus `before_bytes`."""
         return None if self.main is None else self.main.growth_bytes
 
     @property
     def peak_bytes(self) -> int | None:
-        """The highest in between; a lower bound where `exact` is False."""
+        """The peak within the block, or a lower bound of it if `exact` is False."""
         return None if self.main is None else self.main.peak_bytes
 
     @property
     def exact(self) -> bool:
-        """The peak of every device is known, not only bounded."""
+        """Whether the peaks of all devices are exact."""
         return all(device.exact for device in self.devices)
 
 
-def pop_running(running: dict[int, list[T]]) -> T | None:
-    """Take what this thread began last off its stack; what another one began, where this began nothing."""
-    thread = threading.get_ident()
-    own = running.get(thread)
-    stack = own or next((stack for stack in list(running.values()) if stack), None)
-    if not stack:
-        return None
-    last = stack.pop()
-    if own is not None and not own:
-        running.pop(thread, None)
-    return last
-
-
 class Measured:
-    """Measures the block under `with`, or each call of the function that it decorates.
+    """Measures a `with` block, or each call of a decorated function.
 
-    It may be used again, inside itself and by several threads at once. Nothing of what measuring raises reaches the
-    program.
+    An instance can be used repeatedly, nested, and by several threads at once. Errors of the measurement do not reach
+    the program.
 
     Args:
-        name: the block's.
-        kept: it counts as a phase.
-        reset_peaks: let the allocator's peaks begin anew where the block begins, so that its own is exact.
-        ended: called with what was used, in the program's thread.
-        observed: where it is noted; the process' own.
+        name: the block's name.
+        kept: the block is a phase.
+        reset_peaks: reset the allocator's peaks at the start of the block, so that its own peak is exact.
+        ended: called with the result, in the program's thread.
+        observed: receives the runs; by default that of the process.
     """
 
     def __init__(
@@ -136,75 +121,54 @@ class Measured:
         self._kept = kept
         self._reset_peaks = reset_peaks
         self._ended = ended
-        self._running: dict[int, list[tuple[Stretch, MemoryUse]]] = {}
+        self._running: RunningBlocks[tuple[Span, MemoryUse]] = RunningBlocks()
 
     def __enter__(self) -> MemoryUse:
-        stretch = Stretch(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
+        span = Span(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
         use = MemoryUse(self._name)
-        self._running.setdefault(threading.get_ident(), []).append((stretch, use))
+        self._running.push((span, use))
         try:
-            with Swallowing():  # a guest breaks nothing
-                self._observed.enter(stretch)
-        except BaseException:  # of the program's, for which the block does not begin
-            pop_running(self._running)
-            with Swallowing():
-                self._observed.leave(stretch)
+            with guest_safety():
+                self._observed.enter(span)
+        except BaseException:  # raised by a signal handler of the program: the block does not start
+            self._running.pop()
+            with guest_safety():
+                self._observed.leave(span)
             raise
         return use
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        running = pop_running(self._running)
+        running = self._running.pop()
         if running is None:
             return
-        stretch, use = running
-        with Swallowing():
-            self._observed.leave(stretch)
-            if stretch.ended_seconds is not None:
-                use.duration_seconds = stretch.ended_seconds - stretch.started_seconds
+        span, use = running
+        with guest_safety():
+            self._observed.leave(span)
+            if span.ended_seconds is not None:
+                use.duration_seconds = span.ended_seconds - span.started_seconds
             use.devices = tuple(
                 DeviceUse(index, bounds.entered, bounds.now, peak.at_least_bytes, peak.at_most_bytes)
-                for index, bounds in sorted(stretch.bounds.items())
-                if (peak := stretch.peaks.get(index)) is not None
+                for index, bounds in sorted(span.bounds.items())
+                if (peak := span.peaks.get(index)) is not None
             )
             if self._ended is not None:
                 self._ended(use)
 
-    def _again(self) -> Measured:
-        """One for a single call: calls of coroutines do not end in the order in which they began."""
-        again = object.__new__(Measured)
-        again.__dict__.update(self.__dict__, _running={})
-        return again
+    def __call__(self, function: _Function) -> _Function:
+        """Measure each call of a function, of a coroutine function or of a generator function until it ends."""
+        return run_calls_in(function, lambda *_: self._for_one_call())
+
+    def _for_one_call(self) -> Measured:
+        """Return an instance for one call: calls of coroutines do not end in the order in which they started."""
+        one = object.__new__(Measured)
+        one.__dict__.update(self.__dict__, _running=RunningBlocks())
+        return one
 
     def __reduce__(self) -> tuple[Callable[[], Measured], tuple[()]]:
-        """A copy is as one that was made anew, in another process too: a model or a function may bring it there."""
-        made_anew = functools.partial(
+        """Copy or pickle as a new instance, for example with a model that has it as an attribute."""
+        make = functools.partial(
             Measured, self._name, kept=self._kept, reset_peaks=self._reset_peaks, ended=self._ended
         )
-        return made_anew, ()
-
-    def __call__(self, function: _Function) -> _Function:
-        """Measure each call of a function, of a coroutine function to its end, of a generator to its last value."""
-        measured: Callable[..., Any]
-        if inspect.iscoroutinefunction(function):
-
-            async def measured(*args: Any, **kwargs: Any) -> Any:
-                with self._again():
-                    return await function(*args, **kwargs)
-
-        elif inspect.isgeneratorfunction(function):
-
-            def measured(*args: Any, **kwargs: Any) -> Any:
-                with self._again():
-                    return (yield from function(*args, **kwargs))
-
-        elif inspect.isasyncgenfunction(function):
-            raise TypeError("an asynchronous generator cannot be measured by a decorator; use `with` around its loop")
-        else:
-
-            def measured(*args: Any, **kwargs: Any) -> Any:
-                with self._again():
-                    return function(*args, **kwargs)
-
-        return functools.update_wrapper(measured, function)  # type: ignore[return-value]
+        return make, ()

@@ -1,4 +1,4 @@
-"""Where a training script's memory goes before and between its steps: a short list, taken down by hooks."""
+"""`milestones`: records allocated memory when the model moves to the device, at the first step, and at each epoch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _Item = TypeVar("_Item")
 
 _KEPT = 1000
 _FORWARDS = 10
-"""A model that is still on the host at this forward is not waited for any longer."""
+"""After this number of forward calls on the host, the hook is removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,41 +37,41 @@ class DeviceMilestone:
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
-    """Of the allocated bytes, since whoever last reset it."""
+    """Peak of the allocated bytes since the last reset by the program."""
     growth_bytes: int
-    """Allocated now and not at the milestone before."""
+    """Allocated bytes minus those at the previous milestone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """A moment of the program; without devices where CUDA was not initialised."""
+    """Memory at one point of the program. There are no devices before CUDA is initialized."""
 
     name: str
     seconds: float
-    """Since the first one."""
+    """Since the first milestone."""
     devices: tuple[DeviceMilestone, ...]
 
     def __str__(self) -> str:
-        told = "; ".join(
+        devices = "; ".join(
             f"cuda:{device.index} allocated {human_bytes(device.allocated_bytes)}"
             f" ({human_growth(device.growth_bytes)}), peak {human_bytes(device.peak_bytes)}"
             f", reserved {human_bytes(device.reserved_bytes)}"
             for device in self.devices
         )
-        return f"{self.name}: {told or 'no CUDA'}"
+        return f"{self.name}: {devices or 'no CUDA'}"
 
 
 class Milestones:
-    """Takes down and logs what is allocated at the milestones of one training script. `milestones` makes one.
+    """Records and logs the memory at the milestones of a training script. `milestones` makes one.
 
-    Holds weak references alone. Any thread may call any method.
+    Refers weakly to the model and the optimizer. Any thread may call any method.
 
     Args:
         model: a module, or None.
         optimizer: an optimizer of `torch.optim`, or None for any.
-        level: at which each is logged.
-        observed: where peaks are known.
-        steps: who tells of steps.
+        level: log level.
+        observed: knows the peaks.
+        steps: reports the ends of steps.
     """
 
     def __init__(
@@ -85,13 +85,15 @@ class Milestones:
     ) -> None:
         self._observed = observed or process_observed()
         self._level = level
-        self._begun_seconds = time.monotonic()
+        self._started_seconds = time.monotonic()
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
         self._epochs = 0
         self._forwards = 0
         self._stop_forwards: Callable[[], None] = _nothing
         place = _place(model)
-        self.record(" and ".join(filter(None, (place, "optimizer made" if optimizer is not None else ""))) or "begin")
+        self.record(
+            " and ".join(filter(None, (place, "optimizer created" if optimizer is not None else ""))) or "start"
+        )
         if model is not None:
             self._model = weakref.ref(model, lambda _: self.close())
             if not place:
@@ -101,19 +103,19 @@ class Milestones:
 
     @property
     def records(self) -> tuple[Milestone, ...]:
-        """Those so far, oldest first; the last thousand."""
+        """The last 1,000 milestones, the oldest first."""
         return tuple(self._records)
 
     def record(self, name: str) -> Milestone:
-        """A milestone of the program's own."""
+        """Record and log a milestone."""
         try:
             devices = self._devices()
-        except Exception as error:  # a guest breaks nothing
+        except Exception as error:  # the reading must not break the program
             if raised_by_signal_handler(error):
                 raise
-            log.debug("nothing is known at %s: %r", name, error)
+            log.debug("no memory values for milestone %s: %r", name, error)
             devices = ()
-        milestone = Milestone(name, time.monotonic() - self._begun_seconds, devices)
+        milestone = Milestone(name, time.monotonic() - self._started_seconds, devices)
         self._records.append(milestone)
         log.log(self._level, "%s", milestone)
         return milestone
@@ -131,7 +133,7 @@ class Milestones:
         self.record("end")
 
     def close(self) -> None:
-        """End the milestones; the records stay. A hook on forward passes leaves torch at the next one."""
+        """Stop recording milestones of the training; the records stay."""
         self._stop_forwards()
         self._stop_listening()
 
@@ -142,7 +144,7 @@ class Milestones:
         self.close()
 
     def __reduce__(self) -> tuple[Callable[[], Milestones], tuple[()], tuple[Milestone, ...]]:
-        """What it is copied or pickled with, such as a trainer that keeps it, gets one that is closed."""
+        """Copy or pickle as closed milestones with the same records, for example with a trainer that has them."""
         return _closed, (), self.records
 
     def __setstate__(self, records: tuple[Milestone, ...]) -> None:
@@ -162,7 +164,7 @@ class Milestones:
             state = self._observed.look(index, statistics.state)
             if state is None:
                 continue
-            allocated, peak = (state["allocated_bytes"]["all"][figure] for figure in ("current", "peak"))
+            allocated, peak = (state["allocated_bytes"]["all"][metric] for metric in ("current", "peak"))
             found.append(
                 DeviceMilestone(
                     index=index,
@@ -175,7 +177,7 @@ class Milestones:
         return tuple(found)
 
     def _look_at_forward(self, module: Any) -> bool:
-        """Before each forward pass, until the model's first one on a device; whether there is more to wait for."""
+        """Record the model's first forward pass on a device; returns whether to wait for another one."""
         if module is not self._model():
             return True
         self._forwards += 1
@@ -189,17 +191,16 @@ class Milestones:
         if watched is not None and optimizer is not None and optimizer is not watched:
             return
         self._stop_listening()
-        self._stop_forwards()  # a model that steps without it would have the hook called at every forward
+        self._stop_forwards()  # the hook would stay for all later forward calls
         self.record("first optimizer step")
 
 
 def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging.INFO) -> Milestones:
-    """Take down and log what is allocated at a training script's milestones.
+    """Record and log the allocated memory at the milestones of a training script.
 
-    They are: now (and whether the model is on a device by now); the model's first forward on a device, if it moves
-    there later; the first step of the optimizer, which makes its state; each epoch; and whatever the program names with
-    `record`. Each has what has grown since the one before. `print()` shows the list; each is logged, too, by the logger
-    `gpumem_exporter.client`.
+    The milestones are: this call; the model's first forward on a device, if the model is still on the host now; the
+    first step of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth
+    since the previous one. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
 
     The script says where an epoch starts: `for epoch in seen.epochs(range(10))` around its loop, or a call of
     `seen.epoch()`, for example from a trainer's callback.
@@ -209,8 +210,8 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
 
     Args:
         model: a module, wrapped or not.
-        optimizer: one of `torch.optim`; without it the first step of any counts.
-        level: at which each milestone is logged.
+        optimizer: an optimizer of `torch.optim`; None for the first step of any.
+        level: log level.
     """
     return Milestones(model, optimizer, level=level)
 
@@ -226,10 +227,10 @@ def _closed() -> Milestones:
 
 
 def _place(model: Any) -> str:
-    """`model on cuda:0`, by its first parameter on a device; empty while there is none."""
+    """Return `model on cuda:0`, by its first parameter on a device, or an empty string."""
     torch = sys.modules.get("torch")
     if model is None or torch is None:
         return ""
-    with without_torch_function(torch):  # a mode that the program has on is for its own calls
+    with without_torch_function(torch):  # modes of the program are for its own calls
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"

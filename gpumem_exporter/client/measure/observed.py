@@ -1,8 +1,8 @@
-"""What the program's own phases and watches have found out, kept for the reporter and for `summary`.
+"""Peaks of phases and bytes of components in this process, for the reporter and for `summary`.
 
-One lock guards it: a reading and what follows from it belong together, or a reset in another thread would be taken for
-somebody else's. Whoever holds it reads statistics (10 µs) and nothing slower, and waits for nobody. What watches have
-counted needs no lock: a watch ends wherever the garbage collector runs, and must not wait there.
+One lock guards the peaks: a reading and its evaluation belong together, otherwise a reset by a phase in another thread
+would count as a reset by the program. While it holds the lock, a thread reads statistics (10 µs) and waits for nothing.
+Counts of watches need no lock: a watch may end inside the garbage collector, which must not wait.
 """
 
 from __future__ import annotations
@@ -22,46 +22,46 @@ from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.peak_bounds import PeakBounds
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
-__all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Stretch", "ToldComponents", "process_observed"]
+__all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Span", "WatchedBytes", "process_observed"]
 
 MAX_PHASES = 64
-"""Names kept, as many as the exporter takes of one device. Phases under further names are measured, and not kept."""
+"""Names that are reported, the exporter's limit per device. Phases with further names are measured only."""
 _LIFTED = ("allocated_bytes", "reserved_bytes")
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePeak:
-    """The largest peak of allocated bytes in a phase, over its runs since the allocator's peaks were last reset."""
+    """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks."""
 
     at_least_bytes: int
     at_most_bytes: int | None
-    """None where somebody reset the allocator's peaks while the phase ran."""
+    """None if the program reset the allocator's peaks during the phase."""
 
     @property
     def exact(self) -> bool:
-        """The two bounds meet."""
+        """Whether both bounds are equal."""
         return self.at_least_bytes == self.at_most_bytes
 
 
 @dataclass(frozen=True, slots=True)
-class ToldComponents:
-    """What one watch has counted."""
+class WatchedBytes:
+    """The last count of a watch."""
 
     devices: Mapping[int, tuple[Mapping[str, int], int | None]]
-    """By device: bytes by component, and the allocator's allocated bytes at that moment."""
-    good_until_seconds: float
-    """On the monotonic clock: after that it is too old to be told."""
-    of: frozenset[int] = frozenset()
-    """What was counted: the identities of the model and the optimizer."""
+    """By device: bytes by component, and the allocated bytes at the same time."""
+    valid_until_seconds: float
+    """On the monotonic clock. Later the count is too old to be reported."""
+    watched_ids: frozenset[int] = frozenset()
+    """Ids of the model and the optimizer that were counted."""
 
 
-class Stretch:
-    """One run of a phase or of a measured block: which devices it saw, and the bounds of their peaks.
+class Span:
+    """One run of a phase or a measured block, with the bounds of the peak of each device.
 
     Args:
-        name: told to whoever asks what runs.
-        reset_peaks: let the allocator's peaks begin anew at its begin.
-        kept: it counts in the table of phases.
+        name: the name of the phase or block.
+        reset_peaks: reset the allocator's peaks at the start.
+        kept: the run counts as a run of a phase.
     """
 
     __slots__ = ("bounds", "ended_seconds", "kept", "name", "peaks", "reset_peaks", "started_seconds", "thread")
@@ -78,35 +78,35 @@ class Stretch:
 
 
 class Observed:
-    """The phases, peaks and components of one process. Any thread may call anything.
+    """The phases, peaks and components of one process. Any thread may call any method.
 
     Args:
-        statistics: what to read; None until CUDA is initialised.
+        statistics: returns the statistics to read, or None before CUDA is initialized.
     """
 
     def __init__(self, statistics: Callable[[], Statistics | None] | None = None) -> None:
         self._find_statistics = statistics or self._of_torch
         self._found: tuple[Any, Statistics] | None = None
         self._hooked = False
-        self._begin()
+        self._clear()
 
-    def _begin(self) -> None:
-        # Reentrant: a finalizer that runs inside may enter a phase itself.
+    def _clear(self) -> None:
+        # Reentrant: a finalizer that runs under the lock may enter a phase.
         self._lock = threading.RLock()
         self._watch = PeakWatch()
-        self._open: dict[int, Stretch] = {}
+        self._open: dict[int, Span] = {}
         self._peaks_now: dict[int, int] = {}
         self._lifted: dict[tuple[int, str], int] = {}
-        # In a forked child the names stay: whoever has named a phase does not name it again.
+        # A forked child keeps the names, because a phase registers its name only once.
         self._phases: dict[str, dict[int, PhasePeak]] = {name: {} for name in getattr(self, "_phases", ())}
         self._outdated: set[tuple[str, int]] = set()
         self._full = False
-        self._components: dict[int, ToldComponents] = {}
+        self._components: dict[int, WatchedBytes] = {}
 
     # Peaks
 
     def look(self, index: int, read: Callable[[int], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """Read one device's statistics with `read`, note what they tell, and return them."""
+        """Read the statistics of one device with `read`, evaluate and return them."""
         self._survive_forks()
         with self._lock:
             state = read(index)
@@ -115,13 +115,13 @@ class Observed:
             return state
 
     def peak_resets(self, index: int) -> int:
-        """How often the peaks of a device were seen to have been reset by others than phases that asked for it."""
+        """Return the number of observed resets of a device's peaks, without resets by phases."""
         return self._watch.resets(index)
 
     def reset_peaks(
         self, index: int, read: Callable[[int], Mapping[str, Any] | None], reset: Callable[[int], object]
     ) -> None:
-        """Let the peaks of a device, and of the phases on it, begin anew, because somebody has asked for that."""
+        """Reset the peaks of a device and of the phases on it, on request of the user."""
         with self._lock:
             state = read(index)
             if state is not None:
@@ -131,16 +131,16 @@ class Observed:
             self._forget_peaks(index)
             if state is not None and "allocated_bytes" in state:
                 allocated, peak = _allocated(state)
-                self._bounds_of(index, lambda bounds: bounds.reset_by_us(peak, allocated))
+                self._bounds_of(index, lambda bounds: bounds.reset_by_exporter(peak, allocated))
 
     def lifted(self, index: int, name: str, peak_bytes: int | None) -> int | None:
-        """A peak of the allocator as it would be if no phase had reset it."""
+        """Return a peak of the allocator as if no phase had reset it."""
         return peak_bytes if peak_bytes is None else max(peak_bytes, self._lifted.get((index, name), 0))
 
     # Phases
 
-    def enter(self, stretch: Stretch) -> None:
-        """A stretch begins."""
+    def enter(self, span: Span) -> None:
+        """Start a span."""
         self._survive_forks()
         mark_thread()
         statistics = self._find_statistics()
@@ -151,83 +151,78 @@ class Observed:
                     if state is None or "allocated_bytes" not in state:
                         continue
                     self._note(index, state)
-                    if stretch.reset_peaks:
+                    if span.reset_peaks:
                         state = self._reset(index, state, statistics)
-                    stretch.bounds[index] = PeakBounds(*_allocated(state))
-            self._open[id(stretch)] = stretch
+                    span.bounds[index] = PeakBounds(*_allocated(state))
+            self._open[id(span)] = span
 
-    def leave(self, stretch: Stretch) -> None:
-        """It has ended; its bounds stand from now on."""
+    def leave(self, span: Span) -> None:
+        """End a span and fix its bounds."""
         statistics = self._find_statistics()
         with self._lock:
-            if self._open.get(id(stretch)) is not stretch:
-                return  # begun before a fork, or never
+            if self._open.get(id(span)) is not span:
+                return  # started before a fork, or not at all
             try:
                 for index in statistics.devices() if statistics is not None else ():
                     state = statistics.state(index) if statistics is not None else None
                     if state is not None:
                         self._note(index, state)
             finally:
-                del self._open[id(stretch)]
-            stretch.ended_seconds = time.monotonic()
-            stretch.peaks = {index: self._peak(index, bounds) for index, bounds in stretch.bounds.items()}
-            if stretch.kept:
-                self._keep(stretch)
+                del self._open[id(span)]
+            span.ended_seconds = time.monotonic()
+            span.peaks = {index: self._peak(index, bounds) for index, bounds in span.bounds.items()}
+            if span.kept:
+                self._keep(span)
 
     def current_phase(self) -> str | None:
-        """The innermost phase of this thread, else of the one that it works for; None outside of phases.
-
-        What a thread does that works for itself belongs to no other's phase. Raises nothing.
-        """
+        """Return the innermost phase of this thread, otherwise of the thread that it works for (autograd), or None."""
         with self._lock:
-            innermost = {stretch.thread: stretch.name for stretch in self._open.values() if stretch.kept}
+            innermost = {span.thread: span.name for span in self._open.values() if span.kept}
         caller = calling_thread()
         own = innermost.get(threading.get_ident())
         return own if own is not None or caller is None else innermost.get(caller)
 
     def phases(self, index: int) -> Mapping[str, PhasePeak]:
-        """The peak of each phase on a device, of those that run now, too."""
+        """Return the peak of each phase on a device, including phases that run now."""
         with self._lock:
             known = {name: peaks[index] for name, peaks in self._phases.items() if index in peaks}
-            for stretch in self._open.values():
-                if stretch.kept and stretch.name in self._phases and index in stretch.bounds:
-                    peak = self._peak(index, stretch.bounds[index])
-                    before = known.get(stretch.name)
-                    outdated = before is None or (stretch.name, index) in self._outdated
-                    known[stretch.name] = peak if outdated or before is None else _larger(before, peak)
+            for span in self._open.values():
+                if span.kept and span.name in self._phases and index in span.bounds:
+                    peak = self._peak(index, span.bounds[index])
+                    before = known.get(span.name)
+                    outdated = before is None or (span.name, index) in self._outdated
+                    known[span.name] = peak if outdated or before is None else _larger(before, peak)
             return known
 
     # Components
 
-    def tell_components(self, key: object, told: ToldComponents | None) -> None:
-        """What a watch has counted last, in place of what it told before; None once it has nothing to say any more."""
-        if told is None:
-            self._components.pop(id(key), None)
+    def set_components(self, watch: object, counted: WatchedBytes | None) -> None:
+        """Replace the count of a watch; None removes it."""
+        if counted is None:
+            self._components.pop(id(watch), None)
         else:
-            self._components[id(key)] = told
+            self._components[id(watch)] = counted
 
     def components(self, index: int) -> Mapping[str, int]:
-        """Bytes of a device by component, over all that is watched; empty where nothing is, or long not at a step.
+        """Return the bytes of a device by component, over all watches; empty without a valid count.
 
-        Of watches that have the model or the optimizer in common one counts: the one of both, or the latest.
-        `other` is what the allocator held beside them when the last of them was counted. It is left out where that
-        would be less than nothing: then some of them lie outside of the allocator's memory.
+        If several watches share a model or an optimizer, only one is counted: the one that covers both, otherwise the
+        most recent. `other` is the rest of the allocated bytes at the last count. It is left out if it would be
+        negative, because then some components lie outside the allocator's memory.
         """
         now = time.monotonic()
-        fresh = _each_once(told for told in list(self._components.values()) if now < told.good_until_seconds)
-        counted = [(told, told.devices[index]) for told in fresh if index in told.devices]
-        if not counted:
-            return {}
+        valid = _without_shared(each for each in list(self._components.values()) if now < each.valid_until_seconds)
+        counts = [each.devices[index] for each in valid if index in each.devices]
         total: dict[str, int] = {}
-        for _, (components, _) in counted:
+        for components, _ in counts:
             for name, value in components.items():
                 total[name] = total.get(name, 0) + value
-        _, (_, allocated) = max(counted, key=lambda each: each[0].good_until_seconds)
+        allocated = counts[-1][1] if counts else None
         if allocated is not None and allocated >= sum(total.values()):
             total["other"] = allocated - sum(total.values())
         return total
 
-    # Inside
+    # Internal
 
     def _note(self, index: int, state: Mapping[str, Any]) -> None:
         resets = self._watch.resets(index)
@@ -239,17 +234,17 @@ class Observed:
         reset = self._watch.resets(index) != resets
         if reset:
             self._forget_peaks(index)
-        for stretch in self._open.values():
-            bounds = stretch.bounds.get(index)
-            if bounds is None:  # it had no context when the stretch began: nothing was allocated on it, ever
-                bounds = stretch.bounds[index] = PeakBounds(0, 0)
+        for span in self._open.values():
+            bounds = span.bounds.get(index)
+            if bounds is None:  # the device had no context, and so no allocation, when the span started
+                bounds = span.bounds[index] = PeakBounds(0, 0)
             if reset:
-                bounds.reset_by_others(allocated, peak)
+                bounds.reset_by_program(allocated, peak)
             else:
                 bounds.look(allocated, peak)
 
     def _reset(self, index: int, state: Mapping[str, Any], statistics: Statistics) -> Mapping[str, Any]:
-        """Let the peaks begin anew, remember what they were, and return the statistics after it."""
+        """Reset the peaks for a phase, remember their values, and return the statistics after that."""
         for name in _LIFTED:
             if name in state:
                 key = index, name
@@ -258,7 +253,7 @@ class Observed:
         statistics.reset_peaks(index)
         after = statistics.state(index) or state
         self._watch.forget(index)
-        self._bounds_of(index, lambda bounds: bounds.reset_by_us(peak, _allocated(after)[0]))
+        self._bounds_of(index, lambda bounds: bounds.reset_by_exporter(peak, _allocated(after)[0]))
         self._note(index, after)
         return after
 
@@ -267,25 +262,25 @@ class Observed:
         self._outdated.update((name, index) for name in self._phases)
 
     def _bounds_of(self, index: int, change: Callable[[PeakBounds], None]) -> None:
-        for stretch in self._open.values():
-            if index in stretch.bounds:
-                change(stretch.bounds[index])
+        for span in self._open.values():
+            if index in span.bounds:
+                change(span.bounds[index])
 
     def _peak(self, index: int, bounds: PeakBounds) -> PhasePeak:
         return PhasePeak(bounds.at_least, bounds.at_most(self._peaks_now.get(index, 0)))
 
-    def _keep(self, stretch: Stretch) -> None:
-        phases = self._phases.get(stretch.name)
+    def _keep(self, span: Span) -> None:
+        phases = self._phases.get(span.name)
         if phases is None:
             return
-        for index, peak in stretch.peaks.items():
+        for index, peak in span.peaks.items():
             before = phases.get(index)
-            outdated = (stretch.name, index) in self._outdated
+            outdated = (span.name, index) in self._outdated
             phases[index] = peak if before is None or outdated else _larger(before, peak)
-            self._outdated.discard((stretch.name, index))
+            self._outdated.discard((span.name, index))
 
     def name_phase(self, name: str) -> str:
-        """The name under which a phase is kept: one that can be a label's value. There is room for `MAX_PHASES`."""
+        """Register the name of a phase and return it as a valid label value. `MAX_PHASES` names are reported."""
         name = name.encode("utf-8", "replace").decode()[:MAX_LABEL_LENGTH] or "unnamed"
         with self._lock:
             if name in self._phases:
@@ -293,9 +288,9 @@ class Observed:
             if len(self._phases) < MAX_PHASES:
                 self._phases[name] = {}
                 return name
-            told, self._full = self._full, True
-        if not told:
-            log.warning("phase %r and all further names are measured and not reported: %d are kept", name, MAX_PHASES)
+            warned, self._full = self._full, True
+        if not warned:
+            log.warning("phase %r is measured but not reported: the limit is %d names per process", name, MAX_PHASES)
         return name
 
     def _of_torch(self) -> Statistics | None:
@@ -309,21 +304,21 @@ class Observed:
     def _survive_forks(self) -> None:
         if not self._hooked:
             self._hooked = True
-            after_fork_in_child(self._begin)
+            after_fork_in_child(self._clear)
 
 
 def _allocated(state: Mapping[str, Any]) -> tuple[int, int]:
-    figures = state["allocated_bytes"]["all"]
-    return figures["current"], figures["peak"]
+    values = state["allocated_bytes"]["all"]
+    return values["current"], values["peak"]
 
 
-def _each_once(told: Iterable[ToldComponents]) -> list[ToldComponents]:
-    """Without those that have something in common with another: its bytes would be told twice."""
-    chosen: list[ToldComponents] = []
-    for one in sorted(told, key=lambda one: len(one.of))[::-1]:
-        if all(one.of.isdisjoint(other.of) for other in chosen):
+def _without_shared(counts: Iterable[WatchedBytes]) -> list[WatchedBytes]:
+    """Return the counts that share no model or optimizer, the most recent last."""
+    chosen: list[WatchedBytes] = []
+    for one in sorted(counts, key=lambda each: (len(each.watched_ids), each.valid_until_seconds), reverse=True):
+        if all(one.watched_ids.isdisjoint(other.watched_ids) for other in chosen):
             chosen.append(one)
-    return chosen
+    return sorted(chosen, key=lambda each: each.valid_until_seconds)
 
 
 def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:
@@ -336,5 +331,5 @@ def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:
 
 
 def process_observed() -> Observed:
-    """The one of this process."""
+    """Return the instance of this process, which has one allocator."""
     return process_state.observed()

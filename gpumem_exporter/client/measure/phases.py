@@ -1,4 +1,4 @@
-"""The phases of a training step, and how much memory each of them needs at most."""
+"""Phases of a training step, with the peak memory of each."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ __all__ = ["current_phase", "phase"]
 def phase(name: str, *, reset_peaks: bool = False) -> Measured:
     """Measure a phase of the program: `with gpumem.phase("forward"): ...`, or `@gpumem.phase("forward")`.
 
-    The peak of each phase is in the reports (`gpumem_torch_phase_peak_bytes`) and in `summary()`: the largest of its
-    runs since the allocator's peaks were last reset. `with … as use` gives the figures of this run: `use.peak_bytes`,
+    The reports (`gpumem_torch_phase_peak_bytes`) and `summary()` show the largest peak of each phase since the last
+    reset of the allocator's peaks. `with … as use` returns the values of this run: `use.peak_bytes`,
     `use.growth_bytes`, `use.devices`.
 
-    Nothing is reset for that. A run that raises the allocator's own peak is known exactly. For any other the peak lies
-    between the largest value that was looked at (where phases begin and end, and at the reporter's samples) and the
-    allocator's peak: `peak_bytes` is the lower bound, `peak_at_most_bytes` the upper one, `exact` tells whether they
-    meet. What is reported is the lower bound. So the phase with the highest peak of all is exact, and so is any other
-    until a higher one has come; a peak that builds up to the end of its phase is near the value looked at there.
+    A phase resets nothing. The peak of a run that raises the allocator's own peak is exact. Otherwise the peak lies
+    between `peak_bytes`, the largest value that was read during the run, and `peak_at_most_bytes`, the allocator's
+    peak. Values are read where phases start and end, and when the reporter takes a sample. `exact` is True if both
+    bounds are equal. The reports show the lower bound. The phase with the highest peak is exact.
 
-    The statistics are the device's: it does not matter which threads allocate (a backward runs in threads of
-    autograd's), and what other threads do meanwhile counts, too. Phases may be nested, overlap, and end by an
-    exception. The first 64 names are kept; further ones are measured and not reported. Costs about 20 µs a device at
-    each end, and some microseconds without CUDA. Any thread may use it. It belongs around a compiled function, not into
-    one: `torch.compile` cannot trace it, breaks the graph there, and refuses it with `fullgraph=True`.
+    The statistics are those of the device: allocations of all threads count, for example of the autograd threads.
+    Phases may be nested, overlap, and end by an exception. The first 64 names are reported, further names are measured
+    only. A phase costs about 20 µs per device at each end, and a few microseconds without CUDA. Any thread may use it.
+    Put it around a compiled function, not into one: `torch.compile` breaks the graph there, and raises with
+    `fullgraph=True`.
 
     Args:
-        name: `forward`, `backward`, `optimizer`, or any other.
-        reset_peaks: let the allocator's peaks begin anew at the phase's begin: then its peak is exact. Reports,
-            `summary()` and the phases around it still tell the peak of all; `torch.cuda.max_memory_allocated()` tells
-            that since the last such begin.
+        name: `forward`, `backward`, `optimizer`, or any other name.
+        reset_peaks: reset the allocator's peaks at the start, so that the phase's own peak is exact. Reports,
+            `summary()` and outer phases still show the peaks before the reset, but
+            `torch.cuda.max_memory_allocated()` does not.
     """
     return Measured(name, kept=True, reset_peaks=reset_peaks)
 
 
 def current_phase() -> str | None:
-    """The innermost phase of this thread, else of the one that it works for: a backward's threads run in its phase."""
+    """Return the innermost phase of this thread, otherwise of the thread that it works for (autograd), or None."""
     return process_observed().current_phase()

@@ -1,4 +1,4 @@
-"""One look at all that is known of this process' GPU memory, as figures and as a table."""
+"""`summary`: the GPU memory of this process as values and as a table."""
 
 from __future__ import annotations
 
@@ -21,77 +21,82 @@ from gpumem_exporter.wire.protocol import DeviceSample
 __all__ = ["DeviceSummary", "Summary", "log_summary", "summary"]
 
 
+_FROM_SAMPLE = (
+    *("allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes"),
+    *("allocated_peak_bytes", "reserved_peak_bytes", "private_pools_bytes", "reclaimable_bytes"),
+    *("alloc_retries", "ooms"),
+)
+"""Attributes of `DeviceSummary` that are the same in `DeviceSample`."""
 _OLD_VARIABLE, _NEW_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSummary:
-    """One device as this process' allocator, CUDA and the driver have it. None is what cannot be known."""
+    """One device, as the allocator of this process, CUDA and the driver report it. None is unknown."""
 
     index: int
     uuid: str
     name: str
     allocated_bytes: int | None
-    """In tensors."""
+    """Bytes in tensors."""
     reserved_bytes: int | None
-    """Taken from the driver by PyTorch."""
+    """Bytes that PyTorch has taken from the driver."""
     active_bytes: int | None
     inactive_split_bytes: int | None
     requested_bytes: int | None
-    """Allocated, before the allocator's rounding."""
+    """Allocated bytes before the allocator's rounding."""
     allocated_peak_bytes: int | None
-    """Since whoever last reset it, other than a phase that asked for that."""
+    """Peak since the last reset by the program. Resets by phases do not count."""
     reserved_peak_bytes: int | None
     private_pools_bytes: int | None
     reclaimable_bytes: int | None
-    """What `torch.cuda.empty_cache()` would give back to the driver now."""
+    """Bytes that `torch.cuda.empty_cache()` would release to the driver now."""
     alloc_retries: int | None
     ooms: int | None
     device_free_bytes: int | None
-    """For anybody, as `cudaMemGetInfo` says."""
+    """Free bytes of the device, from `cudaMemGetInfo`."""
     device_total_bytes: int | None
     process_bytes: int | None
-    """All that this process holds on the device, as the driver says; None in a container with pids of its own."""
+    """Bytes of this process on the device, from the driver; None in a container with its own PID namespace."""
     other_processes_bytes: int | None
     utilization_ratio: float | None
-    """Of the time in the last sampling period, how much some kernel ran."""
+    """Share of the last sampling period in which a kernel ran."""
     phases: Mapping[str, PhasePeak] = field(default_factory=dict)
     components: Mapping[str, int] = field(default_factory=dict)
-    """As `watch` counted them last."""
+    """The last counts of `watch`."""
 
     @property
     def slack_bytes(self) -> int | None:
-        """Reserved and not allocated."""
+        """Reserved bytes that are not allocated."""
         return _less(self.reserved_bytes, self.allocated_bytes)
 
     @property
     def fragmented_bytes(self) -> int | None:
-        """Slack that cannot be given back: pieces of segments that hold living tensors, and pools of CUDA graphs."""
+        """Slack that cannot be released: parts of segments with live tensors, and pools of CUDA graphs."""
         return _less(self.slack_bytes, self.reclaimable_bytes)
 
     @property
     def non_torch_bytes(self) -> int | None:
-        """CUDA context, NCCL, libraries, other allocators of this process."""
+        """Bytes of this process outside PyTorch's allocator: CUDA context, NCCL, libraries, other allocators."""
         return _less(self.process_bytes, self.reserved_bytes)
 
     @property
     def device_used_bytes(self) -> int | None:
-        """By anybody."""
+        """Bytes that all processes use."""
         return _less(self.device_total_bytes, self.device_free_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What is known at one moment. `print` it for a table.
+    """The GPU memory of this process at one time. `print` it for a table.
 
     Attributes:
-        devices: those on which this process has a context; none without CUDA.
-        reason: why there is none, else empty.
-        pinned_host_bytes: what PyTorch's caching host allocator holds.
-        allocator_settings: those in force.
-        allocator_settings_source: the environment variable that they come from, `the program` where it has set others
-            since, or empty: nothing but the defaults.
-        allocator_settings_ignored: an environment variable that is set, and overruled.
+        devices: the devices on which this process has a context; none without CUDA.
+        reason: why there are no devices, otherwise empty.
+        pinned_host_bytes: bytes of PyTorch's caching host allocator.
+        allocator_settings: the settings in force.
+        allocator_settings_source: the environment variable that set them, `the program`, or empty for the defaults.
+        allocator_settings_ignored: an environment variable that is set and ignored.
         allocator_backend: `native` or `cudaMallocAsync`.
     """
 
@@ -115,51 +120,47 @@ class Summary:
         return "\n".join(lines)
 
     def _settings(self) -> str:
-        told = self.allocator_settings or "default settings"
-        if self.allocator_settings_source:
-            told += f" (from {self.allocator_settings_source})"
-        if self.allocator_settings_ignored:
-            told += f"; {self.allocator_settings_ignored} is set, too, and ignored"
-        return told
+        source = f" (from {self.allocator_settings_source})" if self.allocator_settings_source else ""
+        ignored = f"; {self.allocator_settings_ignored} is ignored" if self.allocator_settings_ignored else ""
+        return f"{self.allocator_settings or 'default settings'}{source}{ignored}"
 
 
 def summary() -> Summary:
-    """All that is known of this process' memory on its GPUs now: `print(gpumem.summary())` shows it as a table.
+    """Return the GPU memory of this process now: `print(gpumem.summary())` shows it as a table.
 
-    Reads the allocator's statistics, walks over its heap where reclaimable memory cannot be told otherwise (half a
-    microsecond a block, up to 20,000 blocks), and asks CUDA and the driver: some milliseconds, for the calling thread.
-    It resets nothing, initialises nothing and creates no context. Any thread may call it; while another one empties the
-    cache it waits for that, and the interpreter with it.
+    Reads the allocator's statistics, CUDA and the driver, in a few milliseconds. If the statistics do not show the
+    reclaimable memory, it also walks over the allocator's heap (half a microsecond per block, up to 20,000 blocks). It
+    resets nothing, initializes nothing and creates no context. Any thread may call it. While another thread empties the
+    cache, it waits, and holds the GIL.
     """
     torch, allocator = initialised_torch(), Allocator.attach()
     if torch is None or allocator is None:
-        return Summary(reason="no CUDA: PyTorch has not initialised it in this process")
+        return Summary(reason="no CUDA: PyTorch has not initialized it in this process")
     try:
-        return _summarise(torch, allocator)
+        return _summarize(torch, allocator)
     finally:
         allocator.detach()
 
 
 def log_summary(prefix: str = "", *, level: int = logging.INFO) -> Summary:
-    """Log one line a device of `summary()`, and return it.
+    """Log one line per device of `summary()`, and return the summary.
 
-    The logger is `gpumem_exporter.client`, which says nothing below a warning until the program configures logging.
+    The logger is `gpumem_exporter.client`, which shows warnings only until the program configures logging.
 
     Args:
-        prefix: stands before each line.
-        level: at which it is logged.
+        prefix: prefix of each line.
+        level: log level.
     """
-    told = summary()
+    result = summary()
     start = f"{prefix}: " if prefix else ""
-    for line in [_line(device) for device in told.devices] or [told.reason or "no device is used"]:
+    for line in [_line(device) for device in result.devices] or [result.reason or "no device is used"]:
         log.log(level, "%s%s", start, line)
-    return told
+    return result
 
 
-def _summarise(torch: Any, allocator: Allocator) -> Summary:
+def _summarize(torch: Any, allocator: Allocator) -> Summary:
     samples = {sample.uuid: sample for sample in allocator.samples()}
-    told = allocator_settings(torch)
-    settings, source, ignored = settings_in_force(told, os.environ)
+    settings, source, ignored = settings_in_force(allocator_settings(torch), os.environ)
     return Summary(
         devices=tuple(
             _device(torch, index, samples.get(allocator.uuid(index)) or allocator.sample_now(index))
@@ -184,17 +185,7 @@ def _device(torch: Any, index: int, sample: DeviceSample) -> DeviceSummary:
         index=index,
         uuid=sample.uuid,
         name=str(torch.cuda.get_device_properties(index).name),
-        allocated_bytes=sample.allocated_bytes,
-        reserved_bytes=sample.reserved_bytes,
-        active_bytes=sample.active_bytes,
-        inactive_split_bytes=sample.inactive_split_bytes,
-        requested_bytes=sample.requested_bytes,
-        allocated_peak_bytes=sample.allocated_peak_bytes,
-        reserved_peak_bytes=sample.reserved_peak_bytes,
-        private_pools_bytes=sample.private_pools_bytes,
-        reclaimable_bytes=sample.reclaimable_bytes,
-        alloc_retries=sample.alloc_retries,
-        ooms=sample.ooms,
+        **{name: getattr(sample, name) for name in _FROM_SAMPLE},
         device_free_bytes=free_bytes,
         device_total_bytes=total_bytes,
         process_bytes=driver.process_bytes,
@@ -205,24 +196,24 @@ def _device(torch: Any, index: int, sample: DeviceSample) -> DeviceSummary:
     )
 
 
-def settings_in_force(told: str | None, environ: Mapping[str, str]) -> tuple[str, str, str]:
-    """The allocator's settings, where they come from, and which variable is overruled.
+def settings_in_force(reported: str | None, environ: Mapping[str, str]) -> tuple[str, str, str]:
+    """Return the allocator's settings, their source, and an environment variable that is ignored.
 
-    With both variables set, PYTORCH_CUDA_ALLOC_CONF wins, even when it is empty (CUDAAllocatorConfig.h). Torch reads
-    the other from 2.10 on, the first that tells its settings.
+    If both variables are set, PYTORCH_CUDA_ALLOC_CONF wins, even if it is empty (CUDAAllocatorConfig.h). PyTorch reads
+    PYTORCH_ALLOC_CONF since 2.10, which is also the first release that reports its settings.
 
     Args:
-        told: what torch says; None from one that does not.
+        reported: the settings that PyTorch reports; None before 2.10.
         environ: the environment.
     """
     old, new = environ.get(_OLD_VARIABLE), environ.get(_NEW_VARIABLE)
-    if told is None:
+    if reported is None:
         return old or "", (_OLD_VARIABLE if old else ""), (_NEW_VARIABLE if new is not None else "")
     winner = _OLD_VARIABLE if old is not None else _NEW_VARIABLE
     ignored = _NEW_VARIABLE if old is not None and new is not None else ""
-    if told == environ.get(winner, ""):
-        return told, (winner if told else ""), ignored
-    return told, "the program", ignored
+    if reported == environ.get(winner, ""):
+        return reported, (winner if reported else ""), ignored
+    return reported, "the program", ignored
 
 
 def _less(one: int | None, other: int | None) -> int | None:
@@ -230,7 +221,7 @@ def _less(one: int | None, other: int | None) -> int | None:
 
 
 def _line(device: DeviceSummary) -> str:
-    figures: tuple[tuple[str, int | None], ...] = (
+    values: tuple[tuple[str, int | None], ...] = (
         ("allocated", device.allocated_bytes),
         ("peak", device.allocated_peak_bytes),
         ("reserved", device.reserved_bytes),
@@ -240,9 +231,9 @@ def _line(device: DeviceSummary) -> str:
         ("device free", device.device_free_bytes),
         ("of", device.device_total_bytes),
     )
-    told = ", ".join(f"{name} {human_bytes(value)}" for name, value in figures if value is not None)
+    text = ", ".join(f"{name} {human_bytes(value)}" for name, value in values if value is not None)
     counts = (("retries", device.alloc_retries), ("OOMs", device.ooms))
-    return f"cuda:{device.index} {told}".replace(", of ", " of ") + "".join(f", {n} {c}" for n, c in counts if c)
+    return f"cuda:{device.index} {text}".replace(", of ", " of ") + "".join(f", {n} {c}" for n, c in counts if c)
 
 
 def _table(device: DeviceSummary) -> list[str]:
@@ -260,7 +251,7 @@ def _table(device: DeviceSummary) -> list[str]:
     width = max(len(name) for name, _ in rows)
     return [
         f"cuda:{device.index} {device.name} {device.uuid}",
-        *(f"  {name:<{width}}  {told:>10}" for name, told in rows),
+        *(f"  {name:<{width}}  {value:>10}" for name, value in rows),
     ]
 
 

@@ -1,4 +1,4 @@
-"""Puts together what is known of an out-of-memory error, and what follows from it."""
+"""Diagnoses an out-of-memory error: collects values from its text, its frames and the allocator, and adds advice."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from types import FrameType, TracebackType
 from typing import Any
 
 from gpumem_exporter.client.allocator.attached import attached
+from gpumem_exporter.client.allocator.reclaimable import known
+from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.api import latest_oom
 from gpumem_exporter.client.leaks.detector import known_leak
 from gpumem_exporter.client.leaks.live_tensors import walk
 from gpumem_exporter.client.leaks.referrers import instance_dictionary
-from gpumem_exporter.client.leaks.suspects import numerous, suspicions
+from gpumem_exporter.client.leaks.suspects import descriptions, frequent
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.phases import current_phase
-from gpumem_exporter.client.measure.tensor_bytes import Storages
+from gpumem_exporter.client.measure.tensor_bytes import Storages, tensors_in
 from gpumem_exporter.client.oom.advice import Advice, advise
-from gpumem_exporter.client.oom.figures import OomFigures
 from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.message import OomMessage, parse_oom_message
-from gpumem_exporter.client.oom.phase import Trail, trail
+from gpumem_exporter.client.oom.phase import Origin, origin_of
+from gpumem_exporter.client.oom.values import OomValues
 from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.wire.protocol import OutOfMemory
 
-__all__ = ["NOTE_BEGINS", "OomDiagnosis", "Run", "diagnose"]
+__all__ = ["NOTE_PREFIX", "OomDiagnosis", "Run", "diagnose"]
 
-
-NOTE_BEGINS = "gpumem: "
-_ADVICE_TOLD = 5
-_WALK_SECONDS = 0.5
+NOTE_PREFIX = "gpumem: "
+_ADVICE_SHOWN = 5
+_SEARCHED_MAX = 16
 _FRAMES_MAX = 400
 _OBSERVED_SECONDS = 5.0
 _SEGMENT_BYTES = 20 << 20
@@ -42,117 +43,104 @@ class Run:
     """One run of a guarded block."""
 
     device: int
-    begin_bytes: int
-    """Allocated when it began."""
+    start_bytes: int
+    """Allocated bytes at the start."""
     peak_bytes: int
-    """The allocator's peak then."""
+    """The allocator's peak at the start."""
     batch_size: int | None
     history: BlockHistory
 
 
 @dataclass(frozen=True, slots=True)
 class OomDiagnosis:
-    """What is known of an out-of-memory error, and what to do. Prints as the note that stands below the error."""
+    """What is known of an out-of-memory error, and what to do. Prints as the note below the error."""
 
-    figures: OomFigures
+    values: OomValues
     advice: tuple[Advice, ...]
     """The best first."""
 
     def __str__(self) -> str:
-        figures = self.figures
-        lines = [f"{NOTE_BEGINS}out of memory{_where(figures)}"]
-        lines += [f"  {line}" for line in _told(figures)]
-        lines += [f"  {number}. {advice}" for number, advice in enumerate(self.advice[:_ADVICE_TOLD], 1)]
+        lines = [f"{NOTE_PREFIX}out of memory{_where(self.values)}"]
+        lines += [f"  {line}" for line in _summary(self.values)]
+        lines += [f"  {number}. {advice}" for number, advice in enumerate(self.advice[:_ADVICE_SHOWN], 1)]
         return "\n".join(lines)
 
 
 def diagnose(error: BaseException, traceback: TracebackType | None, run: Run | None) -> OomDiagnosis:
-    """Read the error's text, its frames and the allocator, and rank what can be done.
-
-    Runs in the program's thread, after the error; takes milliseconds, half a second where a leak is to be named.
-    """
-    message = parse_oom_message(str(error))
-    came_from = trail(traceback)
-    figures = _figures(message, came_from, traceback, run)
-    return OomDiagnosis(figures, advise(figures))
+    """Diagnose an error in the program's thread. Takes milliseconds, and half a second if it has to name a leak."""
+    values = _values(parse_oom_message(str(error)), origin_of(traceback), traceback, run)
+    return OomDiagnosis(values, advise(values))
 
 
-def _figures(message: OomMessage, came_from: Trail, traceback: TracebackType | None, run: Run | None) -> OomFigures:
+def _values(message: OomMessage, origin: Origin, traceback: TracebackType | None, run: Run | None) -> OomValues:
     device = message.device if message.device is not None else run.device if run is not None else None
     if run is not None and run.device != device:
         run = None
-    told = _allocator_figures(message, device)
-    allocated: int | None = told["allocated"]
+    memory = _memory(message, device)
+    allocated: int | None = memory["allocated"]
     batch_size = run.batch_size if run is not None else None
     if batch_size is None:
         batch_size = _batch_of_forward(traceback)
-    phase = came_from.phase or current_phase() or ""
-    return OomFigures(
+    phase = origin.phase or current_phase() or ""
+    return OomValues(
         phase=phase,
-        recomputed=came_from.recomputed,
-        place=came_from.place,
+        recomputed=origin.recomputed,
+        place=origin.place,
         device=device,
         batch_size=batch_size,
-        grown=None if run is None or allocated is None else max(0, allocated - run.begin_bytes),
+        grown=None if run is None or allocated is None else max(0, allocated - run.start_bytes),
         batch_growth=run.history.growth(batch_size) if run is not None else None,
         bytes_per_item=run.history.bytes_per_item() if run is not None else None,
         ranks=_ranks(),
-        **told,
-        **_alone(lambda: _leak_figures(device, run)),
-        **_alone(lambda: _model_figures(phase, traceback, device)),
+        **memory,
+        **_if_possible(lambda: _leak(device, run)),
+        **_if_possible(lambda: _model(phase, traceback, device)),
     )
 
 
-def _alone(figures: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What cannot be told leaves the rest as it is."""
+def _if_possible(values: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
-        return figures()
-    except Exception as error:  # noqa: BLE001 - other libraries' modules and optimizers may raise anything
-        log.info("an out-of-memory error is explained in part: %r", error)
+        return values()
+    except Exception as error:  # noqa: BLE001 - modules and optimizers of other libraries may raise any error
+        log.info("the diagnosis of an out-of-memory error is incomplete: %r", error)
         return {}
 
 
-def _allocator_figures(message: OomMessage, device: int | None) -> dict[str, Any]:
-    """The text's figures are those of the very moment, rounded; the statistics are exact, and those of now.
+def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
+    """Return the memory of the device at the error.
 
-    Where the text has none, the error was not the allocator's: nothing has been freed since, nor has the cache been.
+    The values of the text are rounded. If the reporter has observed the error, its values are exact. If the text has no
+    values, the error is not the allocator's: the statistics of now are those of the error, with the cache still full.
     """
-    allocator = attached()
-    state = allocator.state(device) if allocator is not None and device is not None else None
+    allocator = attached() if device is not None else None
     allocated, reserved = message.allocated_bytes, message.reserved_bytes
-    reclaimable: int | None = None
-    if allocated is not None and reserved is not None:
-        reclaimable = 0  # PyTorch gives its cache back before it gives up
-    elif state is not None:
-        allocated, reserved = _current(state, "allocated_bytes"), _current(state, "reserved_bytes")
-        split, active = _current(state, "inactive_split_bytes"), _current(state, "active_bytes")
-        if None not in (reserved, split, active):
-            reclaimable = max(0, (reserved or 0) - (active or 0) - (split or 0))
-    fragmented: int | None = None
-    if allocated is not None and reserved is not None and reclaimable is not None:
-        # What private pools hold, and is in no tensor of theirs, counts here too.
-        fragmented = max(0, reserved - allocated - reclaimable)
-    settings = allocator.settings if allocator is not None else ""
-    free = message.free_bytes
-    if free is None and allocator is not None and device is not None:
-        free = allocator.free_bytes(device)
-    requested = message.requested_bytes
-    seen = _observed(message, allocator.uuid(device)) if allocator is not None and device is not None else None
+    reclaimable: int | None = 0
+    requested, free = message.requested_bytes, message.free_bytes
+    settings, seen = "", None
+    if allocator is not None and device is not None:
+        settings = allocator.settings
+        if allocated is None or reserved is None:
+            state = allocator.state(device)
+            allocated, reserved = known(state, "allocated_bytes"), known(state, "reserved_bytes")
+            reclaimable = _reclaimable(state)
+        free = allocator.free_bytes(device) if free is None else free
+        seen = _observed(message, allocator.uuid(device))
     if seen is not None and seen.sample is not None:
-        # The same figures, to the byte.
         requested, free = seen.requested_bytes, seen.device_free_bytes
         allocated, reserved = seen.sample.allocated_bytes, seen.sample.reserved_bytes
-        if None not in (allocated, reserved, reclaimable):
-            fragmented = max(0, (reserved or 0) - (allocated or 0) - (reclaimable or 0))
+    fragmented = None
+    if allocated is None or reserved is None:
+        reclaimable = None
+    elif reclaimable is not None:
+        fragmented = max(0, reserved - allocated - reclaimable)  # includes unused memory of private pools
+    process = message.process_bytes
     return {
         "requested": requested,
         "free": free,
         "total": message.total_bytes,
         "allowed": message.allowed_bytes,
         "other_processes": message.other_processes,
-        "non_torch": None
-        if message.process_bytes is None or reserved is None
-        else max(0, message.process_bytes - reserved),
+        "non_torch": None if process is None or reserved is None else max(0, process - reserved),
         "allocated": allocated,
         "reserved": reserved,
         "private_pools": message.private_pools_bytes,
@@ -162,42 +150,47 @@ def _allocator_figures(message: OomMessage, device: int | None) -> dict[str, Any
     }
 
 
+def _reclaimable(state: DeviceState | None) -> int | None:
+    reserved, split, active = (known(state, f"{name}_bytes") for name in ("reserved", "inactive_split", "active"))
+    return None if reserved is None or split is None or active is None else max(0, reserved - active - split)
+
+
 def _observed(message: OomMessage, uuid: str) -> OutOfMemory | None:
-    """What the reporter's observer took down of this very error, if there is a reporter."""
+    """Return this error as the reporter's observer recorded it, if there is a reporter."""
     latest = latest_oom()
     if latest is None or message.requested_bytes is None:
         return None
     seconds, oom = latest
-    # The text rounds the request to two decimals; the allocator asks the driver for whole segments.
+    # The text rounds the request to two decimals. The allocator requests whole segments from the driver.
     near = oom.requested_bytes is not None and 0 <= oom.requested_bytes - 0.99 * message.requested_bytes <= max(
         _SEGMENT_BYTES, 0.02 * message.requested_bytes
     )
     return oom if near and oom.uuid == uuid and time.monotonic() - seconds < _OBSERVED_SECONDS else None
 
 
-def _leak_figures(device: int | None, run: Run | None) -> dict[str, Any]:
-    known = known_leak(device) if device is not None else None
-    if known is not None:
-        suspects = known.suspects
-        return {
-            "leaked": known.leaked_bytes,
-            "leak_per_step": round(known.bytes_per_step),
-            "leak_suspects": suspects,
-        }
-    leaked = run.history.leaked() if run is not None else None
-    if run is None or leaked is None:
-        return {}
-    torch = sys.modules.get("torch")
-    found = numerous(walk(torch, 0, 1000, _WALK_SECONDS, 5_000_000), least=max(8, run.history.runs // 2))
-    return {
-        "leaked": leaked[0],
-        "leak_per_step": round(leaked[1].slope),
-        "leak_suspects": suspicions(found),
-    }
+def _leak(device: int | None, run: Run | None) -> dict[str, Any]:
+    """Return the leak that a detector knows, otherwise the growth from run to run of the block."""
+    leak = known_leak(device) if device is not None else None
+    if leak is not None:
+        leaked, rate, suspects = leak.leaked_bytes, leak.bytes_per_step, leak.suspects
+    else:
+        found = run.history.leaked() if run is not None else None
+        if run is None or found is None:
+            return {}
+        leaked, rate = found[0], found[1].slope
+        least = max(8, run.history.runs // 2)
+        live = walk(
+            sys.modules["torch"],
+            kinds_to_search=lambda counted: [each.group.kind for each in frequent(counted, least=least)][
+                :_SEARCHED_MAX
+            ],
+        )
+        suspects = descriptions(frequent(live, least=least))
+    return {"leaked": leaked, "leak_per_step": round(rate), "leak_suspects": suspects}
 
 
-def _model_figures(phase: str, traceback: TracebackType | None, device: int | None) -> dict[str, Any]:
-    """Of the optimizer that was stepping, or the model that was moved."""
+def _model(phase: str, traceback: TracebackType | None, device: int | None) -> dict[str, Any]:
+    """Return values of the optimizer whose step failed, or of the model that was moved."""
     torch = sys.modules.get("torch")
     if torch is None or phase not in ("optimizer", "model transfer"):
         return {}
@@ -207,10 +200,8 @@ def _model_figures(phase: str, traceback: TracebackType | None, device: int | No
     optimizer = _self_of(traceback, "torch.optim.optimizer", "wrapper", outermost=False)
     attributes = instance_dictionary(optimizer) or {}
     groups, states = attributes.get("param_groups") or [], attributes.get("state")
-    updated = [parameter for group in groups for parameter in group["params"]]
-    parameters = _bytes_of(updated, torch, device)
-    kept = (tensor for state in dict(states or {}).values() if isinstance(state, dict) for tensor in state.values())
-    present = _bytes_of((tensor for tensor in kept if isinstance(tensor, torch.Tensor)), torch, device)
+    parameters = _bytes_of([parameter for group in groups for parameter in group["params"]], torch, device)
+    present = _bytes_of(tensors_in(dict(states or {}).values(), torch), torch, device)
     full = _full_state(type(optimizer).__name__, groups, states) * parameters
     return {
         "optimizer": type(optimizer).__name__,
@@ -221,18 +212,18 @@ def _model_figures(phase: str, traceback: TracebackType | None, device: int | No
 
 
 def _bytes_of(tensors: Iterable[Any], torch: Any, device: int | None) -> int:
-    """Of the tensors on a device, or of all; a storage that several share counts once."""
+    """Return the bytes of the tensors on a device (None: on any); a shared storage counts once."""
     storages = Storages(torch)
-    storages.add(list(tensors))
+    storages.add(tensors)
     return sum(size for on, size in storages.bytes().items() if device in (None, on))
 
 
 _STATES = {"SGD": 1, "RMSprop": 1, "Adagrad": 1, "Lion": 1, "Adadelta": 2}
-"""Tensors as large as a parameter that an optimizer keeps for each; Adam and its kin, and most others, keep two."""
+"""Tensors of a parameter's size in the state of an optimizer. Adam and most others have two."""
 
 
 def _full_state(optimizer: str, groups: list[dict[str, Any]], states: Any) -> int:
-    """How many tensors as large as it each parameter will have in the state; 0 once they all have theirs."""
+    """Return the number of tensors of a parameter's size in a complete state; 0 if the state is complete."""
     stepped = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
     if states is None or all(len(states.get(parameter, ())) > 0 for parameter in stepped):
         return 0
@@ -250,11 +241,11 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _variables(frame: FrameType, *names: str) -> tuple[Any, ...]:
-    """Some local variables of one of PyTorch's own frames, None where it has them not."""
+    """Return local variables of one of PyTorch's frames; None for a missing one."""
     variables = frame.f_locals
     found = tuple(variables.get(name) for name in names)
     if sys.version_info < (3, 13):
-        variables.clear()  # a copy that outlives even the frame's clearing, and the tensors with it
+        variables.clear()  # the frame would keep this copy, and its tensors
     return found
 
 
@@ -271,7 +262,7 @@ def _self_of(traceback: TracebackType | None, module: str, function: str, *, out
 
 
 def _batch_of_forward(traceback: TracebackType | None) -> int | None:
-    """The first dimension of the first tensor that the outermost module was called with."""
+    """Return the first dimension of the first tensor among the arguments of the outermost module."""
     torch = sys.modules.get("torch")
     for frame in _frames(traceback):
         if frame.f_globals.get("__name__") == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
@@ -293,36 +284,36 @@ def _ranks() -> int:
     return 1
 
 
-def _current(state: Any, name: str) -> int | None:
-    value: int | None = state.get(name, {}).get("all", {}).get("current")
-    return value
-
-
-def _where(figures: OomFigures) -> str:
+def _where(values: OomValues) -> str:
     phase = {"": "", "optimizer": " in the optimizer's step", "model transfer": " while the model was moved"}.get(
-        figures.phase, f" in the {figures.phase}"
+        values.phase, f" in {values.phase}"
     )
-    if figures.recomputed:
+    if values.recomputed:
         phase += ", while a checkpointed part was computed again"
-    return f"{phase}, {figures.place}" if figures.place else phase
+    return f"{phase}, {values.place}" if values.place else phase
 
 
-def _told(figures: OomFigures) -> Iterator[str]:
-    asked = f"asked for {human_bytes(figures.requested)}; " if figures.requested is not None else ""
-    device = f"cuda:{figures.device}" if figures.device is not None else "the device"
-    of = f" of {human_bytes(figures.total)}" if figures.total is not None else ""
-    yield f"{asked}{device} has {human_bytes(figures.free)}{of} free, other processes use {human_bytes(figures.other)}"
-    yield (
-        f"PyTorch: {human_bytes(figures.allocated)} in tensors, {human_bytes(figures.reclaimable)} reclaimable,"
-        f" {human_bytes(figures.fragmented)} fragmented"
-    )
-    if figures.grown is not None:
-        batch = f", with a batch of {figures.batch_size}" if figures.batch_size else ""
-        measured = f"; {human_bytes(figures.batch_growth)} expected" if figures.batch_growth is not None else ""
-        yield f"this run had grown by {human_bytes(figures.grown)}{batch}{measured}"
-    if figures.optimizer:
+def _summary(values: OomValues) -> Iterator[str]:
+    device = f"cuda:{values.device}" if values.device is not None else "the device"
+    total = f" of {human_bytes(values.total)}" if values.total is not None else ""
+    parts = [
+        f"requested {human_bytes(values.requested)}" if values.requested is not None else "",
+        f"{device} has {human_bytes(values.free)}{total} free" if values.free is not None else "",
+        f"other processes use {human_bytes(values.other)}",
+    ]
+    yield "; ".join(filter(None, parts))
+    if values.allocated is not None:
         yield (
-            f"{figures.optimizer}: {human_bytes(figures.parameters)} of parameters, "
-            f"{human_bytes(figures.optimizer_state)} of state, "
-            f"{human_bytes(figures.optimizer_state_missing)} still to be made"
+            f"PyTorch: {human_bytes(values.allocated)} allocated, {human_bytes(values.reclaimable)} reclaimable,"
+            f" {human_bytes(values.fragmented)} fragmented"
+        )
+    if values.grown is not None:
+        batch = f" with a batch of {values.batch_size}" if values.batch_size else ""
+        expected = f"; {human_bytes(values.batch_growth)} were expected" if values.batch_growth is not None else ""
+        yield f"this run had grown by {human_bytes(values.grown)}{batch}{expected}"
+    if values.optimizer:
+        yield (
+            f"{values.optimizer}: {human_bytes(values.parameters)} of parameters,"
+            f" {human_bytes(values.optimizer_state)} of state, {human_bytes(values.optimizer_state_missing)} of state"
+            " still to be created"
         )

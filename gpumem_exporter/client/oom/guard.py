@@ -1,10 +1,9 @@
-"""Explains out-of-memory errors where they happen, and lets them go on as they are."""
+"""`oom_guard`: adds a diagnosis to out-of-memory errors, and passes them on."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import inspect
 import sys
@@ -18,8 +17,8 @@ from gpumem_exporter.client.allocator.attached import attached
 from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.measured import pop_running
-from gpumem_exporter.client.oom.diagnosis import NOTE_BEGINS, OomDiagnosis, Run, diagnose
+from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
+from gpumem_exporter.client.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
 from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.message import is_out_of_memory
 
@@ -33,13 +32,13 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 
 class OomGuard:
-    """Guards the block under `with`, or each call of the function that it decorates. `oom_guard` makes one.
+    """Guards a `with` block, or each call of a decorated function. `oom_guard` makes one.
 
-    It may be used again, inside itself and by several threads at once.
+    An instance can be used repeatedly, nested, and by several threads at once.
 
     Attributes:
-        diagnosis: of the last error that went through it, else None.
-        batch_size: of the block's next run; may be set anew for each.
+        diagnosis: of the last error, otherwise None.
+        batch_size: of the next run; the program may set it before each run.
     """
 
     def __init__(
@@ -58,34 +57,40 @@ class OomGuard:
         self._on_oom = on_oom
         self._free_frames = free_frames
         self._clean = clean
-        self._running: dict[int, list[tuple[Run | None]]] = {}
+        self._running: RunningBlocks[tuple[Run | None]] = RunningBlocks()
 
     def __enter__(self) -> OomGuard:
         run = None
         try:
-            run = _blocks.begin(self._block, self.batch_size)
-        except Exception as error:  # a guest breaks nothing
+            run = _blocks.start(self._block, self.batch_size)
+        except Exception as error:  # the measurement must not break the program
             if raised_by_signal_handler(error):
                 raise
-            log.info("a block is not measured: %r", error)
-        self._running.setdefault(threading.get_ident(), []).append((run,))
+            log.info("a guarded block is not measured: %r", error)
+        self._running.push((run,))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        (run,) = pop_running(self._running) or (None,)
+        (run,) = self._running.pop() or (None,)
         try:
             if error is None:
                 _blocks.end(run, self.batch_size)
             elif initialised_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
-                self._explain(error, traceback, run)
-        except Exception as trouble:  # the program's own error goes on, whatever happens here
-            if raised_by_signal_handler(trouble):
+                self._diagnose(error, traceback, run)
+        except Exception as own:  # the program gets its own error
+            if raised_by_signal_handler(own):
                 raise
-            log.info("an out-of-memory error is not explained: %r", trouble)
+            log.info("an out-of-memory error has no diagnosis: %r", own)
 
-    def _explain(self, error: BaseException, traceback: TracebackType | None, run: Run | None) -> None:
+    def __call__(self, function: _Function) -> _Function:
+        """Guard each call of a function, of a coroutine function or of a generator function until it ends."""
+        guarded = run_calls_in(function, self._for_one_call)
+        guarded.__dict__["gpumem_guard"] = self
+        return guarded
+
+    def _diagnose(self, error: BaseException, traceback: TracebackType | None, run: Run | None) -> None:
         try:
             if not has_note(error):
                 first = next(each for each in chain(error) if is_out_of_memory(each))
@@ -93,7 +98,7 @@ class OomGuard:
                 add_note(error, str(self.diagnosis))
                 if self._on_oom is not None:
                     self._on_oom(self.diagnosis)
-        finally:  # whatever the explaining raises: the program's next try needs the memory
+        finally:  # even if the diagnosis fails: the next try of the program needs the memory
             if self._free_frames:
                 for each in chain(error):
                     clear_frames(each.__traceback__)
@@ -103,51 +108,24 @@ class OomGuard:
                     gc.collect()
                     allocator.empty_cache()
 
-    def _again(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> OomGuard:
-        """One for a single call: calls of coroutines do not end in the order in which they began."""
-        again = copy.copy(self)
-        again._running = {}
+    def _for_one_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OomGuard:
+        """Return a guard for one call: calls of coroutines do not end in the order in which they started."""
+        one = copy.copy(self)
+        one._running = RunningBlocks()
         if self._batch_of is not None:
             try:
-                again.batch_size = int(self._batch_of(*arguments, **named))
-            except Exception as error:  # as above
+                one.batch_size = int(self._batch_of(*args, **kwargs))
+            except Exception as error:  # raised by the program's function
                 if raised_by_signal_handler(error):
                     raise
-                log.info("the size of a batch is not known: %r", error)
-        again._on_oom = self._keep
-        return again
+                log.info("the batch size of a guarded call is unknown: %r", error)
+        one._on_oom = self._keep_diagnosis
+        return one
 
-    def _keep(self, diagnosis: OomDiagnosis) -> None:
+    def _keep_diagnosis(self, diagnosis: OomDiagnosis) -> None:
         self.diagnosis = diagnosis
         if self._on_oom is not None:
             self._on_oom(diagnosis)
-
-    def __call__(self, function: _Function) -> _Function:
-        """Guard each call of a function, of a coroutine function to its end, of a generator to its last value."""
-        guarded: Callable[..., Any]
-        if inspect.iscoroutinefunction(function):
-
-            async def guarded(*args: Any, **kwargs: Any) -> Any:
-                with self._again(args, kwargs):
-                    return await function(*args, **kwargs)
-
-        elif inspect.isgeneratorfunction(function):
-
-            def guarded(*args: Any, **kwargs: Any) -> Any:
-                with self._again(args, kwargs):
-                    return (yield from function(*args, **kwargs))
-
-        elif inspect.isasyncgenfunction(function):
-            raise TypeError("an asynchronous generator cannot be guarded by a decorator; use `with` around its loop")
-        else:
-
-            def guarded(*args: Any, **kwargs: Any) -> Any:
-                with self._again(args, kwargs):
-                    return function(*args, **kwargs)
-
-        functools.update_wrapper(guarded, function)
-        guarded.__dict__["gpumem_guard"] = self
-        return guarded  # type: ignore[return-value]
 
 
 def oom_guard(
@@ -165,18 +143,18 @@ def oom_guard(
         with gpumem.oom_guard(batch_size=len(batch)) as guard:
             loss = model(batch).sum()
 
-    The error goes on as it is, of its type and with its arguments; the explanation is a note below it, as of
-    `add_note` (on Python 3.10 in `__notes__`, which only newer Pythons print), and `guard.diagnosis`. Runs that end
-    well teach what the block grows by with each size of batch, and whether more is left from run to run; no statistic
-    is reset for that. A run costs about 30 µs, and nothing without CUDA. Any thread may use it.
+    The error keeps its type and arguments. The explanation is a note below it (`add_note`; on Python 3.10 in
+    `__notes__`, which only newer versions print), and `guard.diagnosis`. From runs without an error, the guard learns
+    how much memory the block needs per batch size, and whether memory grows from run to run. It resets no statistic. A
+    run costs about 30 µs, and nothing without CUDA. Any thread may use it.
 
-    After an error, the garbage and the cache are released. The frames that the error went through keep their local
-    variables, and with them their tensors, until the error is dropped: a post-mortem debugger or an error tracker reads
+    After an error, the guard collects garbage and empties the cache. The frames of the error keep their local
+    variables, and with them their tensors, until the error is dropped: post-mortem debuggers and error trackers need
     them. `free_frames=True` clears the frames that have ended, so that the handler of the error, for example one that
-    tries a smaller batch, starts with all the memory that can be released.
+    tries a smaller batch, starts with all memory that can be released.
 
     Args:
-        batch_size: items in the block's batch; for a decorator also a function of its call's arguments.
+        batch_size: items in the batch of the block; for a decorator also a function of the arguments of a call.
         on_oom: called with each diagnosis, in the program's thread.
         free_frames: clear the local variables of the frames that the error has ended.
         clean: collect garbage and empty the cache after an error, unless a CUDA graph is being captured.
@@ -187,14 +165,14 @@ def oom_guard(
 
 
 class _Blocks:
-    """What is remembered of each guarded block, by where it stands in the program."""
+    """The histories of the guarded blocks of this process, by their place in the program and their device."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer that runs inside may enter a guard itself
+        self._lock = threading.RLock()  # reentrant: a finalizer that runs under the lock may enter a guard
         self._histories: OrderedDict[tuple[tuple[str, int], int], BlockHistory] = OrderedDict()
         self._statistics: Statistics | None = None
 
-    def begin(self, block: tuple[str, int], batch_size: int | None) -> Run | None:
+    def start(self, block: tuple[str, int], batch_size: int | None) -> Run | None:
         torch = initialised_torch()
         if torch is None:
             return None
@@ -204,14 +182,14 @@ class _Blocks:
         state = self._statistics.state(device)
         if state is None:
             return None
-        figures = state["allocated_bytes"]["all"]
+        allocated = state["allocated_bytes"]["all"]
         with self._lock:
             history = self._histories.setdefault((block, device), BlockHistory())
             self._histories.move_to_end((block, device))
             while len(self._histories) > _BLOCKS_MAX:
                 self._histories.popitem(last=False)
-            history.begun(figures["current"])
-        return Run(device, figures["current"], figures["peak"], batch_size, history)
+            history.started(allocated["current"])
+        return Run(device, allocated["current"], allocated["peak"], batch_size, history)
 
     def end(self, run: Run | None, batch_size: int | None) -> None:
         if run is None or self._statistics is None or initialised_torch() is None:
@@ -220,16 +198,16 @@ class _Blocks:
         if state is None:
             return
         peak = state["allocated_bytes"]["all"]["peak"]
-        if peak > run.peak_bytes:  # so this run made it; else it is not known how high it came
+        if peak > run.peak_bytes:  # otherwise the peak of this run is unknown
             with self._lock:
-                run.history.ended(batch_size, peak - run.begin_bytes)
+                run.history.ended(batch_size, peak - run.start_bytes)
 
 
-_blocks = _Blocks()  # a process has one allocator
+_blocks = _Blocks()
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """The error, and those that it came of."""
+    """Yield the error and its causes."""
     seen: set[int] = set()
     at: BaseException | None = error
     while at is not None and id(at) not in seen and len(seen) < _CHAIN_MAX:
@@ -239,9 +217,9 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def has_note(error: BaseException) -> bool:
-    """It is explained already. What happened before it, in whose handler it was raised, is another error."""
+    """Whether the error has a diagnosis. An earlier out-of-memory error, in whose handler it was raised, is another."""
     for each in chain(error):
-        if any(isinstance(note, str) and note.startswith(NOTE_BEGINS) for note in getattr(each, "__notes__", ())):
+        if any(isinstance(note, str) and note.startswith(NOTE_PREFIX) for note in getattr(each, "__notes__", ())):
             return True
         if is_out_of_memory(each):
             return False
@@ -249,6 +227,7 @@ def has_note(error: BaseException) -> bool:
 
 
 def add_note(error: BaseException, note: str) -> None:
+    """Add a note to an error, in all Python versions."""
     if sys.version_info >= (3, 11):
         error.add_note(note)
     else:
@@ -258,8 +237,8 @@ def add_note(error: BaseException, note: str) -> None:
 def clear_frames(traceback: TracebackType | None) -> None:
     """Clear the frames that the error has ended.
 
-    A frame that runs refuses (it is the program's, or another thread's). So does a suspended generator's, from Python
-    3.13 on; before, clearing it would end the generator, so that those are left as they are.
+    A running frame refuses. So does the frame of a suspended generator since Python 3.13; in older versions clearing
+    would end the generator, so such frames are not cleared.
     """
     while traceback is not None:
         frame: FrameType = traceback.tb_frame

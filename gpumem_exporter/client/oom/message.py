@@ -1,8 +1,8 @@
-"""Reads PyTorch's out-of-memory text: the figures of the very moment, in every process, with or without a reporter.
+"""Parses the text of PyTorch's out-of-memory errors.
 
-Sizes are written with two decimals, so they are right to half a percent. Each field stands behind its own optional
-expression: releases differ in what they tell, and the processes are there only where NVML names them. Source of the
-forms: c10's CUDACachingAllocator.cpp; releases before 2.1 used another order.
+Sizes have two decimals, so they are right to half a percent. Each value has its own optional expressions, because
+releases differ, and other processes are named only where NVML knows them. The forms come from
+CUDACachingAllocator.cpp; releases before 2.1 used another order.
 """
 
 from __future__ import annotations
@@ -35,51 +35,46 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class OomMessage:
-    """What an error's text tells, in bytes; None where it does not."""
+    """The values of the text in bytes; None if missing."""
 
     device: int | None = None
     requested_bytes: int | None = None
     total_bytes: int | None = None
-    """The device's memory, less what the driver keeps for itself."""
+    """Memory of the device without what the driver reserves."""
     free_bytes: int | None = None
-    """Device-wide."""
+    """Free on the device."""
     process_bytes: int | None = None
-    """This process' use as NVML has it: context and libraries included."""
+    """Memory of this process from NVML, with context and libraries."""
     other_processes: tuple[tuple[int, int], ...] = ()
-    """Process id, as NVML has it, and bytes."""
+    """Process id from NVML, and bytes."""
     allowed_bytes: int | None = None
-    """What the process' memory fraction allows, where one is set."""
+    """Limit by the memory fraction of the process, if one is set."""
     allocated_bytes: int | None = None
     private_pools_bytes: int | None = None
     reserved_bytes: int | None = None
 
-    @property
-    def other_bytes(self) -> int:
-        """All that the other processes use."""
-        return sum(size for _, size in self.other_processes)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this error says that the device has no memory left: torch's own, or a library's in its words."""
+    """Whether an error reports that device memory is exhausted, from PyTorch or from a library."""
     if any(kind.__name__ == "OutOfMemoryError" and kind.__module__.startswith("torch") for kind in type(error).__mro__):
         return True
     return isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)[:4000]) is not None
 
 
 def parse_oom_message(text: str) -> OomMessage:
-    """Take the figures out of the text of an out-of-memory error. Never raises."""
-    figures = {name: _first(text, forms) for name, forms in _EXPRESSIONS.items()}
-    unallocated = figures.pop("unallocated_bytes")
-    if figures["reserved_bytes"] is None and figures["allocated_bytes"] is not None and unallocated is not None:
-        figures["reserved_bytes"] = figures["allocated_bytes"] + unallocated
+    """Parse the text of an out-of-memory error. Raises nothing."""
+    values = {name: _first(text, forms) for name, forms in _EXPRESSIONS.items()}
+    unallocated = values.pop("unallocated_bytes")
+    if values["reserved_bytes"] is None and values["allocated_bytes"] is not None and unallocated is not None:
+        values["reserved_bytes"] = values["allocated_bytes"] + unallocated
     device = _DEVICE.search(text)
-    total = figures["total_bytes"]
+    total = values["total_bytes"]
     others = ((int(pid), _bytes(size)) for pid, size in _OTHERS.findall(text))
     return OomMessage(
         device=int(device[1]) if device else None,
-        # Where NVML does not know a process' memory it has been written as 17179869184.00 GiB.
+        # Some releases write 17179869184.00 GiB if NVML does not know the memory of a process.
         other_processes=tuple((pid, size) for pid, size in others if total is None or size <= total),
-        **figures,
+        **values,
     )
 
 

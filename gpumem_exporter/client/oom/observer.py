@@ -1,10 +1,10 @@
-"""Out-of-memory errors of this process, noted where they happen and kept until they have been reported.
+"""Records the out-of-memory errors of this process until a report has carried them.
 
-PyTorch calls an observer in the allocating thread (an autograd thread, for instance) with the allocator's lock released
-and the GIL held, right before it raises. What the observer raises would replace the program's OutOfMemoryError, and it
-cannot be taken off again: so it is attached once in a process, swallows what goes wrong in it, and does little work.
-Where a PyTorch has no observer, the growth of its own count is told instead. With cudaMallocAsync or a pluggable
-allocator it neither calls nor counts, and nothing can be told.
+PyTorch calls an observer in the allocating thread (for example an autograd thread) right before it raises, with the GIL
+and without the allocator's lock. An error of the observer would replace the program's OutOfMemoryError, and PyTorch
+cannot remove an observer. So one is attached per process; it suppresses its errors and does little work. Releases
+without observers are handled through the growth of PyTorch's own error count. With cudaMallocAsync or a pluggable
+allocator PyTorch neither calls nor counts, so errors are unknown.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 __all__ = ["OutOfMemoryLog"]
 
 _KEPT = 32
-"""Errors kept until the next report. A program that tries batch sizes makes many: of those the last are told."""
+"""The last errors are kept until the next report. A program that tries batch sizes causes many."""
 _WAKE_SECONDS = 0.5
-"""Errors in quick succession hasten one report."""
+"""Errors in quick succession wake the reporter once."""
 
 
 class OutOfMemoryLog:
-    """The errors that no report has carried yet. `note` may be called by any thread, the rest by the reporter's.
+    """The errors that no report has carried yet. Any thread may call `note`, only the reporter's thread the rest.
 
     Args:
-        wake: called, rarely, when there is something that should be reported at once: the process may end of it.
+        wake: called when an error should be reported at once, because it may end the process.
         clock: monotonic seconds.
     """
 
     def __init__(self, wake: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._wake = wake
         self._clock = clock
-        # Reentrant: a finalizer that runs inside may allocate, fail, and come back here.
+        # Reentrant: a finalizer that runs under the lock may allocate and fail.
         self._lock = threading.RLock()
         self._noted: deque[tuple[float, OutOfMemory]] = deque(maxlen=_KEPT)
         self._number = 0
         self._counted: dict[str, int] = {}
         self._woken_seconds = float("-inf")
         self.latest: tuple[float, OutOfMemory] | None = None
-        """The last one, and when it was; also once it has been reported."""
+        """Time and value of the last error, also after it was reported."""
 
     def note(self, oom: OutOfMemory) -> None:
-        """Take one down, in the thread that it happened in; its number is given here."""
+        """Record an error in the thread in which it happened, and number it."""
         now = self._clock()
         with self._lock:
             self._number += 1
@@ -59,24 +59,24 @@ class OutOfMemoryLog:
             self._wake()
 
     def compare(self, devices: Sequence[DeviceSample], step: int | None) -> None:
-        """Note what PyTorch has counted since the last time, where nobody observes it."""
+        """Record the errors that PyTorch has counted since the last call, for releases without observers."""
         for sample in devices:
             if sample.ooms is None:
                 continue
-            # At the first sample, and after the program reset its counters, there is nothing to compare with.
+            # The first sample, and a reset of the counters by the program, show no growth.
             before = self._counted.get(sample.uuid, sample.ooms)
             self._counted[sample.uuid] = sample.ooms
             for _ in range(min(sample.ooms - before, _KEPT)):
                 self.note(OutOfMemory(sample.uuid, 0, step=step, sample=sample))
 
     def waiting(self) -> tuple[OutOfMemory, ...]:
-        """What a report that is sent now should carry."""
+        """Return the errors for the report that is sent now."""
         now = self._clock()
         with self._lock:
             return tuple(replace(oom, age_seconds=max(0.0, now - seconds)) for seconds, oom in self._noted)
 
     def reported(self, ooms: Sequence[OutOfMemory]) -> None:
-        """A report that carried these has been answered."""
+        """Remove the errors of a report that was answered."""
         numbers = {oom.number for oom in ooms}
         if numbers:
             with self._lock:

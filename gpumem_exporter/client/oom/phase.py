@@ -1,29 +1,29 @@
-"""Which part of a training step an error came from, told by the frames that it went through.
+"""Finds the phase of a training step in which an error happened, from the frames of its traceback.
 
-PyTorch's own frames say it: `Optimizer.step` is wrapped in `torch.optim.optimizer`, a backward pass enters the engine
+PyTorch's frames show it: `Optimizer.step` is wrapped in `torch.optim.optimizer`, a backward pass enters the engine
 through `torch.autograd.graph`, a forward pass goes through `Module._call_impl`, a model moves through `Module._apply`.
-A tensor's own `.to()` and `.cuda()` leave no frame; there the bytecode of the line says which method was called.
+`.to()` and `.cuda()` of a tensor leave no frame; there the source line shows the call.
 """
 
 from __future__ import annotations
 
-import dis
-import sys
+import linecache
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from types import CodeType, FrameType, TracebackType
+from types import FrameType, TracebackType
 
-__all__ = ["Place", "Trail", "phase_of", "trail"]
+__all__ = ["Origin", "Place", "origin_of", "phase_of"]
 
 _FRAMES_MAX = 400
-_TRANSFERS = frozenset({"to", "cuda", "copy_", "pin_memory", "_to", "to_empty"})
+_TRANSFER = re.compile(r"\.(?:to|cuda|copy_|pin_memory|to_empty)\(")
 _BACKWARD = {"torch._tensor": "backward", "torch.autograd": "", "torch.autograd.graph": "_engine_run_backward"}
 _NO_OPTIMIZER = ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One frame, without the frame."""
+    """The place of a frame. It does not refer to the frame."""
 
     module: str
     function: str
@@ -34,46 +34,44 @@ class Place:
         return f"{self.filename}:{self.line} in {self.function}"
 
     @property
-    def of_the_program(self) -> bool:
-        """Neither PyTorch's nor ours."""
+    def in_user_code(self) -> bool:
+        """Whether the code is neither PyTorch's nor of this package."""
         return self.module.partition(".")[0] not in ("torch", "gpumem_exporter", "contextlib")
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
-    """Where an error came from."""
+class Origin:
+    """The origin of an error."""
 
     phase: str
-    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`; empty where the frames do not say."""
+    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`; empty if the frames do not show it."""
     recomputed: bool = False
-    """In a backward pass, while it computes a checkpointed part again."""
+    """Whether a backward pass was recomputing a checkpointed part."""
     place: str = ""
-    """The program's own innermost line: file, line, function."""
+    """The innermost line of the user's code: file, line, function."""
 
 
-def trail(traceback: TracebackType | None) -> Trail:
-    """Read a traceback, and the frames above it that still run."""
+def origin_of(traceback: TracebackType | None) -> Origin:
+    """Read a traceback, and the running frames that called it."""
     if traceback is None:
-        return Trail("")
+        return Origin("")
     outer = [_place(frame, frame.f_lineno) for frame in _callers(traceback.tb_frame)]
     inner: list[Place] = []
-    last: TracebackType | None = None
     step: TracebackType | None = traceback
     while step is not None and len(inner) < _FRAMES_MAX:
         inner.append(_place(step.tb_frame, step.tb_lineno))
-        last, step = step, step.tb_next
-    called = _called(last.tb_frame.f_code, last.tb_lasti) if last is not None else ""
-    phase, recomputed = phase_of([*reversed(outer), *inner], called)
-    own = next((place for place in reversed(inner) if place.of_the_program), None)
-    return Trail(phase, recomputed, str(own) if own else "")
+        step = step.tb_next
+    phase, recomputed = phase_of([*reversed(outer), *inner], linecache.getline(inner[-1].filename, inner[-1].line))
+    own = next((place for place in reversed(inner) if place.in_user_code), None)
+    return Origin(phase, recomputed, str(own) if own else "")
 
 
-def phase_of(places: Sequence[Place], called: str = "") -> tuple[str, bool]:
-    """The phase, and whether a backward pass was recomputing. Pure.
+def phase_of(places: Sequence[Place], source_line: str = "") -> tuple[str, bool]:
+    """Return the phase, and whether a backward pass was recomputing. Pure.
 
     Args:
-        places: outermost first.
-        called: the function or method that the innermost one was calling.
+        places: the outermost first.
+        source_line: the source of the innermost place.
     """
     phase, recomputed = "", False
     for place in places:
@@ -82,7 +80,7 @@ def phase_of(places: Sequence[Place], called: str = "") -> tuple[str, bool]:
             recomputed = True  # activation checkpointing runs the forward pass again
         elif event:
             phase, recomputed = event, False
-    if not phase and called in _TRANSFERS:
+    if not phase and _TRANSFER.search(source_line):
         phase = "data transfer"
     return phase, recomputed
 
@@ -110,38 +108,3 @@ def _place(frame: FrameType, line: int | None) -> Place:
     module = frame.f_globals.get("__name__")
     code = frame.f_code
     return Place(module if type(module) is str else "", code.co_name, code.co_filename, line or 0)
-
-
-def _called(code: CodeType, last_instruction: int) -> str:
-    """The name that the call at this instruction was made through; empty where it cannot be told."""
-    if last_instruction < 0:
-        return ""
-    before: list[dis.Instruction] = []
-    for instruction in dis.get_instructions(code):
-        if instruction.offset > last_instruction:  # which may lie in the caches behind the call
-            break
-        before.append(instruction)
-    call = before.pop() if before else None
-    if call is None or not call.opname.startswith("CALL"):
-        return ""
-    if sys.version_info >= (3, 11):
-        # A call begins where its callable does; of the names that begin there the last one loaded is the method's.
-        at = call.positions and (call.positions.lineno, call.positions.col_offset)
-        for instruction in reversed(before):
-            positions = instruction.positions
-            if positions and (positions.lineno, positions.col_offset) == at and _is_name(instruction):
-                return str(instruction.argval)
-    else:
-        # 3.10 keeps no positions: what was pushed before the arguments is the callable.
-        left = (call.arg or 0) + (call.opname == "CALL_FUNCTION_KW")
-        for instruction in reversed(before):
-            if left <= 0:
-                return str(instruction.argval) if _is_name(instruction) else ""
-            left -= dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
-    return ""
-
-
-def _is_name(instruction: dis.Instruction) -> bool:
-    return (
-        instruction.opname.startswith("LOAD_") and type(instruction.argval) is str and "CONST" not in instruction.opname
-    )

@@ -1,19 +1,18 @@
 from __future__ import annotations
 
-import asyncio
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from gpumem_exporter.client.oom.advice import advise, smaller_batch
-from gpumem_exporter.client.oom.diagnosis import NOTE_BEGINS, OomDiagnosis
-from gpumem_exporter.client.oom.figures import OomFigures
+from gpumem_exporter.client.oom.diagnosis import NOTE_PREFIX, OomDiagnosis
 from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.guard import add_note, chain, clear_frames, has_note, oom_guard
 from gpumem_exporter.client.oom.message import is_out_of_memory, parse_oom_message
-from gpumem_exporter.client.oom.phase import Place, phase_of, trail
+from gpumem_exporter.client.oom.phase import Place, origin_of, phase_of
+from gpumem_exporter.client.oom.values import OomValues
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -31,17 +30,17 @@ BEFORE_2_1 = (
 )
 
 
-def test_each_figure_of_the_text_is_read() -> None:
+def test_all_values_of_the_text_are_parsed() -> None:
     read = parse_oom_message(NOW)
     assert (read.device, read.requested_bytes, read.total_bytes) == (1, 4 * GIB, int(7.75 * GIB))
     assert (read.free_bytes, read.process_bytes, read.allowed_bytes) == (2 * GIB, int(4.75 * GIB), round(5.42 * GIB))
     assert read.allocated_bytes == int(4.25 * GIB)
     assert read.reserved_bytes == int(4.25 * GIB) + 960 * 1024
     assert read.private_pools_bytes == 12 * MIB
-    assert read.other_processes == ((99999, GIB),), "what a driver does not know is no figure"
+    assert read.other_processes == ((99999, GIB),), "an impossible value is ignored"
 
 
-def test_the_text_of_older_releases_is_read_too() -> None:
+def test_the_text_of_older_releases_is_parsed() -> None:
     read = parse_oom_message(BEFORE_2_1)
     assert (read.device, read.requested_bytes, read.free_bytes) == (0, 20 * MIB, round(11.94 * MIB))
     assert (read.allocated_bytes, read.reserved_bytes) == (round(14.2 * GIB), round(14.75 * GIB))
@@ -49,7 +48,7 @@ def test_the_text_of_older_releases_is_read_too() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "CUDA out of memory.", "CUDA error: out of memory", "no numbers at GPU one"])
-def test_what_a_text_does_not_tell_is_unknown(text: str) -> None:
+def test_missing_values_are_unknown(text: str) -> None:
     read = parse_oom_message(text)
     assert read.requested_bytes is read.total_bytes is read.allocated_bytes is read.reserved_bytes is None
 
@@ -67,7 +66,7 @@ def test_what_a_text_does_not_tell_is_unknown(text: str) -> None:
         (ValueError("CUDA out of memory"), False),
     ],
 )
-def test_an_out_of_memory_error_is_told_from_others(error: Exception, is_one: bool) -> None:
+def test_out_of_memory_errors_are_recognized(error: Exception, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
 
 
@@ -77,85 +76,58 @@ OPTIMIZER = [Place("torch.optim.optimizer", "wrapper"), Place("torch.optim.adam"
 
 
 @pytest.mark.parametrize(
-    ("places", "called", "expected"),
+    ("places", "source_line", "expected"),
     [
-        ([STEP, FORWARD, Place("torch.nn.modules.linear", "forward")], "linear", ("forward", False)),
-        ([STEP, *BACKWARD], "run_backward", ("backward", False)),
-        ([STEP, *BACKWARD, Place("torch.utils.checkpoint", "unpack_hook"), FORWARD], "linear", ("backward", True)),
-        ([STEP, *OPTIMIZER], "zeros_like", ("optimizer", False)),
-        ([STEP, *BACKWARD, Place("__main__", "hook"), *OPTIMIZER], "zeros_like", ("optimizer", False)),
-        ([STEP, *OPTIMIZER, Place("__main__", "closure"), FORWARD], "linear", ("forward", False)),
-        ([STEP, Place("torch.optim.lr_scheduler", "step")], "step", ("", False)),
-        ([STEP], "to", ("data transfer", False)),
-        ([STEP], "cuda", ("data transfer", False)),
-        ([STEP, FORWARD], "to", ("forward", False)),
+        ([STEP, FORWARD, Place("torch.nn.modules.linear", "forward")], "x = linear(y)", ("forward", False)),
+        ([STEP, *BACKWARD], "x = run_backward(y)", ("backward", False)),
+        (
+            [STEP, *BACKWARD, Place("torch.utils.checkpoint", "unpack_hook"), FORWARD],
+            "x = linear(y)",
+            ("backward", True),
+        ),
+        ([STEP, *OPTIMIZER], "x = zeros_like(y)", ("optimizer", False)),
+        ([STEP, *BACKWARD, Place("__main__", "hook"), *OPTIMIZER], "x = zeros_like(y)", ("optimizer", False)),
+        ([STEP, *OPTIMIZER, Place("__main__", "closure"), FORWARD], "x = linear(y)", ("forward", False)),
+        ([STEP, Place("torch.optim.lr_scheduler", "step")], "x = step(y)", ("", False)),
+        ([STEP], "x = x.to(device)", ("data transfer", False)),
+        ([STEP], "x = x.half().cuda(non_blocking=True)", ("data transfer", False)),
+        ([STEP], "x = y.sum(z.to)", ("", False)),
+        ([STEP, FORWARD], "x = x.to(device)", ("forward", False)),
         (
             [STEP, Place("torch.nn.modules.module", "cuda"), Place("torch.nn.modules.module", "_apply")],
-            "cuda",
+            "model.cuda()",
             ("model transfer", False),
         ),
-        ([STEP], "empty", ("", False)),
+        ([STEP], "x = empty(y)", ("", False)),
     ],
 )
-def test_the_frames_tell_the_phase(places: list[Place], called: str, expected: tuple[str, bool]) -> None:
-    assert phase_of(places, called) == expected
+def test_frames_show_the_phase(places: list[Place], source_line: str, expected: tuple[str, bool]) -> None:
+    assert phase_of(places, source_line) == expected
 
 
 class _Tensor:
-    """Fails where it is moved."""
-
-    def half(self) -> _Tensor:
-        return self
-
     def to(self, *_: object, **__: object) -> None:
-        raise RuntimeError("to")
-
-    def cuda(self, *_: object) -> None:
-        raise RuntimeError("cuda")
-
-    def sum(self, *_: object) -> None:
-        raise RuntimeError("sum")
+        raise RuntimeError
 
 
-TENSOR = _Tensor()
-CALLS: dict[str, tuple[Callable[[], Any], str]] = {
-    "alone": (lambda: TENSOR.to("cuda"), "data transfer"),
-    "with a keyword": (lambda: TENSOR.to("cuda", non_blocking=True), "data transfer"),
-    "at the end of a chain": (lambda: TENSOR.half().half().cuda(), "data transfer"),
-    "over several lines": (
-        lambda: TENSOR.half().to(
-            str("cuda"),  # noqa: UP018 - a call among the arguments
-            copy=True,
-        ),
-        "data transfer",
-    ),
-    "in a comprehension": (lambda: [each.to("cuda") for each in [TENSOR]], "data transfer"),
-    "as an argument": (lambda: print(TENSOR.cuda()), "data transfer"),
-    "another method beside one that moves": (lambda: TENSOR.sum(TENSOR.to), ""),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_tensor_s_own_move_is_told_by_the_line_that_it_stands_in(name: str) -> None:
-    call, phase = CALLS[name]
+def test_the_source_line_shows_that_a_tensor_is_moved() -> None:
     with pytest.raises(RuntimeError) as caught:
-        call()
+        [each.to("cuda") for each in [_Tensor()]]
     traceback = caught.value.__traceback__
     assert traceback is not None
-    # torch's method is C and leaves no frame: cut ours off
     at = traceback
     while at.tb_next is not None and at.tb_next.tb_next is not None:
         at = at.tb_next
-    at.tb_next = None
-    told = trail(traceback)
-    assert told.phase == phase
-    assert __file__ in told.place
+    at.tb_next = None  # a method of torch is in C and has no frame: cut off the frame of the method above
+    origin = origin_of(traceback)
+    assert origin.phase == "data transfer"
+    assert __file__ in origin.place
 
 
-BASE = OomFigures(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB, reserved=6 * GIB, reclaimable=0)
+BASE = OomValues(requested=GIB, free=GIB // 2, total=8 * GIB, allocated=6 * GIB, reserved=6 * GIB, reclaimable=0)
 
 
-def _with(**more: Any) -> OomFigures:
+def _with(**more: Any) -> OomValues:
     from dataclasses import replace
 
     return replace(BASE, **more)
@@ -208,33 +180,33 @@ RIGHT = [
 ]
 
 
-@pytest.mark.parametrize(("figures", "kind"), [row[1:] for row in RIGHT], ids=[row[0] for row in RIGHT])
-def test_the_first_advice_is_what_the_figures_say(figures: OomFigures, kind: str) -> None:
-    advice = advise(figures)
+@pytest.mark.parametrize(("values", "kind"), [row[1:] for row in RIGHT], ids=[row[0] for row in RIGHT])
+def test_the_first_advice_fits_the_values(values: OomValues, kind: str) -> None:
+    advice = advise(values)
     assert advice[0].kind == kind
     ranks = [0 if each.enough else 1 if each.enough is None else 2 for each in advice]
-    assert ranks == sorted(ranks), "what is enough stands before what is not"
-    said = str(OomDiagnosis(figures, advice))
-    assert said.startswith(NOTE_BEGINS)
-    assert f"1. {advice[0]}" in said
+    assert ranks == sorted(ranks), "advice that is enough comes first"
+    text = str(OomDiagnosis(values, advice))
+    assert text.startswith(NOTE_PREFIX)
+    assert f"1. {advice[0]}" in text
 
 
-def test_a_little_fragmentation_or_a_small_neighbour_is_not_blamed_for_a_batch_that_is_too_large() -> None:
+def test_small_fragmentation_or_a_small_process_ranks_after_a_smaller_batch() -> None:
     for more in ({"fragmented": 600 * MIB, "reserved": 8 * GIB}, {"other_processes": ((1, 600 * MIB),)}):
-        figures = _with(phase="forward", batch_size=64, grown=4 * GIB, **more)
-        kinds = [each.kind for each in advise(figures)]
+        values = _with(phase="forward", batch_size=64, grown=4 * GIB, **more)
+        kinds = [each.kind for each in advise(values)]
         assert kinds[0] == "smaller_batch"
         assert {"expandable_segments", "other_process"} & set(kinds)
 
 
-def test_what_is_expandable_already_is_not_advised_again() -> None:
-    figures = _with(reserved=7 * GIB, fragmented=GIB, expandable=True)
-    assert "expandable_segments" not in [each.kind for each in advise(figures)]
+def test_expandable_segments_are_not_advised_if_in_use() -> None:
+    values = _with(reserved=7 * GIB, fragmented=GIB, expandable=True)
+    assert "expandable_segments" not in [each.kind for each in advise(values)]
 
 
-def test_a_prediction_counts_for_more_than_the_request_that_failed() -> None:
+def test_the_expected_growth_of_the_block_counts_if_it_is_more_than_the_request() -> None:
     # half a GiB was missing for this request, but four more GiB were to follow
-    figures = _with(
+    values = _with(
         phase="forward",
         other_processes=((1, GIB),),
         batch_size=64,
@@ -242,15 +214,15 @@ def test_a_prediction_counts_for_more_than_the_request_that_failed() -> None:
         batch_growth=5 * GIB,
         bytes_per_item=80 * MIB,
     )
-    assert figures.short == int(3.5 * GIB)
-    advice = advise(figures)
+    assert values.short == int(3.5 * GIB)
+    advice = advise(values)
     assert advice[0].kind == "smaller_batch"
     assert next(each for each in advice if each.kind == "other_process").enough is False
 
 
-def test_the_batch_that_is_proposed_fits_by_the_measured_slope() -> None:
-    figures = _with(phase="forward", batch_size=200, grown=2 * GIB, batch_growth=20 * GIB, bytes_per_item=100 * MIB)
-    fits = smaller_batch(figures)
+def test_the_proposed_batch_fits_the_measured_growth_per_item() -> None:
+    values = _with(phase="forward", batch_size=200, grown=2 * GIB, batch_growth=20 * GIB, bytes_per_item=100 * MIB)
+    fits = smaller_batch(values)
     assert fits is not None
     room = 2 * GIB + GIB // 2
     fixed = 20 * GIB - 200 * 100 * MIB
@@ -260,16 +232,16 @@ def test_the_batch_that_is_proposed_fits_by_the_measured_slope() -> None:
 
 
 @pytest.mark.parametrize("batch", [None, 1])
-def test_no_smaller_batch_is_proposed_where_there_is_none(batch: int | None) -> None:
+def test_a_batch_of_one_or_unknown_size_is_not_made_smaller(batch: int | None) -> None:
     assert smaller_batch(_with(batch_size=batch, grown=GIB)) is None
 
 
-def test_advice_from_nothing_known_is_advice_all_the_same() -> None:
-    assert advise(OomFigures())
-    assert str(OomDiagnosis(OomFigures(), advise(OomFigures())))
+def test_there_is_advice_without_any_value() -> None:
+    assert advise(OomValues())
+    assert str(OomDiagnosis(OomValues(), advise(OomValues())))
 
 
-def test_growth_by_the_batch_is_a_line_through_what_was_measured() -> None:
+def test_expected_growth_is_a_line_through_measured_batches() -> None:
     history = BlockHistory()
     assert history.growth(8) is history.bytes_per_item() is None
     history.ended(10, 600)
@@ -277,14 +249,14 @@ def test_growth_by_the_batch_is_a_line_through_what_was_measured() -> None:
     history.ended(20, 1100)
     assert (history.growth(40), history.bytes_per_item()) == (2100, 50)
     history.ended(20, 1120)
-    assert history.growth(20) == 1120, "what was measured last counts"
+    assert history.growth(20) == 1120, "the last measurement of a size counts"
 
 
-def test_what_runs_leave_behind_is_a_leak_once_sixteen_have_shown_it() -> None:
+def test_growth_from_run_to_run_is_a_leak_after_sixteen_runs() -> None:
     leaking, steady = BlockHistory(), BlockHistory()
     for run in range(30):
-        leaking.begun(GIB + run * 50 * MIB)
-        steady.begun(GIB + (run % 4) * 50 * MIB)
+        leaking.started(GIB + run * 50 * MIB)
+        steady.started(GIB + (run % 4) * 50 * MIB)
         assert run >= 18 or leaking.leaked() is None
     found = leaking.leaked()
     assert found is not None
@@ -293,7 +265,7 @@ def test_what_runs_leave_behind_is_a_leak_once_sixteen_have_shown_it() -> None:
     assert steady.leaked() is None
 
 
-def test_without_cuda_a_guard_lets_everything_pass_and_notes_nothing() -> None:
+def test_without_cuda_a_guard_adds_no_note() -> None:
     guard = oom_guard()
     error = RuntimeError("CUDA out of memory. Tried to allocate 1.00 GiB")
     with pytest.raises(RuntimeError) as caught, guard:
@@ -303,37 +275,11 @@ def test_without_cuda_a_guard_lets_everything_pass_and_notes_nothing() -> None:
     assert guard.diagnosis is None
 
 
-def test_a_guard_decorates_functions_coroutines_and_generators() -> None:
-    @oom_guard(batch_size=lambda batch: len(batch))
-    def plain(batch: list[int]) -> int:
-        """Says so."""
-        return sum(batch)
-
-    @oom_guard()
-    async def later(value: int) -> int:
-        await asyncio.sleep(0)
-        return value
-
-    @oom_guard()
-    def several(values: list[int]) -> Iterator[int]:
-        yield from values
-
-    assert (plain([1, 2]), plain.__name__, plain.__doc__) == (3, "plain", "Says so.")
-    assert asyncio.run(later(4)) == 4
-    assert list(several([1, 2])) == [1, 2]
-
-    async def stream() -> Any:
-        yield 1
-
-    with pytest.raises(TypeError, match="asynchronous generator"):
-        oom_guard()(stream)
-
-
 def _raises(held: object) -> None:
     raise RuntimeError(str(held)[:1])
 
 
-def test_the_frames_that_an_error_has_ended_are_emptied_and_those_that_run_are_not() -> None:
+def test_ended_frames_are_cleared_and_running_frames_are_not() -> None:
     mine = object()
     before = sys.getrefcount(mine)
 
@@ -351,7 +297,7 @@ def test_the_frames_that_an_error_has_ended_are_emptied_and_those_that_run_are_n
         assert frame.f_locals["mine"] is mine
 
 
-def test_a_generator_that_keeps_an_error_for_later_goes_on_after_its_frames_were_emptied() -> None:
+def test_a_suspended_generator_continues_after_its_error_was_cleared() -> None:
     def worker() -> Iterator[Any]:
         try:
             _raises("x")
@@ -366,11 +312,11 @@ def test_a_generator_that_keeps_an_error_for_later_goes_on_after_its_frames_were
     assert next(running) == "still here"
 
 
-def test_a_note_is_added_once_and_found_in_the_wholechain() -> None:
+def test_a_note_is_found_in_the_chain_of_errors() -> None:
     first, second = ValueError("1"), KeyError("2")
     second.__cause__ = first
-    add_note(first, NOTE_BEGINS + "why")
-    assert first.__notes__ == [NOTE_BEGINS + "why"]
+    add_note(first, NOTE_PREFIX + "why")
+    assert first.__notes__ == [NOTE_PREFIX + "why"]
     assert list(chain(second)) == [second, first]
     assert has_note(second)
     first.__context__ = second  # a circle

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 import weakref
@@ -13,44 +12,44 @@ import pytest
 
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.components import Watch
-from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, ToldComponents
+from gpumem_exporter.client.measure.observed import Observed, WatchedBytes
 from gpumem_exporter.client.measure.summary import DeviceSummary, Summary, settings_in_force
 from gpumem_exporter.client.sizes import human_bytes, human_growth
 from tests.support.waiting import patient
 
 
-def told(index: int, allocated: int | None, seconds: float = 60.0, **components: int) -> ToldComponents:
-    return ToldComponents({index: (components, allocated)}, time.monotonic() + seconds)
+def watched_bytes(index: int, allocated: int | None, seconds: float = 60.0, **components: int) -> WatchedBytes:
+    return WatchedBytes({index: (components, allocated)}, time.monotonic() + seconds)
 
 
-def test_the_components_of_several_watches_add_up_and_other_is_the_rest() -> None:
+def test_components_of_several_watches_add_up_and_other_is_the_rest() -> None:
     observed = Observed()
     one, two = object(), object()
     assert observed.components(0) == {}
-    observed.tell_components(one, told(0, 100, parameters=10, gradients=5))
+    observed.set_components(one, watched_bytes(0, 100, parameters=10, gradients=5))
     assert observed.components(0) == {"parameters": 10, "gradients": 5, "other": 85}
-    observed.tell_components(two, told(0, 120, seconds=61, parameters=30))
+    observed.set_components(two, watched_bytes(0, 120, seconds=61, parameters=30))
     assert observed.components(0) == {"parameters": 40, "gradients": 5, "other": 75}
     assert observed.components(1) == {}
-    observed.tell_components(one, None)
-    observed.tell_components(one, None)
+    observed.set_components(one, None)
+    observed.set_components(one, None)
     assert observed.components(0) == {"parameters": 30, "other": 90}
 
 
-def test_other_is_left_out_where_it_cannot_be_known_or_would_be_less_than_nothing() -> None:
+def test_other_is_left_out_if_it_is_unknown_or_negative() -> None:
     observed = Observed()
     for allocated in (None, 9):
-        observed.tell_components(observed, told(0, allocated, parameters=10))
+        observed.set_components(observed, watched_bytes(0, allocated, parameters=10))
         assert observed.components(0) == {"parameters": 10}
 
 
-def test_a_count_that_is_too_old_is_told_no_more() -> None:
+def test_a_count_expires() -> None:
     observed = Observed()
-    observed.tell_components(observed, told(0, 100, seconds=-1, parameters=10))
+    observed.set_components(observed, watched_bytes(0, 100, seconds=-1, parameters=10))
     assert observed.components(0) == {}
 
 
-def test_every_listener_hears_of_a_step_until_it_stops() -> None:
+def test_each_listener_is_called_at_a_step_until_it_stops() -> None:
     steps = Steps()
     heard: list[str] = []
     stop = steps.listen(lambda optimizer: heard.append(f"one {optimizer}"))
@@ -72,7 +71,7 @@ class Kept:
         stops.append(steps.listen(lambda _: None))
 
 
-def test_a_listener_that_a_garbage_collection_ends_while_others_are_called_raises_nothing_into_the_program() -> None:
+def test_the_garbage_collector_may_end_a_listener_while_others_are_called() -> None:
     steps = Steps()
     thresholds, enabled = gc.get_threshold(), gc.isenabled()
     gc.disable()
@@ -94,24 +93,9 @@ def test_a_listener_that_a_garbage_collection_ends_while_others_are_called_raise
             gc.enable()
 
 
-def test_a_name_too_many_is_logged_while_others_may_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    observed, ended = Observed(), []
-
-    def log(*_: object, **__: object) -> None:
-        other = threading.Thread(target=observed.current_phase, daemon=True)
-        other.start()
-        other.join(patient(60))
-        ended.append(not other.is_alive())
-
-    monkeypatch.setattr(logging.getLogger("gpumem_exporter.client"), "log", log)
-    for number in range(MAX_PHASES + 2):
-        observed.name_phase(f"phase {number}")
-    assert ended == [True]
-
-
-def test_what_is_told_of_components_waits_for_no_lock() -> None:
+def test_setting_components_waits_for_no_lock() -> None:
     observed = Observed()
-    watch = threading.Thread(target=observed.tell_components, args=(observed, None), daemon=True)
+    watch = threading.Thread(target=observed.set_components, args=(observed, None), daemon=True)
     ended = []
 
     def read(_: int) -> None:
@@ -124,7 +108,7 @@ def test_what_is_told_of_components_waits_for_no_lock() -> None:
     assert ended == [True]
 
 
-def test_what_is_no_module_is_refused_when_it_is_to_be_watched() -> None:
+def test_watching_something_else_than_a_module_raises_type_error() -> None:
     with pytest.raises(TypeError, match=r"list.*torch\.nn\.Module.*None"):
         Watch([], None)
 
@@ -149,20 +133,20 @@ OLD, NEW = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
         (None, {OLD: "a:1", NEW: "b:2"}, ("a:1", OLD, NEW)),
     ],
 )
-def test_the_variable_that_won_is_named_and_the_one_that_is_overruled(
+def test_the_source_of_the_allocator_settings_and_the_ignored_variable_are_named(
     in_force: str | None, environ: dict[str, str], expected: tuple[str, str, str]
 ) -> None:
     assert settings_in_force(in_force, environ) == expected
 
 
-def test_bytes_for_human_eyes() -> None:
+def test_human_bytes() -> None:
     assert [human_bytes(value) for value in (None, 0, 1023, 1024, -3 << 10, 1536 << 20, 999 << 30)] == [
         *("-", "0 B", "1023 B", "1.0 KiB", "-3.0 KiB", "1.5 GiB", "999 GiB")
     ]
     assert [human_growth(value) for value in (None, 0, 1024, -1024)] == ["-", "0 B", "+1.0 KiB", "-1.0 KiB"]
 
 
-def test_what_is_not_known_is_a_dash_in_the_table_and_none_in_the_figures() -> None:
+def test_unknown_values_are_none_and_a_dash_in_the_table() -> None:
     names = [name for name in DeviceSummary.__dataclass_fields__ if name.endswith(("_bytes", "_ratio"))]
     device = DeviceSummary(0, "GPU-1", "GPU", alloc_retries=None, ooms=None, **dict.fromkeys(names))
     assert (device.slack_bytes, device.fragmented_bytes, device.non_torch_bytes, device.device_used_bytes) == (

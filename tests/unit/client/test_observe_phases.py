@@ -1,4 +1,4 @@
-"""What is known of the peak of a phase, against the whole truth of what an allocator went through."""
+"""Bounds of the peaks of phases, compared with the complete course of an allocator."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.client import memory_context, milestones, phase, watch
 from gpumem_exporter.client.measure.measured import Measured, MemoryUse
-from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, Stretch
+from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, Span
 from tests.support.waiting import patient
 
 
 class Device:
-    """PyTorch's statistics of one device, with its one peak, and all that was ever allocated at once."""
+    """PyTorch's statistics of one device, with its one peak, and the complete course of allocated bytes."""
 
     def __init__(self) -> None:
         self.allocated = self.peak = 0
@@ -63,27 +63,27 @@ STEPS = st.one_of(
 
 
 @given(st.lists(STEPS, max_size=60))
-def test_bounds_of_phases_that_nest_overlap_and_reset_hold_the_true_peak_and_meet_where_one_asked_for_a_reset(
+def test_bounds_of_nested_and_overlapping_phases_contain_the_true_peak_and_are_equal_after_a_reset(
     steps: list[tuple[str, int]],
 ) -> None:
     device = Device()
     observed = observed_on(device)
-    running: list[tuple[Stretch, int]] = []
+    running: list[tuple[Span, int]] = []
     for what, value in [*steps, *[("leave", 0)] * len(steps)]:
         if what == "to":
             device.to(value)
         elif what == "enter":
-            stretch = Stretch("a", reset_peaks=bool(value))
-            running.append((stretch, len(device.course) - 1))
-            observed.enter(stretch)
+            span = Span("a", reset_peaks=bool(value))
+            running.append((span, len(device.course) - 1))
+            observed.enter(span)
         elif what == "leave" and running:
-            stretch, since = running.pop(value % len(running))
-            observed.leave(stretch)
+            span, since = running.pop(value % len(running))
+            observed.leave(span)
             true_peak = max(device.course[since:])
-            bounds = stretch.peaks[0]
+            bounds = span.peaks[0]
             assert bounds.at_most_bytes is not None
             assert bounds.at_least_bytes <= true_peak <= bounds.at_most_bytes
-            assert bounds.exact or not stretch.reset_peaks
+            assert bounds.exact or not span.reset_peaks
         elif what == "look":
             observed.look(0, device.state)
         elif what == "command":
@@ -91,7 +91,7 @@ def test_bounds_of_phases_that_nest_overlap_and_reset_hold_the_true_peak_and_mee
 
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), min_size=1, max_size=20))
-def test_the_peak_over_all_is_what_it_would_be_without_the_resets_of_phases(runs: list[tuple[int, bool, bool]]) -> None:
+def test_resets_by_phases_do_not_change_the_overall_peak(runs: list[tuple[int, bool, bool]]) -> None:
     device = Device()
     observed = observed_on(device)
     for allocated, reset, inside in runs:
@@ -101,10 +101,10 @@ def test_the_peak_over_all_is_what_it_would_be_without_the_resets_of_phases(runs
         device.to(allocated)
     observed.look(0, device.state)
     assert observed.lifted(0, "allocated_bytes", device.peak) == max(device.course)
-    assert observed.peak_resets(0) == 0  # what is made up for counts as none
+    assert observed.peak_resets(0) == 0  # resets by phases do not count
 
 
-def test_a_run_that_raises_the_allocator_s_own_peak_is_exact_and_one_below_it_is_bounded() -> None:
+def test_a_run_above_the_allocator_s_peak_is_exact_and_one_below_it_has_two_bounds() -> None:
     device = Device()
     observed = observed_on(device)
     with measured(observed) as first:
@@ -120,7 +120,7 @@ def test_a_run_that_raises_the_allocator_s_own_peak_is_exact_and_one_below_it_is
     assert (second.growth_bytes, second.exact) == (-10, False)
 
 
-def test_a_reset_at_the_begin_makes_every_run_exact_and_an_outer_one_knows_the_peak_before_it() -> None:
+def test_reset_peaks_makes_runs_exact_and_keeps_the_peaks_of_outer_phases() -> None:
     device = Device()
     observed = observed_on(device)
     device.to(500)
@@ -138,7 +138,7 @@ def test_a_reset_at_the_begin_makes_every_run_exact_and_an_outer_one_knows_the_p
     assert observed.lifted(0, "reserved_bytes", None) is None
 
 
-def test_a_reset_by_somebody_else_inside_leaves_a_lower_bound_alone() -> None:
+def test_a_reset_by_the_program_removes_the_upper_bound() -> None:
     device = Device()
     observed = observed_on(device)
     device.to(100)
@@ -147,13 +147,13 @@ def test_a_reset_by_somebody_else_inside_leaves_a_lower_bound_alone() -> None:
         device.to(10)
         device.reset_peaks(0)
         device.to(30)
-    assert use.devices[0].peak_bytes == 100  # where it began
+    assert use.devices[0].peak_bytes == 100  # the value at its start
     assert use.devices[0].peak_at_most_bytes is None
     assert not use.exact
     assert observed.peak_resets(0) == 1
 
 
-def test_a_device_that_comes_into_use_inside_a_phase_began_with_nothing() -> None:
+def test_a_device_first_used_in_a_phase_starts_at_zero() -> None:
     device = Device()
     device.used = False
     observed = observed_on(device)
@@ -164,7 +164,7 @@ def test_a_device_that_comes_into_use_inside_a_phase_began_with_nothing() -> Non
     assert (use.before_bytes, use.after_bytes, use.peak_bytes, use.exact) == (0, 16, 64, True)
 
 
-def test_a_phase_is_told_with_the_largest_of_its_runs_until_somebody_resets_the_peaks_and_it_has_run_again() -> None:
+def test_a_phase_keeps_its_largest_peak_until_it_runs_after_a_reset() -> None:
     device = Device()
     observed = observed_on(device)
 
@@ -177,13 +177,13 @@ def test_a_phase_is_told_with_the_largest_of_its_runs_until_somebody_resets_the_
     assert [run(50), run(90), run(60)] == [50, 90, 90]
     device.reset_peaks(0)
     observed.look(0, device.state)
-    assert observed.phases(0)["forward"].at_least_bytes == 90  # it has not run since
+    assert observed.phases(0)["forward"].at_least_bytes == 90  # the phase has not run since
     assert [run(20), run(30)] == [20, 30]
     observed.reset_peaks(0, device.state, device.reset_peaks)
     assert run(5) == 5
 
 
-def test_a_phase_that_runs_is_told_before_it_has_ended_with_what_the_reporter_saw() -> None:
+def test_a_running_phase_is_reported_with_the_samples_so_far() -> None:
     device = Device()
     observed = observed_on(device)
     device.to(100)
@@ -192,11 +192,11 @@ def test_a_phase_that_runs_is_told_before_it_has_ended_with_what_the_reporter_sa
         device.to(70)
         observed.look(0, device.state)
         device.to(20)
-        told = observed.phases(0)["training"]
-    assert (told.at_least_bytes, told.at_most_bytes, told.exact) == (70, 100, False)
+        reported = observed.phases(0)["training"]
+    assert (reported.at_least_bytes, reported.at_most_bytes, reported.exact) == (70, 100, False)
 
 
-def test_64_names_are_kept_and_further_ones_are_measured_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+def test_64_names_are_reported_and_further_phases_are_measured_only(caplog: pytest.LogCaptureFixture) -> None:
     device = Device()
     observed = observed_on(device)
     for number in range(MAX_PHASES + 10):
@@ -210,11 +210,11 @@ def test_64_names_are_kept_and_further_ones_are_measured_all_the_same(caplog: py
 @pytest.mark.parametrize(
     ("given", "kept"), [("", "unnamed"), ("x" * 300, "x" * 256), ("caf\udce9", "caf?"), ("é", "é")], ids=repr
 )
-def test_any_name_becomes_one_that_the_exporter_takes(given: str, kept: str) -> None:
+def test_names_become_valid_label_values(given: str, kept: str) -> None:
     assert observed_on(Device()).name_phase(given) == kept
 
 
-def test_an_exception_goes_through_and_the_phase_is_measured() -> None:
+def test_a_phase_that_ends_by_an_exception_is_measured() -> None:
     device = Device()
     observed = observed_on(device)
     uses: list[MemoryUse] = []
@@ -230,7 +230,7 @@ def test_an_exception_goes_through_and_the_phase_is_measured() -> None:
     assert observed.current_phase() is None
 
 
-def test_statistics_that_fail_reach_nobody() -> None:
+def test_errors_of_statistics_do_not_reach_the_program() -> None:
     class Broken(Device):
         def state(self, index: int) -> dict[str, Any]:
             raise RuntimeError("no")
@@ -241,7 +241,7 @@ def test_statistics_that_fail_reach_nobody() -> None:
     assert (use.devices, use.peak_bytes, observed.current_phase()) == ((), None, None)
 
 
-def test_an_allocator_without_statistics_gives_no_figures() -> None:
+def test_an_allocator_without_statistics_has_no_devices() -> None:
     class Pluggable(Device):
         def state(self, index: int) -> Any:
             return None
@@ -252,7 +252,7 @@ def test_an_allocator_without_statistics_gives_no_figures() -> None:
     assert use.duration_seconds is not None
 
 
-def test_a_decorator_measures_each_call_and_gives_back_what_the_function_does() -> None:
+def test_a_decorated_function_is_measured_at_each_call_and_returns_its_value() -> None:
     device = Device()
     uses: list[MemoryUse] = []
     phase = measured(observed_on(device), ended=uses.append)
@@ -267,7 +267,7 @@ def test_a_decorator_measures_each_call_and_gives_back_what_the_function_does() 
     assert [use.growth_bytes for use in uses] == [1, 2, 3, 4]
 
 
-def test_a_decorated_generator_is_measured_to_its_last_value_and_takes_what_is_sent() -> None:
+def test_a_decorated_generator_is_measured_to_its_last_value_and_accepts_send() -> None:
     device = Device()
     uses: list[MemoryUse] = []
 
@@ -285,7 +285,7 @@ def test_a_decorated_generator_is_measured_to_its_last_value_and_takes_what_is_s
     assert [(use.peak_bytes, use.after_bytes) for use in uses] == [(7, 5)]
 
 
-def test_decorated_coroutines_that_run_at_once_are_each_measured_from_their_own_begin() -> None:
+def test_concurrent_coroutines_are_measured_separately() -> None:
     device = Device()
     uses: list[MemoryUse] = []
 
@@ -297,7 +297,7 @@ def test_decorated_coroutines_that_run_at_once_are_each_measured_from_their_own_
 
     async def main() -> None:
         a, b = asyncio.Event(), asyncio.Event()
-        one = asyncio.create_task(work(b, asyncio.Event(), 10))  # ends when the second has begun
+        one = asyncio.create_task(work(b, asyncio.Event(), 10))  # ends when the second has started
         await asyncio.sleep(0)
         two = asyncio.create_task(work(a, b, 100))
         await one
@@ -308,7 +308,7 @@ def test_decorated_coroutines_that_run_at_once_are_each_measured_from_their_own_
     assert [(use.before_bytes, use.growth_bytes) for use in uses] == [(0, 110), (10, 100)]
 
 
-def test_an_asynchronous_generator_is_refused_where_it_is_decorated() -> None:
+def test_decorating_an_asynchronous_generator_raises_type_error() -> None:
     async def values() -> Any:
         yield 1
 
@@ -316,7 +316,7 @@ def test_an_asynchronous_generator_is_refused_where_it_is_decorated() -> None:
         measured(observed_on(Device()))(values)
 
 
-def test_the_current_phase_is_the_innermost_of_this_thread_else_of_the_one_it_works_for_and_no_other_s(
+def test_the_current_phase_is_that_of_this_thread_or_of_the_thread_it_works_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     observed = observed_on(Device())
@@ -330,7 +330,7 @@ def test_the_current_phase_is_the_innermost_of_this_thread_else_of_the_one_it_wo
         with measured(observed, "own"):
             seen.append(observed.current_phase())
 
-    block = Measured("a block that is no phase", kept=False, observed=observed)
+    block = Measured("a block that is not a phase", kept=False, observed=observed)
     with measured(observed, "outer"), measured(observed, "inner"), block:
         thread = threading.Thread(target=work)
         thread.start()
@@ -339,7 +339,7 @@ def test_the_current_phase_is_the_innermost_of_this_thread_else_of_the_one_it_wo
     assert seen == [None, None, "inner", "own", "inner"]
 
 
-def test_one_phase_used_by_many_threads_at_once_loses_none_and_tells_the_largest() -> None:
+def test_a_phase_in_many_threads_counts_each_run_and_keeps_the_largest_peak() -> None:
     device = Device()
     uses: list[MemoryUse] = []
     observed = observed_on(device)
@@ -361,7 +361,7 @@ def test_one_phase_used_by_many_threads_at_once_loses_none_and_tells_the_largest
     assert observed.phases(0)["a"].at_least_bytes == 49
 
 
-def test_a_phase_may_be_copied_and_pickled_with_what_it_belongs_to_also_while_it_runs() -> None:
+def test_a_running_phase_can_be_copied_and_pickled() -> None:
     for block in (phase("copied", reset_peaks=True), memory_context("copied")):
         with block:
             copies = [copy.deepcopy({"of a model": block})["of a model"], pickle.loads(pickle.dumps(block))]
@@ -371,7 +371,7 @@ def test_a_phase_may_be_copied_and_pickled_with_what_it_belongs_to_also_while_it
             assert (use.name, use.devices) == ("copied", ())
 
 
-def test_a_copy_of_a_watch_or_of_milestones_is_closed_and_keeps_what_was_taken_down() -> None:
+def test_copies_of_watches_and_milestones_are_closed_and_keep_their_records() -> None:
     with watch(None) as watching, milestones() as seen:
         seen.record("loaded")
         for copied in (copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))):

@@ -30,7 +30,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_errors_are_numbered_and_age_until_they_are_sent(bench: Bench) -> None:
+def test_errors_are_numbered_and_their_age_is_that_at_sending(bench: Bench) -> None:
     bench.note(requested_bytes=5)
     bench.now += 2.0
     bench.note()
@@ -38,7 +38,7 @@ def test_errors_are_numbered_and_age_until_they_are_sent(bench: Bench) -> None:
     assert [(oom.number, oom.age_seconds) for oom in bench.log.waiting()] == [(1, 3.0), (2, 1.0)]
 
 
-def test_an_error_is_told_until_a_report_that_carried_it_was_answered(bench: Bench) -> None:
+def test_an_error_is_sent_until_a_report_with_it_was_answered(bench: Bench) -> None:
     bench.note()
     sent = bench.log.waiting()
     bench.note()
@@ -48,7 +48,7 @@ def test_an_error_is_told_until_a_report_that_carried_it_was_answered(bench: Ben
     assert [oom.number for oom in bench.log.waiting()] == [2]
 
 
-def test_many_errors_hasten_one_report_and_the_last_are_kept(bench: Bench) -> None:
+def test_many_errors_wake_the_reporter_once_and_the_last_are_kept(bench: Bench) -> None:
     for _ in range(100):
         bench.note()
     assert bench.wakes == 1
@@ -58,13 +58,13 @@ def test_many_errors_hasten_one_report_and_the_last_are_kept(bench: Bench) -> No
     assert bench.wakes == 2
 
 
-def test_where_nobody_observes_the_growth_of_the_count_is_told(bench: Bench) -> None:
+def test_without_an_observer_the_growth_of_the_count_is_recorded(bench: Bench) -> None:
     for ooms in (3, 3, 5):
         bench.counted(ooms)
     assert [(oom.number, oom.step, oom.requested_bytes) for oom in bench.log.waiting()] == [(1, 7, None), (2, 7, None)]
 
 
-def test_a_count_that_was_reset_or_is_not_known_tells_nothing(bench: Bench) -> None:
+def test_a_reset_or_unknown_count_records_nothing(bench: Bench) -> None:
     for ooms in (3, 0, None, 0):
         bench.counted(ooms)
     assert bench.log.waiting() == ()
@@ -72,7 +72,7 @@ def test_a_count_that_was_reset_or_is_not_known_tells_nothing(bench: Bench) -> N
     assert len(bench.log.waiting()) == 1
 
 
-def test_an_observer_without_a_listener_does_nothing_and_raises_nothing() -> None:
+def test_an_observer_raises_nothing() -> None:
     observer = OutOfMemoryObserver()
     observer(0, 1, 2, 3)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from gpumem_exporter.client.leaks.referrers import NOBODY, Referrers
+from gpumem_exporter.client.leaks.referrers import NO_REFERRER, Referrers
 
 
 class Thing:
@@ -41,8 +41,8 @@ kept: list[object] = []
 
 def _described(target: object) -> str:
     targets = [target]
-    told = Referrers().describe(targets, time.thread_time() + 60)
-    return told.get(id(target), "")
+    described = Referrers().describe(targets, time.thread_time() + 60)
+    return described.get(id(target), "")
 
 
 def _of_a_function(thing: Thing) -> Callable[[], Thing]:
@@ -82,15 +82,15 @@ HOLDERS: dict[str, tuple[Callable[[], object], Callable[[object], object], str]]
 
 
 @pytest.mark.parametrize("name", HOLDERS)
-def test_whoever_holds_an_object_is_named(name: str) -> None:
+def test_the_holder_of_an_object_is_named(name: str) -> None:
     make, find, expected = HOLDERS[name]
     kept.clear()
     holder = make()
     try:
-        # found from a frame of its own, which is gone: else its variable would be the holder
+        # found in the frame of another function: a local variable here would be the holder
         target = id(find(holder))
-        told = _described_by_id(holder, find)
-        assert re.match(expected, told[target]), told
+        described = _described_by_id(holder, find)
+        assert re.match(expected, described[target]), described
     finally:
         kept.clear()
 
@@ -106,11 +106,11 @@ def _local_list() -> str:
 
 
 def test_a_local_variable_is_named_with_its_place() -> None:
-    told = _local_list()
-    assert re.match(r"list of 1 .*local variable.*others.*_local_list$", told), told
+    described = _local_list()
+    assert re.match(r"list of 1 .*local variable.*others.*_local_list$", described), described
 
 
-def test_a_dictionary_of_locals_that_the_program_keeps_stays_as_it_was() -> None:
+def test_a_dictionary_from_locals_is_not_changed() -> None:
     def program() -> list[str]:
         first = Thing()
         mine = locals()
@@ -131,9 +131,9 @@ def test_nothing_is_kept_alive() -> None:
     assert box[0] is thing
 
 
-def test_what_no_python_object_holds_is_said_to_be_held_by_none() -> None:
-    assert next(iter(Referrers().describe([Thing()], time.thread_time() + 60).values())) == NOBODY
+def test_an_object_without_python_referrers_is_described_as_such() -> None:
+    assert next(iter(Referrers().describe([Thing()], time.thread_time() + 60).values())) == NO_REFERRER
 
 
-def test_no_pass_begins_after_the_end() -> None:
+def test_no_pass_starts_after_the_end() -> None:
     assert Referrers().describe([Thing()], time.thread_time() - 1) == {}

@@ -91,7 +91,7 @@ def at_an_out_of_memory_error() -> None:
 
 
 def at_a_guarded_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard._blocks, "begin", interrupted)
+    monkeypatch.setattr(guard._blocks, "start", interrupted)
     with oom_guard():
         pass
 
