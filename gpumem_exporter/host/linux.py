@@ -14,13 +14,17 @@ from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
-from gpumem_exporter.procfs import describe_command, parse_stat_program, pid_namespace, split_cmdline
+from gpumem_exporter.procfs import (
+    INITIAL_PID_NAMESPACE,
+    describe_command,
+    parse_stat_program,
+    pid_namespace,
+    split_cmdline,
+)
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 
 __all__ = ["LinuxHost"]
 
-# PROC_PID_INIT_INO in the kernel's proc_ns.h. The driver uses the pids of this namespace.
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 _READ_AGAIN_SECONDS = 60.0
 _JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
 
@@ -60,7 +64,7 @@ class LinuxHost:
     @property
     def sees_host_pids(self) -> bool:
         """Whether this is the host's PID namespace, so that the driver's pids are valid here."""
-        return self._own_namespace == _INITIAL_PID_NAMESPACE
+        return self._own_namespace == INITIAL_PID_NAMESPACE
 
     def facts(self, pid: int) -> ProcessFacts | None:
         """Return the description of a process; None if it does not exist. Facts that cannot be read are empty."""
