@@ -12,13 +12,12 @@ import functools
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 
 __all__ = ["DriverReading", "read_driver"]
 
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-"""Inode of the first PID namespace (PROC_PID_INIT_INO of the kernel): the one whose pids the driver tells."""
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _KNOWN_MAX = 2**63 - 1
 """Above it the driver means that it does not know."""
@@ -128,7 +127,4 @@ def _utilization(nvml: Any, device: ctypes.c_void_p) -> float | None:
 
 
 def _pids_are_the_driver_s() -> bool:
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False
+    return pid_namespace() == INITIAL_PID_NAMESPACE
