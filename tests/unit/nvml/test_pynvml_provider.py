@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import _ctypes
 import ctypes
 import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pynvml
@@ -15,6 +15,7 @@ import pytest
 
 from gpumem_exporter import errors
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
+from gpumem_exporter.nvml import library as library_module
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.pynvml_provider import PynvmlProvider
 from gpumem_exporter.nvml.return_codes import RETURN_CODES, error_for_code
@@ -355,7 +356,7 @@ def test_a_gpu_without_mig_support_is_one_device(provider: PynvmlProvider, libra
 def test_any_initialization_error_makes_nvml_unavailable(
     library: Library, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_ctypes, "dlclose", lambda handle: None)
+    monkeypatch.setattr(library_module, "_dlclose", lambda handle: None)
     library.codes["nvmlInitWithFlags"] = code
     with pytest.raises(errors.NvmlUnavailableError, match=f"nvmlInit: .*NVML_ERROR_{RETURN_CODES[code].name}"):
         PynvmlProvider().open()
@@ -375,7 +376,7 @@ def test_a_library_with_another_version_than_the_driver_is_loaded_again(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unloaded: list[int] = []
-    monkeypatch.setattr(_ctypes, "dlclose", unloaded.append)
+    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
     library.codes["nvmlInitWithFlags"] = 18
     provider = PynvmlProvider()
     with pytest.raises(errors.NvmlUnavailableError, match=r"NVML_ERROR_LIB_RM_VERSION_MISMATCH|version"):
@@ -387,11 +388,25 @@ def test_a_library_with_another_version_than_the_driver_is_loaded_again(
     assert uuids(provider) == ["GPU-9"]
 
 
+def test_unloading_removes_a_real_library_from_the_process(tmp_path: Path) -> None:
+    ctypes.CDLL("libm.so.6")  # any library: a copy of it is loaded only here
+    (original, *_) = re.findall(r"/\S*libm\.so\S*", Path("/proc/self/maps").read_text())
+    copy = tmp_path / "libcopy.so"
+    copy.write_bytes(Path(original).read_bytes())
+    loaded = ctypes.CDLL(str(copy))
+
+    module = SimpleNamespace(nvmlLib=loaded, _nvmlGetFunctionPointer_cache={"nvmlInit": object()})
+    assert str(copy) in Path("/proc/self/maps").read_text()
+    library_module.unload_library(module)
+    assert str(copy) not in Path("/proc/self/maps").read_text()
+    assert (module.nvmlLib, module._nvmlGetFunctionPointer_cache) == (None, {})
+
+
 def test_a_release_unloads_the_library_and_the_next_open_loads_the_current_one(
     provider: PynvmlProvider, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unloaded: list[int] = []
-    monkeypatch.setattr(_ctypes, "dlclose", unloaded.append)
+    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
     provider.release()
     provider.release()
     assert (library.calls.count("nvmlShutdown"), unloaded) == (1, [4711])
@@ -404,12 +419,7 @@ def test_a_library_whose_driver_did_not_initialize_is_unloaded_on_release(
     library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unloaded: list[int] = []
-
-    def refuse(handle: int) -> None:
-        unloaded.append(handle)
-        raise OSError("not unloaded")
-
-    monkeypatch.setattr(_ctypes, "dlclose", refuse)
+    monkeypatch.setattr(library_module, "_dlclose", unloaded.append)
     library.codes["nvmlInitWithFlags"] = 9
     provider = PynvmlProvider()
     with pytest.raises(errors.NvmlUnavailableError):
