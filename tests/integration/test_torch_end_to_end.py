@@ -9,8 +9,8 @@ import pytest
 
 from gpumem_exporter.procfs import describe_command, split_cmdline
 from tests.claims import actions, device, heaps
-from tests.claims.figures import require
 from tests.claims.place import EXPANDABLE, Place
+from tests.claims.values import require
 from tests.emulation.node import EmulatedNode
 
 
@@ -24,9 +24,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator
 
 def test_every_torch_series_is_what_the_process_itself_says_byte_for_byte(place: Place) -> None:
     bench = place.process()
-    figures = heaps.every_series_is_what_torch_says(bench, devices=(0, 1))
-    require(figures)
-    assert figures["gpumem_torch_ooms_total of device 0"].value == 1
+    values = heaps.every_series_is_what_torch_says(bench, devices=(0, 1))
+    require(values)
+    assert values["gpumem_torch_ooms_total of device 0"].value == 1
     # the driver knows every process here: its own figure was compared, too
     assert all(bench.pid in book.processes for book in place.books())
     info = bench.info()
@@ -55,15 +55,15 @@ def test_the_page_gives_a_devices_memory_as_the_driver_and_cuda_do(place: Place)
 
 @pytest.mark.parametrize("settings", ["", EXPANDABLE])
 def test_what_torch_takes_for_a_block_is_what_the_driver_gives(place: Place, settings: str) -> None:
-    figures = device.segments(place.process(settings))
-    require(figures)
-    assert figures["1 byte: reserved"].value == 2 << 20
+    values = device.segments(place.process(settings))
+    require(values)
+    assert values["1 byte: reserved"].value == 2 << 20
 
 
 def test_a_context_is_non_torch_and_its_bytes_go_with_the_process(place: Place) -> None:
-    figures = device.context_of_a_process(place)
-    require(figures)
-    assert figures["gpumem_torch_non_torch_bytes"].value == 512 << 20
+    values = device.context_of_a_process(place)
+    require(values)
+    assert values["gpumem_torch_non_torch_bytes"].value == 512 << 20
 
 
 def test_a_dry_run_touches_nothing(place: Place) -> None:
