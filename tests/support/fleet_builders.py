@@ -1,4 +1,4 @@
-"""Documents and exporters of a fleet, as its unit tests need them."""
+"""Builders for documents and exporters of a fleet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A, B, C = (Place(f"node{i}:9844", f"http://node{i}:9844") for i in (1, 2, 3))
 
 
 def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
-    """A reporting process on the devices of `gpus`, as `/api/v1/processes` has it."""
+    """Return a reporting process on the devices of `gpus`, as in `/api/v1/processes`."""
     gpus = changes.pop("gpus", ("0",))
     return {
         "pid": pid,
@@ -31,19 +31,19 @@ def process(pid: int | str = 1, **changes: Any) -> dict[str, Any]:
 
 
 def unreported(pid: int, **changes: Any) -> dict[str, Any]:
-    """A process that the driver alone knows."""
+    """Return a process that only the driver lists."""
     nothing = {"reporting": False, "state": "unreported", "workload": None, "rank": None, "sample_age_seconds": None}
     return process(pid, **{**nothing, **changes})
 
 
 def row(pid: int | str = 1, outcome: str = "done", **changes: Any) -> dict[str, Any]:
-    """A result as the API has it."""
+    """Return a result as in the API."""
     known = {"workload": "train", "rank": "0", "gpu": "0", "uuid": "GPU-0", "reason": "", "freed_bytes": 7}
     return {"pid": pid, "outcome": outcome, **known, **changes}
 
 
 def action(*results: dict[str, Any], state: str = "done", **changes: Any) -> dict[str, Any]:
-    """An action as the API has it."""
+    """Return an action as in the API."""
     return {
         "id": "a1",
         "action": "empty_cache",
@@ -56,7 +56,7 @@ def action(*results: dict[str, Any], state: str = "done", **changes: Any) -> dic
 
 @dataclass
 class Clock:
-    """Moves when somebody sleeps, or by hand."""
+    """A clock that advances when it sleeps, or manually."""
 
     now: float = 0.0
 
@@ -69,7 +69,7 @@ class Clock:
 
 @dataclass
 class ScriptedExporter:
-    """Answers in order; the last answer again and again. An error is raised."""
+    """Returns answers in order, and repeats the last one; an error is raised."""
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     begins: list[Mapping[str, Any] | ExporterError] = field(default_factory=list)
@@ -99,7 +99,7 @@ class ScriptedExporter:
         self.asked.append(("close", None))
 
     def asked_for(self, what: str) -> list[Any]:
-        """What came of one kind."""
+        """Return the requests of one kind."""
         return [said for kind, said in self.asked if kind == what]
 
 

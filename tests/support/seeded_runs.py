@@ -1,7 +1,6 @@
-"""What a training process holds at the end of each step, made up from a seed: with what makes it go up and down.
+"""The allocated bytes of a training process at the end of each step, generated from a seed in several patterns.
 
-The device has 8 GiB. A run without a leak comes back to its floor within some 150 steps; with one, it does on top of
-that.
+The device has 8 GiB. A run without a leak returns to its minimum within about 150 steps; a leak is added to that.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SHAPES: dict[str, Shape] = {
     "a sawtooth of 16 steps and 64 MiB": _sawtooth(16, 4 * MIB),
     "a sawtooth of 40 steps and 120 MiB": _sawtooth(40, 3 * MIB),
 }
-"""In each of these a leak of one percent of the device in 1,000 steps is found within 200 steps."""
+"""In each pattern, a leak of one percent of the device in 1,000 steps is found within 200 steps."""
 
 
 def _irregular() -> Shape:
@@ -83,7 +82,7 @@ def _buffer() -> Shape:
 
 
 def hard_shapes() -> dict[str, Shape]:
-    """What must not be taken for a leak either; a leak below it takes longer to find."""
+    """Return patterns that must not cause false alarms, but in which a leak is found later."""
     return {
         "garbage collected at irregular times": _irregular(),
         "garbage of which every fifth collection alone frees all": _generations(),
@@ -96,14 +95,14 @@ def hard_shapes() -> dict[str, Shape]:
 
 
 def allocated(shape: Shape, seed: int, *, percent: float = 0.0, from_step: int = 0, every: int = 1) -> Iterator[int]:
-    """Allocated bytes after each step, without end.
+    """Yield the allocated bytes after each step, without end.
 
     Args:
-        shape: what goes up and down.
-        seed: of its randomness.
-        percent: of the device that leaks in 1,000 steps.
-        from_step: the first that leaks.
-        every: so many steps leak at once.
+        shape: the pattern.
+        seed: the seed of the random numbers.
+        percent: the percentage of the device that leaks in 1,000 steps.
+        from_step: the first step that leaks.
+        every: the number of steps between two leaks, which are larger then.
     """
     rng = random.Random(seed)
     base = rng.randrange(500, 4000) * MIB
