@@ -1,7 +1,6 @@
 """The rules for Prometheus, their runbooks, and Alertmanager's configuration.
 
-Each alert has a file of promtool tests of its own, in rules/. They are run on the alert as it is shipped, and, in the
-same run, on what becomes of it without one of its conditions: if no test notices, nothing says that it is needed.
+Each alert has a file of promtool tests in rules/.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ TESTS = Path(__file__).parent / "rules"
 SECTIONS = ("What it means", "Confirm", "Do", "Do not")
 KINDS = ("fires", "silent", "resolves")
 FOREIGN = {"up", "process_resident_memory_bytes", "process_open_fds", "process_start_time_seconds"}
-"""Metrics that are not of this project, and that rules and runbooks may name all the same."""
+"""Metrics of other projects that rules and runbooks may use."""
 CATALOG = {metric.name: metric for metric in METRICS}
 
 
 @cache
 def groups(file: str) -> list[dict[str, Any]]:
-    """The groups of a file of rules."""
+    """Return the groups of a rule file."""
     loaded: list[dict[str, Any]] = yaml.safe_load((RULES / file).read_text())["groups"]
     return loaded
 
@@ -59,17 +58,17 @@ def run(*words: str | Path, cwd: Path = REPOSITORY) -> subprocess.CompletedProce
     return subprocess.run(words, cwd=cwd, capture_output=True, text=True, check=False, timeout=patient(100))
 
 
-# --- what an alert is made of
+# --- Rules
 
 
 @pytest.mark.tools
-def test_prometheus_takes_the_rules() -> None:
+def test_the_rules_are_valid() -> None:
     checked = run(tool("promtool", "prometheus"), "check", "rules", *sorted(RULES.glob("*.yml")))
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert f"{len(ALERTS)} rules found" in checked.stdout
 
 
-def test_prometheus_is_told_of_the_rules_and_of_the_job_that_they_look_for() -> None:
+def test_prometheus_loads_the_rules_and_has_their_job() -> None:
     configuration = yaml.safe_load((REPOSITORY / "deploy" / "prometheus" / "prometheus.yml").read_text())
     assert configuration["rule_files"] == ["rules/*.yml"]
     assert "gpumem" in [job["job_name"] for job in configuration["scrape_configs"]]
@@ -79,20 +78,20 @@ def test_prometheus_is_told_of_the_rules_and_of_the_job_that_they_look_for() -> 
 
 
 @pytest.mark.parametrize("name", RECORDS)
-def test_a_recording_rule_is_called_by_level_metric_and_operation_and_is_used_or_kept_for_long_views(name: str) -> None:
+def test_a_recording_rule_has_level_metric_and_operation_in_its_name_and_is_used(name: str) -> None:
     level, metric, operation = name.split(":")
     assert level in ("process", "device", "rank", "workload")
     assert metric in CATALOG
     assert re.fullmatch(r"[a-z0-9_]+", operation)
     users = [rule["expr"] for rule in (*ALERTS.values(), *RECORDS.values()) if rule.get("record") != name]
-    assert level == "workload" or any(name in expression for expression in users), "no alert needs it"
+    assert level == "workload" or any(name in expression for expression in users), "no alert uses it"
 
 
-def test_every_metric_that_a_rule_or_a_runbook_names_is_in_the_catalog() -> None:
+def test_rules_and_runbooks_use_only_metrics_of_the_catalog() -> None:
     texts = {path.name: path.read_text() for path in (*RULES.glob("*.yml"), *RUNBOOKS.glob("*.md"))}
     assert len(texts) == len(ALERTS) + 3
     for file, text in texts.items():
-        # A recording rule's name goes first, so that its middle is not taken for a metric.
+        # Names of recording rules contain names of metrics, so they are removed first.
         recorded = re.findall(r"\b(?:process|device|rank|workload):\w+:\w+", text)
         assert set(recorded) <= RECORDS.keys(), file
         plain = re.sub(r"\b(?:process|device|rank|workload):\w+:\w+", "", text)
@@ -103,7 +102,7 @@ def test_every_metric_that_a_rule_or_a_runbook_names_is_in_the_catalog() -> None
         assert foreign <= FOREIGN, file
 
 
-# --- runbooks
+# --- Runbooks
 
 
 def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
@@ -111,14 +110,14 @@ def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_a_runbook_says_what_it_means_how_to_confirm_what_to_do_and_what_not_and_fits_a_page(name: str) -> None:
+def test_a_runbook_has_its_four_sections_and_fits_a_page(name: str) -> None:
     text = (RUNBOOKS / f"{name}.md").read_text()
     assert text.startswith(f"# {name}\n")
     assert tuple(re.findall(r"^## (.*)$", text, flags=re.MULTILINE)) == SECTIONS
     assert len(text.splitlines()) <= 70
     commands = set(re.findall(r"gpumem-exporter ([a-z][a-z-]+)", text))
     assert commands <= set(COMMANDS), name
-    assert commands, "it names none of the exporter's own commands"
+    assert commands, "a runbook needs a command of the exporter"
     assert set(re.findall(r"[?&]type=(\w+)", text)) <= set(EVENT_TYPES)
     for link in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (RUNBOOKS / link).is_file(), link
@@ -130,14 +129,14 @@ def runbook_queries(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_a_runbook_that_names_a_node_says_where_that_is_reached_and_who_may_ask(name: str) -> None:
+def test_a_runbook_with_a_node_links_to_how_to_reach_an_exporter(name: str) -> None:
     text = (RUNBOOKS / f"{name}.md").read_text()
     at_first = text.find("](README.md)")
     assert ("NODE:9844" in text) == (at_first >= 0)
     assert at_first <= text.find("```")
 
 
-def test_the_page_on_how_to_ask_finds_the_exporter_where_the_manifests_put_it() -> None:
+def test_the_page_on_how_to_reach_an_exporter_matches_the_manifests() -> None:
     text = (RUNBOOKS / "README.md").read_text()
     namespace, daemon_set = yaml.safe_load_all((REPOSITORY / "deploy" / "kubernetes" / "exporter.yaml").read_text())
     (label,) = daemon_set["spec"]["selector"]["matchLabels"].items()
@@ -150,7 +149,7 @@ def test_the_page_on_how_to_ask_finds_the_exporter_where_the_manifests_put_it() 
 
 
 @pytest.mark.tools
-def test_the_query_for_lost_devices_names_none_that_has_only_another_index_now(tmp_path: Path) -> None:
+def test_the_query_for_lost_devices_excludes_devices_with_a_new_index(tmp_path: Path) -> None:
     query = runbook_queries(RUNBOOKS / "GpuMemDeviceLost.md")[1]
 
     def series(gpu: int, uuid: str, values: str) -> dict[str, str]:
@@ -175,7 +174,7 @@ def test_the_query_for_lost_devices_names_none_that_has_only_another_index_now(t
 
 
 @pytest.mark.tools
-def test_every_query_of_a_runbook_is_one() -> None:
+def test_every_query_of_a_runbook_is_valid() -> None:
     queries = [query for path in sorted(RUNBOOKS.glob("*.md")) for query in runbook_queries(path)]
     assert len(queries) >= len(ALERTS)
     rules = [{"record": f"query:{number}", "expr": query} for number, query in enumerate(queries)]
@@ -189,7 +188,7 @@ def test_every_query_of_a_runbook_is_one() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-# --- the alerts' own tests
+# --- Tests of the alerts
 
 
 @cache
@@ -198,12 +197,12 @@ def written_tests(name: str) -> dict[str, Any]:
     return loaded
 
 
-def test_every_alert_has_tests_and_all_tests_belong_to_an_alert() -> None:
+def test_every_alert_has_a_file_of_tests() -> None:
     assert {path.stem for path in TESTS.glob("*.yml")} == ALERTS.keys()
 
 
 @pytest.mark.parametrize("name", ALERTS)
-def test_an_alert_is_tested_for_firing_for_its_look_alikes_and_for_resolving(name: str) -> None:
+def test_an_alert_has_tests_for_firing_staying_silent_and_resolving(name: str) -> None:
     document = written_tests(name)
     assert document["rule_files"] == ["../../../deploy/prometheus/rules/*.yml"]
     in_order = (*groups("recording.yml"), *groups("alerts.yml"))
@@ -234,7 +233,7 @@ def test_every_alert_passes_its_tests() -> None:
 
 
 @pytest.mark.tools
-def test_alertmanager_takes_its_configuration() -> None:
+def test_the_configuration_of_alertmanager_is_valid() -> None:
     checked = run(tool("amtool", "prometheus-alertmanager"), "check-config", ALERTMANAGER)
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -249,19 +248,19 @@ def test_an_alert_reaches_the_receiver_of_its_severity(severity: str, receiver: 
     assert routed.stdout.split() == [receiver], routed.stderr
 
 
-def test_nobody_is_told_until_a_receiver_is_filled_in() -> None:
+def test_the_receivers_are_empty() -> None:
     configuration = yaml.safe_load(ALERTMANAGER.read_text())
     assert [receiver.keys() for receiver in configuration["receivers"]] == [{"name"}] * 3
 
 
 def alert(name: str, instance: str = "node-1:9844", **labels: str) -> dict[str, Any]:
-    """As Prometheus would send it."""
+    """Return an alert as Prometheus sends it."""
     severity = ALERTS[name]["labels"]["severity"]
     return {"labels": {"alertname": name, "job": "gpumem", "instance": instance, "severity": severity, **labels}}
 
 
 @pytest.mark.tools
-def test_a_cause_silences_what_follows_from_it_on_the_same_node_device_and_process(tmp_path: Path) -> None:
+def test_an_alert_inhibits_its_effects_on_the_same_node_device_and_process(tmp_path: Path) -> None:
     sent = {
         "the driver": alert("GpuMemNvmlDown"),
         "a device of that node": alert("GpuMemDeviceLost", gpu="0", uuid="GPU-a"),
@@ -306,7 +305,7 @@ def test_a_cause_silences_what_follows_from_it_on_the_same_node_device_and_proce
 
 
 def _silenced(url: str, sent: dict[str, Any]) -> set[str] | None:
-    """The sent alerts that others silence; None until Alertmanager knows all alerts."""
+    """Return the inhibited ones of the sent alerts; None until Alertmanager has all of them."""
     known = json.loads(_asked(url) or b"[]")
     if len(known) != len(sent):
         return None
@@ -315,7 +314,7 @@ def _silenced(url: str, sent: dict[str, Any]) -> set[str] | None:
 
 
 def _asked(url: str, body: Any = None) -> bytes | None:
-    """What the answer holds; None where there is none yet."""
+    """Return the body of the answer; None if there is none yet."""
     request = urllib.request.Request(url, headers={"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(
@@ -327,7 +326,7 @@ def _asked(url: str, body: Any = None) -> bytes | None:
         return None
 
 
-def test_only_alerts_that_exist_silence_others_and_never_themselves() -> None:
+def test_only_existing_alerts_inhibit_others_and_never_themselves() -> None:
     for rule in yaml.safe_load(ALERTMANAGER.read_text())["inhibit_rules"]:
         causes, effects = _matched(rule["source_matchers"]), _matched(rule["target_matchers"])
         assert causes, rule
@@ -336,7 +335,7 @@ def test_only_alerts_that_exist_silence_others_and_never_themselves() -> None:
 
 
 def _matched(matchers: list[str]) -> set[str]:
-    """The alerts that the matchers on `alertname` mean; each pattern must mean nothing but alerts."""
+    """Return the alerts that the matchers on `alertname` select; each pattern must select only alerts."""
     meant = set(ALERTS)
     for matcher in matchers:
         label, operator, value = re.fullmatch(r"(\w+)(=~|!=|=)\"(.*)\"", matcher).groups()  # type: ignore[union-attr]
