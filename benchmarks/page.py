@@ -41,9 +41,9 @@ const listen = EventSource.prototype.addEventListener;
 EventSource.prototype.addEventListener = function (type, take) {
   listen.call(this, type, (event) => {
     const given = type === 'history' ? {data: withPast(event.data)} : event;
-    const begun = performance.now();
+    const started = performance.now();
     take(given);
-    if (type !== 'history') seen.events.push(performance.now() - begun);
+    if (type !== 'history') seen.events.push(performance.now() - started);
   });
 };
 function withPast(data) {

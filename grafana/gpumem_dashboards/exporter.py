@@ -32,7 +32,7 @@ def exporter() -> Any:
         .annotation(actions_annotation())
     )
     for title, panels in (
-        ("Now", [*_figures(), _exporters()]),
+        ("Now", [*_overview(), _exporters()]),
         ("Polls and scrapes", _polls_and_scrapes()),
         ("Reports and events", _reports_and_events()),
         ("Actions", _actions()),
@@ -44,7 +44,7 @@ def exporter() -> Any:
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         count(
             "Exporters down",

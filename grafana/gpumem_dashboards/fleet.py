@@ -57,7 +57,7 @@ def fleet() -> Any:
         .annotation(actions_annotation())
         .with_row(dashboard.Row("Devices"))
     )
-    for panel in (*_figures(), _devices(), _matrix(), _history()):
+    for panel in (*_overview(), _devices(), _matrix(), _history()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("Cache: reserved and in no tensor"))
     for panel in (_wasted_workloads(), _wasted_over_time()):
@@ -71,7 +71,7 @@ def fleet() -> Any:
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         count(
             "Devices above 90 %",

@@ -55,7 +55,7 @@ def node() -> Any:
         .annotation(actions_annotation(ONE_NODE))
         .with_row(dashboard.Row("Node"))
     )
-    for panel in (*_figures(), _devices(), _processes()):
+    for panel in (*_overview(), _devices(), _processes()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("GPU $gpu").repeat("gpu")).with_panel(_ledger()).with_panel(_clear())
     made = made.with_panel(_holders())
@@ -65,7 +65,7 @@ def node() -> Any:
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         number(
             "Devices up and down",
@@ -112,7 +112,7 @@ def _devices() -> Any:
     def of(category: str) -> str:
         return f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category="{category}"}})'
 
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         return f"sum by ({DEVICE}) (gpumem_device_{name}{{{GPU}}})"
 
     free = f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category=~"free|torch_reclaimable"}})'
@@ -136,11 +136,11 @@ def _devices() -> Any:
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
             Column("Full in", full, units.Seconds, width=90),
-            Column("Utilization", figure("utilization_ratio"), units.PercentUnit, width=70),
-            Column("Total", figure("memory_total_bytes")),
-            Column("Used", figure("memory_used_bytes")),
-            Column("Free", figure("memory_free_bytes")),
-            Column("Driver reserved", figure("memory_reserved_bytes")),
+            Column("Utilization", value_of("utilization_ratio"), units.PercentUnit, width=70),
+            Column("Total", value_of("memory_total_bytes")),
+            Column("Used", value_of("memory_used_bytes")),
+            Column("Free", value_of("memory_free_bytes")),
+            Column("Driver reserved", value_of("memory_reserved_bytes")),
             Column("Reclaimable", of("torch_reclaimable")),
             Column("Fragmented", of("torch_fragmented")),
             Column("Unattributed", of("unattributed")),
@@ -160,7 +160,7 @@ def _processes() -> Any:
     listed = f"group by ({by}) ({process_used(GPU)})"
     known = f"gpumem_process_info{{{ONE_NODE}, {OF_PROCESSES}}}"
 
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         return f"sum by ({by}) (gpumem_torch_{name}{{{TORCH}}})"
 
     reported = f"group by ({by}) (gpumem_torch_reserved_bytes{{{TORCH}}})"
@@ -179,11 +179,11 @@ def _processes() -> Any:
             Column("k8s_pod", heading="Pod"),
             Column("Who", f"{listed} * on (instance, pid) group_left ({shown}) {known}", hidden=True),
             Column("Used", f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and on (instance, pid) {known}"),
-            Column("Allocated", figure("allocated_bytes")),
-            Column("Reserved", figure("reserved_bytes")),
-            Column("Reclaimable", figure("reclaimable_bytes")),
-            Column("Fragmented", figure("fragmented_bytes")),
-            Column("Non-torch", figure("non_torch_bytes")),
+            Column("Allocated", value_of("allocated_bytes")),
+            Column("Reserved", value_of("reserved_bytes")),
+            Column("Reclaimable", value_of("reclaimable_bytes")),
+            Column("Fragmented", value_of("fragmented_bytes")),
+            Column("Non-torch", value_of("non_torch_bytes")),
             Column(
                 "Last report",
                 f"{reported} * on (instance, pid) group_left () ({age})",

@@ -38,7 +38,7 @@ VERDICTS = {
 """The texts of `verdict` by value, from the cheapest remedy to none."""
 
 
-def figure(name: str) -> str:
+def value_of(name: str) -> str:
     """Return the query for one value of the selected error."""
     return f"last_over_time(gpumem_last_oom_{name}{{{CHOSEN}}}[$__range])"
 
@@ -52,9 +52,9 @@ def at_that_moment(expression: str) -> str:
     return f"last_over_time((({expression}) and on (instance, uuid) ({before}))[$__range:{RESOLUTION}])"
 
 
-ASKED, FREE, LIMIT = figure("requested_bytes"), figure("device_free_bytes"), figure("limit_bytes")
-TENSORS, RESERVED = figure("allocated_bytes"), figure("reserved_bytes")
-OWN_CACHE, FRAGMENTED = figure("reclaimable_bytes"), figure("fragmented_bytes")
+ASKED, FREE, LIMIT = value_of("requested_bytes"), value_of("device_free_bytes"), value_of("limit_bytes")
+TENSORS, RESERVED = value_of("allocated_bytes"), value_of("reserved_bytes")
+OWN_CACHE, FRAGMENTED = value_of("reclaimable_bytes"), value_of("fragmented_bytes")
 OTHERS_CACHE = filled(
     FREE,
     "sum by (instance, uuid) ("
@@ -105,7 +105,7 @@ def oom() -> Any:
         .annotation(actions_annotation(ONE_NODE))
     )
     for title, panels in (
-        ("What happened", [_verdict(), _when(), _who(), *_figures()]),
+        ("What happened", [_verdict(), _when(), _who(), *_overview()]),
         ("The device before the error", [_room(), _ledger_then(), _processes_then()]),
         ("The minutes before", _before()),
         ("Other errors of this node", [oom_list.listed(LISTED, node_shown=False)]),
@@ -190,7 +190,7 @@ def _room() -> Any:
     return panel
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     shown = (
         ("Requested", "Bytes that PyTorch requested from the driver: the allocation rounded up to a segment.", ASKED),
         ("Free on the device", "The driver's free bytes at the time of the error.", FREE),

@@ -15,11 +15,11 @@ __all__ = ["listed"]
 def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
     """Build a table of the last error of each process in the time range, including processes that have exited."""
 
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         by = "instance, gpu, pid, workload, rank"
         return f"max by ({by}) (last_over_time(gpumem_last_oom_{name}{{{selector}}}[$__range]))"
 
-    happened = figure("timestamp_seconds")
+    happened = value_of("timestamp_seconds")
     since, until = post_mortem_times(happened)
     return table(
         "Last error of each process",
@@ -34,11 +34,11 @@ def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
             Column("rank", heading="Rank", width=70),
             Column("pid", width=90),
             Column("Ago", f"time() - {happened}", units.Seconds, width=100),
-            Column("Requested", figure("requested_bytes")),
-            Column("Free on the device", figure("device_free_bytes")),
-            Column("Reclaimable", figure("reclaimable_bytes")),
-            Column("Fragmented", figure("fragmented_bytes")),
-            Column("Allocated", figure("allocated_bytes")),
+            Column("Requested", value_of("requested_bytes")),
+            Column("Free on the device", value_of("device_free_bytes")),
+            Column("Reclaimable", value_of("reclaimable_bytes")),
+            Column("Fragmented", value_of("fragmented_bytes")),
+            Column("Allocated", value_of("allocated_bytes")),
             Column("From", since, units.NoUnit, hidden=True),
             Column("To", until, units.NoUnit, hidden=True),
         ],

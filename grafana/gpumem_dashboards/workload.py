@@ -60,7 +60,7 @@ def workload() -> Any:
         .annotation(actions_annotation())
     )
     for title, panels in (
-        ("Now", [*_figures(), _ranks(), _largest_ranks()]),
+        ("Now", [*_overview(), _ranks(), _largest_ranks()]),
         ("Over time and over steps", _over_time()),
         ("Plan", _plan()),
         ("Cache and fragmentation", _wasted()),
@@ -74,7 +74,7 @@ def workload() -> Any:
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         number(
             "Processes",
@@ -150,7 +150,7 @@ def _figures() -> list[Any]:
 
 
 def _ranks() -> Any:
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         return f"sum by ({RANK}) (gpumem_torch_{name}{{{ONE_WORKLOAD}}})"
 
     def of_process(expression: str) -> str:
@@ -172,13 +172,13 @@ def _ranks() -> Any:
             Column("instance", heading="Node", link=("This device", node)),
             Column("gpu", heading="GPU", width=60),
             Column("Who", f"{who} gpumem_process_info{{{NODE}}}", hidden=True),
-            Column("Step", figure("step"), units.NoUnit, width=80),
-            Column("Allocated", figure("allocated_bytes")),
-            Column("Peak allocated", figure("allocated_peak_bytes")),
-            Column("Reserved", figure("reserved_bytes")),
-            Column("Peak reserved", figure("reserved_peak_bytes")),
-            Column("Reclaimable", figure("reclaimable_bytes")),
-            Column("Fragmented", figure("fragmented_bytes")),
+            Column("Step", value_of("step"), units.NoUnit, width=80),
+            Column("Allocated", value_of("allocated_bytes")),
+            Column("Peak allocated", value_of("allocated_peak_bytes")),
+            Column("Reserved", value_of("reserved_bytes")),
+            Column("Peak reserved", value_of("reserved_peak_bytes")),
+            Column("Reclaimable", value_of("reclaimable_bytes")),
+            Column("Fragmented", value_of("fragmented_bytes")),
             Column("Growth", GROWTH, units.BytesPerSecondIEC, width=100),
             Column("Full in", TIME_TO_FULL, units.Seconds, width=90),
             Column("Sample age", of_process(sampled), units.Seconds, width=110),
@@ -209,13 +209,13 @@ def _largest_ranks() -> Any:
 
 
 def _over_time() -> list[Any]:
-    figures = (
+    lines = (
         ("allocated_bytes", "allocated", "dark-blue"),
         ("reserved_bytes", "reserved", "green"),
         ("allocated_peak_bytes", "peak allocated", "orange"),
         ("reserved_peak_bytes", "peak reserved", "red"),
     )
-    totals = [(f"max(gpumem_torch_{name}{{{ONE_WORKLOAD}}})", title) for name, title, _ in figures]
+    totals = [(f"max(gpumem_torch_{name}{{{ONE_WORKLOAD}}})", title) for name, title, _ in lines]
     together = graph(
         "Allocated, reserved and peaks of the fullest rank",
         "Allocated and reserved bytes; the difference is cache. The peaks are PyTorch's values since the last"
@@ -223,7 +223,7 @@ def _over_time() -> list[Any]:
         units.BytesIEC,
         [*totals, (f"max(gpumem_torch_step{{{ONE_WORKLOAD}}})", "step")],
     ).min(0)
-    for _, title, shade in figures:
+    for _, title, shade in lines:
         together = together.override_by_name(title, [color(shade)])
     step = [
         DynamicConfigValue("unit", units.NoUnit),

@@ -37,7 +37,7 @@ class TerminalProgram:
     def __init__(
         self, arguments: Sequence[str], environment: Mapping[str, str], *, columns: int = 80, lines: int = 24
     ) -> None:
-        self._ours, theirs = os.openpty()
+        self._terminal, program_side = os.openpty()
         self.screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self.screen)
         self.output = b""
@@ -47,15 +47,15 @@ class TerminalProgram:
         try:
             self.process = subprocess.Popen(
                 arguments,
-                stdin=theirs,
-                stdout=theirs,
-                stderr=theirs,
+                stdin=program_side,
+                stdout=program_side,
+                stderr=program_side,
                 env=dict(environment),
                 start_new_session=True,
                 preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             )
         finally:
-            os.close(theirs)
+            os.close(program_side)
 
     @property
     def lines(self) -> list[str]:
@@ -69,11 +69,11 @@ class TerminalProgram:
 
     def modes(self) -> list[Any]:
         """Return the modes of the terminal."""
-        return termios.tcgetattr(self._ours)[MODES]
+        return termios.tcgetattr(self._terminal)[MODES]
 
     def type(self, keys: str) -> None:
         """Type on the keyboard."""
-        os.write(self._ours, keys.encode())
+        os.write(self._terminal, keys.encode())
 
     def resize(self, columns: int, lines: int) -> None:
         """Resize the window."""
@@ -83,9 +83,9 @@ class TerminalProgram:
 
     def pump(self, wait_seconds: float = 0.0) -> bool:
         """Read the output so far; return False after the end of the output."""
-        while select.select([self._ours], [], [], wait_seconds)[0]:
+        while select.select([self._terminal], [], [], wait_seconds)[0]:
             try:
-                written = os.read(self._ours, 1 << 16)
+                written = os.read(self._terminal, 1 << 16)
             except OSError:  # EIO: the other side is closed
                 return False
             if not written:
@@ -127,8 +127,8 @@ class TerminalProgram:
 
     def hang_up(self) -> int:
         """Close the terminal, and return the exit status of the program."""
-        os.close(self._ours)
-        self._ours = -1
+        os.close(self._terminal)
+        self._terminal = -1
         return self.process.wait(patient(60))
 
     def close(self) -> None:
@@ -136,8 +136,8 @@ class TerminalProgram:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(patient(60))
-        if self._ours >= 0:
-            os.close(self._ours)
+        if self._terminal >= 0:
+            os.close(self._terminal)
 
     def _set_size(self, columns: int, lines: int) -> None:
-        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+        fcntl.ioctl(self._terminal, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))

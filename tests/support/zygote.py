@@ -112,20 +112,20 @@ class _Zygote:
     """A zygote, seen from the tests."""
 
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *imports],
+                [sys.executable, "-m", __name__, str(far_end.fileno()), *imports],
                 env=environment,
                 cwd=REPOSITORY,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(far_end.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
 
     def fork(self, request: Mapping[str, Any], stdin: int | None, stdout: int | None, stderr: int) -> ForkedProcess:
         with contextlib.ExitStack() as stack:
-            status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stack.callback(theirs.close)
+            status, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(far_end.close)
             opened: list[IO[bytes] | None] = []
             given = []
             for descriptor, mode in ((stdin, "wb"), (stdout, "rb")):
@@ -134,12 +134,12 @@ class _Zygote:
                     given.append(descriptor)
                     continue
                 read, write = os.pipe()
-                ours, far = (write, read) if mode == "wb" else (read, write)
+                near, far = (write, read) if mode == "wb" else (read, write)
                 stack.callback(os.close, far)
-                opened.append(os.fdopen(ours, mode, 0))
+                opened.append(os.fdopen(near, mode, 0))
                 given.append(far)
             message = json.dumps(request).encode()
-            socket.send_fds(self._control, [message], [theirs.fileno(), *given, stderr])
+            socket.send_fds(self._control, [message], [far_end.fileno(), *given, stderr])
         return ForkedProcess(status, *opened)
 
     def close(self) -> None:
