@@ -76,7 +76,7 @@ class SimulatedProcess:
         return self._step
 
     @step.setter
-    def step(self, step: int) -> None:
+    def step(self, step: int | None) -> None:
         now = self._clock()
         if self._step is not None:
             self._step_seconds = now - self._stepped_seconds
