@@ -12,7 +12,6 @@ from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
-from gpumem_exporter.errors import NvmlDeviceLostError
 from gpumem_exporter.wire.protocol import Command, DeviceSample, Reply, Report
 
 START = 1000.0
@@ -192,16 +191,6 @@ def test_resetting_the_peak_affects_only_the_target_devices(node: DemoNode) -> N
     assert after_second == second
 
 
-def test_a_clear_empties_all_devices_and_reports_only_the_target_devices(node: DemoNode) -> None:
-    pipeline = the(node, "demo-pipeline-finetune")
-    first, second = report(pipeline).devices
-    assert (first.reclaimable_bytes or 0) > 0
-    assert (second.reclaimable_bytes or 0) > 0
-    result = pipeline.run(command("empty_cache", uuids=(second.uuid,)))
-    assert [device.uuid for device in result.devices] == [second.uuid]
-    assert [sample.reclaimable_bytes for sample in report(pipeline).devices] == [0, 0]
-
-
 def test_a_repeated_command_returns_the_first_result_without_running_again(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
     empty_cache = command("empty_cache")
@@ -274,41 +263,12 @@ def test_a_phase_has_a_peak_of_its_own(node: DemoNode) -> None:
     assert after.phase_peak_bytes == expected
 
 
-def test_the_short_job_ends_without_an_error_and_restarts_with_another_pid(node: DemoNode) -> None:
-    seen = {}
-    for _ in advance(node, 300.0):
-        for process in named(node, "demo-nightly-eval"):
-            seen[process.pid] = process
-    assert len(seen) >= 3
-    ended = [process for process in seen.values() if process.ended]
-    assert len(ended) >= len(seen) - 1
-    assert not any(process.crashed for process in ended)
-
-
-def test_the_host_knows_every_process_that_the_driver_lists(node: DemoNode) -> None:
-    pods = 0
-    for device in node.provider.devices():
-        for listed in node.provider.read_processes(device.uuid):
-            facts = node.host.facts(listed.pid)
-            assert facts is not None
-            assert (facts.pid, bool(facts.command), bool(facts.user)) == (listed.pid, True, True)
-            assert bool(facts.k8s_pod) == bool(facts.container_id) == bool(facts.k8s_namespace)
-            pods += bool(facts.k8s_pod)
-    assert pods > 0
-
-
 def test_one_process_has_no_reporter_and_one_is_on_two_devices(node: DemoNode) -> None:
     (silent,) = [process for process in node.simulation.processes() if not process.reports]
     assert not silent.identity.workload
     assert all(p.identity.workload.startswith("demo-") for p in node.simulation.processes() if p.reports)
     assert len(report(the(node, "demo-pipeline-finetune")).devices) == 2
     assert [process.identity.rank for process in named(node, "demo-llm-pretrain")] == ["0", "1", "2", "3"]
-
-
-def test_an_unknown_device_is_a_lost_device(node: DemoNode) -> None:
-    for read in (node.provider.read_memory, node.provider.read_processes, node.provider.read_utilization_ratio):
-        with pytest.raises(NvmlDeviceLostError):
-            read("GPU-unknown")
 
 
 def test_a_long_pause_is_simulated_only_in_part(node: DemoNode) -> None:

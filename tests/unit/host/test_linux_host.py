@@ -203,17 +203,6 @@ def test_facts_are_cached_for_a_minute(tree: Tree, clock: Clock) -> None:
     assert again.command == "python serve.py"
 
 
-def test_a_reused_pid_is_another_process(tree: Tree) -> None:
-    host = LinuxHost(tree.root)
-    tree.process(30, start=100)
-    assert host.facts(30) == ProcessFacts(30, 100, "python train.py", pwd.getpwuid(os.geteuid()).pw_name)
-    tree.remove(30)
-    tree.process(30, start=200, cmdline=b"trainer\0")
-    assert host.facts(30) == ProcessFacts(30, 200, "trainer", pwd.getpwuid(os.geteuid()).pw_name)
-    assert not host.alive(30, 100)
-    assert host.alive(30, 200)
-
-
 def test_facts_are_read_again_after_a_real_exec() -> None:
     code = "import os, sys; sys.stdin.readline(); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     after = "import sys; print('after', flush=True); sys.stdin.read()"
@@ -292,13 +281,6 @@ def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree)
     facts = LinuxHost(tree.root).facts(30)
     assert facts is not None
     assert facts.command == "kworker"
-
-
-def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
-    host = LinuxHost(tmp_path / "absent")
-    assert host.facts(1) is None
-    assert not host.alive(1, 100)
-    assert host.host_pid(ME, None) is None
 
 
 @pytest.mark.parametrize(

@@ -174,18 +174,6 @@ def test_a_missing_driver_is_retried_after_1_2_4_8_16_and_then_every_30_seconds(
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 1, 3, 7, 15, 31, 61, 91, 121]
 
 
-def test_a_driver_that_was_attached_and_fails_is_retried_soon(reader: NodeReader, node: Node) -> None:
-    node.failures["open", ""] = NvmlUnavailableError("no driver")
-    reader.read()
-    poll_for(reader, node, 60)
-    node.failures.clear()
-    assert poll_for(reader, node, 30).up
-    node.failures["devices", ""] = NvmlUnavailableError("uninitialized")
-    assert not poll_for(reader, node, 1).up
-    node.failures.clear()
-    assert poll_for(reader, node, 1).up
-
-
 @pytest.mark.parametrize("error", [NvmlUnavailableError("unavailable"), NvmlError("unknown"), KeyError("unforeseen")])
 def test_a_driver_that_cannot_list_its_devices_is_closed_and_opened_again(
     reader: NodeReader, node: Node, error: Exception
@@ -197,12 +185,6 @@ def test_a_driver_that_cannot_list_its_devices_is_closed_and_opened_again(
     node.failures.clear()
     assert poll_for(reader, node, 1).up
     assert len(node.opened_at) == 2
-
-
-def test_a_driver_without_a_version_is_read(reader: NodeReader, node: Node) -> None:
-    node.failures["driver_version", ""] = NvmlNotSupportedError("no")
-    reading = reader.read()
-    assert (reading.up, reading.driver_version) == (True, "")
 
 
 def test_a_device_lost_during_a_read_keeps_its_identity_and_has_no_values(reader: NodeReader, node: Node) -> None:
@@ -252,15 +234,6 @@ def test_a_lost_device_keeps_its_index_until_another_device_gets_it(
         assert len({each.gpu for each in reading.devices}) == 8
     node.listed = [DeviceIdentity(str(lost), "", error="GPU is lost") if i == lost else d for i, d in enumerate(back)]
     assert device(reader.read(), f"GPU-{lost}").gpu == str(lost)
-
-
-def test_a_device_without_a_uuid_does_not_get_that_of_a_device_with_another_index(
-    reader: NodeReader, node: Node
-) -> None:
-    reader.read()
-    node.listed = [DeviceIdentity("0", "GPU-3"), DeviceIdentity("3", "", error="GPU is lost")]
-    reading = reader.read()
-    assert [(d.gpu, d.uuid, d.error) for d in reading.devices] == [("0", "GPU-3", ""), ("3", "", "GPU is lost")]
 
 
 def test_a_device_that_disappears_without_an_error_was_removed(reader: NodeReader, node: Node) -> None:
@@ -383,15 +356,6 @@ def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
     reader.release("a GPU is taken out")
     del node.listed[3]
     assert "GPU-3" not in [device.uuid for device in reader.read().devices]
-
-
-def test_an_attach_request_skips_the_backoff(reader: NodeReader, node: Node) -> None:
-    node.failures["open", ""] = NvmlUnavailableError("no driver")
-    poll_for(reader, node, 20)
-    node.failures.clear()
-    assert not reader.read().up
-    reader.retry_attach_now()
-    assert reader.read().up
 
 
 def test_a_failure_is_logged_when_it_starts_and_when_it_ends(
