@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from gpumem_exporter.demo.process import SimulatedProcess
+from gpumem_exporter.demo.simulation import Simulation
 from gpumem_exporter.errors import ExporterAnswerError, ExporterError, WireError
 from gpumem_exporter.wire.http import Connection
 from gpumem_exporter.wire.protocol import REPORTS_PATH, CommandResult, reply_from_wire, to_wire
-
-if TYPE_CHECKING:
-    from gpumem_exporter.demo.process import SimulatedProcess
-    from gpumem_exporter.demo.simulation import Simulation
 
 __all__ = ["NodeReporter"]
 
