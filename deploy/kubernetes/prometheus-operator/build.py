@@ -1,6 +1,6 @@
 """Writes prometheusrule.yaml from deploy/prometheus/rules: run it after a change there, and commit both.
 
-The `spec` of a PrometheusRule is a rule file, so each file becomes one object, including its comments. Uses the standard
+The `spec` of a PrometheusRule is a rule file, so each file becomes one object, with its comments. Uses the standard
 library only.
 """
 
