@@ -290,4 +290,4 @@ def test_the_example_is_what_alertmanager_understands_and_sends_what_asks_for_an
     assert "SUCCESS" in amtool("check-config", str(EXAMPLE))
     route = ("config", "routes", "test", f"--config.file={EXAMPLE}")
     assert amtool(*route, "alertname=Hoarded", "gpumem_action=empty_cache").strip() == "gpumem"
-    assert amtool(*route, "alertname=Hoarded").strip() == "nobody"
+    assert amtool(*route, "alertname=Hoarded").strip() == "default"
