@@ -2,67 +2,41 @@
 
     python .readme/take.py [--minutes 10]
 
-Starts the demo on a port of its own and lets it run until the lines of the last ten minutes are full. Needs Chromium on
-PATH and the Python package playwright. The picture of the terminal is taken by take_top.py.
+Starts the demo on a free port and lets it run until the graphs of the last ten minutes are full. Needs Chromium on PATH
+and the Python package playwright. take_top.py takes the picture of the terminal.
 """
 
 from __future__ import annotations
 
 import argparse
 import shutil
-import socket
-import subprocess
 import sys
 import time
-import urllib.request
 from pathlib import Path
 
+from demo import demo
 from playwright.sync_api import sync_playwright
 
 HERE = Path(__file__).parent
 WIDTH, HEIGHT = 1280, 1080
 SETTLE_MS = 15_000
-"""For what must last a while before the page calls it a trouble."""
+"""Some problems must last for a while before the page shows them."""
 
 
 def main() -> int:
-    """Take the pictures and say where they are."""
+    """Take the pictures and print their paths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=10.0, help="to let the demo run (default: %(default)g)")
     minutes = parser.parse_args().minutes
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "gpumem_exporter", "serve", "--demo", "--web.listen-address", address]
-    demo = subprocess.Popen(command, cwd=HERE.parent)
-    try:
-        wait_until_ready(f"http://{address}/-/ready", demo)
+    with demo() as url:
         time.sleep(60 * minutes)
         for scheme in ("light", "dark"):
-            take(f"http://{address}/", scheme, HERE / f"page-{scheme}.png")
-    finally:
-        demo.terminate()
-        demo.wait()
+            take(f"{url}/", scheme, HERE / f"page-{scheme}.png")
     return 0
 
 
-def wait_until_ready(url: str, demo: subprocess.Popen[bytes]) -> None:
-    """Return once the exporter has polled its devices.
-
-    Raises:
-        RuntimeError: it ended, or was not ready in time.
-    """
-    end = time.monotonic() + 30
-    while demo.poll() is None and time.monotonic() < end:
-        try:
-            with urllib.request.urlopen(url, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.1)
-    raise RuntimeError("the demo does not answer")
-
-
 def take(url: str, scheme: str, target: Path) -> None:
-    """One picture: what is seen of the page without scrolling."""
+    """Take a picture of the visible part of the page."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-dev-shm-usage"]

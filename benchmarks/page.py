@@ -5,7 +5,7 @@
 The script's time is the page's own measure of each refresh, one per second; the second row adds the reading of the
 event. Compared in turns, in the same page: building a table of as many rows and 16 columns from nothing, which the page
 does not do. The driver's bytes of every process change with every poll. The page gets ten minutes of
-history from before the exporter's start, so that full lines are drawn from the beginning. Needs Chromium and the Python
+history from before the exporter's start, so that full lines are drawn from the start. Needs Chromium and the Python
 package playwright.
 """
 
@@ -41,9 +41,9 @@ const listen = EventSource.prototype.addEventListener;
 EventSource.prototype.addEventListener = function (type, take) {
   listen.call(this, type, (event) => {
     const given = type === 'history' ? {data: withPast(event.data)} : event;
-    const begun = performance.now();
+    const started = performance.now();
     take(given);
-    if (type !== 'history') seen.events.push(performance.now() - begun);
+    if (type !== 'history') seen.events.push(performance.now() - started);
   });
 };
 function withPast(data) {
@@ -130,7 +130,7 @@ def _measure(progress: Progress, exporter: Exporter, seconds: float, rows: int) 
 
 
 def _change_driver_bytes(place: Place, stand: Stand) -> None:
-    """Change every process' bytes once a second, and those of each eighth enough to change its place in the table."""
+    """Change the bytes of every process once a second, and those of each eighth enough to change its row."""
     node = place.node
     if node is None:
         return

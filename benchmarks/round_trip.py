@@ -162,7 +162,7 @@ def gone_clients(exporter: Exporter) -> list[Row]:
         ]
         wait_for(lambda: len(exporter.processes()) == CLIENTS, "the reports")
         waiting = {"action": "reset_peak", "target": {"pid": stand.pids[0]}, "wait_seconds": HOLD_SECONDS}
-        held[0].close()  # no client takes this process' command
+        held[0].close()  # no client receives the command of this process
         held += [_ask(port, "/api/v1/actions", json.dumps(waiting).encode()) for _ in range(CLIENTS)]
         wait_for(lambda: len(exporter.get("/api/v1/actions")["actions"]) == CLIENTS, "the actions")
     started = time.perf_counter()

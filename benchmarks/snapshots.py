@@ -68,7 +68,7 @@ def uuid(index: int) -> str:
 def identity(
     pid: int, *, start_time_ticks: int = 5, pid_namespace: int = 4026531836, session: str = "", started: float = 0.0
 ) -> ProcessIdentity:
-    """Return what a training process says of itself."""
+    """Return the identity of a training process."""
     return ProcessIdentity(
         pid=pid,
         start_time_ticks=start_time_ticks,

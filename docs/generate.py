@@ -55,7 +55,7 @@ do not edit it. [Settings](settings.md) explains the settings of `serve`, [Actio
 
 
 def metrics_page() -> str:
-    """The text of metrics.md."""
+    """Return the text of metrics.md."""
     left = list(METRICS)
     parts = [METRICS_INTRODUCTION]
     for title, pattern in SECTIONS:
@@ -73,7 +73,7 @@ def _metric_row(metric: Metric) -> str:
 
 
 def command_line_page() -> str:
-    """The text of command-line.md."""
+    """Return the text of command-line.md."""
     parts = [COMMAND_LINE_INTRODUCTION, f"```text\n{_help_of()}```\n"]
     parts += [f"## {' '.join(command)}\n\n```text\n{_help_of(*command)}```\n" for command in _commands()]
     return "\n".join(parts)
@@ -112,7 +112,7 @@ def _terminal_of_fixed_width() -> Iterator[None]:
 
 
 PAGES = {"metrics.md": metrics_page, "command-line.md": command_line_page}
-"""Each generated page, and what makes its text."""
+"""Each generated page, and the function that returns its text."""
 
 if __name__ == "__main__":
     for name, make in PAGES.items():

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
 __all__ = [
+    "INITIAL_PID_NAMESPACE",
     "describe_command",
     "parse_stat_program",
     "parse_stat_start_time",
@@ -22,6 +23,9 @@ __all__ = [
     "split_cmdline",
     "start_time_ticks",
 ]
+
+INITIAL_PID_NAMESPACE = 0xEFFFFFFC
+"""The inode of the host's PID namespace (PROC_PID_INIT_INO of the kernel). The driver reports the pids of it."""
 
 _PYTHON = re.compile(r"(?:python|pypy)(?:\d+(?:\.\d+)*)?[td]*")
 _OPTIONS_WITH_VALUE = "WX"
@@ -142,7 +146,7 @@ def start_time_ticks(proc_entry: str = "/proc/self") -> int:
 
 
 def pid_namespace(proc_entry: str = "/proc/self") -> int:
-    """Return the inode of the process' PID namespace, or 0 if it is unreadable."""
+    """Return the inode of the PID namespace of the process, or 0 if it is unreadable."""
     try:
         return os.stat(f"{proc_entry}/ns/pid").st_ino  # noqa: PTH116
     except OSError:

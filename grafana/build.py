@@ -1,7 +1,7 @@
 """Writes the dashboards into `dashboards/`: `python grafana/build.py`.
 
-They are made here and never edited by hand; a test compares the files with what this makes. Needs the dependency group
-`dashboards`, whose pinned version decides the files' bytes.
+The files are never edited by hand; a test compares them with the output of this script. It needs the dependency group
+`dashboards`, whose version is pinned because it determines the bytes of the files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TARGET = Path(__file__).with_name("dashboards")
 
 
 def dashboards() -> dict[str, str]:
-    """The text of each dashboard by the name of its file."""
+    """Return the text of each dashboard by file name."""
     made = {"fleet": fleet, "node": node, "workload": workload, "oom": oom, "exporter": exporter}
     return {f"{name}.json": encoded(build()) for name, build in made.items()}
 

@@ -1,7 +1,7 @@
 """Draws the dashboards' queries from a real Prometheus: `python grafana/preview.py --prometheus URL --out DIR`.
 
-Writes a page for each dashboard and, where Chromium is there, a screenshot of it. They show what the queries answer, so
-that a change can be looked at without a Grafana; how Grafana draws them is another matter. Needs no package.
+Writes a page for each dashboard and, if Chromium is installed, a screenshot. The pages show the results of the queries,
+so that a change can be checked without Grafana; they do not look like Grafana. Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 def main() -> int:
-    """Runs the command; returns its exit status."""
+    """Run the command and return its exit status."""
     options = _parse()
     options.out.mkdir(parents=True, exist_ok=True)
     prometheus = Prometheus(options.prometheus)

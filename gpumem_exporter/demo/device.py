@@ -16,7 +16,7 @@ class SimulatedDevice:
     """One device, from which processes allocate memory. The caller holds the simulation's lock.
 
     Args:
-        identity: the driver's description of the device.
+        identity: the description of the device by the driver.
         total_bytes: the size of the frame buffer.
         reserved_bytes: the bytes reserved by driver and firmware.
     """

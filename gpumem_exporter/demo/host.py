@@ -22,10 +22,10 @@ class DemoHost:
             return None if process is None else process.facts
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:  # noqa: ARG002 - part of the interface
-        """Return a simulated process' own pid; None for a real process, which is on none of the simulated devices."""
+        """Return a simulated process's own pid; None for a real process, which is on none of the simulated devices."""
         return identity.pid if self.alive(identity.pid, identity.start_time_ticks) else None
 
-    def program(self, host_pid: int) -> int | None:  # noqa: ARG002 - simulated processes do not exec
+    def program(self, host_pid: int) -> int | None:  # noqa: ARG002 - part of the interface
         """Return None: simulated processes never exec."""
         return None
 

@@ -1,4 +1,4 @@
-"""A simulated PyTorch process: its memory, its reports and its commands.
+"""A simulated PyTorch process: the calls of its program, its reports and its commands.
 
 Callers hold the simulation's lock.
 """
@@ -6,19 +6,14 @@ Callers hold the simulation's lock.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from random import Random
 
-from gpumem_exporter.client.oom.observer import OutOfMemoryLog
-from gpumem_exporter.client.reporter.plan import with_plan
-from gpumem_exporter.core.allocator_model import CachingAllocator, SimulatedOutOfMemoryError
+from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.demo.command_timing import CommandTiming
 from gpumem_exporter.demo.device import SimulatedDevice
-from gpumem_exporter.demo.expandable import ExpandableAllocator
 from gpumem_exporter.demo.slot import DeviceSlot, Tensor
 from gpumem_exporter.wire.protocol import (
     MODES,
@@ -31,17 +26,19 @@ from gpumem_exporter.wire.protocol import (
     Report,
 )
 
-__all__ = ["ACTIONS", "SimulatedProcess", "Tensor"]
+__all__ = ["SimulatedProcess", "Tensor"]
 
 ACTIONS = ("empty_cache", "collect_garbage", "reset_peak")
-REMEMBERED_RESULTS = 64
+MAX_UNREPORTED_OOMS = 16
+NO_STEPS_SECONDS = 2.0
+"""After this time without a step, the process reports no step duration."""
 
 
 class SimulatedProcess:
     """One process and its memory.
 
     Args:
-        identity: the process' description in its reports.
+        identity: the description of the process in its reports.
         facts: the host's description of the process.
         devices: the devices of the process, in the order of its CUDA indexes.
         reports: whether the process has a reporter.
@@ -63,32 +60,37 @@ class SimulatedProcess:
         self.facts = facts
         self.reports = reports
         self.rng = rng
-        self.ended = False
-        self.crashed = False
+        self.slots = tuple(DeviceSlot(device) for device in devices)
+        self.ended = self.crashed = False
         self.pinned_host_bytes: int | None = None
-        self.planned_reserved_peak_bytes: int | None = None
         self.busy_ratio = 0.0
         self.garbage: list[Tensor] = []
         """Tensors in reference cycles, which only Python's garbage collector frees."""
-        expandable = "expandable_segments:True" in identity.allocator_settings
-        kind = ExpandableAllocator if expandable else CachingAllocator
-        self._slots = tuple(DeviceSlot(device, kind(device)) for device in devices)
-        # An error does not wake the reporter, because the next report follows within a second.
-        self._ooms = OutOfMemoryLog(lambda: None, clock=clock)
+        self.unreported_ooms: list[tuple[float, OutOfMemory]] = []
+        """The errors that the exporter does not know yet, each with its time."""
+        self._oom_count = 0
         self._clock = clock
-        self._results: OrderedDict[str, CommandResult] = OrderedDict()
-        self._timing = CommandTiming(ACTIONS, self.run, self._results.get, self._remember, clock=clock)
+        self._step: int | None = None
+        self._stepped_seconds = clock()
+        self._step_seconds: float | None = None
+        self._waiting: dict[str, tuple[Command, float]] = {}
+        self._results: dict[str, CommandResult] = {}
+        self._unsent: list[CommandResult] = []
 
     # Calls of its program.
 
     @property
     def step(self) -> int | None:
         """The number of completed training steps; None if steps are not counted."""
-        return self._timing.step
+        return self._step
 
     @step.setter
     def step(self, step: int | None) -> None:
-        self._timing.stepped(step)
+        now = self._clock()
+        if self._step is not None:
+            self._step_seconds = now - self._stepped_seconds
+        self._step, self._stepped_seconds = step, now
+        self._run_waiting("step")
 
     def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
         """Allocate memory outside the allocator: the CUDA context, NCCL's buffers, another runtime's memory.
@@ -96,30 +98,23 @@ class SimulatedProcess:
         Raises:
             SimulatedOutOfMemoryError: the device does not have enough memory.
         """
-        slot = self._slots[device]
+        slot = self.slots[device]
         if not slot.device.allocate(size_bytes):
             raise SimulatedOutOfMemoryError(f"tried to allocate {size_bytes} bytes from the driver", size_bytes)
         slot.non_torch_bytes += size_bytes
-
-    def unload_libraries(self, size_bytes: int, *, device: int = 0) -> None:
-        """Release memory that `load_libraries` allocated."""
-        slot = self._slots[device]
-        slot.device.free(size_bytes)
-        slot.non_torch_bytes -= size_bytes
 
     def tensor(self, size_bytes: int, component: str = "", *, device: int = 0) -> Tensor:
         """Create a tensor.
 
         Args:
             size_bytes: the requested size.
-            component: the component that the program names: parameters, gradients, optimizer_state; empty for none.
-            device: the index among the process' devices.
+            component: parameters, gradients or optimizer_state; empty if the program names none.
+            device: the index among the devices of the process.
 
         Raises:
-            SimulatedOutOfMemoryError: no memory is left; the error is counted in `ooms` and reported.
+            SimulatedOutOfMemoryError: no memory is left; the error is counted and reported.
         """
-        slot = self._slots[device]
-        self._timing.allocation_changes += 1
+        slot = self.slots[device]
         try:
             return slot.allocate(size_bytes, component)
         except SimulatedOutOfMemoryError as error:
@@ -137,117 +132,103 @@ class SimulatedProcess:
 
     def free(self, tensors: list[Tensor], *, used_by_other_stream: bool = False) -> None:
         """Free all tensors of a list, the newest first, and empty the list."""
-        self._timing.allocation_changes += bool(tensors)
         while tensors:
             tensor = tensors.pop()
             tensor.slot.free(tensor, used_by_other_stream=used_by_other_stream)
 
-    def capture_graph(self, size_bytes: int, *, device: int = 0) -> None:
-        """Capture a CUDA graph with `size_bytes` in its private pool.
-
-        Raises:
-            SimulatedOutOfMemoryError: as `tensor`.
-        """
-        slot = self._slots[device]
-        try:
-            slot.allocator.capture_graph(size_bytes)
-        except SimulatedOutOfMemoryError as error:
-            self._note_oom(slot, error)
-            raise
-
-    def limit_memory(self, fraction: float, *, device: int = 0) -> None:
-        """Limit the cache to a fraction of a device, as `torch.cuda.set_per_process_memory_fraction` does."""
-        slot = self._slots[device]
-        slot.allocator.limit_bytes = int(fraction * slot.device.usable_bytes)
-
-    def empty_cache(self) -> int:
-        """Empty the caches of all devices, as `torch.cuda.empty_cache()` does, and return the released bytes."""
-        return sum(slot.allocator.empty_cache() for slot in self._slots)
+    def empty_cache(self) -> None:
+        """Empty the caches of all devices, as `torch.cuda.empty_cache()` does."""
+        for slot in self.slots:
+            slot.allocator.empty_cache()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Run a named phase and record its peak on each device; memory in use at its start counts."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.start_phase(name)
         try:
             yield
         finally:
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.start_phase("")
 
     def end(self, *, crashed: bool) -> None:
         """End the process and release its memory on all devices."""
         self.ended, self.crashed = True, crashed
-        for slot in self._slots:
+        for slot in self.slots:
             slot.allocator.close()
             slot.device.free(slot.non_torch_bytes)
 
-    # The view from outside.
+    # Its reports and commands.
 
     @property
     def pid(self) -> int:
         """The pid, which is the same in the process, on the host and in the driver's lists."""
         return self.identity.pid
 
-    def used_bytes(self, device: SimulatedDevice) -> int | None:
-        """Return the driver's value of the bytes used on a device; None if the process does not use the device."""
-        for slot in self._slots:
-            if slot.device is device:
-                return slot.non_torch_bytes + slot.allocator.statistics.reserved_bytes
-        return None
-
-    def uses(self, device: SimulatedDevice) -> bool:
-        """Return whether the process uses the device."""
-        return any(slot.device is device for slot in self._slots)
-
-    def report(self, sequence: int, results: Sequence[CommandResult], *, hold_seconds: float, final: bool) -> Report:
-        """Build the reporter's next report; after the process has ended, it has no samples."""
-        samples = () if self.ended else tuple(slot.sample() for slot in self._slots)
+    def report(self, sequence: int, results: Sequence[CommandResult] = (), *, final: bool = False) -> Report:
+        """Build the next report; after the process has ended, it has no samples."""
+        now = self._clock()
+        steps_run = self._step_seconds and now - self._stepped_seconds < max(3 * self._step_seconds, NO_STEPS_SECONDS)
         return Report(
             process=self.identity,
             sequence=sequence,
-            devices=with_plan(samples, self.planned_reserved_peak_bytes),
+            devices=() if self.ended else tuple(slot.sample() for slot in self.slots),
             pinned_host_bytes=self.pinned_host_bytes,
             step=self.step,
             results=tuple(results),
-            ooms=self._ooms.waiting(),
+            ooms=tuple(replace(oom, age_seconds=now - seconds) for seconds, oom in self.unreported_ooms),
             actions=ACTIONS,
             modes=MODES,
-            waiting=self._timing.waiting.ids,
-            step_seconds=self._timing.step_seconds,
-            hold_seconds=hold_seconds,
+            waiting=tuple(self._waiting),
+            step_seconds=self._step_seconds if steps_run else None,
             final=final,
         )
 
     def acknowledge(self, report: Report) -> None:
         """Record that the exporter accepted a report, so that its errors are not sent again."""
-        self._ooms.reported(report.ooms)
+        known = {oom.number for oom in report.ooms}
+        self.unreported_ooms = [entry for entry in self.unreported_ooms if entry[1].number not in known]
 
-    def run_commands(self, reply: Reply) -> list[CommandResult]:
+    def run_commands(self, reply: Reply) -> tuple[CommandResult, ...]:
         """Run or queue the commands of a reply, and return the results since the last call."""
-        waiting = self._timing.waiting
-        waiting.cancel(reply.cancelled)
-        results = []
+        for command_id in reply.cancelled:
+            if self._waiting.pop(command_id, None):
+                reason = "cancelled: not every rank of the group could take part"
+                self._unsent.append(CommandResult(command_id, "refused", reason))
         for command in reply.commands:
             if command.mode == "now":
-                results.append(self.run(command))
+                self._unsent.append(self.run(command))
             else:
-                waiting.take(command, expires_seconds=self._clock() + command.deadline_seconds)
-        waiting.look()
-        return [*results, *waiting.take_results()]
+                self._waiting[command.id] = (command, self._clock() + command.deadline_seconds)
+        for command, expires_seconds in tuple(self._waiting.values()):
+            if self._clock() >= expires_seconds:
+                self._expire(command)
+        if self.busy_ratio == 0:
+            self._run_waiting("idle")
+        results, self._unsent = tuple(self._unsent), []
+        return results
 
     def run(self, command: Command) -> CommandResult:
         """Run a command on the model; a repeated command returns the result of the first run."""
-        known = self._results.get(command.id)
-        if known is not None:
-            return known
-        return self._remember(replace(self._execute(command), step=self.step))
+        if command.id not in self._results:
+            self._results[command.id] = replace(self._execute(command), step=self.step)
+        return self._results[command.id]
 
-    def _remember(self, result: CommandResult) -> CommandResult:
-        self._results[result.id] = result
-        if len(self._results) > REMEMBERED_RESULTS:
-            self._results.popitem(last=False)
-        return result
+    def _run_waiting(self, mode: str) -> None:
+        for command, _ in tuple(self._waiting.values()):
+            if command.mode != mode:
+                continue
+            if command.at_step is None or command.at_step == self.step:
+                del self._waiting[command.id]
+                self._unsent.append(self.run(command))
+            elif self.step is not None and command.at_step < self.step:
+                self._expire(command)
+
+    def _expire(self, command: Command) -> None:
+        del self._waiting[command.id]
+        reason = "the deadline or the requested step has passed"
+        self._unsent.append(CommandResult(command.id, "expired", reason, step=self.step))
 
     def _execute(self, command: Command) -> CommandResult:
         if self.ended:
@@ -264,7 +245,7 @@ class SimulatedProcess:
                 command.id, "expired", "the deadline passed before the command arrived", ReasonCode.DEADLINE_PASSED
             )
         # As in torch, `empty_cache` and the garbage collector affect all devices; the result has only the target ones.
-        slots = [slot for slot in self._slots if not command.uuids or slot.device.identity.uuid in command.uuids]
+        slots = [slot for slot in self.slots if not command.uuids or slot.device.identity.uuid in command.uuids]
         before = [slot.memory_use() for slot in slots]
         started = time.perf_counter()
         if command.collect_garbage or command.action == "collect_garbage":
@@ -279,15 +260,15 @@ class SimulatedProcess:
         return CommandResult(command.id, "done", duration_seconds=duration_seconds, devices=devices)
 
     def _note_oom(self, slot: DeviceSlot, error: SimulatedOutOfMemoryError) -> None:
-        self._ooms.note(
-            OutOfMemory(
-                uuid=slot.device.identity.uuid,
-                number=0,  # the log assigns the number
-                requested_bytes=error.driver_bytes,
-                device_free_bytes=slot.device.free_bytes,
-                limit_bytes=slot.limit_bytes,
-                step=self.step,
-                phase=slot.phase,
-                sample=slot.sample(),
-            )
+        self._oom_count += 1
+        oom = OutOfMemory(
+            uuid=slot.device.identity.uuid,
+            number=self._oom_count,
+            requested_bytes=error.driver_bytes,
+            device_free_bytes=slot.device.free_bytes,
+            limit_bytes=slot.limit_bytes,
+            step=self.step,
+            phase=slot.phase,
+            sample=slot.sample(),
         )
+        self.unreported_ooms = [*self.unreported_ooms, (self._clock(), oom)][-MAX_UNREPORTED_OOMS:]

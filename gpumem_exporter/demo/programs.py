@@ -104,19 +104,11 @@ def inference_server(process: SimulatedProcess) -> Iterator[None]:
 
 
 def embedding_server(process: SimulatedProcess) -> Iterator[None]:
-    """Loads and unloads models in another runtime, without torch and without a reporter."""
-    rng = process.rng
-    process.load_libraries(5 * GIB)
+    """Holds models in another runtime, without torch and without a reporter."""
+    process.load_libraries(6 * GIB)
     while True:
-        process.busy_ratio = rng.uniform(0.02, 0.2)
-        loaded_bytes = rng.choice((1, 2, 3)) * 900 * MIB
-        try:
-            process.load_libraries(loaded_bytes)
-        except SimulatedOutOfMemoryError:
-            loaded_bytes = 0
-        for _ in range(rng.randint(60, 120)):
-            yield
-        process.unload_libraries(loaded_bytes)
+        process.busy_ratio = process.rng.uniform(0.02, 0.2)
+        yield
 
 
 def evaluation(process: SimulatedProcess) -> Iterator[None]:
@@ -137,7 +129,7 @@ def diffusion_server(process: SimulatedProcess) -> Iterator[None]:
     rng = process.rng
     process.hold(24, 212 * MIB)
     for gigabytes in (1, 1, 2):
-        process.capture_graph(gigabytes * GIB - 300 * MIB)
+        process.slots[0].allocator.capture_graph(gigabytes * GIB - 300 * MIB)
     while True:
         process.busy_ratio = 0.9
         images = [process.tensor(rng.choice((96, 192)) * MIB) for _ in range(6)]

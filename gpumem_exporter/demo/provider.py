@@ -12,7 +12,10 @@ __all__ = ["DemoProvider"]
 
 
 class DemoProvider:
-    """A `gpumem_exporter.nvml.Provider` for the simulation. Thread-safe; calls never block for long."""
+    """A `gpumem_exporter.nvml.Provider` for the simulation. Thread-safe; calls never block for long.
+
+    The `read_` methods raise NvmlDeviceLostError for an unknown UUID.
+    """
 
     source = "demo"
 
@@ -37,39 +40,28 @@ class DemoProvider:
         return tuple(device.identity for device in self._simulation.devices)
 
     def read_memory(self, uuid: str) -> DeviceMemory:
-        """Return the memory of a device.
-
-        Raises:
-            NvmlDeviceLostError: there is no such device.
-        """
+        """Return the memory of a device."""
         with self._simulation.lock:
             return self._device(uuid).memory
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """Return the processes on a device.
-
-        Raises:
-            NvmlDeviceLostError: there is no such device.
-        """
+        """Return the processes on a device."""
         with self._simulation.lock:
             device = self._device(uuid)
             return tuple(
-                ProcessMemory(process.pid, used_bytes)
+                ProcessMemory(process.pid, slot.used_bytes)
                 for process in self._simulation.processes()
-                if (used_bytes := process.used_bytes(device)) is not None
+                for slot in process.slots
+                if slot.device is device
             )
 
     def read_utilization_ratio(self, uuid: str) -> float:
-        """Return the utilization of a device, 0 to 1.
-
-        Raises:
-            NvmlDeviceLostError: there is no such device.
-        """
+        """Return the utilization of a device, 0 to 1."""
         with self._simulation.lock:
             return self._device(uuid).utilization_ratio
 
     def _device(self, uuid: str) -> SimulatedDevice:
-        device = self._simulation.device(uuid)
-        if device is None:
-            raise NvmlDeviceLostError(f"the demo has no device {uuid!r}")
-        return device
+        for device in self._simulation.devices:
+            if device.identity.uuid == uuid:
+                return device
+        raise NvmlDeviceLostError(f"the demo has no device {uuid!r}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from gpumem_exporter.core.allocator_model import Block, CachingAllocator
@@ -11,15 +12,13 @@ from gpumem_exporter.wire.protocol import DeviceResult, DeviceSample
 __all__ = ["DeviceSlot", "MemoryUse", "Tensor"]
 
 
+@dataclass(slots=True, eq=False)
 class Tensor:
     """The memory of a tensor: a block of one device's cache."""
 
-    __slots__ = ("block", "component", "slot")
-
-    def __init__(self, block: Block, slot: DeviceSlot, component: str) -> None:
-        self.block = block
-        self.slot = slot
-        self.component = component
+    block: Block
+    slot: DeviceSlot
+    component: str
 
 
 class MemoryUse(NamedTuple):
@@ -35,23 +34,22 @@ class DeviceSlot:
 
     Args:
         device: the device, which other processes may also use.
-        allocator: the process' cache on it.
     """
 
-    __slots__ = ("_component_bytes", "_phase", "_phase_peak_bytes", "allocator", "device", "non_torch_bytes")
-
-    def __init__(self, device: SimulatedDevice, allocator: CachingAllocator) -> None:
+    def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
-        self.allocator = allocator
+        self.allocator = CachingAllocator(device)
         self.non_torch_bytes = 0
-        self._component_bytes: dict[str, int] = {}
-        self._phase = ""
+        self.planned_reserved_peak_bytes: int | None = None
+        self.phase = ""
+        """The current phase of the program; empty outside of phases."""
         self._phase_peak_bytes: dict[str, int] = {}
+        self._component_bytes: dict[str, int] = {}
 
     @property
-    def phase(self) -> str:
-        """The current phase of the program; empty outside of phases."""
-        return self._phase
+    def used_bytes(self) -> int:
+        """The driver's value of the bytes that the process uses on the device."""
+        return self.non_torch_bytes + self.allocator.statistics.reserved_bytes
 
     @property
     def limit_bytes(self) -> int:
@@ -79,7 +77,7 @@ class DeviceSlot:
 
     def start_phase(self, name: str) -> None:
         """Start a phase; an empty name ends the current phase."""
-        self._phase = name
+        self.phase = name
         self._note_phase_peak()
 
     def reset_peaks(self) -> None:
@@ -109,32 +107,19 @@ class DeviceSlot:
 
     def sample(self) -> DeviceSample:
         """Return the sample that a reporter would take now. Memory without a component counts as `other`."""
-        statistics = self.allocator.statistics
         components = dict(self._component_bytes)
         if components:
-            components["other"] = statistics.allocated_bytes - sum(components.values())
+            components["other"] = self.allocator.statistics.allocated_bytes - sum(components.values())
         return DeviceSample(
             uuid=self.device.identity.uuid,
-            allocated_bytes=statistics.allocated_bytes,
-            reserved_bytes=statistics.reserved_bytes,
-            active_bytes=statistics.active_bytes,
-            inactive_split_bytes=statistics.inactive_split_bytes,
-            requested_bytes=statistics.requested_bytes,
-            allocated_peak_bytes=statistics.allocated_peak_bytes,
-            reserved_peak_bytes=statistics.reserved_peak_bytes,
-            peak_resets=statistics.peak_resets,
-            private_pools_bytes=statistics.private_pools_bytes,
+            **asdict(self.allocator.statistics),  # the names are the same
             reclaimable_bytes=self.allocator.reclaimable_bytes,
-            alloc_retries=statistics.alloc_retries,
-            ooms=statistics.ooms,
-            segments_allocated=statistics.segments_allocated,
-            segments_freed=statistics.segments_freed,
-            cache_flushes=statistics.cache_flushes,
+            planned_reserved_peak_bytes=self.planned_reserved_peak_bytes,
             phase_peak_bytes=dict(self._phase_peak_bytes),
             component_bytes=components,
         )
 
     def _note_phase_peak(self) -> None:
-        if self._phase:
-            peak_bytes = self._phase_peak_bytes.get(self._phase, 0)
-            self._phase_peak_bytes[self._phase] = max(peak_bytes, self.allocator.statistics.allocated_bytes)
+        if self.phase:
+            peak_bytes = self._phase_peak_bytes.get(self.phase, 0)
+            self._phase_peak_bytes[self.phase] = max(peak_bytes, self.allocator.statistics.allocated_bytes)

@@ -10,14 +10,7 @@ from collections.abc import Iterator
 from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.demo.process import SimulatedProcess, Tensor
 
-__all__ = [
-    "graph_network_training",
-    "mixture_of_experts_training",
-    "pipeline_training",
-    "pretraining",
-    "small_trial",
-    "varying_length_training",
-]
+__all__ = ["mixture_of_experts_training", "pipeline_training", "pretraining", "varying_length_training"]
 
 MIB = 1 << 20
 
@@ -26,7 +19,7 @@ def pretraining(process: SimulatedProcess) -> Iterator[None]:
     """Data-parallel training: the memory of each rank follows the same sawtooth, just below the device's limit."""
     layers = 8
     process.pinned_host_bytes = 512 * MIB
-    process.planned_reserved_peak_bytes = 72_000 * MIB  # a good plan, slightly too high
+    process.slots[0].planned_reserved_peak_bytes = 72_000 * MIB  # a good plan, slightly too high
     process.hold(layers, 2080 * MIB, "parameters")
     process.step = 0
     while True:
@@ -64,8 +57,8 @@ def varying_length_training(process: SimulatedProcess) -> Iterator[None]:
     """
     rng = process.rng
     process.pinned_host_bytes = 96 * MIB
-    process.planned_reserved_peak_bytes = 24_000 * MIB  # for batches of the mean length, in a heap without gaps
-    process.limit_memory(0.58)
+    process.slots[0].planned_reserved_peak_bytes = 24_000 * MIB  # for the mean length, in a heap without gaps
+    process.slots[0].allocator.limit_bytes = int(0.58 * process.slots[0].device.usable_bytes)
     process.hold(6, 512 * MIB, "parameters")
     process.hold(6, 1024 * MIB, "optimizer_state")  # loaded from a checkpoint
     process.step = 0
@@ -158,47 +151,3 @@ def mixture_of_experts_training(process: SimulatedProcess) -> Iterator[None]:
         if process.step % 60 == 0:  # after each validation
             process.empty_cache()
         yield
-
-
-def graph_network_training(process: SimulatedProcess) -> Iterator[None]:
-    """Calls `torch.cuda.empty_cache()` every four steps: flushes without retries, and new segments each time."""
-    rng = process.rng
-    process.busy_ratio = 0.35
-    process.hold(2, 160 * MIB, "parameters")
-    process.step = 0
-    while True:
-        with process.phase("forward"):
-            neighbors = [process.tensor(rng.randint(80, 640) * MIB) for _ in range(6)]
-        yield
-        with process.phase("backward"):
-            gradients = [process.tensor(160 * MIB, "gradients") for _ in range(2)]
-            process.free(neighbors)
-        with process.phase("optimizer"):
-            if process.step == 0:
-                process.hold(2, 320 * MIB, "optimizer_state")
-        process.free(gradients)
-        process.step += 1
-        if process.step % 4 == 0:
-            process.empty_cache()
-
-
-def small_trial(process: SimulatedProcess) -> Iterator[None]:
-    """One of several small trials that share a device, with hundreds of blocks in the small pool."""
-    rng = process.rng
-    process.busy_ratio = 0.4
-    for _ in range(160):
-        process.hold(1, rng.randint(1, 900) * 1024, "parameters")
-    process.hold(4, 110 * MIB, "parameters")
-    process.step = 0
-    while True:
-        with process.phase("forward"):
-            batch = [process.tensor(rng.randint(16, 240) * MIB) for _ in range(6)]
-        yield
-        with process.phase("backward"):
-            gradients = [process.tensor(110 * MIB, "gradients") for _ in range(4)]
-            process.free(batch)
-        with process.phase("optimizer"):
-            if process.step == 0:
-                process.hold(4, 220 * MIB, "optimizer_state")
-        process.free(gradients)
-        process.step += 3  # three steps per tick, of which only one is simulated

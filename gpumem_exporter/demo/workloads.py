@@ -27,7 +27,6 @@ class Workload:
     """Whether the processes are the ranks of one job."""
     reports: bool = True
     torch_version: str = "2.9.1+cu128"
-    allocator_settings: str = ""
     context_bytes: int = 520 * MIB
     """The memory of CUDA, cuBLAS and NCCL on each device, outside the allocator."""
     warm_up_ticks: int = 40
@@ -35,128 +34,63 @@ class Workload:
     restart_ticks: int = 20
     """The time from the end of a process to the start of the next one."""
     k8s_pod: str = ""
-    """The name of the pod without its ordinal; empty for a workload outside of pods."""
-    k8s_namespace: str = ""
+    """The namespace and the name of the pod without its ordinal: `namespace/name`; empty outside of pods."""
 
 
 DEMO_WORKLOADS = (
     Workload(
-        "demo-llm-pretrain",
-        trainings.pretraining,
-        "python pretrain.py",
-        "ml-train",
-        ((0,), (1,), (2,), (3,)),
+        *("demo-llm-pretrain", trainings.pretraining, "python pretrain.py", "ml-train", ((0,), (1,), (2,), (3,))),
         ranks=True,
         context_bytes=1710 * MIB,
-        k8s_pod="llm-pretrain-worker",
-        k8s_namespace="training",
+        k8s_pod="training/llm-pretrain-worker",
     ),
     Workload(
-        "demo-rag-indexer-leak",
-        programs.indexing_with_a_leak,
-        "python build_index.py",
-        "search",
-        ((4,),),
+        *("demo-rag-indexer-leak", programs.indexing_with_a_leak, "python build_index.py", "search", ((4,),)),
         warm_up_ticks=60,
         restart_ticks=16,
-        k8s_pod="rag-indexer",
-        k8s_namespace="search",
+        k8s_pod="search/rag-indexer",
     ),
     Workload(
-        "demo-diffusion-graphs",
-        programs.diffusion_server,
-        "python serve_images.py",
-        "media",
-        ((4,),),
+        *("demo-diffusion-graphs", programs.diffusion_server, "python serve_images.py", "media", ((4,),)),
         torch_version="2.8.0+cu128",
-        k8s_pod="diffusion",
-        k8s_namespace="media",
+        k8s_pod="media/diffusion",
     ),
     Workload(
-        "",
-        programs.embedding_server,
-        "tritonserver",
-        "serving",
-        ((4,),),
+        *("", programs.embedding_server, "tritonserver", "serving", ((4,),)),
         reports=False,
         context_bytes=410 * MIB,
-        k8s_pod="embeddings",
-        k8s_namespace="search",
+        k8s_pod="search/embeddings",
     ),
     Workload(
-        "demo-pipeline-finetune",
-        trainings.pipeline_training,
-        "python finetune_pipeline.py",
-        "alice",
-        ((4, 6),),
+        *("demo-pipeline-finetune", trainings.pipeline_training, "python finetune_pipeline.py", "alice", ((4, 6),)),
         context_bytes=690 * MIB,
         warm_up_ticks=250,
     ),
     Workload(
-        "demo-chat-server",
-        programs.inference_server,
-        "python serve_chat.py",
-        "serving",
-        ((5,),),
+        *("demo-chat-server", programs.inference_server, "python serve_chat.py", "serving", ((5,),)),
         warm_up_ticks=100,
-        allocator_settings="expandable_segments:True",
         context_bytes=610 * MIB,
-        k8s_pod="chat",
-        k8s_namespace="serving",
+        k8s_pod="serving/chat",
     ),
     Workload(
-        "demo-gnn-train",
-        trainings.graph_network_training,
-        "python train_gnn.py",
-        "bob",
-        ((5,),),
-        torch_version="2.6.0+cu124",
-    ),
-    Workload(
-        "demo-asr-varlen",
-        trainings.varying_length_training,
-        "python train_asr.py",
-        "speech",
-        ((6,),),
+        *("demo-asr-varlen", trainings.varying_length_training, "python train_asr.py", "speech", ((6,),)),
         warm_up_ticks=240,
         context_bytes=560 * MIB,
     ),
     Workload(
-        "demo-notebook",
-        programs.notebook,
-        "python -m ipykernel_launcher",
-        "carol",
-        ((7,),),
+        *("demo-notebook", programs.notebook, "python -m ipykernel_launcher", "carol", ((7,),)),
         torch_version="2.7.1+cu126",
-        k8s_pod="jupyter-carol",
-        k8s_namespace="notebooks",
+        k8s_pod="notebooks/jupyter-carol",
     ),
     Workload(
-        "demo-moe-finetune",
-        trainings.mixture_of_experts_training,
-        "python finetune_moe.py",
-        "ml-train",
-        ((6,), (7,)),
+        *("demo-moe-finetune", trainings.mixture_of_experts_training, "python finetune_moe.py", "ml-train"),
+        placements=((6,), (7,)),
         ranks=True,
     ),
     Workload(
-        "demo-nightly-eval",
-        programs.evaluation,
-        "python evaluate.py",
-        "ci",
-        ((5,),),
+        *("demo-nightly-eval", programs.evaluation, "python evaluate.py", "ci", ((5,),)),
         restart_ticks=40,
-        k8s_pod="nightly-eval",
-        k8s_namespace="ci",
-    ),
-    Workload(
-        "demo-sweep",
-        trainings.small_trial,
-        "python sweep.py",
-        "dave",
-        ((5,), (5,)),
-        torch_version="2.7.1+cu126",
-        context_bytes=440 * MIB,
+        k8s_pod="ci/nightly-eval",
     ),
 )
 """Devices 0 to 3 are full without problems. On device 4, a leak takes the memory that three other processes leave.

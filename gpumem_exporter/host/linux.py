@@ -14,13 +14,17 @@ from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
-from gpumem_exporter.procfs import describe_command, parse_stat_program, pid_namespace, split_cmdline
+from gpumem_exporter.procfs import (
+    INITIAL_PID_NAMESPACE,
+    describe_command,
+    parse_stat_program,
+    pid_namespace,
+    split_cmdline,
+)
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ProcessIdentity
 
 __all__ = ["LinuxHost"]
 
-# PROC_PID_INIT_INO in the kernel's proc_ns.h. The driver uses the pids of this namespace.
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 _READ_AGAIN_SECONDS = 60.0
 _JOB_VARIABLES = ("SLURM_JOB_ID", "RAY_JOB_ID")
 
@@ -51,6 +55,7 @@ class LinuxHost:
         self._own_namespace = pid_namespace(f"{proc}/self")
         self._translator = PidTranslator(self._entries, self._own_namespace, clock)
         self._lock = threading.Lock()
+        """Protects the caches below; files and the directory service are read without it."""
         self._known: dict[int, _Known] = {}
         self._users: dict[int, str] = {}
         self._nameless: dict[int, float] = {}
@@ -60,25 +65,26 @@ class LinuxHost:
     @property
     def sees_host_pids(self) -> bool:
         """Whether this is the host's PID namespace, so that the driver's pids are valid here."""
-        return self._own_namespace == _INITIAL_PID_NAMESPACE
+        return self._own_namespace == INITIAL_PID_NAMESPACE
 
     def facts(self, pid: int) -> ProcessFacts | None:
         """Return the description of a process; None if it does not exist. Facts that cannot be read are empty."""
         now = self._clock()
-        self._sweep(now)
         program = self._program(pid)
-        known = self._known.get(pid) if program is not None else None
+        with self._lock:
+            self._sweep(now)
+            known = self._known.get(pid)
         if known is not None and known.program == program and now - known.read_seconds < _READ_AGAIN_SECONDS:
             return known.facts
         facts = None if program is None else self._read_facts(pid, program[0])
         # If the process exited or started another program meanwhile, the facts may be a mixture of both.
-        consistent = facts is not None and program is not None and self._program(pid) == program
-        with self._lock:
-            if facts is None or program is None or not consistent:
+        if facts is None or program is None or self._program(pid) != program:
+            with self._lock:
                 self._known.pop(pid, None)
-            else:
-                self._known[pid] = _Known(facts, program, now)
-        return facts if consistent else None
+            return None
+        with self._lock:
+            self._known[pid] = _Known(facts, program, now)
+        return facts
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
         """Return the pid of a reporter in the driver's list; None if it cannot be known.
@@ -102,14 +108,13 @@ class LinuxHost:
             return True
 
     def _sweep(self, now: float) -> None:
-        """Drop cached facts that were not requested since they expired."""
+        """Drop cached facts that were not requested since they expired. The caller holds the lock."""
         if now - self._swept_seconds < _READ_AGAIN_SECONDS:
             return
-        with self._lock:
-            self._swept_seconds = now
-            stale = [pid for pid, known in self._known.items() if now - known.read_seconds >= 2 * _READ_AGAIN_SECONDS]
-            for pid in stale:
-                del self._known[pid]
+        self._swept_seconds = now
+        stale = [pid for pid, known in self._known.items() if now - known.read_seconds >= 2 * _READ_AGAIN_SECONDS]
+        for pid in stale:
+            del self._known[pid]
 
     def _program(self, pid: int) -> tuple[int, str, int] | None:
         """Read the identity of the running program; None if the process does not exist or has exited."""
@@ -169,17 +174,22 @@ class LinuxHost:
             if line.startswith("Uid:"):
                 uid = int(line.split()[2])
                 break
-        name = self._users.get(uid)
+        now = self._clock()
+        with self._lock:
+            name = self._users.get(uid)
+            asked_seconds = self._nameless.get(uid, float("-inf"))
         if name is not None:
             return name
-        now = self._clock()
-        if now - self._nameless.get(uid, float("-inf")) < _READ_AGAIN_SECONDS:
+        if now - asked_seconds < _READ_AGAIN_SECONDS:
             return str(uid)
         try:
-            name = pwd.getpwuid(uid).pw_name[:MAX_LABEL_LENGTH]
+            name = pwd.getpwuid(uid).pw_name[:MAX_LABEL_LENGTH]  # may wait for a directory service: without the lock
         except (KeyError, OSError):
-            self._nameless[uid] = now
-            return str(uid)
-        self._nameless.pop(uid, None)
-        self._users[uid] = name
-        return name
+            name = None
+        with self._lock:
+            if name is None:
+                self._nameless[uid] = now
+            else:
+                self._nameless.pop(uid, None)
+                self._users[uid] = name
+        return str(uid) if name is None else name

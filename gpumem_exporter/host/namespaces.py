@@ -103,7 +103,7 @@ class PidTranslator:
 
 
 def _innermost_pid(status: bytes) -> int | None:
-    """Return the process' own pid: the last number of the line `NSpid:` in /proc/PID/status."""
+    """Return the process's own pid: the last number of the line `NSpid:` in /proc/PID/status."""
     for line in status.splitlines():
         if line.startswith(b"NSpid:"):
             return int(line.split()[-1])

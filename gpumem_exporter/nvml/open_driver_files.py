@@ -17,7 +17,7 @@ def open_driver_files(process: Path = Path("/proc/self")) -> tuple[str, ...]:
     """Return the driver's device files that are open or mapped and its loaded library, sorted and without duplicates.
 
     Args:
-        process: the process' folder in /proc.
+        process: the process's folder in /proc.
 
     Raises:
         OSError: the folder cannot be read.

@@ -5,8 +5,6 @@ Only the poller's thread calls it. ctypes releases the GIL during calls to the d
 
 from __future__ import annotations
 
-import _ctypes
-import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from gpumem_exporter.errors import (
     NvmlPermissionError,
     NvmlUnavailableError,
 )
+from gpumem_exporter.nvml.library import unload_library
 from gpumem_exporter.nvml.process_lists import ProcessLists, known_bytes
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.nvml.return_codes import LIB_RM_VERSION_MISMATCH, NOT_FOUND, error_for_code
@@ -62,7 +61,7 @@ class PynvmlProvider:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as error:
             if error.value == LIB_RM_VERSION_MISMATCH:
-                self._unload_library()
+                unload_library(self._nvml)
             raise NvmlUnavailableError(str(error_for_code(error.value, "nvmlInit"))) from error
         self._process_lists = ProcessLists(self._nvml.nvmlLib)
         self._open = True
@@ -83,7 +82,7 @@ class PynvmlProvider:
     def release(self) -> None:
         """Close and unload libnvidia-ml.so.1, so that the next `open` loads the library then installed."""
         self.close()
-        self._unload_library()
+        unload_library(self._nvml)
 
     def driver_version(self) -> str:
         """Return the driver's version, such as `580.159.04`.
@@ -247,16 +246,6 @@ class PynvmlProvider:
         _, mig, profile = name.rpartition(" MIG ")
         self._descriptions[uuid] = described = (name, bus_id, profile if mig else "")
         return described
-
-    def _unload_library(self) -> None:
-        # If the driver was replaced while its old library is loaded, dlopen keeps returning the old library, with which
-        # the exporter could never attach again.
-        library = self._nvml.nvmlLib
-        self._nvml.nvmlLib = None
-        self._nvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - it holds pointers into the library
-        if library is not None:
-            with contextlib.suppress(OSError):
-                _ctypes.dlclose(library._handle)  # noqa: SLF001 - ctypes has no public API
 
 
 def _device_memory(total: int, free: int, reserved: int | None) -> DeviceMemory:

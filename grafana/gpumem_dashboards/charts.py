@@ -1,4 +1,4 @@
-"""The drawn panels: lines, stacks and columns over time, heat maps, bars, points."""
+"""Draws panels as SVG: lines, stacks and columns over time, heat maps, bars, points."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def line_chart(
     width: int,
     height: int,
 ) -> str:
-    """Series over time with their legend; stacked or as columns where the panel is, with a line for each event."""
+    """Draw series over time with their legend, stacked or as columns if the panel is, with a line for each event."""
     defaults = panel["fieldConfig"]["defaults"]
     custom = defaults.get("custom", {})
     own = {name: _properties(panel, name) for name, _ in series}
@@ -54,29 +54,29 @@ def line_chart(
 
     parts = [_grid(low, high, defaults["unit"], y, width), _time_axis(scope, x, tall)]
     parts += [
-        f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{tall - _BOTTOM}" stroke="{colour}"'
+        f'<line x1="{x(at):.1f}" x2="{x(at):.1f}" y1="{_TOP}" y2="{tall - _BOTTOM}" stroke="{color}"'
         ' stroke-dasharray="3 3"/>'
-        for at, colour in marks
+        for at, color in marks
     ]
     legend = []
     columns = custom.get("drawStyle") == "bars"
     for at, (name, points) in enumerate(series):
-        colour = _colour(own[name], at)
+        color = _color(own[name], at)
         if name in drawn:
             parts.append(
-                _columns(drawn[name], x, y, step_seconds, colour)
+                _columns(drawn[name], x, y, step_seconds, color)
                 if columns
-                else _areas(drawn[name], x, y, step_seconds, colour)
+                else _areas(drawn[name], x, y, step_seconds, color)
             )
         else:
             scale = y if "unit" not in own[name] else _own_scale(points, tall)
             dashes = ' stroke-dasharray="6 4"' if "custom.lineStyle" in own[name] else ""
             for piece in _pieces(points, step_seconds):
                 line = " ".join(f"{x(t):.1f},{scale(v):.1f}" for t, v in piece)
-                parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="1.4"{dashes}/>')
+                parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.4"{dashes}/>')
         unit = own[name].get("unit", defaults["unit"])
         last, most = text_of(points[-1][1], unit), text_of(max(v for _, v in points), unit)
-        legend.append(f'<span><i style="background:{colour}"></i>{html.escape(name)} <b>{last}</b> (max {most})</span>')
+        legend.append(f'<span><i style="background:{color}"></i>{html.escape(name)} <b>{last}</b> (max {most})</span>')
     return (
         f'<svg width="{width}" height="{tall}">{"".join(parts)}</svg>'
         f'<div class="legend" style="height:{legend_height}px">{"".join(legend)}</div>'
@@ -84,7 +84,7 @@ def line_chart(
 
 
 def heat_map(panel: Mapping[str, Any], series: Named, scope: Scope, width: int, height: int) -> str:
-    """One row a series, time to the right."""
+    """Draw a heat map with one row per series."""
     thresholds = panel["fieldConfig"]["defaults"]["thresholds"]
     left, row = 170, max(6.0, min(26.0, (height - _BOTTOM - 4) / max(len(series), 1)))
     step = scope.interval_seconds()
@@ -108,24 +108,24 @@ def heat_map(panel: Mapping[str, Any], series: Named, scope: Scope, width: int, 
 
 
 def bars(panel: Mapping[str, Any], series: Named, height: int) -> str:
-    """One bar a series, the longest across the panel."""
+    """Draw one bar per series; the longest is as wide as the panel."""
     defaults = panel["fieldConfig"]["defaults"]
     most = max([points[-1][1] for _, points in series] + [1e-9])
     parts = []
     for name, points in series[: max(1, height // 34)]:
         value = points[-1][1]
         fixed = _properties(panel, name).get("color", {}).get("fixedColor")
-        colour = css(fixed or by_threshold(value, defaults.get("thresholds")) or "green")
+        color = css(fixed or by_threshold(value, defaults.get("thresholds")) or "green")
         length = max(0.0, value / most * 100)
         parts.append(
             f'<div class="bar"><span>{text_of(value, defaults["unit"])}</span>{html.escape(name)}'
-            f'<div style="background:#eceef0"><div style="width:{length:.1f}%;background:{colour}"></div></div></div>'
+            f'<div style="background:#eceef0"><div style="width:{length:.1f}%;background:{color}"></div></div></div>'
         )
     return "".join(parts)
 
 
 def scatter(panel: Mapping[str, Any], series: Named, width: int, height: int) -> str:
-    """The first series gives x to all others, joined by time."""
+    """Draw points; the first series is the x value of all others, joined by time."""
     (x_name, across), *others = series
     at_time = dict(across)
     unit = panel["fieldConfig"]["defaults"]["unit"]
@@ -164,16 +164,16 @@ def _properties(panel: Mapping[str, Any], name: str) -> dict[str, Any]:
     }
 
 
-def _colour(properties: Mapping[str, Any], at: int) -> str:
+def _color(properties: Mapping[str, Any], at: int) -> str:
     fixed = properties.get("color", {}).get("fixedColor")
     return css(fixed) if fixed else SERIES[at % len(SERIES)]
 
 
 def _stacked(series: Named) -> dict[str, list[tuple[float, float, float]]]:
-    """For each series (time, lower edge, upper edge).
+    """Return (time, lower edge, upper edge) for each series.
 
-    As Grafana does: a series that is below zero most of the time is stacked downwards from zero, any other one upon
-    those before it, so that it takes away from the stack where it is below zero.
+    Like Grafana: a series that is mostly negative is stacked down from zero. Any other series is stacked on those
+    before it, and reduces the stack where it is negative.
     """
     up: dict[float, float] = {}
     down: dict[float, float] = {}
@@ -188,26 +188,26 @@ def _stacked(series: Named) -> dict[str, list[tuple[float, float, float]]]:
     return made
 
 
-def _areas(edges: list[tuple[float, float, float]], x: Any, y: Any, step: float, colour: str) -> str:
+def _areas(edges: list[tuple[float, float, float]], x: Any, y: Any, step: float, color: str) -> str:
     made = []
     for piece in _pieces(edges, step):
         upper = [f"{x(t):.1f},{y(high):.1f}" for t, _, high in piece]
         lower = [f"{x(t):.1f},{y(low):.1f}" for t, low, _ in reversed(piece)]
-        made.append(f'<polygon points="{" ".join(upper + lower)}" fill="{colour}" fill-opacity="0.8"/>')
+        made.append(f'<polygon points="{" ".join(upper + lower)}" fill="{color}" fill-opacity="0.8"/>')
     return "".join(made)
 
 
-def _columns(edges: list[tuple[float, float, float]], x: Any, y: Any, step: float, colour: str) -> str:
+def _columns(edges: list[tuple[float, float, float]], x: Any, y: Any, step: float, color: str) -> str:
     wide = max(1.5, (x(step) - x(0)) * 0.8)
     return "".join(
         f'<rect x="{x(t) - wide:.1f}" y="{y(high):.1f}" width="{wide:.1f}" height="{y(low) - y(high):.1f}"'
-        f' fill="{colour}"/>'
+        f' fill="{color}"/>'
         for t, low, high in edges
     )
 
 
 def _pieces(points: Sequence[Any], step: float) -> list[list[Any]]:
-    """Runs without a gap."""
+    """Split the points into runs without a gap."""
     runs: list[list[Any]] = []
     for point in points:
         if runs and point[0] - runs[-1][-1][0] <= 1.5 * step:

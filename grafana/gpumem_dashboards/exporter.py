@@ -1,4 +1,4 @@
-"""Exporter: whether the figures on the other dashboards can be trusted, and what the exporter itself costs."""
+"""Exporter: whether the values can be trusted, and the exporter's own resources."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["exporter"]
 
 
 def exporter() -> Any:
-    """The dashboard of the exporters."""
+    """Build the dashboard of the exporters."""
     made = (
         board(
             "GPU memory: exporter",
             "gpumem-exporter",
-            "Whether the figures can be trusted: polls of the driver, reports of processes, scrapes, what was turned"
-            " away; what actions did; and what the exporter itself takes.",
+            "Whether the values can be trusted: polls of the driver, reports, scrapes and rejected data; the"
+            " results of actions; and the exporter's own resources.",
             time="now-1h",
             refresh="30s",
         )
@@ -32,11 +32,11 @@ def exporter() -> Any:
         .annotation(actions_annotation())
     )
     for title, panels in (
-        ("Now", [*_figures(), _exporters()]),
+        ("Now", [*_overview(), _exporters()]),
         ("Polls and scrapes", _polls_and_scrapes()),
         ("Reports and events", _reports_and_events()),
         ("Actions", _actions()),
-        ("What it takes itself", _itself()),
+        ("Resources of the exporter", _itself()),
     ):
         made = made.with_row(dashboard.Row(title))
         for panel in panels:
@@ -44,42 +44,42 @@ def exporter() -> Any:
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         count(
             "Exporters down",
-            "Exporters that Prometheus knew in the time shown and cannot scrape now: their nodes are blind.",
+            "Exporters that Prometheus knew in the time range and cannot scrape now. Nothing is known about"
+            " their nodes.",
             f"sum(1 - ({EXPORTER_UP}))",
         ),
         count(
             "Drivers not answering",
-            "Exporters whose driver does not answer, or whose last poll is too old to be shown: they show processes'"
-            " reports and no devices.",
+            "Exporters whose driver does not answer, or whose last poll has expired. They show reports of"
+            " processes and no devices.",
             f"sum(1 - gpumem_nvml_up{{{NODE}}})",
         ),
         number(
             "Oldest reading",
-            "Age of the oldest reading of the devices that a page shows. More than a few seconds: the driver is slow,"
-            " or the poller is stuck.",
+            "The age of the oldest driver reading. If it is more than a few seconds, the driver is slow or hangs.",
             units.Seconds,
             f"max(time() - gpumem_poll_timestamp_seconds{{{NODE}}})",
             limits=((None, "green"), (30, "yellow"), (60, "red")),
         ),
         count(
-            "Processes turned away",
-            "Reports turned away in the time shown because as many processes report as are allowed"
-            " (--report.max-processes): those processes are on no dashboard.",
+            "Rejected processes",
+            "Reports rejected in the time range because the maximum number of processes reports"
+            " (--report.max-processes). Those processes are on no dashboard.",
             f"round(sum(increase(gpumem_processes_dropped_total{{{NODE}}}[$__range])))",
         ),
         count(
             "Events lost",
-            "Events of the time shown that could not be kept: the disk took none, and too many waited.",
+            "Events of the time range that could not be stored, because the disk failed and the queue was full.",
             f"round(sum(increase(gpumem_events_dropped_total{{{NODE}}}[$__range])))",
         ),
         count(
-            "Actions that did not succeed",
-            "Processes in which an action of the time shown did not end as done: refused, failed, expired, unsupported,"
-            " or the process was gone.",
+            "Unsuccessful actions",
+            "Target processes whose action in the time range did not end as done: refused, failed, expired,"
+            " unsupported, or the process exited.",
             f'round(sum(increase(gpumem_actions_total{{{NODE}, outcome!="done"}}[$__range])))',
             bad="orange",
         ),
@@ -94,8 +94,8 @@ def _exporters() -> Any:
 
     return table(
         "Exporters",
-        "One row an exporter: what it is, whether its driver answers, what it shows and what it takes. Up says whether"
-        " Prometheus could scrape it; the other cells of one that is down are empty.",
+        "One row per exporter: its version, the state of its driver, its series and its resources. Up says"
+        " whether Prometheus can scrape it; if not, the other cells are empty.",
         units.Short,
         [
             Column("instance", heading="Node"),
@@ -130,32 +130,34 @@ def _polls_and_scrapes() -> list[Any]:
     return [
         graph(
             "Poll of the driver",
-            "Duration of the last poll of all devices. Absent while the driver does not answer.",
+            "The duration of the last poll of all devices. Absent while the driver does not answer.",
             units.Seconds,
             [(f"gpumem_poll_duration_seconds{{{NODE}}}", "{{instance}}")],
         ).min(0),
         graph(
-            "Scrape, as Prometheus sees it",
-            "From Prometheus' request to the last byte of the page. Near the scrape timeout, scrapes begin to fail.",
+            "Scrape duration",
+            "The time from Prometheus's request to the last byte of the page. Scrapes start to fail near the"
+            " scrape timeout.",
             units.Seconds,
             [(f"scrape_duration_seconds{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
         ).min(0),
         graph(
-            "Making the page, by part",
-            "How long each part of the page took, the slowest exporter. Reports are prepared as they come in; that is"
-            " not in it.",
+            "Collector duration",
+            "The duration of each collector in the slowest exporter. It does not include the preparation of"
+            " reports when they arrive.",
             units.Seconds,
             [(f"max by (collector) (gpumem_scrape_collector_duration_seconds{{{NODE}}})", "{{collector}}")],
         ).min(0),
         graph(
             "Series on the page",
-            "Series that Prometheus took at each scrape. It follows the number of processes and devices.",
+            "The number of series in each scrape. It follows the number of processes and devices.",
             units.Short,
             [(f"scrape_samples_scraped{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
         ).min(0),
         history(
-            "Parts of the page that could be made",
-            "Green: the part was made. Red: it failed, its series are absent, and the exporter's log says why.",
+            "Collector success",
+            "Green: the collector succeeded. Red: it failed, its series are absent, and the exporter's log has"
+            " the reason.",
             units.Short,
             [(f"min by (collector) (gpumem_scrape_collector_success{{{NODE}}})", "{{collector}}")],
             UP,
@@ -168,22 +170,22 @@ def _reports_and_events() -> list[Any]:
     dropped = f"rate(gpumem_processes_dropped_total{{{NODE}}}[$__rate_interval])"
     events = graph(
         "Events, by type",
-        "What happened on the nodes, as the exporters learnt of it: errors, lost devices, processes that came and went,"
-        " actions. /api/v1/events has them one by one.",
+        "Events that the exporters recorded: errors, lost devices, processes that started and exited, actions."
+        " /api/v1/events lists them.",
         units.Short,
         [(f"sum by (type) (increase(gpumem_events_total{{{NODE}}}[$__rate_interval]))", "{{type}}")],
     )
     return [
         graph(
             "Reports, by outcome",
-            "Reports a second that the exporters took or turned away. Each process sends about one a second.",
+            "Reports per second that the exporters accepted or rejected. Each process sends about one per second.",
             units.CountsPerSecond,
             [(f"sum by (outcome) (rate(gpumem_reports_total{{{NODE}}}[$__rate_interval]))", "{{outcome}}")],
         ).min(0),
         graph(
-            "Turned away and lost",
-            "Reports a second of processes for which there was no room, and events a second that could not be kept."
-            " Both ought to be 0.",
+            "Rejected and lost",
+            "Reports per second of processes above the maximum number, and events per second that could not be"
+            " stored. Both should be 0.",
             units.CountsPerSecond,
             [
                 (f"sum({dropped})", "processes"),
@@ -192,9 +194,9 @@ def _reports_and_events() -> list[Any]:
         ).min(0),
         columns(events, "1m").min(0),
         graph(
-            "Age of the last report, oldest by workload",
-            "How long ago the process of each workload that has been quiet longest reported. It rises when a process"
-            " hangs, or has no exporter to talk to.",
+            "Age of the last report, by workload",
+            "The age of the oldest last report in each workload. It increases when a process hangs or cannot"
+            " reach its exporter.",
             units.Seconds,
             [
                 (
@@ -204,16 +206,16 @@ def _reports_and_events() -> list[Any]:
             ],
         ).min(0),
         graph(
-            "Age of the samples, oldest by workload",
-            "How old the figures on the page are. While training steps run a sample is of the last step's end, so with"
-            " long steps this is a sawtooth as high as a step.",
+            "Sample age, by workload",
+            "The age of the values in the scrape. During training a sample is taken at the end of a step, so"
+            " with long steps this is a sawtooth with the height of a step.",
             units.Seconds,
             [(f"max by (workload) (time() - gpumem_reporter_sample_timestamp_seconds{{{NODE}}})", "{{workload}}")],
         ).min(0),
         graph(
             "Held requests",
-            "Requests that the exporters hold open until there is something to say: reports that wait for commands,"
-            " actions that wait for their end, live pages. About one for each process.",
+            "Requests that the exporters keep open: reports that wait for commands, actions that wait for their"
+            " results, live pages. About one for each process.",
             units.Short,
             [(f"gpumem_held_requests{{{NODE}}}", "{{instance}}")],
         ).min(0),
@@ -223,7 +225,7 @@ def _reports_and_events() -> list[Any]:
 def _actions() -> list[Any]:
     def seconds(quantile: float) -> str:
         buckets = f"sum by (le, action) (rate(gpumem_action_duration_seconds_bucket{{{NODE}}}[$__range]))"
-        return f"histogram_quantile({quantile}, {buckets}) >= 0"  # of no actions it is no number
+        return f"histogram_quantile({quantile}, {buckets}) >= 0"  # NaN without actions
 
     outcomes = graph(
         "Actions, by outcome",
@@ -238,25 +240,26 @@ def _actions() -> list[Any]:
         span=8,
     )
     freed = graph(
-        "Given back by actions",
-        "Bytes that actions returned to the driver, as measured in the processes.",
+        "Freed by actions",
+        "Bytes that actions released to the driver, measured in the processes.",
         units.BytesIEC,
         [(f"sum by (action) (increase(gpumem_action_freed_bytes_total{{{NODE}}}[$__rate_interval]))", "{{action}}")],
         span=8,
     )
     evaluations = f'gpumem_policy_evaluations_total{{{NODE}, result!="unmet"}}'
     rules = graph(
-        "Rules of the policy file, by result",
-        "Evaluations a second, each of a rule on a process on a device, but for those whose conditions were not met. A"
-        " dry run is seen here alone: it asks nothing of the processes. A rule that only ever says stopped, limited or"
-        " cooling would act, and is held back.",
+        "Policy rules, by result",
+        "Evaluations per second of a rule for a process on a device, without those whose conditions were not"
+        " met. Dry runs appear only here. A rule with only the results stopped, limited or cooling is met and is"
+        " held back.",
         units.CountsPerSecond,
         [(f"sum by (rule, result) (rate({evaluations}[$__rate_interval])) > 0", "{{rule}} {{result}}")],
-    ).no_value("No rules, or none whose conditions were met.")
+    ).no_value("No rule, or no rule whose conditions were met.")
     alerts = graph(
-        "Alerts that came as requests, by outcome",
-        "Alerts that Alertmanager sent to the exporters, by what became of them. Refused: the exporter's log says why."
-        " Flat while alerts fire: Alertmanager does not know the receiver, or nobody may act.",
+        "Alerts as action requests, by outcome",
+        "Alerts that Alertmanager sent to the exporters, by outcome. For refused alerts, the exporter's log has"
+        " the reason. If it stays at zero while alerts fire, Alertmanager has no such receiver or is not"
+        " authorized.",
         units.Short,
         [(f"sum by (outcome) (increase(gpumem_alerts_total{{{NODE}}}[$__rate_interval]))", "{{outcome}}")],
     )
@@ -264,14 +267,14 @@ def _actions() -> list[Any]:
         columns(outcomes, "1m").min(0),
         columns(freed, "1m").min(0),
         table(
-            "How long actions take",
-            "From the request to the last result, of the actions of the time shown: half were done within the one"
-            " figure, nineteen of twenty within the other. Long ones waited for a process that was busy or gone.",
+            "Action duration",
+            "The time from the request to the last result of the actions in the time range: the median and the"
+            " 95th percentile. Long actions waited for a process that was busy or had exited.",
             units.Seconds,
             [
                 Column("action", heading="Action"),
-                Column("Half within", seconds(0.5)),
-                Column("95 % within", seconds(0.95)),
+                Column("Median", seconds(0.5)),
+                Column("95th percentile", seconds(0.95)),
                 Column(
                     "Actions",
                     f"round(sum by (action) (increase(gpumem_action_duration_seconds_count{{{NODE}}}[$__range])))",
@@ -291,21 +294,21 @@ def _itself() -> list[Any]:
     return [
         graph(
             "Memory of the exporter",
-            "Resident bytes of each exporter's process. Level; it grows with the number of processes that report.",
+            "Resident bytes of each exporter. They are constant, and depend on the number of reporting processes.",
             units.BytesIEC,
             [(f"process_resident_memory_bytes{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
             span=8,
         ).min(0),
         graph(
             "CPU of the exporter",
-            "Share of one core that each exporter uses.",
+            "The share of one core that each exporter uses.",
             units.PercentUnit,
             [(f"rate(process_cpu_seconds_total{{{NODE}}}[$__rate_interval]) {IS_EXPORTER}", "{{instance}}")],
             span=8,
         ).min(0),
         graph(
             "Open files of the exporter",
-            "Files and sockets that each exporter has open. Each reporter has one.",
+            "The open files and sockets of each exporter. Each reporter uses one.",
             units.Short,
             [
                 (f"process_open_fds{{{NODE}}} {IS_EXPORTER}", "{{instance}}"),

@@ -1,4 +1,4 @@
-"""Fleet: which device is in trouble, whose memory it is and of what kind, since when, and what a clear would give."""
+"""Fleet: the fullest devices, the processes that use their memory, and the reclaimable bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grafana_foundation_sdk.models import units
 
 from gpumem_dashboards import oom_list
 from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
-from gpumem_dashboards.palette import PRESSURE, colour, ledger_words, none_is_good, shares
+from gpumem_dashboards.palette import PRESSURE, color, ledger_words, none_is_good, shares
 from gpumem_dashboards.panels import columns, count, graph, history, number, stacked
 from gpumem_dashboards.promql import (
     ABOVE,
@@ -30,7 +30,7 @@ __all__ = ["fleet"]
 
 WORKLOAD = f'{GPU}, workload=~"$workload"'
 SHOWN = 20
-"""Of a fleet's devices and workloads, those that matter most."""
+"""The maximum number of devices and workloads in a panel."""
 
 TO_NODE = ("This node", link("gpumem-node", node="__data.fields.instance", gpu="__data.fields.gpu"))
 TO_EXPORTERS = "/d/gpumem-exporter?${datasource:queryparam}&${__url_time_range}&${node:queryparam}"
@@ -38,13 +38,13 @@ TO_WORKLOAD = ("This workload", link("gpumem-workload", workload="__data.fields.
 
 
 def fleet() -> Any:
-    """The dashboard that one opens first."""
+    """Build the dashboard of all nodes, the entry to the others."""
     made = (
         board(
             "GPU memory: fleet",
             "gpumem-fleet",
-            "Which device is in trouble, whose memory it is and of what kind, since when, and what a clear would give"
-            " back. Each row leads to its node, its workload or its post-mortem.",
+            "The fullest devices, the processes that use their memory, and the reclaimable bytes. Rows link to"
+            " the node, the workload or the post-mortem.",
             time="now-1h",
             refresh="30s",
         )
@@ -55,58 +55,57 @@ def fleet() -> Any:
         .with_variable(first_of("workload", f'gpumem_reporter_up{{{NODE}, workload=~"$workload"}}', "workload"))
         .annotation(ooms_annotation(WORKLOAD))
         .annotation(actions_annotation())
-        .with_row(dashboard.Row("Who is in trouble"))
+        .with_row(dashboard.Row("Devices"))
     )
-    for panel in (*_figures(), _devices(), _matrix(), _history()):
+    for panel in (*_overview(), _devices(), _matrix(), _history()):
         made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Wasted: in no tensor"))
+    made = made.with_row(dashboard.Row("Cache: reserved and in no tensor"))
     for panel in (_wasted_workloads(), _wasted_over_time()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("Out of memory"))
     for panel in (_errors_over_the_day(), _retries_over_the_day(), oom_list.listed(WORKLOAD, node_shown=True)):
         made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Silent, and idle"))
+    made = made.with_row(dashboard.Row("Silent reporters and unused capacity"))
     for panel in (_silent(), _idle()):
         made = made.with_panel(panel)
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         count(
             "Devices above 90 %",
-            "Devices of whose memory less than a tenth is free or would come back by a clear: the next large"
-            " allocation there fails. The table below names them.",
+            "Devices with less than a tenth of their memory free or reclaimable: the next large allocation"
+            " fails there. The table below lists them.",
             f"sum(({hard_used_ratio(GPU)}) > bool {ABOVE})",
         ),
         number(
-            "A clear would give back",
-            "Bytes that torch.cuda.empty_cache() in every reporting process would return to the driver now.",
+            "Reclaimable",
+            "Bytes that torch.cuda.empty_cache() in every reporting process would release to the driver now.",
             units.BytesIEC,
             f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})',
         ),
         count(
             "Out-of-memory errors",
-            "Errors that processes told of in the time shown, caught ones included.",
+            "Out-of-memory errors that processes reported in the time range, including errors that the program caught.",
             f'round(sum(increase(gpumem_events_total{{{NODE}, type="oom"}}[$__range])))',
         ),
         count(
             "Allocation retries",
-            "Allocations that found no memory until PyTorch had flushed its cache, in the time shown: each stalls its"
-            " program, and an out-of-memory error is near.",
+            "Allocations in the time range that succeeded only after PyTorch flushed its cache. Each retry"
+            " stalls its program and often precedes an out-of-memory error.",
             f"round(sum(increase(gpumem_torch_alloc_retries_total{{{WORKLOAD}}}[$__range])))",
             bad="orange",
         ),
         count(
-            "Reporters silent",
-            "Processes that reported and do so no more, though they are not known to have ended. Listed at the bottom.",
+            "Silent reporters",
+            "Processes that stopped reporting and are not known to have exited. The table at the bottom lists them.",
             f'sum(1 - gpumem_reporter_up{{{NODE}, workload=~"$workload"}})',
         ),
         number(
             "Down",
-            "Devices for which the driver does not answer, exporters whose driver does not answer at all, and exporters"
-            " that Prometheus knew in the time shown and cannot scrape now: of those nodes nothing is known. Click to"
-            " see which.",
+            "Devices that the driver cannot read, exporters whose driver does not answer, and exporters that"
+            " Prometheus knew in the time range and cannot scrape now. Click to see which.",
             units.Short,
             [
                 (f"sum(1 - gpumem_device_up{{{GPU}}})", "devices"),
@@ -124,10 +123,10 @@ def _devices() -> Any:
     free = f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category=~"free|torch_reclaimable"}})'
     full = seconds_to_full(free, "gpumem_device_memory_used_bytes", GPU, DEVICE)
     return table(
-        "Devices, the most pressed first",
-        "Pressure is the share of a device's memory that is neither free nor would come back by a clear. The largest"
-        " process and its share of the bytes say whose memory it is; most of it says of what kind. Full in: at the"
-        " pace at which the bytes in use grew over the time shown. Click a node to see the device.",
+        "Devices by pressure",
+        "Pressure is the share of a device's memory that is neither free nor reclaimable. Largest process and"
+        " largest category say where the memory is. Full in is the time until the device is full at the growth"
+        " rate of the time range. Click a node to see the device.",
         units.BytesIEC,
         [
             Column("instance", heading="Node", link=TO_NODE),
@@ -135,14 +134,14 @@ def _devices() -> Any:
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
             Column("Full in", full, units.Seconds, width=90),
-            Column("A clear gives back", by_device % '"torch_reclaimable"', width=140),
+            Column("Reclaimable", by_device % '"torch_reclaimable"', width=140),
             Column("Fragmented", by_device % '"torch_fragmented"', width=110),
             Column("workload", heading="Largest process", link=TO_WORKLOAD),
             Column("command", heading="command"),
             Column("user", heading="user"),
-            Column("It holds", largest_process(GPU, "workload, command, user"), width=100),
-            Column("category", heading="Most of it", mapping=ledger_words()),
-            Column("Of that kind", largest_category(GPU), width=110),
+            Column("Its bytes", largest_process(GPU, "workload, command, user"), width=100),
+            Column("category", heading="Largest category", mapping=ledger_words()),
+            Column("Bytes of category", largest_category(GPU), width=110),
         ],
         sort_by="Pressure",
         drop=("uuid", "pid"),
@@ -151,11 +150,11 @@ def _devices() -> Any:
 
 def _matrix() -> Any:
     return matrix(
-        "Pressure now, nodes by devices",
-        "One row a node, one column a device: the share of its memory that is neither free nor would come back by a"
-        " clear. Click a cell to see the device.",
+        "Pressure by node and device",
+        "One row per node, one column per device: the share of its memory that is neither free nor reclaimable."
+        " Click a cell to see the device.",
         f"sum by (instance, gpu) ({hard_used_ratio(GPU)})",
-        # By its name: names come before numbers, and the column of GPU 0 is called 0.
+        # Grafana resolves names before numbers, and the column of GPU 0 is named 0.
         ("This device", link("gpumem-node", node="__data.fields.Node", gpu="__field.name")),
         span=24,
         height=7,
@@ -168,8 +167,8 @@ def _history() -> Any:
     return (
         history(
             "Pressure over time",
-            f"Since when: one row a device, time to the right, for the {SHOWN} devices that were pressed most. A row"
-            " that turns red and stays so is a leak or a job that does not fit; stripes are steps.",
+            f"One row per device, for the {SHOWN} devices with the highest pressure. A row that turns red and stays red"
+            " is a leak or a job that does not fit; stripes are steps.",
             units.PercentUnit,
             [(f"({pressure}) and on ({DEVICE}) {worst}", "{{instance}} GPU {{gpu}}")],
             PRESSURE,
@@ -190,10 +189,10 @@ def _wasted_workloads() -> Any:
         return f"({expression}) and on (workload) topk({SHOWN}, {wasted})"
 
     return table(
-        "Workloads by wasted bytes",
-        "Wasted: reserved by PyTorch and in no tensor. A clear returns the one part to the driver at once; the"
-        " fragmented part needs expandable segments or other sizes. The row without a name is of processes that were"
-        " given none. Click a workload to see its ranks.",
+        "Workloads by cache",
+        "Cache is memory that PyTorch reserved and no tensor uses. A clear releases the reclaimable part to the"
+        " driver; the fragmented part needs expandable segments or other sizes. The row without a name has the"
+        " processes without a workload. Click a workload to see its ranks.",
         units.BytesIEC,
         [
             Column("workload", heading="Workload", link=TO_WORKLOAD),
@@ -204,18 +203,18 @@ def _wasted_workloads() -> Any:
                 width=100,
             ),
             Column("Reserved", top(total("gpumem_torch_reserved_bytes")), width=120),
-            Column("A clear gives back", top(reclaimable), width=150),
+            Column("Reclaimable", top(reclaimable), width=150),
             Column("Fragmented", top(fragmented), width=120),
-            Column("Wasted", top(wasted), width=120),
+            Column("Cache", top(wasted), width=120),
             Column(
-                "Share wasted",
+                "Share of reserved",
                 top(f"({wasted}) / {total('gpumem_torch_reserved_bytes')}"),
                 units.PercentUnit,
                 shares(0.25, 0.5),
                 gauge=True,
             ),
         ],
-        sort_by="Wasted",
+        sort_by="Cache",
         span=14,
         height=9,
     )
@@ -223,13 +222,13 @@ def _wasted_workloads() -> Any:
 
 def _wasted_over_time() -> Any:
     queries = [
-        (f"sum(gpumem_torch_reclaimable_bytes{{{WORKLOAD}}})", "a clear gives it back"),
+        (f"sum(gpumem_torch_reclaimable_bytes{{{WORKLOAD}}})", "reclaimable"),
         (f"sum(gpumem_torch_fragmented_bytes{{{WORKLOAD}}})", "fragmented"),
     ]
     panel = graph(
-        "Wasted over time",
-        "Bytes of all the workloads chosen that PyTorch holds and no tensor uses. Green steps are peaks that have"
-        " passed; orange that grows is fragmentation that builds up.",
+        "Cache over time",
+        "Bytes of the selected workloads that PyTorch reserved and no tensor uses. Reclaimable bytes increase"
+        " after a peak; fragmented bytes that keep growing show that fragmentation builds up.",
         units.BytesIEC,
         queries,
         span=10,
@@ -237,16 +236,16 @@ def _wasted_over_time() -> Any:
     ).min(0)
     return (
         stacked(panel)
-        .override_by_name("a clear gives it back", [colour("green")])
-        .override_by_name("fragmented", [colour("orange")])
+        .override_by_name("reclaimable", [color("green")])
+        .override_by_name("fragmented", [color("orange")])
     )
 
 
 def _errors_over_the_day() -> Any:
     increase = f'increase(gpumem_events_total{{{NODE}, type="oom"}}[$__rate_interval])'
     panel = graph(
-        "Out-of-memory errors over the day, by node",
-        "Errors in every ten minutes of the last day, whatever time is shown elsewhere.",
+        "Out-of-memory errors in the last day, by node",
+        "Errors per ten minutes in the last day, independent of the time range of the dashboard.",
         units.Short,
         [(f"sum by (instance) ({increase})", "{{instance}}")],
     )
@@ -256,9 +255,9 @@ def _errors_over_the_day() -> Any:
 def _retries_over_the_day() -> Any:
     increase = f"increase(gpumem_torch_alloc_retries_total{{{WORKLOAD}}}[$__rate_interval])"
     panel = graph(
-        "Allocation retries over the day, by workload",
-        "Allocations in every ten minutes of the last day that succeeded only after PyTorch had flushed its cache. They"
-        " come before the errors.",
+        "Allocation retries in the last day, by workload",
+        "Allocations per ten minutes in the last day that succeeded only after PyTorch flushed its cache."
+        " Retries precede out-of-memory errors.",
         units.Short,
         [(f"sum by (workload) ({increase})", "{{workload}}")],
     )
@@ -267,16 +266,16 @@ def _retries_over_the_day() -> Any:
 
 def _silent() -> Any:
     chosen = f'{NODE}, workload=~"$workload"'
-    # Summed, so that no label of the target becomes a column: of Kubernetes' there is another pod among them.
+    # The sum removes the target's labels; those of Kubernetes include another `pod`.
     silent = (
         "sum by (instance, pid, workload, rank)"
         f" (time() - gpumem_reporter_last_report_timestamp_seconds{{{chosen}}})"
         f" and on (instance, pid) gpumem_reporter_up{{{chosen}}} == 0"
     )
     return table(
-        "Reporters that went silent",
-        "Processes that reported, have fallen silent and are not known to have ended: hung, stopped, or cut off from"
-        " the exporter. Their bytes count as those of processes without a reporter until they speak again.",
+        "Silent processes",
+        "Processes that stopped reporting and are not known to have exited: they hang, are stopped, or cannot"
+        " reach the exporter. Their memory counts as other processes until they report again.",
         units.Seconds,
         [
             Column("instance", heading="Node"),
@@ -289,7 +288,7 @@ def _silent() -> Any:
             Column("Last report", with_info(silent, "command, user, k8s_pod"), heading="Silent for"),
         ],
         sort_by="Silent for",
-        no_value="Every reporter reports.",
+        no_value="No process is silent.",
         span=12,
         height=9,
     )
@@ -300,18 +299,23 @@ def _idle() -> Any:
     held = f"sum by ({DEVICE}) (avg_over_time(gpumem_device_memory_used_bytes{{{GPU}}}[$__range]))"
     never = f"sum by ({DEVICE}) (min_over_time(gpumem_device_memory_free_bytes{{{GPU}}}[$__range]))"
     return table(
-        "Capacity that sits idle",
-        "Of the time shown. Never used: bytes that were free all the time. Held idle: the bytes in use on average,"
-        " times the share of the time in which no kernel ran. A device high in both columns could take another job.",
+        "Unused capacity",
+        "Never used: bytes that were free during the whole time range. Used while idle: the average of the used"
+        " bytes multiplied by the share of time without a kernel. A device that is high in both columns could"
+        " take another job.",
         units.BytesIEC,
         [
             Column("instance", heading="Node", link=TO_NODE),
             Column("gpu", heading="GPU", width=60),
             Column("Never used", never),
-            Column("Held idle", f"{held} * (1 - {busy})"),
-            Column("Held", held),
+            Column("Used while idle", f"{held} * (1 - {busy})"),
+            Column("Used", held),
             Column(
-                "Busy", busy, units.PercentUnit, gauge=True, limits=((None, "red"), (0.2, "yellow"), (0.5, "green"))
+                "Utilization",
+                busy,
+                units.PercentUnit,
+                gauge=True,
+                limits=((None, "red"), (0.2, "yellow"), (0.5, "green")),
             ),
         ],
         sort_by="Never used",

@@ -1,4 +1,4 @@
-"""What the dashboards have in common: variables, the links between them, and the events drawn over every graph."""
+"""The common parts of the dashboards: variables, links between them, and annotations."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ __all__ = [
 ]
 
 TAGS = ["gpu", "pytorch", "gpumem"]
-# Sorted, and before the labels that are added: Prometheus to 2.42 at least sorts the list of a count_values in place,
-# the new label among them, and takes another grouping at each further point.
+# Sorted, and before the added labels: Prometheus up to 2.42 sorts the list of a count_values in place, including the
+# new label, and groups differently at each further point.
 _OOM = "gpu, instance, pid, rank, uuid, workload"
 BOARDS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
     "gpumem-fleet": ("Fleet", {"node": True, "gpu": True, "workload": True}),
@@ -42,13 +42,13 @@ BOARDS: Mapping[str, tuple[str, Mapping[str, bool]]] = {
     "gpumem-oom": ("OOM post-mortem", {"node": False, "gpu": True, "workload": True, "rank": True, "pid": False}),
     "gpumem-exporter": ("Exporter", {"node": True}),
 }
-"""Each dashboard by its uid: what links to it are called, and of each variable whether several may be chosen."""
+"""Each dashboard by uid: the title of links to it, and for each variable whether it has multiple values."""
 _FROM, _TO = "x_from", "x_to"
 _BEFORE_SECONDS, _AFTER_SECONDS = 600, 60
 
 
 def board(title: str, uid: str, description: str, *, time: str, refresh: str) -> Any:
-    """An empty dashboard with its data source and with links to the others, which keep time and variables."""
+    """Build an empty dashboard with its data source and links to the others, which keep time range and variables."""
     made = (
         dashboard.Dashboard(title)
         .uid(uid)
@@ -67,18 +67,18 @@ def board(title: str, uid: str, description: str, *, time: str, refresh: str) ->
 
 
 def first_of(name: str, metric: str, value_of: str) -> Any:
-    """A hidden variable, `one_` and that name: the first of those that the variable of several stands at.
+    """Build a hidden variable `one_NAME`: the first value of a variable with multiple values.
 
-    For links to a dashboard on which one alone can be chosen: of "all" Grafana would make "a,b,c" there.
+    Links to a dashboard with a single value use it, because Grafana would pass "all" as "a,b,c".
     """
     made = variable(f"one_{name}", f"First {name}", metric, value_of, several=False)
     return made.hide(VariableHide.HIDE_VARIABLE)
 
 
 def variable(name: str, label: str, metric: str, value_of: str, *, several: bool = True) -> Any:
-    """A variable whose values are those of a label; `several` may be chosen, all at first.
+    """Build a variable with the values of a label; with `several`, multiple values and all by default.
 
-    All is `.*`, so that series without the label are among them.
+    All is `.*`, which includes series without the label.
     """
     asked = f"label_values({metric}, {value_of})"
     made = (
@@ -97,16 +97,16 @@ def variable(name: str, label: str, metric: str, value_of: str, *, several: bool
 
 
 def link(uid: str, **values: str) -> str:
-    """The address of another dashboard: the same data source and time, and these variables.
+    """Return the URL of another dashboard with the same data source and time range, and these variables.
 
-    Values are Grafana's own expressions, such as `__field.labels.gpu`; what is not named keeps its default.
+    Values are Grafana's expressions, such as `__field.labels.gpu`; other variables keep their defaults.
     """
     chosen = "".join(f"&var-{name}=${{{value}:percentencode}}" for name, value in values.items())
     return f"/d/{uid}?${{datasource:queryparam}}&${{__url_time_range}}{chosen}"
 
 
 def post_mortem_times(timestamp: str) -> tuple[str, str]:
-    """From when to when an error is looked at, as expressions in milliseconds: the ten minutes before it, and one."""
+    """Return the time range of a post-mortem in milliseconds: from ten minutes before the error to one after it."""
     return (
         f"floor({timestamp} - {_BEFORE_SECONDS}) * 1000",
         f"ceil({timestamp} + {_AFTER_SECONDS}) * 1000",
@@ -114,10 +114,10 @@ def post_mortem_times(timestamp: str) -> tuple[str, str]:
 
 
 def ooms_annotation(selector: str) -> Any:
-    """Each error at the moment of its own, with a link to its post-mortem."""
+    """Build the annotation of each error at its time, with a link to its post-mortem."""
     happened = f"gpumem_last_oom_timestamp_seconds{{{selector}}}"
     expression = f"{happened} * 1000"
-    # A link can only be filled with labels, so both ends of the time become labels.
+    # Links can only use labels, so both ends of the time range become labels.
     for name, moment in zip((_FROM, _TO), post_mortem_times(happened), strict=True):
         expression += f' * on ({_OOM}) group_left ({name}) count_values by ({_OOM}) ("{name}", {moment})'
     values = {"node": "instance", "gpu": "gpu", "workload": "workload", "pid": "pid"}
@@ -134,22 +134,22 @@ def ooms_annotation(selector: str) -> Any:
 
 
 def actions_annotation(selector: str = NODE) -> Any:
-    """Actions, by what became of them; nobody counts them by device or process."""
+    """Build the annotation of actions by outcome; they are not counted by device or process."""
     increase = f"increase(gpumem_actions_total{{{selector}}}[$__rate_interval])"
     return (
         _annotation("Actions", "blue", f"sum by (instance, action, outcome) ({increase}) > 0")
         .title_format("{{action}}: {{outcome}}")
-        .text_format("Asked of processes on {{instance}}.")
+        .text_format("On {{instance}}.")
         .tag_keys("action,outcome")
     )
 
 
 def encoded(made: Any) -> str:
-    """The dashboard as Grafana's JSON, every panel numbered, with a newline at its end."""
+    """Return the dashboard as Grafana's JSON with numbered panels and a final newline."""
     model = made.build()
     for hidden in model.templating.list_val:
         if hidden.hide is VariableHide.HIDE_VARIABLE:
-            hidden.skip_url_sync = True  # what it was is not to outlive what it follows; no builder sets it
+            hidden.skip_url_sync = True  # must not be kept longer than the variable it follows; no builder sets it
     for number, panel in enumerate(model.panels or [], start=1):
         panel.id_val = number
     return JSONEncoder(sort_keys=True, indent=2).encode(model) + "\n"
@@ -164,7 +164,7 @@ def _link_to(uid: str, here: str) -> Any:
             continue
         if several or not several_here:
             chosen.append(f"${{{name}:queryparam}}")
-        elif uid != "gpumem-oom":  # there the first one that has an error to show
+        elif uid != "gpumem-oom":  # there, the first one with an error
             chosen.append(f"var-{name}=${{one_{name}:percentencode}}")
     return (
         dashboard.DashboardLink(title)
@@ -175,5 +175,5 @@ def _link_to(uid: str, here: str) -> Any:
     )
 
 
-def _annotation(name: str, colour: str, expression: str) -> Any:
-    return dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(expression)
+def _annotation(name: str, color: str, expression: str) -> Any:
+    return dashboard.AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(color).expr(expression)

@@ -1,4 +1,4 @@
-"""Answers as Grafana's panels take them: named series, and tables after their transformations."""
+"""Query results in the form of Grafana's panels: named series, and tables after their transformations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Row = dict[str, Any]
 
 
 def named(series: Series, legend: str, expression: str) -> str:
-    """What a legend's pattern makes of a series."""
+    """Return the name of a series by a legend's pattern."""
     if not legend:
         labels = {name: value for name, value in series["metric"].items() if name != "__name__"}
         return ", ".join(f"{name}={value}" for name, value in labels.items()) or expression[:40]
@@ -21,7 +21,7 @@ def named(series: Series, legend: str, expression: str) -> str:
 
 
 def table_of(answer: Sequence[Series], value_name: str) -> list[Row]:
-    """The rows of one table query: its labels, and its value under that name."""
+    """Return the rows of one table query: its labels, and its value under the given name."""
     rows = []
     for series in answer:
         moment, text = series["values"][-1]
@@ -30,7 +30,7 @@ def table_of(answer: Sequence[Series], value_name: str) -> list[Row]:
 
 
 def merged(frames: Sequence[Sequence[Row]]) -> list[Row]:
-    """Grafana's `merge`: rows that agree in the fields that all frames have become one, unless they contradict."""
+    """Do what Grafana's `merge` does: rows with equal common fields become one, unless they conflict."""
     filled = [frame for frame in frames if frame]
     if not filled:
         return []
@@ -51,7 +51,7 @@ def merged(frames: Sequence[Sequence[Row]]) -> list[Row]:
 def transformed(
     rows: list[Row], transformations: Sequence[Mapping[str, Any]]
 ) -> tuple[list[tuple[str, str]], list[Row]]:
-    """The columns (field, heading) and rows after a panel's transformations but `merge`."""
+    """Return the columns (field, heading) and rows after a panel's transformations except `merge`."""
     columns = [(name, name) for name in dict.fromkeys(name for row in rows for name in row)]
     for transformation in transformations:
         options = transformation["options"]

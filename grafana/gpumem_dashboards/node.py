@@ -1,4 +1,4 @@
-"""Node: where every byte of each device is, whose it is, and what of it a clear would give back."""
+"""Node: the memory of each device by category and by process."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ TO_THIS_WORKLOAD = link("gpumem-workload", node="node", workload="__field.labels
 
 
 def node() -> Any:
-    """The dashboard of one node; a row for each of its devices."""
+    """Build the dashboard of one node, with a row for each device."""
     made = (
         board(
             "GPU memory: one node",
             "gpumem-node",
-            "Where every byte of GPU memory of one node is, whose it is, and what of it a clear would give back.",
+            "The GPU memory of one node by category and by process, and how much of it is reclaimable.",
             time="now-1h",
             refresh="10s",
         )
@@ -55,7 +55,7 @@ def node() -> Any:
         .annotation(actions_annotation(ONE_NODE))
         .with_row(dashboard.Row("Node"))
     )
-    for panel in (*_figures(), _devices(), _processes()):
+    for panel in (*_overview(), _devices(), _processes()):
         made = made.with_panel(panel)
     made = made.with_row(dashboard.Row("GPU $gpu").repeat("gpu")).with_panel(_ledger()).with_panel(_clear())
     made = made.with_panel(_holders())
@@ -65,42 +65,43 @@ def node() -> Any:
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         number(
-            "Devices that answer",
-            "Devices for which the driver answers, and those for which it does not: their figures are absent.",
+            "Devices up and down",
+            "Devices that the driver can read (up) and devices that it cannot read (down). A device that is"
+            " down has no memory values.",
             units.Short,
             [(f"sum(gpumem_device_up{{{GPU}}})", "up"), (f"sum(1 - gpumem_device_up{{{GPU}}})", "down")],
         ),
         number(
             "Highest pressure",
-            "Of the device that is pressed most: the share of its memory that is neither free nor would come back by a"
-            " clear.",
+            "The pressure of the fullest device: the share of its memory that is neither free nor reclaimable.",
             units.PercentUnit,
             f"max({hard_used_ratio(GPU)})",
             limits=PRESSURE,
         ),
         number(
-            "A clear would give back",
-            "Bytes that torch.cuda.empty_cache() in every reporting process would return to the driver now.",
+            "Reclaimable",
+            "Bytes that torch.cuda.empty_cache() in every reporting process would release to the driver now.",
             units.BytesIEC,
             f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_reclaimable"}})',
         ),
         number(
             "Fragmented",
-            "Bytes that PyTorch holds in no tensor and that a clear cannot give back.",
+            "Bytes of PyTorch's cache that torch.cuda.empty_cache() cannot release.",
             units.BytesIEC,
             f'sum(gpumem_ledger_bytes{{{GPU}, category="torch_fragmented"}})',
         ),
         count(
             "Out-of-memory errors",
-            "Errors that processes of this node told of in the time shown, caught ones included.",
+            "Out-of-memory errors that processes of this node reported in the time range, including errors that"
+            " the program caught.",
             f'round(sum(increase(gpumem_events_total{{{ONE_NODE}, type="oom"}}[$__range])))',
         ),
         number(
             "Source",
-            "nvml: these are real devices. demo: everything here is simulated.",
+            "nvml: real devices. demo: simulated devices and processes.",
             units.NoUnit,
             [(f"gpumem_exporter_build_info{{{ONE_NODE}}}", "{{source}} {{version}}")],
         ).text_mode(BigValueTextMode.NAME),
@@ -111,17 +112,16 @@ def _devices() -> Any:
     def of(category: str) -> str:
         return f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category="{category}"}})'
 
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         return f"sum by ({DEVICE}) (gpumem_device_{name}{{{GPU}}})"
 
     free = f'sum by ({DEVICE}) (gpumem_ledger_bytes{{{GPU}, category=~"free|torch_reclaimable"}})'
     full = seconds_to_full(free, "gpumem_device_memory_used_bytes", GPU, DEVICE)
     return table(
         "Devices",
-        "One row a device; of one that is not up the driver tells nothing. Pressure: the share that is neither free nor"
-        " would come back by a clear. Used, free and held back are the driver's words and add up to the total."
-        " Unattributed is what no process owns: signed, and near zero on a healthy node. An empty cell is unknown, not"
-        " zero.",
+        "One row per device. Pressure is the share that is neither free nor reclaimable. Used, free and driver"
+        " reserved are the driver's values and add up to the total. Unattributed is used memory of no listed"
+        " process: it is signed, and near zero on a healthy node. An empty cell means unknown, not zero.",
         units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
@@ -136,12 +136,12 @@ def _devices() -> Any:
             Column("Pressure", hard_used_ratio(GPU), units.PercentUnit, PRESSURE, gauge=True, width=160),
             Column("Above 90 % for", above_seconds(GPU), units.Seconds, width=120),
             Column("Full in", full, units.Seconds, width=90),
-            Column("Busy", figure("utilization_ratio"), units.PercentUnit, width=70),
-            Column("Total", figure("memory_total_bytes")),
-            Column("Used", figure("memory_used_bytes")),
-            Column("Free", figure("memory_free_bytes")),
-            Column("Held back", figure("memory_reserved_bytes")),
-            Column("A clear gives back", of("torch_reclaimable")),
+            Column("Utilization", value_of("utilization_ratio"), units.PercentUnit, width=70),
+            Column("Total", value_of("memory_total_bytes")),
+            Column("Used", value_of("memory_used_bytes")),
+            Column("Free", value_of("memory_free_bytes")),
+            Column("Driver reserved", value_of("memory_reserved_bytes")),
+            Column("Reclaimable", of("torch_reclaimable")),
             Column("Fragmented", of("torch_fragmented")),
             Column("Unattributed", of("unattributed")),
             Column("driver_version", heading="Driver", width=110),
@@ -156,20 +156,20 @@ def _devices() -> Any:
 def _processes() -> Any:
     by = "instance, gpu, pid"
     shown = "workload, rank, command, user, k8s_namespace, k8s_pod, reporting"
-    # The filter on workload and rank stands on the info series alone: every other column is joined to its rows.
+    # Only the info series is filtered by workload and rank; the other columns are joined to its rows.
     listed = f"group by ({by}) ({process_used(GPU)})"
     known = f"gpumem_process_info{{{ONE_NODE}, {OF_PROCESSES}}}"
 
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         return f"sum by ({by}) (gpumem_torch_{name}{{{TORCH}}})"
 
     reported = f"group by ({by}) (gpumem_torch_reserved_bytes{{{TORCH}}})"
     age = f"time() - gpumem_reporter_last_report_timestamp_seconds{{{ONE_NODE}, {OF_PROCESSES}}}"
     return table(
         "Processes",
-        "Each process on each device, the largest first. Without a reporter only what the driver counts is known; an"
-        " empty cell is unknown, not zero. Not torch is what the driver counts less what PyTorch reserved: CUDA"
-        " context, NCCL, libraries. Click a workload to see its ranks.",
+        "Each process on each device, the largest first. For a process without a reporter, only the driver's"
+        " value is known; an empty cell means unknown, not zero. Non-torch is the driver's value minus PyTorch's"
+        " reserved bytes: CUDA context, NCCL, libraries. Click a workload to see its ranks.",
         units.BytesIEC,
         [
             Column("gpu", heading="GPU", width=60),
@@ -179,11 +179,11 @@ def _processes() -> Any:
             Column("k8s_pod", heading="Pod"),
             Column("Who", f"{listed} * on (instance, pid) group_left ({shown}) {known}", hidden=True),
             Column("Used", f"sum by ({by}) (gpumem_process_memory_used_bytes{{{GPU}}}) and on (instance, pid) {known}"),
-            Column("In tensors", figure("allocated_bytes")),
-            Column("Reserved", figure("reserved_bytes")),
-            Column("A clear gives back", figure("reclaimable_bytes")),
-            Column("Fragmented", figure("fragmented_bytes")),
-            Column("Not torch", figure("non_torch_bytes")),
+            Column("Allocated", value_of("allocated_bytes")),
+            Column("Reserved", value_of("reserved_bytes")),
+            Column("Reclaimable", value_of("reclaimable_bytes")),
+            Column("Fragmented", value_of("fragmented_bytes")),
+            Column("Non-torch", value_of("non_torch_bytes")),
             Column(
                 "Last report",
                 f"{reported} * on (instance, pid) group_left () ({age})",
@@ -204,18 +204,18 @@ def _processes() -> Any:
 
 def _ledger() -> Any:
     return ledger(
-        "Where every byte of GPU $gpu is",
-        "The stack meets the dashed line, the device's total, to the byte at every scrape. Bytes of no known process"
-        " are signed: below zero, a report is ahead of the driver's last reading.",
+        "Ledger of GPU $gpu",
+        "The categories add up to the device's total, the dashed line, in every scrape. Unattributed is signed:"
+        " it is negative while a report is newer than the driver's last reading.",
         GPU,
     )
 
 
 def _clear() -> Any:
     return bars(
-        "What a clear would give back on GPU $gpu",
-        "Reclaimable bytes of each process: what torch.cuda.empty_cache() would return to the driver now. The fifteen"
-        " largest.",
+        "Reclaimable on GPU $gpu",
+        "The bytes of each process that torch.cuda.empty_cache() would release to the driver now. The fifteen"
+        " largest processes.",
         units.BytesIEC,
         [(f"sort_desc(topk(15, gpumem_torch_reclaimable_bytes{{{GPU}}}))", "{{workload}} {{rank}} (pid {{pid}})")],
         no_value="no process reports",
@@ -226,9 +226,9 @@ def _clear() -> Any:
 def _holders() -> Any:
     held = with_info(process_used(GPU), "workload, rank, command", ONE_NODE)
     panel = graph(
-        "Whose memory it is on GPU $gpu",
-        "What each process holds, as the driver counts it, stacked. A process without a reporter is shown by its"
-        " command. The upper edge is what is in use on the device, but for bytes of no known process.",
+        "Used on GPU $gpu, by process",
+        "The driver's value of each process, stacked. A process without a reporter is shown with its command."
+        " The upper edge is the used memory of the device without the unattributed bytes.",
         units.BytesIEC,
         [(held, "{{workload}} {{rank}} {{command}} (pid {{pid}})")],
         span=24,
@@ -246,38 +246,39 @@ def _over_time() -> list[Any]:
     return [
         graph(
             "Pressure, by device",
-            "Share of the device's memory that is neither free nor would come back by a clear.",
+            "The share of the device's memory that is neither free nor reclaimable.",
             units.PercentUnit,
             [(hard_used_ratio(GPU), "GPU {{gpu}}")],
         )
         .min(0)
         .max(1),
         graph(
-            "Time in which a kernel ran, by device",
-            "Share of the time in which at least one kernel ran: busy time, not how much of the chip was used.",
+            "Utilization, by device",
+            "The share of time in which at least one kernel ran. It does not say how much of the chip the"
+            " kernels used.",
             units.PercentUnit,
             [(f"gpumem_device_utilization_ratio{{{GPU}}}", "GPU {{gpu}}")],
         )
         .min(0)
         .max(1),
         graph(
-            "In tensors, by process",
-            "Bytes handed out to tensors. A steady training loop draws a level band; one that rises from step to step"
-            " keeps tensors that it no longer needs.",
+            "Allocated, by process",
+            "Bytes in tensors. In steady training the band is level. A band that rises from step to step shows"
+            " tensors that the program no longer needs.",
             units.BytesIEC,
             of_torch("allocated_bytes"),
         ).min(0),
         graph(
-            "Not PyTorch's, by process",
-            "What the driver counts for a process less what PyTorch reserved: CUDA context, NCCL, libraries. Level"
-            " after the start; growth is a leak outside PyTorch. Below zero for a moment: the report is ahead of the"
-            " driver.",
+            "Non-torch, by process",
+            "The driver's value of a process minus PyTorch's reserved bytes: CUDA context, NCCL, libraries. It"
+            " is constant after the start; growth is a leak outside PyTorch. It is negative while the report is"
+            " newer than the driver's reading.",
             units.BytesIEC,
             of_torch("non_torch_bytes"),
         ),
         graph(
             "Fragmentation, by process",
-            "Share of what PyTorch reserved that is in no tensor and that a clear cannot give back.",
+            "The share of the reserved bytes that is in no tensor and that torch.cuda.empty_cache() cannot release.",
             units.PercentUnit,
             of_torch("fragmentation_ratio"),
         )
@@ -285,8 +286,8 @@ def _over_time() -> list[Any]:
         .max(1),
         graph(
             "Slack, by process",
-            "Share of what PyTorch reserved that is in no tensor: cache, be it fragmented or not. High after a peak,"
-            " and no trouble until another process on the device needs it.",
+            "The share of the reserved bytes that is in no tensor: reclaimable and fragmented cache. It is high"
+            " after a peak, and harmless until another process on the device needs the memory.",
             units.PercentUnit,
             of_torch("slack_ratio"),
         )
@@ -294,15 +295,15 @@ def _over_time() -> list[Any]:
         .max(1),
         graph(
             "Allocation retries, by process",
-            "Allocations a second that failed at first, upon which PyTorch flushed its cache and tried again. Each one"
-            " stalls the program, and an out-of-memory error is near.",
+            "Allocations per second that failed at first, so that PyTorch flushed its cache and retried. Each"
+            " retry stalls the program and often precedes an out-of-memory error.",
             units.CountsPerSecond,
             by_rate("alloc_retries_total"),
         ).min(0),
         graph(
-            "Page-locked host memory, by process",
-            "Main memory that PyTorch keeps locked for copies, on no device. It is missing for other programs on the"
-            " node.",
+            "Pinned host memory, by process",
+            "Host memory that PyTorch keeps pinned for copies. It is on no device, and not available to other"
+            " programs on the node.",
             units.BytesIEC,
             [
                 (

@@ -1,4 +1,4 @@
-"""OOM post-mortem: what one out-of-memory error asked for, what there was, and what would have made room."""
+"""OOM post-mortem: the request of one out-of-memory error, the available memory, and the cheapest remedy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from gpumem_dashboards import oom_list
 from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
-from gpumem_dashboards.palette import LEDGER, colour, words
+from gpumem_dashboards.palette import LEDGER, color, words
 from gpumem_dashboards.panels import bars, dashed, graph, ledger, number, stacked
 from gpumem_dashboards.promql import ONE_NODE, filled, info
 from gpumem_dashboards.tables import Column, table
@@ -21,40 +21,40 @@ GPU = f'{ONE_NODE}, gpu=~"$gpu"'
 CHOSEN = f'{GPU}, workload=~"$workload", rank=~"$rank", pid="$pid"'
 LISTED = f'{GPU}, workload=~"$workload", rank=~"$rank"'
 HAPPENED = f"last_over_time(gpumem_last_oom_timestamp_seconds{{{CHOSEN}}}[$__range])"
-# As it is at the end of the time shown, at whichever earlier moment it is asked.
+# The value at the end of the time range, also when it is evaluated at an earlier time.
 HAPPENED_AT_END = f"last_over_time(gpumem_last_oom_timestamp_seconds{{{CHOSEN}}}[$__range] @ end())"
 ON_ITS_DEVICE = f" and on (instance, uuid) {HAPPENED_AT_END}"
 RESOLUTION = "5s"
 
 VERDICTS = {
-    "1": ("There was room a moment later: something held it for an instant", "blue"),
-    "2": ("Clear first: a clear on this device would have made room", "green"),
-    "3": ("Fragmented: expandable segments would have fitted it in", "orange"),
-    "4": ("Others on the device hold what it needed", "yellow"),
-    "5": ("The device had room: the process' own memory limit stopped it", "purple"),
-    "6": ("Truly too large: its tensors and the request exceed the limit", "red"),
-    "0": ("Not enough is known of this error", "text"),
+    "1": ("Memory was free a moment later: another allocation was temporary", "blue"),
+    "2": ("Clear first: a clear on this device would have released enough", "green"),
+    "3": ("Fragmented: expandable segments would have been sufficient", "orange"),
+    "4": ("Other processes on the device use the memory", "yellow"),
+    "5": ("The process's own memory limit was reached", "purple"),
+    "6": ("Too large: allocated bytes plus the request exceed the limit", "red"),
+    "0": ("Not enough values are known", "text"),
 }
-"""What `verdict` says, by value, from the cheapest remedy to none."""
+"""The texts of `verdict` by value, from the cheapest remedy to none."""
 
 
-def figure(name: str) -> str:
-    """One figure of the chosen error, as the allocator gave it at that moment."""
+def value_of(name: str) -> str:
+    """Return the query for one value of the selected error."""
     return f"last_over_time(gpumem_last_oom_{name}{{{CHOSEN}}}[$__range])"
 
 
 def at_that_moment(expression: str) -> str:
-    """The last value before the error of series that carry instance and uuid.
+    """Return the query for the last value before the error, of series with the labels instance and uuid.
 
-    The inner query is asked every few seconds; it has an answer only up to the error.
+    The inner query is evaluated every few seconds and has a result only before the error.
     """
     before = f"({HAPPENED_AT_END}) >= time()"
     return f"last_over_time((({expression}) and on (instance, uuid) ({before}))[$__range:{RESOLUTION}])"
 
 
-ASKED, FREE, LIMIT = figure("requested_bytes"), figure("device_free_bytes"), figure("limit_bytes")
-TENSORS, RESERVED = figure("allocated_bytes"), figure("reserved_bytes")
-OWN_CACHE, FRAGMENTED = figure("reclaimable_bytes"), figure("fragmented_bytes")
+ASKED, FREE, LIMIT = value_of("requested_bytes"), value_of("device_free_bytes"), value_of("limit_bytes")
+TENSORS, RESERVED = value_of("allocated_bytes"), value_of("reserved_bytes")
+OWN_CACHE, FRAGMENTED = value_of("reclaimable_bytes"), value_of("fragmented_bytes")
 OTHERS_CACHE = filled(
     FREE,
     "sum by (instance, uuid) ("
@@ -65,8 +65,8 @@ ELSEWHERE = f"clamp_min({LIMIT} - {FREE} - {RESERVED}, 0)"
 
 
 def verdict() -> str:
-    """Which of `VERDICTS` it is: the first remedy that would have made room for the request."""
-    # An allocation needs room twice: on the device, and below the process' limit. A clear of others helps with the one.
+    """Return the query for the first of `VERDICTS` whose remedy would have been sufficient."""
+    # An allocation must fit on the device and below the process's limit. A clear of others helps only on the device.
     cases = (
         (f"({FREE} >= {ASKED}) and ({RESERVED} + {ASKED} <= {LIMIT})", 1),
         (
@@ -84,15 +84,14 @@ def verdict() -> str:
 
 
 def oom() -> Any:
-    """The dashboard of one error."""
+    """Build the dashboard of one error."""
     known = f"gpumem_last_oom_timestamp_seconds{{{GPU}}}"
     chosen = f'gpumem_last_oom_timestamp_seconds{{{GPU}, workload=~"$workload", rank=~"$rank"}}'
     made = (
         board(
             "GPU memory: OOM post-mortem",
             "gpumem-oom",
-            "One out-of-memory error: what was asked for, what there was and whose the rest was, what would have made"
-            " room, and the minutes before.",
+            "One out-of-memory error: the request, the available memory, the use of the rest, and the minutes before.",
             time="now-30m",
             refresh="1m",
         )
@@ -106,8 +105,8 @@ def oom() -> Any:
         .annotation(actions_annotation(ONE_NODE))
     )
     for title, panels in (
-        ("What happened", [_verdict(), _when(), _who(), *_figures()]),
-        ("The device at that moment", [_room(), _ledger_then(), _processes_then()]),
+        ("What happened", [_verdict(), _when(), _who(), *_overview()]),
+        ("The device before the error", [_room(), _ledger_then(), _processes_then()]),
         ("The minutes before", _before()),
         ("Other errors of this node", [oom_list.listed(LISTED, node_shown=False)]),
     ):
@@ -120,16 +119,15 @@ def oom() -> Any:
 def _verdict() -> Any:
     return (
         number(
-            "What the figures say",
-            "The cheapest thing that would have made room for the request, worked out from the figures below: on the"
-            " device, and below the process' own limit. In this order: nothing, a moment later; a clear, of this"
-            " process or of others on the device; expandable segments, for bytes that are free but in pieces; fewer"
-            " processes on the device; a higher limit (set_per_process_memory_fraction). Else it takes a smaller batch,"
-            " a smaller model or a larger device.",
+            "Verdict",
+            "The cheapest remedy that would have made the request succeed, computed from the values below. The"
+            " order is: a retry; a clear of this or another process on the device; expandable segments; fewer"
+            " processes on the device; a higher limit (set_per_process_memory_fraction). Otherwise use a smaller"
+            " batch, a smaller model or a larger device.",
             units.NoUnit,
             verdict(),
             limits=((None, "text"),),
-            no_value="No error is chosen",
+            no_value="No error is selected",
             span=12,
             height=5,
         )
@@ -141,7 +139,7 @@ def _verdict() -> Any:
 def _when() -> Any:
     return number(
         "When",
-        "The moment of the error, by the exporter's clock. Choose a time that ends after it.",
+        "The time of the error, on the exporter's clock. The time range must end after it.",
         units.DatetimeISO,
         f"({HAPPENED}) * 1000",
         span=6,
@@ -153,7 +151,7 @@ def _who() -> Any:
     workload = link("gpumem-workload", node="node", workload="__field.labels.workload")
     return (
         number(
-            "Whose",
+            "Process",
             "Workload, rank and process of the error, and its device. Click to see the workload.",
             units.NoUnit,
             [(HAPPENED, "{{workload}} {{rank}} (pid {{pid}}), GPU {{gpu}}")],
@@ -167,19 +165,20 @@ def _who() -> Any:
 
 def _room() -> Any:
     queries = (
-        (ASKED, "asked for", "red"),
+        (ASKED, "requested", "red"),
         (FREE, "free on the device", "#808080"),
-        (OWN_CACHE, "own cache that a clear gives back", "green"),
-        (OTHERS_CACHE, "cache of other processes that a clear gives back", "dark-green"),
-        (FRAGMENTED, "own cache in pieces", "orange"),
-        (ELSEWHERE, "held outside its allocator: other processes, its context", "yellow"),
-        (TENSORS, "its own tensors", "dark-blue"),
+        (OWN_CACHE, "reclaimable, of the process", "green"),
+        (OTHERS_CACHE, "reclaimable, of other processes", "dark-green"),
+        (FRAGMENTED, "fragmented, of the process", "orange"),
+        (ELSEWHERE, "non-torch and other processes", "yellow"),
+        (TENSORS, "allocated, of the process", "dark-blue"),
     )
     panel = bars(
-        "What was asked for, and where the rest was",
-        "Red is the request, rounded up to a segment as PyTorch asks the driver for it. Where one of the bars below it,"
-        " with the grey one, is as long, that one would have made room. PyTorch had flushed the process' own cache"
-        " before it gave up, so green is small but for pools and limits.",
+        "Requested and available memory",
+        "The request is rounded up to a segment, as PyTorch requests it from the driver. If the bar of the free"
+        " bytes and one other bar together are as long, that memory would have been sufficient. PyTorch flushes"
+        " the process's own cache before it raises the error, so its reclaimable bytes are small except with"
+        " pools and limits.",
         units.BytesIEC,
         [(f"max by (gpu) ({expression})", name) for expression, name, _ in queries],
         no_value="unknown",
@@ -187,22 +186,22 @@ def _room() -> Any:
         height=10,
     )
     for _, name, shade in queries:
-        panel = panel.override_by_name(name, [colour(shade)])
+        panel = panel.override_by_name(name, [color(shade)])
     return panel
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     shown = (
-        ("Asked for", "Bytes that PyTorch asked the driver for: the request, rounded up to a segment.", ASKED),
-        ("Free on the device", "Bytes that nobody held at that moment, as the driver said.", FREE),
+        ("Requested", "Bytes that PyTorch requested from the driver: the allocation rounded up to a segment.", ASKED),
+        ("Free on the device", "The driver's free bytes at the time of the error.", FREE),
         (
             "Missing",
-            "What was asked for less what was free. Nothing is missing where the process' own limit stopped it.",
+            "The requested minus the free bytes. Zero if the process's own limit was the cause.",
             f"clamp_min({ASKED} - {FREE}, 0)",
         ),
-        ("Limit", "The device's memory, or what the process' memory fraction leaves of it.", LIMIT),
-        ("In tensors", "Bytes in the process' tensors at that moment.", TENSORS),
-        ("Reserved", "Bytes that PyTorch held in the process, after it had flushed its cache.", RESERVED),
+        ("Limit", "The memory of the device, or the part that the process's memory fraction allows.", LIMIT),
+        ("Allocated", "Bytes in the tensors of the process at the time of the error.", TENSORS),
+        ("Reserved", "Bytes that PyTorch reserved in the process, after it flushed its cache.", RESERVED),
     )
     return [
         number(title, description, units.BytesIEC, f"max by (gpu) ({expression})", span=4)
@@ -216,16 +215,16 @@ def _ledger_then() -> Any:
         for category, name, _ in LEDGER
     ]
     panel = bars(
-        "The ledger at that moment",
-        "Where every byte of the device was at the last scrape before the error.",
+        "Ledger at the last scrape",
+        "The categories of the device's memory at the last scrape before the error.",
         units.BytesIEC,
         queries,
-        no_value="no scrape before the error in the time shown",
+        no_value="no scrape before the error in the time range",
         span=12,
         height=10,
     )
     for _, name, shade in LEDGER:
-        panel = panel.override_by_name(name, [colour(shade)])
+        panel = panel.override_by_name(name, [color(shade)])
     return panel
 
 
@@ -235,15 +234,15 @@ def _processes_then() -> Any:
     def then(metric: str) -> str:
         return f"sum by ({by}) (" + at_that_moment(f"{metric}{{{GPU}}}") + ")"
 
-    # Whoever has ended since has no info series any more, only a last one.
+    # A process that has exited since has only a last value of its info series.
     names = f"last_over_time(gpumem_process_info{{{ONE_NODE}}}[$__range])"
     shown = "workload, rank, command, user, k8s_pod"
     newest = f"topk by (instance, pid) (1, {names})"
     used = then("gpumem_process_memory_used_bytes")
     return table(
-        "Who was on the device at that moment",
-        "The processes at the last scrape before the error, also those that have ended since, the largest first. What a"
-        " clear of the others would have given back is what could have been asked of them.",
+        "Processes at the last scrape",
+        "The processes at the last scrape before the error, including processes that have exited since, the"
+        " largest first. A clear of the other processes would have released their reclaimable bytes.",
         units.BytesIEC,
         [
             Column("workload", heading="Workload"),
@@ -251,8 +250,8 @@ def _processes_then() -> Any:
             Column("user", heading="User"),
             Column("k8s_pod", heading="Pod"),
             Column("Used", f"{used} * on (instance, pid) group_left ({shown}) {newest}"),
-            Column("In tensors", then("gpumem_torch_allocated_bytes")),
-            Column("A clear gives back", then("gpumem_torch_reclaimable_bytes")),
+            Column("Allocated", then("gpumem_torch_allocated_bytes")),
+            Column("Reclaimable", then("gpumem_torch_reclaimable_bytes")),
             Column("Fragmented", then("gpumem_torch_fragmented_bytes")),
             Column("command", heading="Command"),
             Column("pid", width=90),
@@ -269,31 +268,31 @@ def _before() -> list[Any]:
 
     process = graph(
         "The process before the error",
-        "What its tensors took and what PyTorch held, against what it could have had at most. The error is the red"
-        " mark; the red line is what it asked for on top of its tensors.",
+        "The allocated and reserved bytes of the process and its limit. The annotation marks the error; the red"
+        " line is the request on top of the allocated bytes.",
         units.BytesIEC,
         [
-            (f"max({own('allocated_bytes')})", "in tensors"),
+            (f"max({own('allocated_bytes')})", "allocated"),
             (f"max({own('reserved_bytes')})", "reserved"),
             (f"max({own('fragmented_bytes')})", "fragmented"),
             (f"max(last_over_time(gpumem_last_oom_limit_bytes{{{CHOSEN}}}[$__range] @ end()))", "limit"),
             (
                 f"max(last_over_time(gpumem_last_oom_allocated_bytes{{{CHOSEN}}}[$__range] @ end())"
                 f" + last_over_time(gpumem_last_oom_requested_bytes{{{CHOSEN}}}[$__range] @ end()))",
-                "tensors and request",
+                "allocated and requested",
             ),
         ],
         height=10,
     ).min(0)
-    for name, shade in (("in tensors", "dark-blue"), ("reserved", "green"), ("fragmented", "orange")):
-        process = process.override_by_name(name, [colour(shade)])
-    for name, shade in (("limit", "text"), ("tensors and request", "red")):
+    for name, shade in (("allocated", "dark-blue"), ("reserved", "green"), ("fragmented", "orange")):
+        process = process.override_by_name(name, [color(shade)])
+    for name, shade in (("limit", "text"), ("allocated and requested", "red")):
         process = process.override_by_name(*dashed(name, shade))
     holders = stacked(
         graph(
-            "Whose memory it was",
-            "What each process on the device held, stacked, as the driver counts it. Who grew before the error need not"
-            " be who met it.",
+            "Used on the device, by process",
+            "The driver's value of each process on the device, stacked. The process that grew before the error"
+            " may be a different one than the process with the error.",
             units.BytesIEC,
             [
                 (
@@ -307,9 +306,9 @@ def _before() -> list[Any]:
     )
     return [
         ledger(
-            "The device before the error",
-            "Where every byte of the device was. Free that shrinks to nothing: the device filled up. Free that stays:"
-            " the request was larger than any piece, or the process has a limit.",
+            "Ledger before the error",
+            "The categories of the device's memory. If free decreases to zero, the device filled up. If free"
+            " stays, the request was larger than any free piece, or the process has a limit.",
             GPU,
             ON_ITS_DEVICE,
             span=12,
@@ -317,9 +316,9 @@ def _before() -> list[Any]:
         process,
         holders.min(0),
         graph(
-            "Retries before the error, on its device",
-            "Allocations a second that succeeded only after a flush, of every process on the device: a warning that"
-            " came before.",
+            "Allocation retries on the device",
+            "Allocations per second that succeeded only after a flush, of every process on the device: an early"
+            " warning.",
             units.CountsPerSecond,
             [
                 (

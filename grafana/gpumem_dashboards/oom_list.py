@@ -1,4 +1,4 @@
-"""The list of out-of-memory errors, each with a way to its post-mortem."""
+"""The list of out-of-memory errors, each with a link to its post-mortem."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ __all__ = ["listed"]
 
 
 def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
-    """The last error of each process in the time shown, also of processes that are gone."""
+    """Build a table of the last error of each process in the time range, including processes that have exited."""
 
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         by = "instance, gpu, pid, workload, rank"
         return f"max by ({by}) (last_over_time(gpumem_last_oom_{name}{{{selector}}}[$__range]))"
 
-    happened = figure("timestamp_seconds")
+    happened = value_of("timestamp_seconds")
     since, until = post_mortem_times(happened)
     return table(
-        "The last error of each process",
-        "The last error of each process on each device in the time shown. What PyTorch asked the driver for stands"
-        " beside what there was: free on the device, and in the process' own cache, which a clear could return or"
-        " could not. Click one for its post-mortem.",
+        "Last error of each process",
+        "The last error of each process on each device in the time range: the bytes that PyTorch requested from"
+        " the driver, the free bytes of the device, and the process's own cache. Click an error for its"
+        " post-mortem.",
         units.BytesIEC,
         [
             Column("instance", heading="Node", hidden=not node_shown),
@@ -34,17 +34,17 @@ def listed(selector: str, *, node_shown: bool, height: int = 8) -> Any:
             Column("rank", heading="Rank", width=70),
             Column("pid", width=90),
             Column("Ago", f"time() - {happened}", units.Seconds, width=100),
-            Column("Asked for", figure("requested_bytes")),
-            Column("Free on the device", figure("device_free_bytes")),
-            Column("A clear gives back", figure("reclaimable_bytes")),
-            Column("Fragmented", figure("fragmented_bytes")),
-            Column("In tensors", figure("allocated_bytes")),
+            Column("Requested", value_of("requested_bytes")),
+            Column("Free on the device", value_of("device_free_bytes")),
+            Column("Reclaimable", value_of("reclaimable_bytes")),
+            Column("Fragmented", value_of("fragmented_bytes")),
+            Column("Allocated", value_of("allocated_bytes")),
             Column("From", since, units.NoUnit, hidden=True),
             Column("To", until, units.NoUnit, hidden=True),
         ],
         sort_by="Ago",
         descending=False,
-        no_value="No out-of-memory errors in the time shown.",
+        no_value="No out-of-memory errors in the time range.",
         height=height,
     )
 

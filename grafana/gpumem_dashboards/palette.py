@@ -1,4 +1,4 @@
-"""Colours and thresholds, the same on every dashboard, and the ledger's categories in their order."""
+"""Colors and thresholds of all dashboards, and the ledger's categories in their order."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from grafana_foundation_sdk.models.dashboard import (
 
 from gpumem_dashboards.promql import ABOVE
 
-__all__ = ["LEDGER", "PRESSURE", "UP", "colour", "ledger_words", "none_is_good", "shares", "steps", "words"]
+__all__ = ["LEDGER", "PRESSURE", "UP", "color", "ledger_words", "none_is_good", "shares", "steps", "words"]
 
 LEDGER = (
-    ("torch_allocated", "in tensors", "dark-blue"),
-    ("torch_reclaimable", "cached, a clear gives it back", "green"),
-    ("torch_fragmented", "cached, a clear cannot give it back", "orange"),
-    ("non_torch", "CUDA context, NCCL, libraries", "purple"),
-    ("other_processes", "processes without a reporter", "yellow"),
-    ("driver_reserved", "held back by the driver", "dark-red"),
-    ("unattributed", "of no known process", "super-light-red"),
+    ("torch_allocated", "allocated", "dark-blue"),
+    ("torch_reclaimable", "reclaimable", "green"),
+    ("torch_fragmented", "fragmented", "orange"),
+    ("non_torch", "non-torch", "purple"),
+    ("other_processes", "other processes", "yellow"),
+    ("driver_reserved", "driver reserved", "dark-red"),
+    ("unattributed", "unattributed", "super-light-red"),
     ("free", "free", "#80808030"),
 )
-"""Category, its name on graphs, its colour: from the bottom of the stack to its top."""
+"""Each category with its name on graphs and its color, from the bottom of the stack to its top."""
 
 PRESSURE = ((None, "green"), (0.75, "yellow"), (ABOVE, "orange"), (0.97, "red"))
 UP = ((None, "red"), (1, "green"))
 
 
 def steps(*limits: tuple[float | None, str]) -> Any:
-    """Thresholds: from which value on which colour; the first has no value."""
+    """Build thresholds from (lowest value, color); the first has no value."""
     made = [Threshold(value=value, color=name) for value, name in limits]
     return dashboard.ThresholdsConfig().mode(ThresholdsMode.ABSOLUTE).steps(made)
 
 
 def none_is_good(name: str = "red") -> tuple[tuple[float | None, str], ...]:
-    """Green at nought, that colour from one on (a counter's increase is no whole number)."""
+    """Green at zero, otherwise the color; the limit is 0.5 because an increase of a counter is not an integer."""
     return ((None, "green"), (0.5, name))
 
 
 def shares(warning: float, bad: float) -> tuple[tuple[float | None, str], ...]:
-    """Green, yellow from the first, red from the second on."""
+    """Green, then yellow from `warning`, then red from `bad`."""
     return ((None, "green"), (warning, "yellow"), (bad, "red"))
 
 
-def colour(name: str) -> DynamicConfigValue:
-    """One series in one colour."""
+def color(name: str) -> DynamicConfigValue:
+    """Build an override that gives a series one color."""
     return DynamicConfigValue("color", {"mode": "fixed", "fixedColor": name})
 
 
 def words(texts: dict[str, tuple[str, str]]) -> ValueMap:
-    """Values as words: the value, then its text and colour."""
+    """Build a value mapping from value to (text, color)."""
     return ValueMap(
         {value: ValueMappingResult(text, name, index=at) for at, (value, (text, name)) in enumerate(texts.items())}
     )
 
 
 def ledger_words() -> dict[str, Any]:
-    """The categories as words, as an override of a column takes it."""
+    """Build the value mapping of the categories for a column."""
     options = {category: {"text": name, "index": at} for at, (category, name, _) in enumerate(LEDGER)}
     return {"type": "value", "options": options}

@@ -1,4 +1,4 @@
-"""Panels of each kind, made alike: title, how to read it, unit, the chosen data source, numbered queries."""
+"""Builders for each kind of panel, with title, description, unit, data source and numbered queries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from grafana_foundation_sdk.models.common import (
 )
 from grafana_foundation_sdk.models.dashboard import DataSourceRef, DynamicConfigValue
 
-from gpumem_dashboards.palette import LEDGER, colour, none_is_good, steps
+from gpumem_dashboards.palette import LEDGER, color, none_is_good, steps
 
 __all__ = [
     "SOURCE",
@@ -48,18 +48,18 @@ __all__ = [
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 Queries = Sequence[tuple[str, str]]
-"""Expression and legend."""
+"""Pairs of expression and legend."""
 Limits = Sequence[tuple[float | None, str]]
 
 
 def query(expression: str, legend: str, letter: str = "A", *, instant: bool = False) -> Any:
-    """One query, over the time shown or at its end."""
+    """Build one query, over the time range or at its end."""
     made = prometheus.Dataquery().expr(expression).legend_format(legend).ref_id(letter).datasource(SOURCE)
     return made.instant() if instant else made.range()
 
 
 def described(panel: Any, title: str, description: str, unit: str) -> Any:
-    """What every panel has."""
+    """Set the properties that every panel has."""
     return panel.title(title).description(description).unit(unit).datasource(SOURCE)
 
 
@@ -75,7 +75,7 @@ def number(
     span: int = 4,
     height: int = 4,
 ) -> Any:
-    """One figure, or a few, in large type; coloured where it has limits."""
+    """Build a panel with one or a few values in large type, colored by its limits."""
     panel = (
         described(stat.Panel(), title, description, unit)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
@@ -95,12 +95,12 @@ def number(
 
 
 def count(title: str, description: str, expression: str, *, bad: str = "red", span: int = 4) -> Any:
-    """A number of things of which there should be none."""
+    """Build a panel with a count that should be zero."""
     return number(title, description, "short", expression, limits=none_is_good(bad), decimals=0, span=span)
 
 
 def graph(title: str, description: str, unit: str, queries: Queries, *, span: int = 12, height: int = 8) -> Any:
-    """Lines over time, with a table of last and highest below."""
+    """Build a graph over time, with a table of the last and the highest values below."""
     panel = (
         described(timeseries.Panel(), title, description, unit)
         .fill_opacity(10)
@@ -122,29 +122,29 @@ def graph(title: str, description: str, unit: str, queries: Queries, *, span: in
 
 
 def stacked(panel: Any, fill_opacity: int = 70) -> Any:
-    """The same graph as a stack."""
+    """Turn a graph into a stack."""
     stack = common.StackingConfig().mode(StackingMode.NORMAL).group("A")
     return panel.stacking(stack).fill_opacity(fill_opacity).line_width(0)
 
 
 def columns(panel: Any, smallest_interval: str) -> Any:
-    """The same graph as stacked columns, each of at least that interval."""
+    """Turn a graph into stacked columns, each of at least the given interval."""
     return stacked(panel.draw_style(GraphDrawStyle.BARS), 80).interval(smallest_interval).line_width(1)
 
 
 def dashed(name: str, shade: str) -> tuple[str, list[DynamicConfigValue]]:
-    """Override of one series of a stack: a dashed line of its own that is no part of it."""
+    """Return overrides that draw one series of a stack as a dashed line outside of the stack."""
     return name, [
         DynamicConfigValue("custom.stacking", {"mode": "none", "group": "A"}),
         DynamicConfigValue("custom.fillOpacity", 0),
         DynamicConfigValue("custom.lineWidth", 2),
         DynamicConfigValue("custom.lineStyle", {"fill": "dash", "dash": [10, 10]}),
-        colour(shade),
+        color(shade),
     ]
 
 
 def ledger(title: str, description: str, selector: str, only: str = "", *, span: int = 16, height: int = 10) -> Any:
-    """Where every byte of the chosen devices is, stacked to their total; `only` narrows them further."""
+    """Build a graph of the ledger of the selected devices, stacked to their total; `only` restricts them further."""
     queries = [
         (f'sum by (category) (gpumem_ledger_bytes{{{selector}, category="{category}"}}{only})', name)
         for category, name, _ in LEDGER
@@ -152,7 +152,7 @@ def ledger(title: str, description: str, selector: str, only: str = "", *, span:
     queries.append((f"sum(gpumem_device_memory_total_bytes{{{selector}}}{only})", "total"))
     panel = stacked(graph(title, description, "bytes", queries, span=span, height=height), 80)
     for _, name, shade in LEDGER:
-        panel = panel.override_by_name(name, [colour(shade)])
+        panel = panel.override_by_name(name, [color(shade)])
     return panel.override_by_name(*dashed("total", "text"))
 
 
@@ -167,7 +167,7 @@ def bars(
     span: int = 8,
     height: int = 8,
 ) -> Any:
-    """Horizontal bars, one for each series: its value at the end of the time shown."""
+    """Build horizontal bars, one for each series, with the value at the end of the time range."""
     panel = (
         described(bargauge.Panel(), title, description, unit)
         .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
@@ -189,7 +189,7 @@ def bars(
 
 
 def history(title: str, description: str, unit: str, queries: Queries, limits: Limits, *, height: int = 10) -> Any:
-    """A heat map: one row for each series, time to the right, the value as colour."""
+    """Build a heat map: one row for each series, with the value as color over time."""
     panel = (
         described(statushistory.Panel(), title, description, unit)
         .thresholds(steps(*limits))

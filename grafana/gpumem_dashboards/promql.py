@@ -1,4 +1,4 @@
-"""The PromQL that several dashboards ask. Needs no recording rule, and never takes a pid for unique among nodes."""
+"""PromQL of several dashboards. It needs no recording rules, and treats a pid as unique only within a node."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ __all__ = [
     "with_info",
 ]
 
-# What the variables of a dashboard choose. `=~` where several may be chosen.
+# Selectors with the variables of a dashboard, `=~` for variables with multiple values.
 NODE = 'instance=~"$node"'
 ONE_NODE = 'instance="$node"'
 GPU = f'{NODE}, gpu=~"$gpu"'
 TORCH = f'{GPU}, workload=~"$workload", rank=~"$rank"'
 ONE_WORKLOAD = f'{GPU}, workload="$workload", rank=~"$rank"'
 
-# What tells one from another. A pid is a process' on one node only.
+# The identifying labels. A pid is unique only within a node.
 DEVICE = "instance, gpu, uuid"
 PROCESS = "instance, gpu, uuid, pid"
 
-# Prometheus' own series of a target, also of one that is down and shows none of ours.
+# Prometheus's own series of a target, which exist also while the target is down.
 IS_EXPORTER = f"and on (instance, job) last_over_time(gpumem_exporter_build_info{{{NODE}}}[$__range] @ end())"
 EXPORTER_UP = f"up{{{NODE}}} {IS_EXPORTER}"
 
 ABOVE = 0.9
-"""From this share of memory that no clear gives back a device counts as pressed."""
+"""The pressure above which a device counts as full."""
 _FAR_SECONDS = 7 * 86400
 
 
 def hard_used_ratio(selector: str) -> str:
-    """Pressure: the share of a device's usable memory that is neither free nor would come back by a clear."""
+    """Return the query for pressure: the share of a device's usable memory that is neither free nor reclaimable."""
     return (
         f'1 - sum by ({DEVICE}) (gpumem_ledger_bytes{{{selector}, category=~"free|torch_reclaimable"}})'
         f' / sum by ({DEVICE}) (gpumem_ledger_bytes{{{selector}, category!="driver_reserved"}})'
@@ -54,9 +54,9 @@ def hard_used_ratio(selector: str) -> str:
 
 
 def above_seconds(selector: str) -> str:
-    """For how long a device's pressure has been above `ABOVE` without a break; 0 while it is not.
+    """Return the query for the time since a device's pressure exceeded `ABOVE`; 0 while it is below.
 
-    One that was never below in the time shown has that time.
+    The maximum is the length of the time range.
     """
     pressure = hard_used_ratio(selector)
     below = f"time() * (({pressure}) <= bool {ABOVE}) > 0"
@@ -65,15 +65,15 @@ def above_seconds(selector: str) -> str:
 
 
 def growth(metric: str, selector: str) -> str:
-    """Bytes a second by which the floor of a sawtooth rises over the time shown: the peaks of steps do not count."""
+    """Return the query for the growth per second of a sawtooth's low mark over the time range."""
     return f"deriv({_floors(metric, selector)})"
 
 
 def seconds_to_full(room: str, metric: str, selector: str, by: str) -> str:
-    """How long `room` lasts while the floor of `metric` rises as it did, both by those labels.
+    """Return the query for the time until `room` is used if the low mark of `metric` keeps growing.
 
-    Absent where that is more than a week, or never. And where the floor goes up and down by more than it rises, which
-    has a slope, too, of no meaning: a straight line through it has to explain a third of its variance.
+    Absent if that is more than a week. Also absent if the low mark varies more than it grows, because the slope then
+    has no meaning: a straight line must explain a third of the variance.
     """
     spread = f"stddev_over_time({_floors(metric, selector)})"
     rising = f"{growth(metric, selector)} > 2 * {spread} / $__range_s"
@@ -85,17 +85,17 @@ def _floors(metric: str, selector: str) -> str:
 
 
 def info(labels: str, selector: str = NODE) -> str:
-    """`* on (...) group_left (labels) info`: gives each series of a process the labels of its info series."""
+    """Return `* on (...) group_left (labels) info`, which adds labels of the info series to series of a process."""
     return f"* on (instance, pid) group_left ({labels}) gpumem_process_info{{{selector}}}"
 
 
 def with_info(expression: str, labels: str, selector: str = NODE) -> str:
-    """The series of processes with labels of their info series; the value is unchanged."""
+    """Return a query for series of processes with labels of their info series and unchanged values."""
     return f"({expression}) {info(labels, selector)}"
 
 
 def process_used(selector: str) -> str:
-    """What each process holds on each device, as the driver counts; else what its allocator reserved, if known."""
+    """Return the query for the driver's bytes of each process on each device, otherwise its reserved bytes."""
     return (
         f"(sum by ({PROCESS}) (gpumem_process_memory_used_bytes{{{selector}}})"
         f" or sum by ({PROCESS}) (gpumem_torch_reserved_bytes{{{selector}}}))"
@@ -103,16 +103,16 @@ def process_used(selector: str) -> str:
 
 
 def largest_process(selector: str, labels: str) -> str:
-    """The process that holds most of each device."""
+    """Return the query for the process with the most memory on each device."""
     return with_info(f"topk by ({DEVICE}) (1, {process_used(selector)})", labels)
 
 
 def largest_category(selector: str) -> str:
-    """The category of the ledger that holds most of each device, of those that somebody uses."""
+    """Return the query for the largest category of each device, except free memory."""
     categories = 'category!~"free|driver_reserved"'
     return f"topk by ({DEVICE}) (1, sum by ({DEVICE}, category) (gpumem_ledger_bytes{{{selector}, {categories}}}))"
 
 
 def filled(shape: str, expression: str) -> str:
-    """`expression`, which is by instance and uuid, with the labels of `shape`; 0 where it has no series."""
+    """Return `expression`, which has the labels instance and uuid, with the labels of `shape`; 0 without a series."""
     return f"(({shape}) * 0 + on (instance, uuid) group_left () ({expression}) or ({shape}) * 0)"

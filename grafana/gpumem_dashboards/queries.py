@@ -1,6 +1,6 @@
-"""Reads a dashboard's JSON as Grafana does: its variables, its queries with every macro filled in, and their answers.
+"""Reads a dashboard's JSON as Grafana does: its variables, its queries with all macros replaced, and their results.
 
-Needs the standard library alone.
+Uses the standard library only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LABEL_VALUES = re.compile(r"label_values\((?:(?P<match>.+),\s*)?(?P<label>\w+)\
 
 
 class PrometheusError(Exception):
-    """Prometheus did not take a query, and the text is its own; or there is none."""
+    """Prometheus rejected a query, with its message, or it cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class Query:
     """One query of a dashboard.
 
     Attributes:
-        where: dashboard and panel (or variable, annotation) and the query's letter.
-        expression: PromQL with Grafana's macros and variables in it.
-        instant: asked at the end of the time shown alone.
-        table: its answer becomes rows.
-        legend: pattern of a series' name.
+        where: the dashboard, the panel (or variable, annotation) and the query's letter.
+        expression: PromQL with Grafana's macros and variables.
+        instant: evaluated only at the end of the time range.
+        table: the result becomes rows.
+        legend: the pattern of a series's name.
     """
 
     where: str
@@ -45,14 +45,14 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A time that is shown and what the variables stand at.
+    """A time range and the values of the variables.
 
     Attributes:
         end: unix seconds.
-        range_seconds: how long a time is shown.
-        scrape_seconds: the data source's scrape interval.
-        points: how many a panel draws at most.
-        variables: by name; `.*` for all.
+        range_seconds: the length of the time range.
+        scrape_seconds: the scrape interval of the data source.
+        points: the maximum number of points in a panel.
+        variables: the values by name; `.*` for all.
     """
 
     end: float
@@ -63,16 +63,16 @@ class Scope:
 
     @property
     def start(self) -> float:
-        """Unix seconds."""
+        """The start of the time range in Unix seconds."""
         return self.end - self.range_seconds
 
     def interval_seconds(self, smallest_seconds: float = 0.0) -> float:
-        """Between two points, in whole scrapes."""
+        """The time between two points, in whole scrapes."""
         scrapes = -(-self.range_seconds // (self.points * self.scrape_seconds))
         return max(scrapes * self.scrape_seconds, smallest_seconds)
 
     def fill(self, expression: str, smallest_seconds: float = 0.0) -> str:
-        """The expression with every macro and variable replaced."""
+        """Return the expression with all macros and variables replaced."""
         interval = self.interval_seconds(smallest_seconds)
         macros = {
             "__range_s": f"{self.range_seconds}",
@@ -85,7 +85,7 @@ class Scope:
 
 
 def all_panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every panel that is no row, also those of collapsed rows."""
+    """Yield every panel that is not a row, including those in collapsed rows."""
     for panel in dashboard["panels"]:
         if panel["type"] == "row":
             yield from panel.get("panels", ())
@@ -94,7 +94,7 @@ def all_panels(dashboard: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def queries(dashboard: Mapping[str, Any]) -> Iterator[Query]:
-    """Every query of panels and annotations; those of variables are asked in another way, by `resolve`."""
+    """Yield every query of panels and annotations; `resolve` evaluates those of variables."""
     for panel in all_panels(dashboard):
         for target in panel["targets"]:
             where = f"{dashboard['uid']} / {panel['title']} / {target['refId']}"
@@ -110,7 +110,7 @@ class Prometheus:
 
     Args:
         url: `http://host:port`.
-        timeout_seconds: of each request.
+        timeout_seconds: the timeout of each request.
     """
 
     def __init__(self, url: str, timeout_seconds: float = 30.0) -> None:
@@ -118,29 +118,29 @@ class Prometheus:
         self._timeout_seconds = timeout_seconds
 
     def instant(self, expression: str, at: float) -> list[dict[str, Any]]:
-        """The series of an instant query: `metric` and `values`, a list of one (time, text)."""
+        """Return the series of an instant query: `metric` and `values`, a list of one (time, text)."""
         data = self._ask("query", query=expression, time=f"{at:.3f}")
         if data["resultType"] == "scalar":
             return [{"metric": {}, "values": [data["result"]]}]
         return [{"metric": series["metric"], "values": [series["value"]]} for series in data["result"]]
 
     def over_time(self, expression: str, start: float, end: float, step_seconds: float) -> list[dict[str, Any]]:
-        """The series of a range query: `metric` and `values`, a list of (time, text)."""
+        """Return the series of a range query: `metric` and `values`, a list of (time, text)."""
         asked = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_seconds:g}"}
         return list(self._ask("query_range", query=expression, **asked)["result"])
 
     def label_values(self, selector: str, label: str, start: float, end: float) -> list[str]:
-        """The values of a label on the series that a selector finds, in a natural order."""
+        """Return the values of a label on the series of a selector, in natural order."""
         asked = {"match[]": selector, "start": f"{start:.3f}", "end": f"{end:.3f}"}
         return sorted(self._ask(f"label/{label}/values", **asked), key=_natural)
 
     def ask(self, query: Query, scope: Scope, smallest_seconds: float = 0.0) -> list[dict[str, Any]]:
-        """The answer to a dashboard's query."""
+        """Return the result of a dashboard's query."""
         expression = scope.fill(query.expression, smallest_seconds)
         if query.instant:
             return self.instant(expression, scope.end)
         step = scope.interval_seconds(smallest_seconds)
-        # As Grafana does: points at whole steps, so that they do not shift with each refresh.
+        # Like Grafana: points at whole steps, so that they do not move with each refresh.
         start, end = scope.start // step * step, scope.end // step * step
         return self.over_time(expression, start, max(start, end), step)
 
@@ -160,9 +160,9 @@ class Prometheus:
 
 
 def resolve(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) -> dict[str, str]:
-    """What each variable stands at when the dashboard is opened, unless the scope says otherwise.
+    """Return the value of each variable when the dashboard is opened, unless the scope has one.
 
-    One of which several may be chosen stands at all, another at its first value; empty where it has none.
+    A variable with multiple values is set to all, another one to its first value, or empty if there is none.
     """
     chosen: dict[str, str] = dict(scope.variables)
     for variable in dashboard["templating"]["list"]:
@@ -180,7 +180,7 @@ def resolve(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) 
 def variable_values(
     variable: Mapping[str, Any], prometheus: Prometheus, scope: Scope, chosen: Mapping[str, str]
 ) -> list[str]:
-    """What a variable offers, by what those before it stand at."""
+    """Return the choices of a variable, given the values of the variables before it."""
     asked = _LABEL_VALUES.fullmatch(variable["query"])
     if asked is None:
         raise ValueError(f"no label_values: {variable['query']}")

@@ -1,4 +1,4 @@
-"""A dashboard as one plain page: each panel's real answers, drawn simply. It is no Grafana, and says so."""
+"""Draws a dashboard as one HTML page with the real results of its queries, in a simple form; not in Grafana."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ svg text{font-size:10px;fill:#666}
 
 
 def render(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) -> tuple[str, int]:
-    """The page, and its height in pixels. The scope's variables are those of the dashboard, each of them chosen."""
+    """Return the page and its height in pixels. The scope has a value for each variable of the dashboard."""
     placed, height = _placed(dashboard, prometheus, scope)
     marks = _marks(dashboard, prometheus, scope)
     parts = [_header(dashboard, scope)]
@@ -93,7 +93,7 @@ def _header(dashboard: Mapping[str, Any], scope: Scope) -> str:
 def _placed(
     dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope
 ) -> tuple[list[tuple[dict[str, Any], int, int, Scope]], int]:
-    """Each panel with its place and the variables there: rows that repeat stand once for each value."""
+    """Yield each panel with its position and its variables; a repeated row appears once for each value."""
     rows: list[tuple[dict[str, Any] | None, list[dict[str, Any]]]] = [(None, [])]
     for panel in dashboard["panels"]:
         if panel["type"] == "row":
@@ -129,7 +129,7 @@ def _titled(title: str, scope: Scope) -> str:
 
 
 def _marks(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) -> list[tuple[float, str]]:
-    """When events happened, and the colour of their line."""
+    """Return the times of the events and the color of their line."""
     marks = []
     for annotation in dashboard["annotations"]["list"]:
         answer = prometheus.ask(Query("", annotation["expr"]), scope)
@@ -189,8 +189,8 @@ def _stat(panel: Mapping[str, Any], series: list[tuple[str, list[tuple[float, fl
         value = points[-1][1]
         word = words.get(f"{value:g}", {})
         text = word.get("text") or text_of(value, defaults["unit"], defaults.get("decimals"))
-        colour = css(word.get("color") or by_threshold(value, defaults.get("thresholds")) or "text")
-        style = f"background:{colour};color:#fff" if filled and colour != css("text") else ""
+        color = css(word.get("color") or by_threshold(value, defaults.get("thresholds")) or "text")
+        style = f"background:{color};color:#fff" if filled and color != css("text") else ""
         shown = name if mode == "name" else text
         below = f"<small>{html.escape(name)}</small>" if mode == "value_and_name" else ""
         parts.append(f'<div class="big" style="flex:1;padding:8px 2px;{style}">{html.escape(shown)}{below}</div>')
@@ -238,22 +238,22 @@ def _override(panel: Mapping[str, Any], heading: str) -> dict[str, Any]:
 
 def _cell(value: Any, options: Mapping[str, Any]) -> str:
     if isinstance(value, str) and options["unit"] != "string" and re.fullmatch(r"[0-9.]*[0-9]", value):
-        value = float(value)  # as Grafana takes it
+        value = float(value)  # as Grafana does
     if not isinstance(value, float):
         mapped = {k: v for mapping in options.get("mappings") or () for k, v in mapping["options"].items()}
         text = mapped.get(value, {}).get("text", value) or options.get("noValue", "")
         return f'<td class="t">{html.escape(text)}</td>'
     text = text_of(value, options["unit"], options.get("decimals"))
     kind = (options.get("custom.cellOptions") or {}).get("type", "")
-    colour = css(by_threshold(value, options.get("thresholds")))
+    color = css(by_threshold(value, options.get("thresholds")))
     if kind == "gauge":
         length = round(60 * min(max(value, 0.0), 1.0))
-        return f'<td><span class="meter" style="width:{length}px;background:{colour}"></span>{text}</td>'
-    if kind == "color-background" and colour != "transparent":
-        return f'<td style="background:{colour};color:#fff">{text}</td>'
+        return f'<td><span class="meter" style="width:{length}px;background:{color}"></span>{text}</td>'
+    if kind == "color-background" and color != "transparent":
+        return f'<td style="background:{color};color:#fff">{text}</td>'
     return f"<td>{text}</td>"
 
 
 def loads(path: Any) -> dict[str, Any]:
-    """A dashboard's file."""
+    """Return the path of a dashboard's file."""
     return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Values as people read them, by Grafana's unit; and Grafana's names of colours."""
+"""Formats values by Grafana's units, and resolves Grafana's color names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["by_threshold", "css", "text_of", "ticks"]
 
-_COLOURS = {
+_COLORS = {
     "green": "#56a64b",
     "dark-green": "#37872d",
     "yellow": "#e0b400",
@@ -25,16 +25,16 @@ _COLOURS = {
     "transparent": "transparent",
 }
 SERIES = ("#3274d9", "#56a64b", "#ff780a", "#a352cc", "#e02f44", "#e0b400", "#19a2a2", "#8f5a2b", "#c15c9b", "#5a6d7e")
-"""For series that have no colour of their own, in turn."""
+"""The colors of series without an own color, in turn."""
 
 
 def css(name: str) -> str:
-    """The colour as a style sheet takes it."""
-    return _COLOURS.get(name, name)
+    """Return the CSS color."""
+    return _COLORS.get(name, name)
 
 
 def by_threshold(value: float, thresholds: Mapping[str, Any] | None) -> str:
-    """The name of the colour that a value has by a panel's steps; empty where it has none."""
+    """Return the color name of a value by a panel's thresholds; empty if there is none."""
     found = ""
     for step in (thresholds or {}).get("steps", ()):
         if step["value"] is None or value >= step["value"]:
@@ -43,7 +43,7 @@ def by_threshold(value: float, thresholds: Mapping[str, Any] | None) -> str:
 
 
 def text_of(value: float, unit: str, decimals: int | None = None) -> str:
-    """The value in its unit."""
+    """Format a value in its unit."""
     if math.isnan(value):
         return "NaN"
     if unit in ("bytes", "binBps"):
@@ -59,7 +59,7 @@ def text_of(value: float, unit: str, decimals: int | None = None) -> str:
 
 
 def ticks(low: float, high: float, unit: str, count: int = 4) -> list[float]:
-    """Round values between the two, some `count` of them."""
+    """Return about `count` round values between the two."""
     span = (high - low) or 1.0
     base = 1024.0 if unit in ("bytes", "binBps") else 10.0
     size = base ** math.floor(math.log(span / count, base))

@@ -1,4 +1,4 @@
-"""Tables: each column a query, the rows joined by the labels that the queries share."""
+"""Tables: each column is a query, and rows are joined by the common labels."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from gpumem_dashboards.panels import Limits, described, query
 
 __all__ = ["Column", "matrix", "table"]
 
-# Else Grafana reads "0" as a number and gives it the table's unit: GPU 0 would be "0 B", in links, too.
+# Otherwise Grafana reads "0" as a number with the table's unit: GPU 0 would be "0 B", also in links.
 _AS_IT_IS = DynamicConfigValue("unit", "string")
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One column: what is asked, or a label of what is asked."""
+    """One column: a query, or a label of a query."""
 
     title: str
-    """As it is headed; a label's column is named after the label here and headed by `heading`."""
+    """The heading, or the name of the label, whose heading is `heading`."""
     expression: str = ""
-    """Empty: the column is a label."""
+    """The query; empty if the column is a label."""
     unit: str = ""
-    """Where it is not the table's."""
+    """The unit; empty for that of the table."""
     limits: Limits = ()
-    """Colours the cell's background."""
+    """Thresholds for the color of the cell's background."""
     gauge: bool = False
-    """The cell is a bar from 0 to 1."""
+    """Whether the cell is a bar from 0 to 1."""
     heading: str = ""
     width: int = 0
     link: tuple[str, str] = ("", "")
-    """Title and address."""
+    """Title and URL of a link."""
     mapping: dict[str, Any] = field(default_factory=dict)
-    """Words for values."""
+    """Texts for values."""
     hidden: bool = False
-    """It only carries its labels, or what a link needs."""
+    """Whether the column is only needed for its labels or for a link."""
 
 
 def table(
@@ -58,19 +58,19 @@ def table(
     span: int = 24,
     height: int = 10,
 ) -> Any:
-    """A table of what the queries say at the end of the time shown, in the order of `listed`.
+    """Build a table of the queries' results at the end of the time range, in the order of `listed`.
 
     Args:
-        title: of the panel.
+        title: the title of the panel.
         description: how to read it.
-        unit: of the columns that name none.
-        listed: the columns, labels and queries mixed.
-        sort_by: heading of the column that it is sorted by at first.
-        descending: the greatest first.
-        drop: labels that the queries bring and nobody wants to see.
-        no_value: what an empty table says.
-        span: of 24.
-        height: in rows of the grid.
+        unit: the unit of columns without one.
+        listed: the columns, both labels and queries.
+        sort_by: the heading of the column of the initial order.
+        descending: whether the largest is first.
+        drop: labels of the queries that are not shown.
+        no_value: the text of an empty table.
+        span: the width, of 24.
+        height: the height in rows of the grid.
     """
     panel = (
         described(tables.Panel(), title, description, unit)
@@ -80,10 +80,10 @@ def table(
         .with_transformation(DataTransformerConfig(id_val="merge", options={}))
     )
     if no_value:
-        # Grafana also shows it in each empty cell of a table that has rows, unless the column says otherwise.
+        # Grafana also shows `no_value` in each empty cell of a table with rows, unless the column overrides it.
         panel = panel.no_value(no_value).override_by_regexp(".*", [DynamicConfigValue("noValue", "")])
     asked = [column for column in listed if column.expression]
-    # With one query alone Grafana calls its column "Value", with several "Value #A" and so on.
+    # With one query, Grafana names its column "Value"; with several, "Value #A" and so on.
     names = ["Value"] if len(asked) == 1 else [f"Value #{letter}" for letter in ascii_uppercase[: len(asked)]]
     fields = {id(column): name for column, name in zip(asked, names, strict=True)}
     for letter, column in zip(ascii_uppercase, asked, strict=False):
@@ -107,7 +107,7 @@ def table(
 
 
 def matrix(title: str, description: str, expression: str, link: tuple[str, str], *, span: int, height: int) -> Any:
-    """Nodes by devices: a row for each node, a column for each index, the value as the cell's colour."""
+    """Build a table with a row for each node and a column for each device index; the value is the cell's color."""
     order = ({"fields": {}, "sort": [{"field": name}]} for name in ("instance", "gpu"))
     ordered = [DataTransformerConfig(id_val="sortBy", options=by) for by in order]
     panel = (

@@ -1,4 +1,4 @@
-"""Workload: its ranks side by side, what grows from step to step, what is wasted, and how long it will last."""
+"""Workload: the memory of its ranks, its growth, the cache, and the time until the memory is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, Dynam
 
 from gpumem_dashboards import oom_list
 from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
-from gpumem_dashboards.palette import PRESSURE, colour
+from gpumem_dashboards.palette import PRESSURE, color
 from gpumem_dashboards.panels import bars, count, dashed, described, graph, number, query, stacked
 from gpumem_dashboards.promql import GPU, NODE, ONE_WORKLOAD, growth, hard_used_ratio, seconds_to_full
 from gpumem_dashboards.tables import Column, table
@@ -33,7 +33,7 @@ ROOM = (
     f"sum by ({RANK}) (gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}}"
     f" + on (instance, uuid) group_left () gpumem_device_memory_free_bytes{{{GPU}}})"
 )
-"""What a rank can still get: what is free on its device, and its own cache."""
+"""The bytes that a rank can still get: the free bytes of its device and its own reclaimable cache."""
 GROWTH = f"sum by ({RANK}) ({growth('gpumem_torch_allocated_bytes', ONE_WORKLOAD)})"
 TIME_TO_FULL = seconds_to_full(ROOM, "gpumem_torch_allocated_bytes", ONE_WORKLOAD, RANK)
 HIGHEST = f"max_over_time(gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}[$__rate_interval])"
@@ -41,14 +41,13 @@ STEP_RATE = f"sum by ({RANK}) (deriv(gpumem_torch_step{{{ONE_WORKLOAD}}}[$__rang
 
 
 def workload() -> Any:
-    """The dashboard of one workload on all of its nodes."""
+    """Build the dashboard of one workload on all of its nodes."""
     reporters = f'gpumem_reporter_up{{{NODE}, workload="$workload"}}'
     made = (
         board(
             "GPU memory: one workload",
             "gpumem-workload",
-            "The ranks of a workload side by side: what they hold, what grows, what is wasted, and for how long the"
-            " memory lasts.",
+            "The ranks of one workload: their memory, its growth, the cache, and the time until the memory is full.",
             time="now-1h",
             refresh="10s",
         )
@@ -61,12 +60,12 @@ def workload() -> Any:
         .annotation(actions_annotation())
     )
     for title, panels in (
-        ("Now", [*_figures(), _ranks(), _largest_ranks()]),
+        ("Now", [*_overview(), _ranks(), _largest_ranks()]),
         ("Over time and over steps", _over_time()),
-        ("Plan against reality", _plan()),
-        ("What is wasted", _wasted()),
+        ("Plan", _plan()),
+        ("Cache and fragmentation", _wasted()),
         ("Phases and components", _phases_and_components()),
-        ("The allocator at work", _at_work()),
+        ("Allocator activity", _at_work()),
         ("Errors", [oom_list.listed(ONE_WORKLOAD, node_shown=True)]),
     ):
         made = made.with_row(dashboard.Row(title))
@@ -75,11 +74,12 @@ def workload() -> Any:
     return made
 
 
-def _figures() -> list[Any]:
+def _overview() -> list[Any]:
     return [
         number(
             "Processes",
-            "Processes of the workload that report, and those that fell silent and are not known to have ended.",
+            "Processes of the workload that report, and processes that stopped reporting and are not known to"
+            " have exited.",
             units.Short,
             [
                 (f"sum(gpumem_reporter_up{{{REPORTER}}})", "report"),
@@ -89,8 +89,7 @@ def _figures() -> list[Any]:
         ),
         number(
             "Pressure",
-            "Of the device that is pressed most of those that the workload is on: the share that is neither free nor"
-            " would come back by a clear.",
+            "The pressure of the fullest device of the workload: the share that is neither free nor reclaimable.",
             units.PercentUnit,
             f"max(({hard_used_ratio(GPU)}) and on (instance, uuid) gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}})",
             limits=PRESSURE,
@@ -98,10 +97,10 @@ def _figures() -> list[Any]:
         ),
         number(
             "Time to full",
-            "How long the tightest rank lasts if its tensors grow as they did over the time shown, with what is free on"
-            " its device and in its own cache. Nothing within a week: it does not grow, or goes up and down by more"
-            " than it grows, or grows so slowly that it does not matter. A start-up looks like growth: choose a time"
-            " after it.",
+            "The time until the first rank is full, if its allocated bytes grow as in the time range and it can"
+            " use the free bytes of its device and its own cache. Empty if the rank does not grow, varies more"
+            " than it grows, or needs more than a week. A start looks like growth, so choose a time range after"
+            " it.",
             units.Seconds,
             f"min({TIME_TO_FULL})",
             limits=((None, "red"), (1800, "orange"), (4 * 3600, "green")),
@@ -110,38 +109,39 @@ def _figures() -> list[Any]:
         ),
         number(
             "Leak slope",
-            "By how much the floor of the tensors' bytes rose a second, over the time shown, in the rank where it rose"
-            " most. The floor: what is left between the peaks of the steps. Steady training has none.",
+            "The growth per second of the low mark of the allocated bytes in the time range, in the rank with"
+            " the highest growth. The low mark is the memory between the peaks of the steps. Steady training has"
+            " no growth.",
             units.BytesPerSecondIEC,
             f"max({GROWTH})",
             span=3,
         ),
         number(
             "Imbalance of ranks",
-            "The rank with most bytes in tensors less the one with least, by their peaks. The fullest rank decides"
-            " whether the job fits.",
+            "The difference between the ranks with the highest and the lowest peak of allocated bytes. The"
+            " fullest rank decides whether the job fits.",
             units.BytesIEC,
             f"max({HIGHEST}) - min({HIGHEST})",
             span=3,
         ),
         number(
-            "A clear would give back",
-            "Bytes that torch.cuda.empty_cache() in every process of the workload would return to the driver now.",
+            "Reclaimable",
+            "Bytes that torch.cuda.empty_cache() in every process of the workload would release to the driver now.",
             units.BytesIEC,
             f"sum(gpumem_torch_reclaimable_bytes{{{ONE_WORKLOAD}}})",
             span=3,
         ),
         count(
             "Out-of-memory errors",
-            "Errors that the allocators of the workload's processes raised in the time shown, caught ones included. A"
-            " process that dies of its first one is in the list below only.",
+            "Errors that the allocators of the workload counted in the time range, including errors that the"
+            " program caught. If the first error ended the process, it is only in the list below.",
             f"round(sum(increase(gpumem_torch_ooms_total{{{ONE_WORKLOAD}}}[$__range])))",
             span=3,
         ),
         count(
             "Allocation retries",
-            "Allocations that found no memory until PyTorch had flushed its cache, in the time shown: each stalls a"
-            " step.",
+            "Allocations in the time range that succeeded only after PyTorch flushed its cache. Each retry"
+            " stalls a step.",
             f"round(sum(increase(gpumem_torch_alloc_retries_total{{{ONE_WORKLOAD}}}[$__range])))",
             bad="orange",
             span=3,
@@ -150,7 +150,7 @@ def _figures() -> list[Any]:
 
 
 def _ranks() -> Any:
-    def figure(name: str) -> str:
+    def value_of(name: str) -> str:
         return f"sum by ({RANK}) (gpumem_torch_{name}{{{ONE_WORKLOAD}}})"
 
     def of_process(expression: str) -> str:
@@ -163,8 +163,8 @@ def _ranks() -> Any:
     who = f"group by ({RANK}) (gpumem_torch_reserved_bytes{{{ONE_WORKLOAD}}}) * on (instance, pid) group_left ({shown})"
     return table(
         "Ranks side by side",
-        "One row for each process on each device. A rank that differs from the others in what its tensors take is an"
-        " imbalance; one that is behind in steps holds up the rest. Peaks are since whoever last reset them. Click a"
+        "One row for each process on each device. A rank whose allocated bytes differ from the others is an"
+        " imbalance; a rank with fewer steps delays the others. Peaks are those since the last reset. Click a"
         " node to see the device.",
         units.BytesIEC,
         [
@@ -172,16 +172,16 @@ def _ranks() -> Any:
             Column("instance", heading="Node", link=("This device", node)),
             Column("gpu", heading="GPU", width=60),
             Column("Who", f"{who} gpumem_process_info{{{NODE}}}", hidden=True),
-            Column("Step", figure("step"), units.NoUnit, width=80),
-            Column("In tensors", figure("allocated_bytes")),
-            Column("Highest in tensors", figure("allocated_peak_bytes")),
-            Column("Reserved", figure("reserved_bytes")),
-            Column("Highest reserved", figure("reserved_peak_bytes")),
-            Column("A clear gives back", figure("reclaimable_bytes")),
-            Column("Fragmented", figure("fragmented_bytes")),
-            Column("Grows by", GROWTH, units.BytesPerSecondIEC, width=100),
+            Column("Step", value_of("step"), units.NoUnit, width=80),
+            Column("Allocated", value_of("allocated_bytes")),
+            Column("Peak allocated", value_of("allocated_peak_bytes")),
+            Column("Reserved", value_of("reserved_bytes")),
+            Column("Peak reserved", value_of("reserved_peak_bytes")),
+            Column("Reclaimable", value_of("reclaimable_bytes")),
+            Column("Fragmented", value_of("fragmented_bytes")),
+            Column("Growth", GROWTH, units.BytesPerSecondIEC, width=100),
             Column("Full in", TIME_TO_FULL, units.Seconds, width=90),
-            Column("Sample's age", of_process(sampled), units.Seconds, width=110),
+            Column("Sample age", of_process(sampled), units.Seconds, width=110),
             Column("pid", width=90),
             Column("k8s_pod", heading="Pod"),
             Column("torch_version", heading="PyTorch"),
@@ -198,9 +198,9 @@ def _ranks() -> Any:
 def _largest_ranks() -> Any:
     peaks = f"max by ({RANK}) (max_over_time(gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}[$__range]))"
     return bars(
-        "Highest in tensors, by rank",
-        "The most that each rank had in tensors in the time shown, the fullest first. Bars of one length: a balanced"
-        " job.",
+        "Peak allocated, by rank",
+        "The highest allocated bytes of each rank in the time range, the fullest first. In a balanced job the"
+        " bars have the same length.",
         units.BytesIEC,
         [(f"sort_desc(topk(24, {peaks}))", LEGEND)],
         limits=((None, "dark-blue"),),
@@ -209,41 +209,41 @@ def _largest_ranks() -> Any:
 
 
 def _over_time() -> list[Any]:
-    figures = (
-        ("allocated_bytes", "in tensors", "dark-blue"),
+    lines = (
+        ("allocated_bytes", "allocated", "dark-blue"),
         ("reserved_bytes", "reserved", "green"),
-        ("allocated_peak_bytes", "highest in tensors", "orange"),
-        ("reserved_peak_bytes", "highest reserved", "red"),
+        ("allocated_peak_bytes", "peak allocated", "orange"),
+        ("reserved_peak_bytes", "peak reserved", "red"),
     )
-    totals = [(f"max(gpumem_torch_{name}{{{ONE_WORKLOAD}}})", title) for name, title, _ in figures]
+    totals = [(f"max(gpumem_torch_{name}{{{ONE_WORKLOAD}}})", title) for name, title, _ in lines]
     together = graph(
-        "In tensors, reserved and peaks, of the fullest rank",
-        "Blue under green: what tensors take of what PyTorch holds. The gap is cache. The peaks are PyTorch's own,"
-        " since whoever last reset them, so they catch what falls between two scrapes. The grey line counts steps, on"
-        " the right.",
+        "Allocated, reserved and peaks of the fullest rank",
+        "Allocated and reserved bytes; the difference is cache. The peaks are PyTorch's values since the last"
+        " reset, so they include peaks between two scrapes. The gray line counts steps, on the right axis.",
         units.BytesIEC,
         [*totals, (f"max(gpumem_torch_step{{{ONE_WORKLOAD}}})", "step")],
     ).min(0)
-    for _, title, shade in figures:
-        together = together.override_by_name(title, [colour(shade)])
+    for _, title, shade in lines:
+        together = together.override_by_name(title, [color(shade)])
     step = [
         DynamicConfigValue("unit", units.NoUnit),
         DynamicConfigValue("custom.axisPlacement", AxisPlacement.RIGHT),
         DynamicConfigValue("custom.fillOpacity", 0),
-        colour("#80808080"),
+        color("#80808080"),
     ]
     return [
         together.override_by_name("step", step),
         _over_steps(),
         graph(
-            "In tensors, by rank",
-            "A steady loop draws a level band; one that rises from step to step keeps tensors that it no longer needs.",
+            "Allocated, by rank",
+            "In steady training the band is level. A band that rises from step to step shows tensors that the"
+            " program no longer needs.",
             units.BytesIEC,
             [(f"gpumem_torch_allocated_bytes{{{ONE_WORKLOAD}}}", LEGEND)],
         ).min(0),
         graph(
-            "Imbalance: the fullest rank, the emptiest, and the difference",
-            "By the peaks of each interval, so that ranks that are at different points of a step do not look unequal.",
+            "Imbalance: fullest rank, emptiest rank and difference",
+            "The peaks of each interval are compared, so ranks at different points of a step do not look unequal.",
             units.BytesIEC,
             [
                 (f"max({HIGHEST})", "fullest"),
@@ -252,17 +252,17 @@ def _over_time() -> list[Any]:
             ],
         )
         .min(0)
-        .override_by_name("difference", [colour("red")]),
+        .override_by_name("difference", [color("red")]),
         graph(
-            "Growth a step, by rank",
-            "By how many bytes the floor of the tensors rises with each step, over the time shown until each point: a"
-            " leak, in the unit in which it is looked for. Absent where steps are not counted.",
+            "Growth per step, by rank",
+            "The growth of the low mark of the allocated bytes per step, over the time range before each point."
+            " A leak is constant in this unit. Absent without counted steps.",
             units.BytesIEC,
             [(f"({GROWTH}) / ({STEP_RATE} > 0)", LEGEND)],
         ),
         graph(
-            "Steps a second, by rank",
-            "The pace of training. It falls when retries and flushes stall the steps.",
+            "Steps per second, by rank",
+            "The speed of training. It decreases when retries and flushes stall the steps.",
             units.CountsPerSecond,
             [(f"deriv(gpumem_torch_step{{{ONE_WORKLOAD}}}[$__rate_interval]) >= 0", LEGEND)],
         ).min(0),
@@ -271,16 +271,16 @@ def _over_time() -> list[Any]:
 
 def _over_steps() -> Any:
     series = (
-        ("allocated_bytes", "in tensors"),
+        ("allocated_bytes", "allocated"),
         ("reserved_bytes", "reserved"),
-        ("allocated_peak_bytes", "highest in tensors"),
+        ("allocated_peak_bytes", "peak allocated"),
     )
     panel = (
         described(
             xychart.Panel(),
-            "In tensors, reserved and peak over steps",
-            "The same by step instead of time, of the fullest rank: bytes that rise with the steps are a leak, however"
-            " often the job paused. A restart begins at the left again.",
+            "Allocated, reserved and peak over steps",
+            "The values of the fullest rank by step instead of time. Bytes that rise with the steps are a leak,"
+            " independent of pauses. After a restart the points start at the left again.",
             units.BytesIEC,
         )
         .mapping(xy.SeriesMapping.AUTO)
@@ -299,7 +299,7 @@ def _over_steps() -> Any:
     )
     for letter, (name, title) in zip("BCD", series, strict=True):
         panel = panel.with_target(query(f"max(gpumem_torch_{name}{{{ONE_WORKLOAD}}})", title, letter))
-    # The first number of the joined frame is x, each other one a series: time must go.
+    # The first number of the joined frame is x and every other one is a series, so time is removed.
     join = DataTransformerConfig(id_val="joinByField", options={"byField": "Time", "mode": "outer"})
     drop = DataTransformerConfig(
         id_val="organize",
@@ -315,9 +315,9 @@ def _over_steps() -> Any:
 def _plan() -> list[Any]:
     return [
         graph(
-            "Highest reserved against the plan, by rank",
-            "The dashed line is the peak that the plan of the job expects of each process (gpumem-exporter plan), where"
-            " it was told of one; the others are the peaks that there were. A rank above it needs more than was"
+            "Peak reserved and plan, by rank",
+            "The dashed line is the peak that the plan of the job (gpumem-exporter plan) expects of each"
+            " process. The other lines are the measured peaks. A rank above the dashed line needs more than"
             " planned.",
             units.BytesIEC,
             [
@@ -328,9 +328,9 @@ def _plan() -> list[Any]:
         .min(0)
         .override_by_name(*dashed("planned", "text")),
         graph(
-            "Error of the plan, by rank",
-            "How much more the plan expected than the process reserved at its highest; below 0, how much less. Absent"
-            " without a plan, and until two steps have ended.",
+            "Plan error, by rank",
+            "The planned peak relative to the measured peak: above 0, the plan expects more; below 0, less."
+            " Absent without a plan and before the second step ends.",
             units.PercentUnit,
             [(f"gpumem_torch_plan_error_ratio{{{ONE_WORKLOAD}}}", LEGEND)],
         ),
@@ -345,29 +345,29 @@ def _wasted() -> list[Any]:
         return f"sum(gpumem_torch_{name}{{{ONE_WORKLOAD}}})"
 
     parts = (
-        (total("requested_bytes"), "asked for by the program", "dark-blue"),
+        (total("requested_bytes"), "requested", "dark-blue"),
         (f"{total('allocated_bytes')} - {total('requested_bytes')}", "rounding", "super-light-blue"),
         (total("reclaimable_bytes"), "cached, a clear gives it back", "green"),
         (total("fragmented_bytes"), "cached, a clear cannot give it back", "orange"),
     )
     anatomy = stacked(
         graph(
-            "What the reserved bytes are",
-            "All that the workload's processes reserved, stacked up to the dashed line. Rounding is what the allocator"
-            " adds to requests.",
+            "Reserved bytes by use",
+            "All reserved bytes of the workload, stacked up to the dashed line. Rounding is the difference"
+            " between the requested size and the size of the block.",
             units.BytesIEC,
             [*((expression, name) for expression, name, _ in parts), (total("reserved_bytes"), "reserved")],
             height=9,
         )
     )
     for _, name, shade in parts:
-        anatomy = anatomy.override_by_name(name, [colour(shade)])
+        anatomy = anatomy.override_by_name(name, [color(shade)])
     return [
         anatomy.override_by_name(*dashed("reserved", "text")),
         graph(
             "Fragmentation, by rank",
-            "Share of what PyTorch reserved that is in no tensor and that a clear cannot give back. Above a quarter,"
-            " expandable segments are worth a try.",
+            "The share of the reserved bytes that is in no tensor and that torch.cuda.empty_cache() cannot"
+            " release. Above a quarter, try expandable segments.",
             units.PercentUnit,
             by_rank("fragmentation_ratio"),
             height=9,
@@ -375,24 +375,24 @@ def _wasted() -> list[Any]:
         .min(0)
         .max(1),
         graph(
-            "Split and free, by rank",
-            "Free bytes in segments that also hold live blocks (PyTorch's inactive split): the classic allocator's"
-            " fragmentation. Always 0 with expandable segments.",
+            "Inactive split, by rank",
+            "Free bytes in segments that also have live blocks: the fragmentation of classic segments. Always 0"
+            " with expandable segments.",
             units.BytesIEC,
             by_rank("inactive_split_bytes"),
             span=8,
         ).min(0),
         graph(
             "Private pools, by rank",
-            "What CUDA graphs and pools of the program's own hold: no clear touches it while they live.",
+            "Memory of CUDA graphs and of the program's own pools. A clear does not release it while they exist.",
             units.BytesIEC,
             by_rank("private_pools_bytes"),
             span=8,
         ).min(0),
         graph(
-            "Freed, awaited by another stream, by rank",
-            "Bytes in no tensor that PyTorch cannot use yet, since another CUDA stream still reads them: part of the"
-            " cache.",
+            "Freed and used by another stream, by rank",
+            "Freed bytes that PyTorch cannot reuse yet, because another CUDA stream still uses them. They are"
+            " part of the cache.",
             units.BytesIEC,
             [
                 (
@@ -408,9 +408,9 @@ def _wasted() -> list[Any]:
 def _phases_and_components() -> list[Any]:
     components = stacked(
         graph(
-            "What the tensors are for",
-            "Bytes of all ranks by component, where the program tells: parameters and optimizer state are level,"
-            " gradients and activations (in other) come and go with each step.",
+            "Allocated, by component",
+            "Allocated bytes of all ranks by component, if the program names components. Parameters and"
+            " optimizer state are constant; gradients and activations (in other) change within each step.",
             units.BytesIEC,
             [
                 (f'sum(gpumem_torch_component_bytes{{{ONE_WORKLOAD}, component="{name}"}})', name.replace("_", " "))
@@ -419,12 +419,12 @@ def _phases_and_components() -> list[Any]:
         )
     )
     for name, shade in COMPONENTS:
-        components = components.override_by_name(name.replace("_", " "), [colour(shade)])
+        components = components.override_by_name(name.replace("_", " "), [color(shade)])
     return [
         components.min(0),
         bars(
             "Peak of each phase",
-            "The most that was in tensors within each phase that the program names, in the fullest rank. The longest"
+            "The highest allocated bytes in each phase that the program names, in the fullest rank. The longest"
             " bar is the phase that decides whether the job fits.",
             units.BytesIEC,
             [(f"sort_desc(max by (phase) (gpumem_torch_phase_peak_bytes{{{ONE_WORKLOAD}}}))", "{{phase}}")],
@@ -442,31 +442,31 @@ def _at_work() -> list[Any]:
     return [
         graph(
             "Allocation retries, by rank",
-            "Allocations a second that failed at first, upon which PyTorch flushed its cache and tried again.",
+            "Allocations per second that failed at first, so that PyTorch flushed its cache and retried.",
             units.CountsPerSecond,
             [(by_rate("alloc_retries_total"), LEGEND)],
         ).min(0),
         graph(
             "Cache flushes, by rank",
-            "Times a second that the allocator waited for all streams to flush its cache: asked for by"
-            " torch.cuda.empty_cache(), or forced by a retry.",
+            "Cache flushes per second, requested by torch.cuda.empty_cache() or forced by a retry. Each flush"
+            " waits for all streams.",
             units.CountsPerSecond,
             [(by_rate("cache_flushes_total"), LEGEND)],
         ).min(0),
         graph(
-            "Segments taken and given back",
-            "Segments a second, of all ranks, that went from the driver to PyTorch and back. Near zero in a steady"
-            " loop: else the cache does not hold, and each one waits for the device.",
+            "Segments allocated and freed",
+            "Segments per second of all ranks that PyTorch allocated from the driver and freed. Near zero in a"
+            " steady loop; otherwise the cache does not suffice, and each allocation waits for the device.",
             units.CountsPerSecond,
             [
-                (f"sum({by_rate('segments_allocated_total')})", "taken"),
-                (f"sum({by_rate('segments_freed_total')})", "given back"),
+                (f"sum({by_rate('segments_allocated_total')})", "allocated"),
+                (f"sum({by_rate('segments_freed_total')})", "freed"),
             ],
         ).min(0),
         graph(
-            "Resets of peaks, by rank",
-            "Times a second that the peaks were seen to have been reset, by the program, a library or an action. Peaks"
-            " say nothing of the time before.",
+            "Peak resets, by rank",
+            "Resets of the peak statistics per second, by the program, a library or an action. A peak does not"
+            " include the time before its reset.",
             units.CountsPerSecond,
             [(by_rate("peak_resets_total"), LEGEND)],
         ).min(0),

@@ -1,12 +1,12 @@
-"""What the driver says of a device and of whoever is on it, and in which pieces memory is taken from it."""
+"""The driver's values of a device and its processes, and the segments that torch allocates."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
 
-from tests.claims.figures import Figure, Figures, alike, shown, true
 from tests.claims.place import Bench, Place
+from tests.claims.values import Value, Values, equal, measured
 from tests.support.waiting import wait_for, wait_until_equal
 
 __all__ = [
@@ -20,10 +20,10 @@ __all__ = [
 MIB = 1 << 20
 
 
-def memory_of_the_device(place: Place) -> Figures:
-    """Total, reserved, used and free: the driver's and the page's, and CUDA's two figures beside them."""
+def memory_of_the_device(place: Place) -> Values:
+    """Total, reserved, used and free in the scrape equal the driver's values and CUDA's."""
     bench = place.process()
-    bench.process.call("alloc", nbytes=1 << 30)  # so that it is not an empty device that is compared
+    bench.process.call("alloc", nbytes=1 << 30)  # an empty device would show less
     book = bench.book()
     cuda = bench.process.call("mem_get_info")
     labels = {"gpu": str(book.index), "uuid": book.uuid}
@@ -36,21 +36,20 @@ def memory_of_the_device(place: Place) -> Figures:
         field: metrics.value(f"gpumem_device_memory_{field}_bytes", **labels) for field in ("total", "reserved", "used")
     }
     return {
-        "name": true(info["name"], book.name),
-        "gpumem_device_up": true(metrics.value("gpumem_device_up", **labels), 1),
-        "total": true(int(told["total"]), book.total_bytes),
-        "reserved": true(int(told["reserved"]), book.reserved_bytes),
-        "used": true(int(told["used"]), book.used_bytes, everywhere=False),
-        "free + used + reserved": true(int(free + told["used"] + told["reserved"]), book.total_bytes),
-        "total, by CUDA": true(cuda["total"], book.total_bytes - book.reserved_bytes),
-        "free, by CUDA": true(cuda["free"], book.free_bytes, everywhere=False),
-        "used that no process owns": shown(book.unattributed_bytes),
-        "health": true(bench.exporter.get("/health")["status"], "ok"),
+        "name": equal(info["name"], book.name),
+        "gpumem_device_up": equal(metrics.value("gpumem_device_up", **labels), 1),
+        "total": equal(int(told["total"]), book.total_bytes),
+        "reserved": equal(int(told["reserved"]), book.reserved_bytes),
+        "used": equal(int(told["used"]), book.used_bytes),
+        "free + used + reserved": equal(int(free + told["used"] + told["reserved"]), book.total_bytes),
+        "total, by CUDA": equal(cuda["total"], book.total_bytes - book.reserved_bytes),
+        "free, by CUDA": equal(cuda["free"], book.free_bytes),
+        "health": equal(bench.exporter.get("/health")["status"], "ok"),
     }
 
 
-def processes_of_the_device(bench: Bench) -> Figures:
-    """The driver lists a process under the pid that it has here, with its bytes; elsewhere it has no such series."""
+def processes_of_the_device(bench: Bench) -> Values:
+    """If the driver lists the process under its own pid, the series has its bytes; otherwise there is no series."""
     bench.process.call("random_heap", seed=3)
     labels = {"uuid": bench.uuid, "pid": str(bench.pid)}
     used = bench.book().processes.get(bench.pid)
@@ -58,16 +57,13 @@ def processes_of_the_device(bench: Bench) -> Figures:
         bench.wait_until_listed(used)
     found = bench.exporter.metrics().values("gpumem_process_memory_used_bytes", **labels)
     return {
-        "listed under its own pid": shown(used is not None),
-        "gpumem_process_memory_used_bytes": true(found[0] if found else None, used, everywhere=False),
-        "used, less what torch reserved": shown(None if used is None else used - bench.reserved()),
-        "processes listed": shown(len(bench.book().processes)),
+        "gpumem_process_memory_used_bytes": equal(found[0] if found else None, used),
     }
 
 
-def context_of_a_process(place: Place) -> Figures:
-    """What a process takes of a device before it holds a tensor there: its context, all of it non-torch."""
-    place.process()  # the exporter and whatever else there is are up
+def context_of_a_process(place: Place) -> Values:
+    """The memory that a process uses before its first tensor is its context: non-torch memory."""
+    place.process()  # starts the exporter
     before = place.books()
     with place.reporting() as bench:
         after, (was,) = bench.book(), [book for book in before if book.uuid == bench.uuid]
@@ -76,19 +72,18 @@ def context_of_a_process(place: Place) -> Figures:
         if non_torch is not None:
             bench.once("non_torch_bytes", non_torch)
         _, found = bench.settle()
-        figures: dict[str, Figure] = {
-            "reserved by torch": true(reserved, 0),
-            "driver's used rose": shown(after.used_bytes - was.used_bytes),
-            "gpumem_torch_non_torch_bytes": true(found.get("non_torch_bytes"), non_torch, everywhere=False),
+        values: dict[str, Value] = {
+            "reserved by torch": equal(reserved, 0),
+            "gpumem_torch_non_torch_bytes": equal(found.get("non_torch_bytes"), non_torch),
         }
     with contextlib.suppress(AssertionError):
-        wait_for(lambda: bench.book().used_bytes <= was.used_bytes, "the driver to have its bytes back")
-    return {**figures, "driver's used once it has ended": true(bench.book().used_bytes - was.used_bytes, 0)}
+        wait_for(lambda: bench.book().used_bytes <= was.used_bytes, "the driver to free the context")
+    return {**values, "driver's used bytes after the exit": equal(bench.book().used_bytes - was.used_bytes, 0)}
 
 
-def segments(bench: Bench) -> Figures:
-    """What torch takes from the driver for one block, by its size, and what the driver gives."""
-    figures: dict[str, Figure] = {}
+def segments(bench: Bench) -> Values:
+    """The driver's used bytes increase by the segment that torch reserves for a block."""
+    values: dict[str, Value] = {}
     for what, nbytes in (
         ("1 byte", 1),
         ("1 MiB", MIB),
@@ -100,15 +95,15 @@ def segments(bench: Bench) -> Figures:
         reserved, used = bench.reserved(), bench.book().used_bytes
         number = bench.process.call("alloc", nbytes=nbytes)
         took = bench.reserved() - reserved
-        figures[f"{what}: reserved"] = alike(took)
-        figures[f"{what}: used, by the driver"] = true(bench.book().used_bytes - used, took)
+        values[f"{what}: reserved"] = measured(took)
+        values[f"{what}: used, by the driver"] = equal(bench.book().used_bytes - used, took)
         bench.process.call("free", numbers=[number])
         bench.process.call("empty_cache")
-    return figures
+    return values
 
 
-def ledgers_add_up(place: Place, processes: int = 4, scrapes: int = 60, devices: Sequence[int] = (0,)) -> Figures:
-    """The categories of every device add up to its total, in every scrape, while processes allocate and free."""
+def ledgers_add_up(place: Place, processes: int = 4, scrapes: int = 60, devices: Sequence[int] = (0,)) -> Values:
+    """The categories of every device add up to its total in every scrape while processes allocate and free."""
     churning = [place.torch() for _ in range(processes)]
     for number, process in enumerate(churning):
         process.call("start_client", workload=f"churn-{number % 3}")
@@ -122,7 +117,7 @@ def ledgers_add_up(place: Place, processes: int = 4, scrapes: int = 60, devices:
             process.close()
 
 
-def _scraped(place: Place, scrapes: int) -> Figures:
+def _scraped(place: Place, scrapes: int) -> Values:
     uuids = {book.uuid for book in place.books()}
     wrong, seen = 0, set()
     for _ in range(scrapes):
@@ -135,7 +130,7 @@ def _scraped(place: Place, scrapes: int) -> Figures:
         wrong += ledgers.keys() != uuids
         seen.add(str(ledgers))
     return {
-        "scrapes": alike(scrapes),
-        "scrapes in which a ledger does not add up, or is missing": true(wrong, 0),
-        "more than ten differ: something moved": true(len(seen) > 10, True),
+        "scrapes": measured(scrapes),
+        "scrapes with a missing ledger or a wrong sum": equal(wrong, 0),
+        "more than ten scrapes differ": equal(len(seen) > 10, True),
     }

@@ -1,11 +1,11 @@
-"""Out-of-memory errors: their figures, the limit that a fraction sets, and their delivery by a process that dies."""
+"""Out-of-memory errors: their values, the limit of a memory fraction, and the report of a process that exits."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from tests.claims.figures import Figures, shown, true
 from tests.claims.place import Bench, Place
+from tests.claims.values import Values, equal
 from tests.support.ending_programs import end_with
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
@@ -16,8 +16,8 @@ REQUESTED_BYTES = 1 << 42
 _RUN_OUT = f"torch.empty({REQUESTED_BYTES}, dtype=torch.uint8, device='cuda')"
 
 
-def figures_of_an_error(bench: Bench) -> Figures:
-    """Requested, free and limit of that moment; the program gets torch's own error."""
+def figures_of_an_error(bench: Bench) -> Values:
+    """The event has the requested, free and limit bytes at the time of the error; the program gets torch's error."""
     bench.process.call("random_heap", seed=5)
     before, seen = bench.stats()["num_ooms"], _errors(bench.exporter, bench.pid)
     text = bench.exec(f"try: {_RUN_OUT}\nexcept torch.OutOfMemoryError as error: result = str(error)")
@@ -25,20 +25,20 @@ def figures_of_an_error(bench: Bench) -> Figures:
     detail = _next(bench.exporter, bench.pid, len(seen))["detail"]
     held = detail["allocator"]
     return {
-        "torch's text says what was requested": true("4096.00 GiB" in text, True),
-        "requested": true(detail["requested_bytes"], REQUESTED_BYTES),
-        "free": true(detail["device_free_bytes"], cuda["free"], everywhere=False),
-        "free, by the driver": true(detail["device_free_bytes"], book.free_bytes, everywhere=False),
-        "limit": true(detail["limit_bytes"], cuda["total"]),
-        "limit, by the driver": true(detail["limit_bytes"], book.total_bytes - book.reserved_bytes),
-        "allocated": true(held["allocated_bytes"], stats["allocated_bytes.all.current"]),
-        "reserved": true(held["reserved_bytes"], stats["reserved_bytes.all.current"]),
-        "errors counted by torch": true(stats["num_ooms"] - before, 1),
+        "torch's message has the requested size": equal("4096.00 GiB" in text, True),
+        "requested": equal(detail["requested_bytes"], REQUESTED_BYTES),
+        "free": equal(detail["device_free_bytes"], cuda["free"]),
+        "free, by the driver": equal(detail["device_free_bytes"], book.free_bytes),
+        "limit": equal(detail["limit_bytes"], cuda["total"]),
+        "limit, by the driver": equal(detail["limit_bytes"], book.total_bytes - book.reserved_bytes),
+        "allocated": equal(held["allocated_bytes"], stats["allocated_bytes.all.current"]),
+        "reserved": equal(held["reserved_bytes"], stats["reserved_bytes.all.current"]),
+        "errors counted by torch": equal(stats["num_ooms"] - before, 1),
     }
 
 
-def limit_of_a_fraction(bench: Bench) -> Figures:
-    """Of a process that may have a quarter of the device, that is the limit that the error shows."""
+def limit_of_a_fraction(bench: Bench) -> Values:
+    """The limit of an error is the memory fraction of the process."""
     seen = _errors(bench.exporter, bench.pid)
     total = bench.exec("torch.cuda.set_per_process_memory_fraction(0.25); result = torch.cuda.mem_get_info()[1]")
     bench.exec(
@@ -48,33 +48,32 @@ def limit_of_a_fraction(bench: Bench) -> Figures:
     )
     detail = _next(bench.exporter, bench.pid, len(seen))["detail"]
     return {
-        "limit": true(detail["limit_bytes"], int(0.25 * total)),
-        "free": true(detail["device_free_bytes"], bench.book().free_bytes, everywhere=False),
-        "a quarter fits in what is free": shown(detail["device_free_bytes"] > total // 2),
+        "limit": equal(detail["limit_bytes"], int(0.25 * total)),
+        "free": equal(detail["device_free_bytes"], bench.book().free_bytes),
     }
 
 
-def told_by_the_dying(place: Place) -> Figures:
-    """An error that ends its process: the event is there, the process' series are not."""
+def told_by_the_dying(place: Place) -> Values:
+    """An error that ends its process is an event, and the series of the process are removed."""
     process = place.torch()
     process.call("start_client", workload="doomed")
     process.call("alloc", nbytes=1 << 28)
     shows = {"workload": "doomed"}
     series = "gpumem_torch_allocated_bytes"
-    wait_for(lambda: place.exporter.metrics().values(series, **shows) == [1 << 28], "its reports")
+    wait_for(lambda: place.exporter.metrics().values(series, **shows) == [1 << 28], "the reports")
     status = end_with(process, _RUN_OUT)
     detail = _next(place.exporter, process.pid, 0)["detail"]
     own = {"pid": str(process.pid)}
-    wait_for(lambda: not place.exporter.metrics().values("gpumem_reporter_up", **own), "its end")
+    wait_for(lambda: not place.exporter.metrics().values("gpumem_reporter_up", **own), "the exit of the process")
     metrics = place.exporter.metrics()
     left = [name for name in metrics.samples if name.startswith("gpumem_torch_") and metrics.values(name, **own)]
     return {
-        "exit status": true(status, 1),
-        "the program's own error is on stderr": true("OutOfMemoryError" in process.stderr(), True),
-        "requested, by the event": true(detail["requested_bytes"], REQUESTED_BYTES),
-        "requested, by the series": true(metrics.value("gpumem_last_oom_requested_bytes", **own), REQUESTED_BYTES),
-        "allocated at that moment": true(detail["allocator"]["allocated_bytes"], 1 << 28),
-        "series left of the process": true(" ".join(left) or "none", "none"),
+        "exit status": equal(status, 1),
+        "the program's error is on stderr": equal("OutOfMemoryError" in process.stderr(), True),
+        "requested, by the event": equal(detail["requested_bytes"], REQUESTED_BYTES),
+        "requested, by the series": equal(metrics.value("gpumem_last_oom_requested_bytes", **own), REQUESTED_BYTES),
+        "allocated at the time of the error": equal(detail["allocator"]["allocated_bytes"], 1 << 28),
+        "remaining series of the process": equal(" ".join(left) or "none", "none"),
     }
 
 
@@ -84,5 +83,5 @@ def _errors(exporter: ExporterProcess, pid: int) -> list[dict[str, Any]]:
 
 
 def _next(exporter: ExporterProcess, pid: int, seen: int) -> dict[str, Any]:
-    """The process' error after so many."""
+    """Return the first error of the process after the first `seen` ones."""
     return wait_for(lambda: _errors(exporter, pid)[seen:], "the error")[0]

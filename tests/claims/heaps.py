@@ -1,4 +1,4 @@
-"""Heaps of every shape: each statistic is torch's own, and what is reclaimable is what a clear gives back."""
+"""Heaps of many shapes: each statistic equals torch's, and a clear frees exactly the reclaimable bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tests.claims.figures import Figure, Figures, OneNumber, alike, true
 from tests.claims.place import COMPARED, Bench, Place
+from tests.claims.values import SameNumber, Value, Values, equal, measured
 
 __all__ = [
     "every_series_is_what_torch_says",
@@ -18,20 +18,21 @@ __all__ = [
 
 MIB = 1 << 20
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
-"""What an expandable segment of each pool grows by and gives back."""
+"""The page size of the expandable segments in each pool."""
 
 
-def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,)) -> Figures:
-    """Every gauge and counter is `torch.cuda.memory_stats`' in the process; the driver's figure is compared as well,
-    where it lists the process under a pid that is known here.
+def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,)) -> Values:
+    """Every gauge and counter equals `torch.cuda.memory_stats` of the process.
+
+    The driver's value is compared if the driver lists the process under its own pid.
     """
     for device in devices:
         bench.process.call("random_heap", device=device, seed=device, blocks=200)
     bench.exec(
-        # an OOM that the program catches, after a retry that flushed the cache
+        # an error that the program catches, after a retry that flushed the cache
         "try:\n    torch.empty(1 << 40, dtype=torch.uint8, device='cuda:0')\nexcept torch.OutOfMemoryError: pass"
     )
-    figures: dict[str, Figure] = {}
+    values: dict[str, Value] = {}
     for device in devices:
         stats, book = bench.stats(device), bench.book(device)
         bench.once("ooms_total", stats["num_ooms"], device)
@@ -44,26 +45,26 @@ def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,))
         where = f" of device {device}" if len(devices) > 1 else ""
         for name, key in COMPARED.items():
             (value,) = metrics.values(name, **labels) or [None]
-            figures[name + where] = true(value if value is None else int(value), stats[key])
+            values[name + where] = equal(value if value is None else int(value), stats[key])
         reserved, allocated = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
         (non_torch,) = metrics.values("gpumem_torch_non_torch_bytes", **labels) or [None]
         truth = None if used is None else used - reserved
-        figures["gpumem_torch_non_torch_bytes" + where] = true(non_torch, truth, everywhere=False)
+        values["gpumem_torch_non_torch_bytes" + where] = equal(non_torch, truth)
         slack = metrics.value("gpumem_torch_slack_ratio", **labels)
-        figures["gpumem_torch_slack_ratio" + where] = true(slack, (reserved - allocated) / reserved)
-    return figures
+        values["gpumem_torch_slack_ratio" + where] = equal(slack, (reserved - allocated) / reserved)
+    return values
 
 
-def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = False) -> Figures:
-    """Heaps of small and large blocks, on three streams.
+def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = False) -> Values:
+    """Heaps of small and large blocks on three streams.
 
     Args:
         bench: The process.
         heaps: The number of heaps.
-        by_pages: Whether all segments are expandable and have pages of PAGE_BYTES. Then what a clear frees is also
-            counted from the other side: the pages that no block in the snapshot touches.
+        by_pages: Whether all segments are expandable and have pages of PAGE_BYTES. The freed bytes
+            then also equal the pages that no block in the snapshot uses.
     """
-    number = OneNumber()
+    number = SameNumber()
     for seed in range(heaps):
         bench.process.call("free")
         bench.exec(
@@ -76,14 +77,14 @@ def random_heaps_of_streams(bench: Bench, heaps: int = 8, *, by_pages: bool = Fa
         )
         counted: dict[str, float | None] = {}
         if by_pages:
-            counted["pages that no block touches"] = _untouched_pages(bench.process.call("snapshot"))
+            counted["pages that no block uses"] = _untouched_pages(bench.process.call("snapshot"))
         number.add({**counted, **bench.clear()})
-    figures = number.figures(at_least=math.ceil(0.8 * heaps))
-    return {**figures, "inactive split": true(bench.series("inactive_split_bytes")[0], 0)} if by_pages else figures
+    values = number.values(at_least=math.ceil(0.8 * heaps))
+    return {**values, "inactive split": equal(bench.series("inactive_split_bytes")[0], 0)} if by_pages else values
 
 
 def _untouched_pages(segments: Sequence[Mapping[str, Any]]) -> int:
-    """In bytes; the client counts from the other side, the free blocks."""
+    """Return the bytes of the pages without a used block; the client computes them from the free blocks."""
     untouched = 0
     for segment in segments:
         page = PAGE_BYTES[segment["segment_type"]]
@@ -98,24 +99,24 @@ def _untouched_pages(segments: Sequence[Mapping[str, Any]]) -> int:
     return untouched
 
 
-def max_split_size(place: Place, heaps: int = 4) -> Figures:
-    """Blocks above it are never split."""
+def max_split_size(place: Place, heaps: int = 4) -> Values:
+    """The allocator never splits blocks above `max_split_size_mb`."""
     with place.reporting(PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:32") as bench:
-        figures = random_heaps_of_streams(bench, heaps)
-        return {**figures, "max_split_size, by torch": true(bench.stats()["max_split_size"], 32 * MIB)}
+        values = random_heaps_of_streams(bench, heaps)
+        return {**values, "max_split_size, by torch": equal(bench.stats()["max_split_size"], 32 * MIB)}
 
 
-def memory_fraction(place: Place) -> Figures:
-    """A quarter of the device, and `garbage_collection_threshold:0.5`: the allocator gives segments back by itself."""
+def memory_fraction(place: Place) -> Values:
+    """With a memory fraction and `garbage_collection_threshold`, the allocator frees segments by itself."""
     with place.reporting(PYTORCH_CUDA_ALLOC_CONF="garbage_collection_threshold:0.5") as bench:
         total = bench.exec("torch.cuda.set_per_process_memory_fraction(0.25); result = torch.cuda.mem_get_info()[1]")
         block = total // 256 >> 20 << 20
         bench.exec("for n in range(1, 40): torch.empty(n * block, dtype=torch.uint8, device='cuda')", block=block)
         segments_freed = bench.stats()["segment.all.freed"]
-        number = OneNumber()
+        number = SameNumber()
         number.add(bench.clear())
         return {
-            **number.figures(),
-            "the allocator gave segments back by itself": true(segments_freed > 0, True),
-            "segments that it gave back": alike(segments_freed),
+            **number.values(),
+            "the allocator freed segments by itself": equal(segments_freed > 0, True),
+            "segments that it gave back": measured(segments_freed),
         }

@@ -1,4 +1,4 @@
-"""Where claims are measured: an emulated node or this machine's own devices, an exporter, and processes that report."""
+"""The place where claims are measured: an emulated node or this machine, an exporter, and reporting processes."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ COMPARED = {
     "gpumem_torch_segments_freed_total": "segment.all.freed",
     "gpumem_torch_cache_flushes_total": "num_sync_all_streams",
 }
-"""Series, and the key of `torch.cuda.memory_stats` that it must equal."""
+"""Each series and the key of `torch.cuda.memory_stats` that it must equal."""
 
 
 class Bench:
-    """One reporting process, what the exporter says of it, and what the driver does.
+    """One reporting process with the exporter's and the driver's values of it.
 
     Args:
-        exporter: to which it reports.
-        process: it has a context on its device 0, which is the one meant where none is named.
-        books: reads the driver past the exporter.
+        exporter: receives its reports.
+        process: has a context on its device 0, which is the default of all methods.
+        books: reads the driver without the exporter.
     """
 
     def __init__(self, exporter: ExporterProcess, process: TorchProcess, books: Books) -> None:
@@ -60,32 +60,32 @@ class Bench:
 
     @property
     def pid(self) -> int:
-        """As the process itself knows it."""
+        """The pid of the process in its own namespace."""
         return self.process.pid
 
     def exec(self, code: str, **variables: Any) -> Any:
-        """Runs Python in the process."""
+        """Run Python code in the process."""
         return self.process.exec(code, **variables)
 
     def stats(self, device: int = 0) -> dict[str, Any]:
-        """`memory_stats`."""
+        """Return `torch.cuda.memory_stats`."""
         stats: dict[str, Any] = self.process.call("stats", device=device)
         return stats
 
     def reserved(self) -> int:
-        """By torch."""
+        """Return torch's reserved bytes of device 0."""
         return int(self.stats()["reserved_bytes.all.current"])
 
     def book(self, device: int = 0) -> DeviceBook:
-        """What the driver says of one of the process' devices."""
+        """Return the driver's values of a device."""
         return next(book for book in self.books() if book.uuid == self.uuids[device])
 
     def series(self, name: str, device: int = 0) -> list[float]:
-        """The process' values of `gpumem_torch_<name>`."""
+        """Return the values of the process's series `gpumem_torch_<name>`."""
         return self.exporter.metrics().values(PREFIX + name, uuid=self.uuids[device], pid=str(self.pid))
 
     def once(self, name: str, wanted: float, device: int = 0) -> float | None:
-        """A series' value once it is the one wanted, or what it is when patience ends; None where there is none."""
+        """Return the value of a series when it equals `wanted`, or its last value after a timeout; None if absent."""
         values: list[float] = []
 
         def read() -> list[float]:
@@ -98,14 +98,14 @@ class Bench:
         return values[0] if values else None
 
     def wait_until_listed(self, used_bytes: int, device: int = 0) -> None:
-        """Waits for a scrape with these bytes of the process, by the driver."""
+        """Wait for a scrape with these driver's bytes of the process."""
         name, labels = "gpumem_process_memory_used_bytes", {"uuid": self.uuids[device], "pid": str(self.pid)}
         wait_until_equal(lambda: self.exporter.metrics().values(name, **labels), [used_bytes], name)
 
     def settle(self) -> tuple[Metrics, dict[str, float]]:
-        """A scrape that shows the heap as it is now: the process does nothing meanwhile. Its series of device 0.
+        """Return a scrape of the current heap, and its series of device 0; the process must be idle.
 
-        The next report but one was sampled after now.
+        The second report after now was sampled after now.
         """
         for _ in range(2):
             before = self._reported()
@@ -124,7 +124,7 @@ class Bench:
         return self.exporter.metrics().value("gpumem_reporter_last_report_timestamp_seconds", pid=str(self.pid))
 
     def unlike_torch(self, found: Mapping[str, float]) -> str:
-        """The series that are not what torch says, in words; empty where all are."""
+        """Describe the series that differ from torch's values; empty if none does."""
         stats = self.stats()
         truth = {name.removeprefix(PREFIX): stats[key] for name, key in COMPARED.items() if key in stats}
         truth["private_pools_bytes"] = pools_of(self, stats)
@@ -132,12 +132,12 @@ class Bench:
         return "; ".join(apart)
 
     def clear(self) -> dict[str, float | None]:
-        """Empties the cache by an action, and says in everybody's words how much that was, torch's own first."""
+        """Empty the cache by an action and return the freed bytes from every source, torch's first."""
         _, found = self.settle()
         assert not (unlike := self.unlike_torch(found)), unlike
         target = {"pid": self.pid, "uuid": self.uuid}
         dry = self.result(self.exporter.act("empty_cache", target=target, dry_run=True))
-        # Walks over an expandable heap are rationed: until the next one, the figure is an estimate.
+        # The client limits the walks over an expandable heap; until the next walk, the value is an estimate.
         reclaimable = self.once("reclaimable_bytes", dry["freed_bytes"])
         reserved, before = self.reserved(), self.book()
         row = self.result(self.exporter.act("empty_cache", target=target))
@@ -155,13 +155,13 @@ class Bench:
         }
 
     def result(self, action: Mapping[str, Any]) -> dict[str, Any]:
-        """An action's on device 0."""
+        """Return the result of an action on device 0."""
         (row,) = [row for row in action["results"] if row["uuid"] == self.uuid]
         found: dict[str, Any] = row
         return found
 
     def info(self) -> dict[str, str]:
-        """The labels of its info series."""
+        """Return the labels of the info series of the process."""
         (labels,) = [
             dict(labels)
             for labels in self.exporter.metrics().samples["gpumem_process_info"]
@@ -171,7 +171,7 @@ class Bench:
 
 
 def pools_of(bench: Bench, stats: Mapping[str, Any]) -> int:
-    """What private pools hold, by torch: its statistics since 2.13, before by its snapshot."""
+    """Return the bytes of private pools: from torch's statistics since 2.13, before that from its snapshot."""
     told = {key: value for key, value in stats.items() if key.startswith("reserved_bytes_by_private_pools")}
     if told:
         return sum(value for key, value in told.items() if key.endswith(".all.current"))
@@ -180,14 +180,14 @@ def pools_of(bench: Bench, stats: Mapping[str, Any]) -> int:
 
 
 class Place:
-    """A machine to measure claims on, and what runs there; a context manager that ends all of it.
+    """A machine on which claims are measured; a context manager that ends the exporter and all processes.
 
-    Exporter and processes start when they are first asked for. One process for each of a few allocator settings is
-    kept from claim to claim; whoever gets it finds it holding nothing.
+    Exporter and processes start on first use. One process for each allocator settings is shared by the claims, and is
+    emptied before each.
 
     Args:
-        folder: for what its programs write.
-        node: an emulated node; None: this machine as it is.
+        folder: receives the files of the programs.
+        node: an emulated node; None for this machine.
     """
 
     def __init__(self, folder: Path, node: EmulatedNode | None = None) -> None:
@@ -205,18 +205,18 @@ class Place:
         self.rest()
 
     def books(self) -> Sequence[DeviceBook]:
-        """What the driver says of every device, past the exporter."""
+        """Read the driver's values of every device without the exporter."""
         return driver.books() if self.node is None else self.node.books().devices
 
     def environment(self, **extra: str) -> dict[str, str]:
-        """Of a program that runs here and imports from this repository."""
+        """Return the environment of a program that runs here and imports from this repository."""
         variables = dict(os.environ) if self.node is None else self.node.environment()
         path = os.pathsep.join(filter(None, (str(REPOSITORY), variables.get("PYTHONPATH"))))
         return {**variables, "PYTHONPATH": path, **extra}
 
     @property
     def exporter(self) -> ExporterProcess:
-        """The place's exporter."""
+        """The exporter of the place."""
         if self._exporter is None:
             folder = self._folder / f"exporter{self._exporters}"
             folder.mkdir(parents=True)
@@ -227,7 +227,7 @@ class Place:
         return self._exporter
 
     def process(self, settings: str = "") -> Bench:
-        """The process with these allocator settings, emptied; one for all who ask, until `rest`."""
+        """Return the shared process with these allocator settings, emptied."""
         bench = self._kept.get(settings)
         if bench is None or not _emptied(bench):
             if bench is not None:
@@ -237,7 +237,7 @@ class Place:
 
     @contextlib.contextmanager
     def reporting(self, before: str = "", **environment: str | None) -> Iterator[Bench]:
-        """A process of one's own; `before` runs in it before CUDA is initialised."""
+        """Run a process for one claim; `before` runs in it before CUDA is initialized."""
         bench = self._start(environment, before)
         try:
             yield bench
@@ -245,7 +245,7 @@ class Place:
             bench.process.close()
 
     def torch(self, **environment: str | None) -> TorchProcess:
-        """A process that does not report yet; ended by `rest` at the latest."""
+        """Start a process that does not report yet; `rest` ends it at the latest."""
         cleared: dict[str, str | None] = {SETTINGS: None, "PYTORCH_ALLOC_CONF": None}
         told = {**cleared, "GPUMEM_EXPORTER_URL": self.exporter.url, **environment}
         process = TorchProcess(self.node, told)
@@ -253,7 +253,7 @@ class Place:
         return process
 
     def rest(self) -> None:
-        """Ends whatever runs here; the next to ask starts it anew."""
+        """End the exporter and all processes; the next use starts them again."""
         self._kept.clear()
         self._exporter = None
         self._stack.close()
@@ -272,7 +272,7 @@ class Place:
 
 
 def _emptied(bench: Bench) -> bool:
-    """Drops all that a process holds; False where that did not help."""
+    """Free all memory of a process; return False if some remains."""
     try:
         bench.process.call("free")
         bench.exec(

@@ -1,9 +1,9 @@
-"""Memory that a clear gives back only at times, or never: in private pools, on other streams, of other allocators."""
+"""Memory that a clear frees only sometimes: in private pools, on other streams, of other allocators."""
 
 from __future__ import annotations
 
-from tests.claims.figures import Figure, Figures, NotHereError, OneNumber, alike, true
 from tests.claims.place import SETTINGS, Bench, Place, pools_of
+from tests.claims.values import NotAvailableError, SameNumber, Value, Values, equal, measured
 
 __all__ = [
     "asynchronous_backend",
@@ -17,8 +17,8 @@ __all__ = [
 MIB = 1 << 20
 
 
-def living_mem_pool(bench: Bench) -> Figures:
-    """A MemPool counts in reserved and in private pools, and is not reclaimable until it has gone."""
+def living_mem_pool(bench: Bench) -> Values:
+    """A MemPool counts as reserved and as private pool, and is not reclaimable until it is deleted."""
     bench.exec(
         "pool = torch.cuda.MemPool()\n"
         "with torch.cuda.use_mem_pool(pool):\n"
@@ -26,21 +26,24 @@ def living_mem_pool(bench: Bench) -> Figures:
         "    torch.empty(70 << 20, dtype=torch.uint8, device='cuda')\n"
         "torch.empty(100 << 20, dtype=torch.uint8, device='cuda')"
     )
-    freed = OneNumber()
-    freed.add({"the cache beside it": 100 * MIB, **bench.clear()})
+    freed = SameNumber()
+    freed.add({"cache outside of the pool": 100 * MIB, **bench.clear()})
     _, living = bench.settle()
     stats, held = bench.stats(), bench.reserved()
-    figures: dict[str, Figure] = {
-        **freed.figures(),
-        "private pools while it lives": true(living["private_pools_bytes"], pools_of(bench, stats)),
-        "reserved while it lives": true(living["reserved_bytes"], held),
+    values: dict[str, Value] = {
+        **freed.values(),
+        "private pools while it lives": equal(living["private_pools_bytes"], pools_of(bench, stats)),
+        "reserved while it lives": equal(living["reserved_bytes"], held),
     }
     used = bench.book().used_bytes
     bench.exec("del inside, pool")
     _, dead = bench.settle()
     for name in ("private_pools", "reserved", "reclaimable"):
-        figures[f"{name.replace('_', ' ')} when it has gone"] = true(dead[f"{name}_bytes"], 0)
-    return {**figures, "driver's used fell when it went": true(used - bench.book().used_bytes, held)}
+        values[f"{name.replace('_', ' ')} after it was deleted"] = equal(dead[f"{name}_bytes"], 0)
+    return {
+        **values,
+        "decrease of the driver's used bytes after it was deleted": equal(used - bench.book().used_bytes, held),
+    }
 
 
 _CAPTURE = (
@@ -53,10 +56,10 @@ _CAPTURE = (
 )
 
 
-def graphs_living_and_dead(bench: Bench) -> Figures:
-    """A dead graph's memory is reclaimable and a living one's is not, though both look alike in torch's snapshot.
+def graphs_living_and_dead(bench: Bench) -> Values:
+    """Memory of a deleted graph is reclaimable, that of a living graph is not; torch's snapshot shows both alike.
 
-    The output of one graph outlives it; what tensors hold in private pools is not reclaimable either.
+    The output of one graph outlives the graph: memory of tensors in private pools is not reclaimable either.
     """
     bench.exec(
         _CAPTURE + "first, output = capture(40 << 20); second, _ = capture(60 << 20)\n"
@@ -64,26 +67,26 @@ def graphs_living_and_dead(bench: Bench) -> Figures:
         "del _\n"
         "torch.empty(20 << 20, dtype=torch.uint8, device='cuda')"
     )
-    figures: dict[str, Figure] = {}
+    values: dict[str, Value] = {}
     for what, code, nbytes in (
         ("all live", "", 20 * MIB),
-        ("one of two in a pool has gone", "del first", 0),
+        ("one of two in a pool was deleted", "del first", 0),
         ("another was reset", "second.reset()", 60 * MIB),
-        ("the last in its pool has gone", "del third", 20 * MIB),
-        ("the output has gone", "del output", 40 * MIB),
+        ("the last in its pool was deleted", "del third", 20 * MIB),
+        ("the output was deleted", "del output", 40 * MIB),
     ):
         bench.exec(code)
-        freed = OneNumber()
-        freed.add({"as it must be": nbytes, **bench.clear()})
-        figures |= {f"{name}, {what}": figure for name, figure in freed.figures(at_least=0).items()}
+        freed = SameNumber()
+        freed.add({"expected": nbytes, **bench.clear()})
+        values |= {f"{name}, {what}": figure for name, figure in freed.values(at_least=0).items()}
         held = pools_of(bench, bench.stats())
-        figures[f"private pools afterwards, {what}"] = true(bench.once("private_pools_bytes", held), held)
+        values[f"private pools afterwards, {what}"] = equal(bench.once("private_pools_bytes", held), held)
     _, at_the_end = bench.settle()
-    return {**figures, "reserved at the end": true(at_the_end["reserved_bytes"], 0)}
+    return {**values, "reserved at the end": equal(at_the_end["reserved_bytes"], 0)}
 
 
-def pending_on_another_stream(bench: Bench) -> Figures:
-    """It is in no tensor any more, still active, and a clear waits for it and returns it: so it is reclaimable."""
+def pending_on_another_stream(bench: Bench) -> Values:
+    """A freed block that another stream uses stays active and is reclaimable, because a clear waits for the stream."""
     bench.exec(
         "stream = torch.cuda.Stream()\n"
         "large, small = torch.empty(64 << 20, dtype=torch.uint8, device='cuda'), torch.empty(9, device='cuda')\n"
@@ -93,41 +96,40 @@ def pending_on_another_stream(bench: Bench) -> Figures:
     )
     _, found = bench.settle()
     pending = found["active_bytes"] - found["allocated_bytes"]
-    freed = OneNumber()
+    freed = SameNumber()
     freed.add(bench.clear())
     _, after = bench.settle()
     return {
-        "pending before": true(pending, 64 * MIB + 512),
-        **freed.figures(),
-        "pending after": true(after["active_bytes"] - after["allocated_bytes"], 0),
-        "allocated after": true(after["allocated_bytes"], 512),
+        "pending before": equal(pending, 64 * MIB + 512),
+        **freed.values(),
+        "pending after": equal(after["active_bytes"] - after["allocated_bytes"], 0),
+        "allocated after": equal(after["allocated_bytes"], 512),
     }
 
 
-def pinned_host_memory(bench: Bench) -> Figures:
-    """It is what torch's host allocator holds, cached or not, and on no device."""
+def pinned_host_memory(bench: Bench) -> Values:
+    """The value equals the memory of torch's host allocator, cached or not, which is on no device."""
     if not bench.exec("result = hasattr(torch.cuda, 'host_memory_stats')"):
-        raise NotHereError("torch tells what its host allocator holds since 2.7")
+        raise NotAvailableError("torch before 2.7 has no statistics of its host allocator")
     used = bench.book().used_bytes
-    figures: dict[str, Figure] = {}
+    values: dict[str, Value] = {}
     for what, code in (
         (
             "two blocks and one in the cache",
             "pinned = [torch.empty(n << 20, dtype=torch.uint8, pin_memory=True) for n in (1, 3, 10)]; del pinned[1]",
         ),
-        ("what is left of them", "del pinned; getattr(torch._C, '_host_emptyCache', int)()"),
+        ("after all were deleted", "del pinned; getattr(torch._C, '_host_emptyCache', int)()"),
     ):
         bench.exec(code)
         metrics, _ = bench.settle()
         said = bench.exec("result = torch.cuda.host_memory_stats()['allocated_bytes.current']")
         told = metrics.value("gpumem_torch_pinned_host_bytes", pid=str(bench.pid))
-        figures[f"gpumem_torch_pinned_host_bytes, {what}"] = true(told, said)
-    # What pinning takes of the driver is its own affair, and not the tensors' bytes.
-    return {**figures, "driver's used rose": alike(bench.book().used_bytes - used, within=8 * MIB)}
+        values[f"gpumem_torch_pinned_host_bytes, {what}"] = equal(told, said)
+    return {**values, "driver's used rose": measured(bench.book().used_bytes - used)}
 
 
-def asynchronous_backend(place: Place) -> Figures:
-    """`backend:cudaMallocAsync`: what it tells is shown, what its statistics leave at a constant 0 is absent."""
+def asynchronous_backend(place: Place) -> Values:
+    """With `backend:cudaMallocAsync`, values that torch leaves at a constant 0 are absent."""
     with place.reporting(**{SETTINGS: "backend:cudaMallocAsync"}) as bench:
         bench.exec(
             "try: torch.empty(1 << 44, dtype=torch.uint8, device='cuda')\nexcept torch.OutOfMemoryError: pass\n"
@@ -136,18 +138,18 @@ def asynchronous_backend(place: Place) -> Figures:
         )
         _, found = bench.settle()
         stats, before = bench.stats(), bench.book()
-        figures: dict[str, Figure] = {}
+        values: dict[str, Value] = {}
         for name, metric in (
             *((name, "current") for name in ("allocated", "reserved", "active")),
             *((name, "peak") for name in ("allocated", "reserved")),
         ):
             series = f"{name}_bytes" if metric == "current" else f"{name}_peak_bytes"
             truth = stats[f"{name}_bytes.all.{metric}"]
-            figures[f"gpumem_torch_{series}"] = true(found.pop(series, None), truth, everywhere=False)
+            values[f"gpumem_torch_{series}"] = equal(found.pop(series, None), truth)
         beside = sorted(set(found) - {"slack_ratio", "non_torch_bytes", "peak_resets_total"})
-        figures["series that it cannot tell"] = true(" ".join(beside) or "none", "none")
+        values["series without a value of torch"] = equal(" ".join(beside) or "none", "none")
         row = bench.result(bench.exporter.act("empty_cache", target={"pid": bench.pid}))
-        freed = OneNumber()
+        freed = SameNumber()
         freed.add(
             {
                 "reserved fell": stats["reserved_bytes.all.current"] - bench.reserved(),
@@ -161,17 +163,17 @@ def asynchronous_backend(place: Place) -> Figures:
         _, found = bench.settle()
         truth = bench.stats()["allocated_bytes.all.peak"]
         return {
-            **figures,
-            "outcome of a clear": true(row["outcome"], "done"),
-            **freed.figures(),
-            "outcome of a reset of peaks": true(reset["outcome"], "done"),
-            "gpumem_torch_allocated_peak_bytes after it": true(found["allocated_peak_bytes"], truth),
-            "allocated": alike(bench.stats()["allocated_bytes.all.current"]),
+            **values,
+            "outcome of a clear": equal(row["outcome"], "done"),
+            **freed.values(),
+            "outcome of a reset of peaks": equal(reset["outcome"], "done"),
+            "gpumem_torch_allocated_peak_bytes after it": equal(found["allocated_peak_bytes"], truth),
+            "allocated": measured(bench.stats()["allocated_bytes.all.current"]),
         }
 
 
-def past_the_cache(bench: Bench) -> Figures:
-    """Memory allocated past a disabled cache: torch does not count it, the driver does."""
+def past_the_cache(bench: Bench) -> Values:
+    """Memory allocated while the cache is disabled is non-torch memory: only the driver counts it."""
     before = bench.book()
     reserved = bench.reserved()
     bench.exec(
@@ -185,10 +187,10 @@ def past_the_cache(bench: Bench) -> Figures:
     if non_torch is not None:
         bench.once("non_torch_bytes", non_torch)
     _, found = bench.settle()
-    figures = {
-        "driver's used rose": true(rose, 40 * MIB),
-        "gpumem_torch_reserved_bytes": true(found["reserved_bytes"], reserved),
-        "gpumem_torch_non_torch_bytes": true(found.get("non_torch_bytes"), non_torch, everywhere=False),
+    values = {
+        "driver's used rose": equal(rose, 40 * MIB),
+        "gpumem_torch_reserved_bytes": equal(found["reserved_bytes"], reserved),
+        "gpumem_torch_non_torch_bytes": equal(found.get("non_torch_bytes"), non_torch),
     }
     bench.exec("del past")
-    return {**figures, "driver's used once it has gone": true(bench.book().used_bytes - before.used_bytes, 0)}
+    return {**values, "driver's used bytes after it was freed": equal(bench.book().used_bytes - before.used_bytes, 0)}

@@ -1,4 +1,4 @@
-"""What the dashboards' queries make of given series, by Prometheus' own engine: verdicts, joins, times."""
+"""The results of the dashboards' queries on given series, evaluated by promtool."""
 
 from __future__ import annotations
 
@@ -18,63 +18,63 @@ pytestmark = pytest.mark.tools
 
 FOLDER = REPOSITORY / "grafana" / "dashboards"
 GIB = 1 << 30
-EPOCH_HAPPENED = 1500
-"""promtool's time begins at nought; the error is at 25 minutes, and it is asked at 30."""
-ASKED_AT = 1800
+ERROR_AT = 1500
+"""promtool's time starts at 0; the error is at 25 minutes, and the queries are evaluated at 30."""
+EVALUATED_AT = 1800
 
 ON = 'instance="a:9844", gpu="0", uuid="GPU-0"'
-DIED = f'{ON}, pid="7", workload="train", rank="0"'
+PROCESS = f'{ON}, pid="7", workload="train", rank="0"'
 OTHER = f'{ON}, pid="8", workload="notebook", rank=""'
 
 
 @dataclass(frozen=True)
 class Oom:
-    """An error's figures in GiB, and what another process on its device could have given back."""
+    """The values of an error in GiB, and the reclaimable memory of another process on its device."""
 
-    asked: float
+    requested: float
     free: float
     limit: float
-    tensors: float
+    allocated: float
     reclaimable: float | None = 0.0
     fragmented: float | None = 0.0
-    others_cache: float = 0.0
+    others_reclaimable: float = 0.0
 
     @property
     def reserved(self) -> float:
-        return self.tensors + (self.reclaimable or 0.0) + (self.fragmented or 0.0)
+        return self.allocated + (self.reclaimable or 0.0) + (self.fragmented or 0.0)
 
     def series(self) -> dict[str, str]:
-        figures = {
-            "requested": self.asked,
+        values = {
+            "requested": self.requested,
             "device_free": self.free,
             "limit": self.limit,
-            "allocated": self.tensors,
+            "allocated": self.allocated,
             "reserved": self.reserved,
             "reclaimable": self.reclaimable,
             "fragmented": self.fragmented,
         }
-        made = {f"gpumem_last_oom_timestamp_seconds{{{DIED}}}": f"_x100 {EPOCH_HAPPENED}x20"}
-        for name, value in figures.items():
+        series = {f"gpumem_last_oom_timestamp_seconds{{{PROCESS}}}": f"_x100 {ERROR_AT}x20"}
+        for name, value in values.items():
             if value is not None:
-                made[f"gpumem_last_oom_{name}_bytes{{{DIED}}}"] = f"_x100 {round(value * GIB)}x20"
-        # Before the error; afterwards it has given all of it back, and more must not count.
-        cache = round(self.others_cache * GIB)
-        made[f"gpumem_torch_reclaimable_bytes{{{OTHER}}}"] = f"{cache}x100 0x20"
-        made[f"gpumem_torch_reclaimable_bytes{{{DIED}}}"] = f"{100 * GIB}x100"
-        return made
+                series[f"gpumem_last_oom_{name}_bytes{{{PROCESS}}}"] = f"_x100 {round(value * GIB)}x20"
+        # The values before the error; later ones must not count.
+        cache = round(self.others_reclaimable * GIB)
+        series[f"gpumem_torch_reclaimable_bytes{{{OTHER}}}"] = f"{cache}x100 0x20"
+        series[f"gpumem_torch_reclaimable_bytes{{{PROCESS}}}"] = f"{100 * GIB}x100"
+        return series
 
 
 def expression(dashboard: str, title: str, letter: str = "A", range_seconds: int = 1800, **variables: str) -> str:
-    """A panel's query with everything filled in."""
+    """Return a panel's query with macros and variables replaced."""
     document = json.loads((FOLDER / f"{dashboard}.json").read_text())
     (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
     (target,) = (target for target in panel["targets"] if target["refId"] == letter)
     standing = {variable["name"]: ".*" for variable in document["templating"]["list"]} | variables
-    return Scope(ASKED_AT, range_seconds, scrape_seconds=15, variables=standing).fill(target["expr"])
+    return Scope(EVALUATED_AT, range_seconds, scrape_seconds=15, variables=standing).fill(target["expr"])
 
 
 def letter_of(dashboard: str, title: str, heading: str) -> str:
-    """The query behind a table's column."""
+    """Return the letter of the query of a table's column."""
     document = json.loads((FOLDER / f"{dashboard}.json").read_text())
     (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
     (organize,) = (change for change in panel["transformations"] if change["id"] == "organize")
@@ -82,72 +82,78 @@ def letter_of(dashboard: str, title: str, heading: str) -> str:
     return str(name).removeprefix("Value #")
 
 
-def check(tmp_path: Path, series: dict[str, str], asked: str, expected: dict[str, float]) -> None:
-    """The expression gives exactly these series at half an hour, of samples every 15 seconds."""
+def check(tmp_path: Path, series: dict[str, str], query: str, expected: dict[str, float]) -> None:
+    """Assert that the expression returns exactly these series at EVALUATED_AT, with samples every 15 seconds."""
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     samples = [{"labels": labels, "value": value} for labels, value in expected.items()]
     test: dict[str, Any] = {
         "interval": "15s",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
-        "promql_expr_test": [{"expr": asked, "eval_time": f"{ASKED_AT}s", "exp_samples": samples}],
+        "promql_expr_test": [{"expr": query, "eval_time": f"{EVALUATED_AT}s", "exp_samples": samples}],
     }
     path = tmp_path / "test.json"
     path.write_text(json.dumps({"evaluation_interval": "15s", "tests": [test]}))
-    told = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stdout + told.stderr
+    checked = subprocess.run([promtool, "test", "rules", str(path)], capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
 VERDICTS = {
-    "another process held it for an instant": (1, Oom(asked=2, free=3, limit=80, tensors=60)),
-    "the others' cache holds it": (2, Oom(asked=8, free=2, limit=80, tensors=40, others_cache=10)),
-    "its own pools hold it": (2, Oom(asked=8, free=2, limit=80, tensors=40, reclaimable=7)),
-    "pieces hold it": (3, Oom(asked=8, free=2, limit=80, tensors=60, fragmented=10)),
-    "the others' cache would not lift its limit": (
+    "the memory was free a moment later": (1, Oom(requested=2, free=3, limit=80, allocated=60)),
+    "other processes have enough cache": (2, Oom(requested=8, free=2, limit=80, allocated=40, others_reclaimable=10)),
+    "the process's pools have enough cache": (2, Oom(requested=8, free=2, limit=80, allocated=40, reclaimable=7)),
+    "enough is fragmented": (3, Oom(requested=8, free=2, limit=80, allocated=60, fragmented=10)),
+    "the cache of others does not change the limit": (
         3,
-        Oom(asked=8, free=2, limit=50, tensors=30, fragmented=18, others_cache=20),
+        Oom(requested=8, free=2, limit=50, allocated=30, fragmented=18, others_reclaimable=20),
     ),
-    "pieces below a limit, on a device with room": (3, Oom(asked=8, free=30, limit=50, tensors=30, fragmented=18)),
-    "others hold it": (4, Oom(asked=8, free=2, limit=80, tensors=30, fragmented=3, others_cache=1)),
-    "its limit alone": (5, Oom(asked=8, free=30, limit=40, tensors=38)),
-    "too large for the device": (6, Oom(asked=8, free=2, limit=80, tensors=75)),
-    "too large for the device, whatever is not known": (
+    "fragmented below a limit, on a device with free memory": (
+        3,
+        Oom(requested=8, free=30, limit=50, allocated=30, fragmented=18),
+    ),
+    "other processes use the memory": (
+        4,
+        Oom(requested=8, free=2, limit=80, allocated=30, fragmented=3, others_reclaimable=1),
+    ),
+    "only the limit": (5, Oom(requested=8, free=30, limit=40, allocated=38)),
+    "too large for the device": (6, Oom(requested=8, free=2, limit=80, allocated=75)),
+    "too large for the device, with unknown values": (
         6,
-        Oom(asked=8, free=2, limit=80, tensors=75, reclaimable=None, fragmented=None),
+        Oom(requested=8, free=2, limit=80, allocated=75, reclaimable=None, fragmented=None),
     ),
-    "not enough is known": (0, Oom(asked=8, free=2, limit=80, tensors=60, reclaimable=None, fragmented=None)),
+    "not enough values": (0, Oom(requested=8, free=2, limit=80, allocated=60, reclaimable=None, fragmented=None)),
 }
 
 
 @pytest.mark.parametrize("case", VERDICTS)
-def test_the_verdict_names_the_cheapest_thing_that_would_have_made_room(case: str, tmp_path: Path) -> None:
+def test_the_verdict_is_the_cheapest_sufficient_remedy(case: str, tmp_path: Path) -> None:
     verdict, oom = VERDICTS[case]
-    asked = expression("oom", "What the figures say", node="a:9844", pid="7")
-    check(tmp_path, oom.series(), asked, {f"{{{DIED}}}": verdict})
+    query = expression("oom", "Verdict", node="a:9844", pid="7")
+    check(tmp_path, oom.series(), query, {f"{{{PROCESS}}}": verdict})
     document = json.loads((FOLDER / "oom.json").read_text())
-    (panel,) = (panel for panel in all_panels(document) if panel["title"] == "What the figures say")
+    (panel,) = (panel for panel in all_panels(document) if panel["title"] == "Verdict")
     assert panel["fieldConfig"]["defaults"]["mappings"][0]["options"][str(verdict)]["text"]
 
 
-def test_every_verdict_has_its_words_and_no_other() -> None:
+def test_every_verdict_has_a_text() -> None:
     document = json.loads((FOLDER / "oom.json").read_text())
-    (panel,) = (panel for panel in all_panels(document) if panel["title"] == "What the figures say")
+    (panel,) = (panel for panel in all_panels(document) if panel["title"] == "Verdict")
     words = panel["fieldConfig"]["defaults"]["mappings"][0]["options"]
     assert {int(value) for value in words} == {verdict for verdict, _ in VERDICTS.values()}
     assert len({word["text"] for word in words.values()}) == len(words)
 
 
-def test_the_ledger_of_the_moment_is_the_last_before_the_error_and_not_the_last_there_is(tmp_path: Path) -> None:
+def test_the_ledger_is_the_last_one_before_the_error(tmp_path: Path) -> None:
     series = {
-        f"gpumem_last_oom_timestamp_seconds{{{DIED}}}": f"_x100 {EPOCH_HAPPENED}x20",
+        f"gpumem_last_oom_timestamp_seconds{{{PROCESS}}}": f"_x100 {ERROR_AT}x20",
         f'gpumem_ledger_bytes{{{ON}, category="torch_allocated"}}': "5x98 70x1 3x40",
         'gpumem_ledger_bytes{instance="b:9844", gpu="0", uuid="GPU-0", category="torch_allocated"}': "9x200",
     }
-    asked = expression("oom", "The ledger at that moment", "A", node="a:9844", pid="7")
-    check(tmp_path, series, asked, {'{gpu="0"}': 70})
+    query = expression("oom", "Ledger at the last scrape", "A", node="a:9844", pid="7")
+    check(tmp_path, series, query, {'{gpu="0"}': 70})
 
 
-def test_the_largest_process_of_each_node_is_its_own_though_pids_are_the_same(tmp_path: Path) -> None:
+def test_the_largest_process_is_found_on_each_node_with_equal_pids(tmp_path: Path) -> None:
     series = {}
     for node, workload, used in (("a:9844", "train", 40), ("b:9844", "serve", 50)):
         here = f'instance="{node}"'
@@ -157,25 +163,25 @@ def test_the_largest_process_of_each_node_is_its_own_though_pids_are_the_same(tm
         labels = f'workload="{workload}", rank="0", user="u", command="c", k8s_pod=""'
         series[f'gpumem_process_info{{{here}, pid="7", {labels}}}'] = "1x200"
         series[f'gpumem_process_info{{{here}, pid="9", workload="small", user="u", command="c"}}'] = "1x200"
-    title = "Devices, the most pressed first"
-    asked = expression("fleet", title, letter_of("fleet", title, "It holds"))
+    title = "Devices by pressure"
+    query = expression("fleet", title, letter_of("fleet", title, "Its bytes"))
     expected = {
         '{instance="a:9844", gpu="0", uuid="GPU-a:9844", pid="7", workload="train", user="u", command="c"}': 40,
         '{instance="b:9844", gpu="0", uuid="GPU-b:9844", pid="7", workload="serve", user="u", command="c"}': 50,
     }
-    check(tmp_path, series, asked, expected)
+    check(tmp_path, series, query, expected)
 
 
 PRESSED = {
-    "for ten minutes, and the minute before in which it rose": ("20x79 95x80", 660.0),
+    "for ten minutes and the minute of the rise": ("20x79 95x80", 660.0),
     "never": ("20x200", 0.0),
-    "not any more": ("95x79 20x80", 0.0),
+    "no longer": ("95x79 20x80", 0.0),
     "all the time": ("95x200", 1800.0),
 }
 
 
 @pytest.mark.parametrize("case", PRESSED)
-def test_above_ninety_per_cent_says_since_when(case: str, tmp_path: Path) -> None:
+def test_above_90_percent_has_the_duration(case: str, tmp_path: Path) -> None:
     used, seconds = PRESSED[case]
     free = " ".join(f"{100 - int(part.split('x')[0])}x{part.split('x')[1]}" for part in used.split())
     series = {
@@ -184,12 +190,12 @@ def test_above_ninety_per_cent_says_since_when(case: str, tmp_path: Path) -> Non
         f'gpumem_ledger_bytes{{{ON}, category="driver_reserved"}}': "1000x200",
         f'gpumem_ledger_bytes{{{ON}, category="free"}}': free,
     }
-    title = "Devices, the most pressed first"
-    asked = expression("fleet", title, letter_of("fleet", title, "Above 90 % for"))
-    check(tmp_path, series, asked, {f"{{{ON}}}": seconds})
+    title = "Devices by pressure"
+    query = expression("fleet", title, letter_of("fleet", title, "Above 90 % for"))
+    check(tmp_path, series, query, {f"{{{ON}}}": seconds})
 
 
-def test_cache_that_a_clear_gives_back_is_no_pressure(tmp_path: Path) -> None:
+def test_reclaimable_cache_is_not_pressure(tmp_path: Path) -> None:
     series = {
         f'gpumem_ledger_bytes{{{ON}, category="torch_allocated"}}': "30x200",
         f'gpumem_ledger_bytes{{{ON}, category="torch_reclaimable"}}': "65x200",
@@ -197,52 +203,52 @@ def test_cache_that_a_clear_gives_back_is_no_pressure(tmp_path: Path) -> None:
         f'gpumem_ledger_bytes{{{ON}, category="driver_reserved"}}': "3x200",
         f'gpumem_ledger_bytes{{{ON}, category="free"}}': "10x200",
     }
-    title = "Devices, the most pressed first"
-    asked = expression("fleet", title, letter_of("fleet", title, "Pressure"))
-    check(tmp_path, series, asked, {f"{{{ON}}}": 0.25})
+    title = "Devices by pressure"
+    query = expression("fleet", title, letter_of("fleet", title, "Pressure"))
+    check(tmp_path, series, query, {f"{{{ON}}}": 0.25})
 
 
-def test_time_to_full_follows_the_floor_of_the_steps_and_counts_the_cache_as_room(tmp_path: Path) -> None:
-    # A sawtooth of steps of a minute whose floor rises by a byte a second; 5,400 bytes are left.
+def test_time_to_full_uses_the_low_mark_and_the_reclaimable_cache(tmp_path: Path) -> None:
+    # A sawtooth with steps of one minute; the low mark grows by one byte per second, and 5,400 bytes are left.
     teeth = " ".join(f"{60 * minute + tooth}" for minute in range(130) for tooth in (0, 900, 900, 900))
     series = {
-        f"gpumem_torch_allocated_bytes{{{DIED}}}": teeth,
-        f"gpumem_torch_reclaimable_bytes{{{DIED}}}": "1400x200",
+        f"gpumem_torch_allocated_bytes{{{PROCESS}}}": teeth,
+        f"gpumem_torch_reclaimable_bytes{{{PROCESS}}}": "1400x200",
         f"gpumem_device_memory_free_bytes{{{ON}}}": "4000x200",
     }
-    asked = expression("workload", "Time to full", range_seconds=900, workload="train")
-    check(tmp_path, series, f"round({asked})", {"{}": 5400})
+    query = expression("workload", "Time to full", range_seconds=900, workload="train")
+    check(tmp_path, series, f"round({query})", {"{}": 5400})
     slope = expression("workload", "Leak slope", range_seconds=900, workload="train")
     check(tmp_path, series, f"round({slope}, 0.001)", {"{}": 1})
 
 
-def test_a_sawtooth_that_does_not_rise_is_never_full(tmp_path: Path) -> None:
+def test_a_sawtooth_without_growth_has_no_time_to_full(tmp_path: Path) -> None:
     series = {
-        f"gpumem_torch_allocated_bytes{{{DIED}}}": " ".join(["10", "900", "900", "900"] * 40),
-        f"gpumem_torch_reclaimable_bytes{{{DIED}}}": "1400x200",
+        f"gpumem_torch_allocated_bytes{{{PROCESS}}}": " ".join(["10", "900", "900", "900"] * 40),
+        f"gpumem_torch_reclaimable_bytes{{{PROCESS}}}": "1400x200",
         f"gpumem_device_memory_free_bytes{{{ON}}}": "4000x200",
     }
     check(tmp_path, series, expression("workload", "Time to full", workload="train"), {})
 
 
-def test_a_floor_that_goes_up_and_down_by_more_than_it_rises_is_never_full(tmp_path: Path) -> None:
-    # Two programs take turns every five minutes; at the end it happens to be the larger one's.
+def test_a_low_mark_that_varies_more_than_it_grows_has_no_time_to_full(tmp_path: Path) -> None:
+    # Two programs alternate every five minutes; the larger one is last.
     turns = " ".join(" ".join([str(floor)] * 20) for floor in (10, 900) * 4)
     series = {
-        f"gpumem_torch_allocated_bytes{{{DIED}}}": turns,
-        f"gpumem_torch_reclaimable_bytes{{{DIED}}}": "1400x200",
+        f"gpumem_torch_allocated_bytes{{{PROCESS}}}": turns,
+        f"gpumem_torch_reclaimable_bytes{{{PROCESS}}}": "1400x200",
         f"gpumem_device_memory_free_bytes{{{ON}}}": "4000x200",
         f"gpumem_device_memory_used_bytes{{{ON}}}": turns,
         f'gpumem_ledger_bytes{{{ON}, category="free"}}': "4000x200",
     }
-    asked = expression("workload", "Time to full", workload="train")
+    query = expression("workload", "Time to full", workload="train")
     check(tmp_path, series, expression("workload", "Leak slope", workload="train") + " > bool 0", {"{}": 1})
-    check(tmp_path, series, asked, {})
-    title = "Devices, the most pressed first"
+    check(tmp_path, series, query, {})
+    title = "Devices by pressure"
     check(tmp_path, series, expression("fleet", title, letter_of("fleet", title, "Full in")), {})
 
 
-def test_ranks_at_different_points_of_a_step_are_not_unequal(tmp_path: Path) -> None:
+def test_ranks_at_different_points_of_a_step_are_balanced(tmp_path: Path) -> None:
     def rank(number: int) -> str:
         return (
             f'instance="a:9844", gpu="{number}", uuid="GPU-{number}", pid="{number}", workload="train", rank="{number}"'
@@ -256,28 +262,28 @@ def test_ranks_at_different_points_of_a_step_are_not_unequal(tmp_path: Path) -> 
     check(tmp_path, series, expression("workload", "Imbalance of ranks", workload="train"), {"{}": 60})
 
 
-def test_a_reporter_that_fell_silent_is_listed_with_who_it_is_and_for_how_long(tmp_path: Path) -> None:
+def test_a_silent_reporter_is_listed_with_its_process_and_duration(tmp_path: Path) -> None:
     series = {}
     for node, up in (("a:9844", 0), ("b:9844", 1)):
         who = f'instance="{node}", pid="7", workload="train", rank="0"'
         series[f"gpumem_reporter_up{{{who}}}"] = f"{up}x200"
         series[f"gpumem_reporter_last_report_timestamp_seconds{{{who}}}"] = "1500x200"
         series[f'gpumem_process_info{{{who}, command="python t.py", user="ann", k8s_pod="p"}}'] = "1x200"
-    asked = expression("fleet", "Reporters that went silent")
+    query = expression("fleet", "Silent processes")
     labels = '{instance="a:9844", pid="7", workload="train", rank="0", command="python t.py", user="ann", k8s_pod="p"}'
-    check(tmp_path, series, asked, {labels: 300})
+    check(tmp_path, series, query, {labels: 300})
 
 
-def test_an_error_is_marked_at_its_own_moment_with_the_times_of_its_post_mortem(tmp_path: Path) -> None:
+def test_the_annotation_of_an_error_has_its_time_and_the_range_of_its_post_mortem(tmp_path: Path) -> None:
     document = json.loads((FOLDER / "fleet.json").read_text())
     (annotation,) = (mark for mark in document["annotations"]["list"] if mark["name"] == "Out of memory")
-    scope = Scope(ASKED_AT, variables={"node": ".*", "gpu": ".*", "workload": ".*"})
-    series = {f"gpumem_last_oom_timestamp_seconds{{{DIED}}}": "_x100 1500.25x20"}
-    labels = f'{{{DIED}, x_from="900000", x_to="1561000"}}'
+    scope = Scope(EVALUATED_AT, variables={"node": ".*", "gpu": ".*", "workload": ".*"})
+    series = {f"gpumem_last_oom_timestamp_seconds{{{PROCESS}}}": "_x100 1500.25x20"}
+    labels = f'{{{PROCESS}, x_from="900000", x_to="1561000"}}'
     check(tmp_path, series, scope.fill(annotation["expr"]), {labels: 1500250})
 
 
-def test_an_exporter_that_cannot_be_scraped_is_down_and_another_target_is_none_of_ours(tmp_path: Path) -> None:
+def test_only_exporters_that_cannot_be_scraped_count_as_down(tmp_path: Path) -> None:
     series = {
         'up{instance="a:9844", job="gpumem"}': "1x99 0x20",
         'gpumem_exporter_build_info{instance="a:9844", job="gpumem"}': "1x99 stale",
@@ -289,5 +295,5 @@ def test_an_exporter_that_cannot_be_scraped_is_down_and_another_target_is_none_o
     check(tmp_path, series, expression("fleet", "Down", "C"), {"{}": 1})
 
 
-def test_where_nothing_is_known_no_device_is_said_to_be_well(tmp_path: Path) -> None:
+def test_without_data_there_is_no_count_of_full_devices(tmp_path: Path) -> None:
     check(tmp_path, {"up": "0x200"}, expression("fleet", "Devices above 90 %"), {})

@@ -1,4 +1,4 @@
-"""The wire: what one version writes, another reads."""
+"""The wire protocol between different versions."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ REPLY = Reply(
 )
 
 
-def test_a_reply_comes_out_of_the_wire_as_it_went_in() -> None:
+def test_a_reply_is_unchanged_after_writing_and_reading() -> None:
     assert reply_from_wire(json.loads(json.dumps(to_wire(REPLY)))) == REPLY
 
 
-def test_a_reply_of_a_newer_exporter_is_read_without_what_is_new() -> None:
+def test_unknown_fields_of_a_newer_exporter_are_ignored() -> None:
     document = to_wire(REPLY)
     document["novelty"] = {"x": 1}
-    document["commands"][0]["colour"] = "red"
+    document["commands"][0]["color"] = "red"
     assert reply_from_wire(document) == REPLY
 
 
-def test_a_reply_of_an_older_exporter_takes_the_defaults() -> None:
+def test_missing_fields_of_an_older_exporter_have_defaults() -> None:
     assert reply_from_wire({}) == Reply()
     assert reply_from_wire({"commands": [{"id": "a", "action": "empty_cache", "deadline_seconds": 3}]}) == Reply(
         commands=(Command("a", "empty_cache", 3.0),)
@@ -62,20 +62,20 @@ def test_a_reply_of_an_older_exporter_takes_the_defaults() -> None:
         ({"report_interval_seconds": "1"}, "report_interval_seconds"),
     ],
 )
-def test_a_reply_that_is_none_names_the_field(document: Any, field: str) -> None:
+def test_an_invalid_reply_names_the_field(document: Any, field: str) -> None:
     with pytest.raises(WireError) as caught:
         reply_from_wire(document)
     assert caught.value.field == field
 
 
-def test_what_is_unknown_or_empty_is_not_sent_and_zero_is() -> None:
+def test_unknown_and_empty_values_are_not_sent_but_zero_is() -> None:
     sent = to_wire(Report(ProcessIdentity(1, 2, 3, "s", 4.0), 1, devices=(DeviceSample("GPU-1", allocated_bytes=0),)))
     assert sent["devices"] == [{"uuid": "GPU-1", "allocated_bytes": 0}]
     assert "step" not in sent
     assert "workload" not in sent["process"]
 
 
-def test_a_phase_and_a_plan_are_sent_where_there_are_any_and_an_older_reporter_s_report_has_none() -> None:
+def test_phase_and_plan_are_optional_in_a_report() -> None:
     identity = ProcessIdentity(1, 2, 3, "s", 4.0)
     bare = Report(identity, 1, devices=(DeviceSample("GPU-1"),), ooms=(OutOfMemory("GPU-1", 1),))
     sent = to_wire(bare)
@@ -90,7 +90,7 @@ def test_a_phase_and_a_plan_are_sent_where_there_are_any_and_an_older_reporter_s
     sent = to_wire(told)
     assert sent["devices"][0].pop("planned_reserved_peak_bytes") == 7
     assert sent["ooms"][0].pop("phase") == "forward"
-    assert sent == to_wire(bare)  # what an exporter that knows neither makes of it
+    assert sent == to_wire(bare)
 
 
 @pytest.mark.parametrize("code", [{}, {"reason_code": "not_idle"}, {"reason_code": "of_a_later_version"}])

@@ -1,4 +1,4 @@
-"""The repository's own rules: what README, docs/, CHANGELOG, deploy/ and grafana/ state is true."""
+"""README, docs/, CHANGELOG, deploy/ and grafana/ agree with the code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ README_LINES_MAX = 200
 
 @cache
 def tracked_texts() -> dict[str, str]:
-    """Every text file of the repository, by path; what tools leave behind is none of it."""
+    """Return every text file of the repository by path, without the output of tools."""
     texts = {}
     for folder, folders, files in os.walk(REPOSITORY):
         here = Path(folder)
@@ -59,7 +59,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def found(pattern: str, *, but: tuple[str, ...] = ()) -> list[str]:
-    """Where a pattern stands in the repository, as `path:line: text`."""
+    """Return the occurrences of a pattern in the repository as `path:line: text`."""
     expression = re.compile(pattern)
     return [
         f"{name}:{number}: {line.strip()}"
@@ -71,36 +71,32 @@ def found(pattern: str, *, but: tuple[str, ...] = ()) -> list[str]:
 
 
 def names_used(text: str) -> set[str]:
-    """Every metric that a PromQL text names; labels and functions do not begin with `gpumem_`."""
+    """Return every metric in a PromQL text; labels and functions do not start with `gpumem_`."""
     return set(re.findall(r"\bgpumem_[a-z0-9_]+\b", text)) - {"gpumem_exporter"}
 
 
-def test_the_repository_is_read_at_all() -> None:
-    assert {"README.md", "pyproject.toml", "gpumem_exporter/wire/protocol.py"} <= tracked_texts().keys()
-
-
-def test_nothing_is_left_to_do_in_the_text() -> None:
+def test_no_text_has_a_to_do_marker() -> None:
     assert found(r"\b(TO[D]O|FIX[M]E|X[X]X|HA[C]K)\b", but=("LICENSE",)) == []
 
 
-def test_no_path_of_one_machine_and_no_registrys_address_stands_in_the_text() -> None:
+def test_no_text_has_a_path_of_one_machine_or_the_address_of_a_registry() -> None:
     paths = r"(?<![\w.-])/(work|farm|root|home/\w+|opt/gm)/"
     registries = r"pypi[.]org|python[h]osted|deb[.]debian|registry[.]npm|download[.]pytorch"
     assert found(f"{paths}|{registries}") == []
 
 
-def test_the_readme_stays_short() -> None:
+def test_the_readme_is_short() -> None:
     assert len(tracked_texts()["README.md"].splitlines()) <= README_LINES_MAX
 
 
-def test_the_documentation_has_pages_and_the_readme_links_to_each_of_them() -> None:
+def test_the_readme_links_to_each_page_of_the_documentation() -> None:
     readme = tracked_texts()["README.md"]
     pages = {page for page in PAGES if re.fullmatch(r"docs/[^/]+[.]md", page)} | {"docs/runbooks/README.md"}
     assert len(pages) > 10
     assert {page for page in pages if f"]({page})" not in readme} == set()
 
 
-def test_the_documentation_names_only_commands_and_scripts_that_exist() -> None:
+def test_commands_and_scripts_in_the_documentation_exist() -> None:
     commands = set()
     for page in PAGES:
         text = tracked_texts()[page]
@@ -112,12 +108,12 @@ def test_the_documentation_names_only_commands_and_scripts_that_exist() -> None:
 
 
 def code_blocks(markdown: str) -> list[str]:
-    """The fenced shell blocks of a Markdown text."""
+    """Return the fenced shell blocks of a Markdown text."""
     return re.findall(r"^```sh\n(.*?)^```", markdown, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_every_relative_link_of_a_document_leads_to_a_file_and_to_a_heading_of_it(document: str) -> None:
+def test_relative_links_of_a_document_have_targets(document: str) -> None:
     here = (REPOSITORY / document).parent
     for path, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", tracked_texts()[document]):
         target = here / path if path else REPOSITORY / document
@@ -127,25 +123,25 @@ def test_every_relative_link_of_a_document_leads_to_a_file_and_to_a_heading_of_i
 
 
 def headings(markdown: str) -> set[str]:
-    """The anchors of a Markdown text's headings, as GitHub makes them."""
+    """Return the anchors of a Markdown text's headings, as on GitHub."""
     titles = re.findall(r"^#+ (.*)$", re.sub(r"(?ms)^```.*?^```", "", markdown), flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_a_text_that_installs_the_package_by_name_states_that_no_index_has_it() -> None:
+def test_texts_that_install_the_package_by_name_state_that_no_index_has_it() -> None:
     texts = {name: text for name, text in tracked_texts().items() if name in PAGES or name.startswith("deploy/")}
     installing = {name for name, text in texts.items() if re.search(r"pip install [^\n]*\bgpumem-exporter\b", text)}
     assert {"README.md", "docs/installation.md", "deploy/kubernetes/training.yaml"} <= installing
     assert {name for name in installing if "not on a package index yet" not in texts[name]} == set()
 
 
-def test_the_changelog_and_the_kubernetes_image_name_the_version() -> None:
+def test_the_changelog_and_the_kubernetes_image_have_the_version() -> None:
     assert re.search(rf"^## {re.escape(__version__)}\b", tracked_texts()["CHANGELOG.md"], flags=re.MULTILINE)
     (image,) = re.findall(r"image: gpumem-exporter:(\S+)", tracked_texts()["deploy/kubernetes/exporter.yaml"])
     assert image == __version__
 
 
-def test_the_package_that_calls_itself_typed_has_the_marker_by_which_type_checkers_know() -> None:
+def test_the_package_has_the_marker_for_type_checkers() -> None:
     assert '"Typing :: Typed"' in tracked_texts()["pyproject.toml"]
     assert tracked_texts()["gpumem_exporter/py.typed"] == ""
 
@@ -158,12 +154,7 @@ def test_every_script_is_valid_in_its_shell(script: str) -> None:
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
-def test_ci_scripts_may_be_executed() -> None:
-    for script in (".ci/run", ".ci/check-wheel"):
-        assert (REPOSITORY / script).stat().st_mode & 0o111, script
-
-
-def test_every_yaml_file_is_read_without_trouble() -> None:
+def test_every_yaml_file_is_valid() -> None:
     files = [name for name in tracked_texts() if name.endswith((".yml", ".yaml"))]
     assert {"docker-compose.yml", "deploy/kubernetes/exporter.yaml"} <= set(files)
     for name in files:
@@ -171,7 +162,7 @@ def test_every_yaml_file_is_read_without_trouble() -> None:
 
 
 @pytest.mark.tools
-def test_prometheus_takes_its_configuration() -> None:
+def test_the_configuration_of_prometheus_is_valid() -> None:
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     configuration = REPOSITORY / "deploy" / "prometheus" / "prometheus.yml"
@@ -179,25 +170,25 @@ def test_prometheus_takes_its_configuration() -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def test_every_metric_that_a_dashboard_or_a_rule_names_exists() -> None:
+def test_dashboards_and_rules_use_only_existing_metrics() -> None:
     texts = {name: text for name, text in tracked_texts().items() if re.match(r"(grafana/dashboards|deploy)/", name)}
     used = {name: names_used(text) for name, text in texts.items()}
     assert used["grafana/dashboards/node.json"] >= {"gpumem_ledger_bytes", "gpumem_torch_reclaimable_bytes"}
     for file, names in used.items():
-        named = names - ALERT_KEYS  # what an alert says to the exporter is called alike
+        named = names - ALERT_KEYS  # keys of alerts have the same prefix
         unknown = {name for name in named if name not in FAMILIES and not _is_part_of_a_histogram(name)}
         assert unknown == set(), file
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_documentation_names_only_metrics_that_exist(page: str) -> None:
+def test_the_documentation_uses_only_existing_metrics(page: str) -> None:
     for written in re.findall(r"`(gpumem_[a-z0-9_{},]+)`", tracked_texts()[page]):
         for name in set(_expanded(written)) - ALERT_KEYS:
             assert name in FAMILIES, written
 
 
 def _expanded(written: str) -> list[str]:
-    """`a_{b,c}_d` as `a_b_d` and `a_c_d`."""
+    """Expand `a_{b,c}_d` to `a_b_d` and `a_c_d`."""
     match = re.fullmatch(r"(.*?)\{([^}]*)\}(.*)", written)
     if match is None:
         return [written]

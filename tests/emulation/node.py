@@ -7,7 +7,7 @@ import errno
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -128,11 +128,11 @@ class Rule:
 
     def wait_for_waiting(self, calls: int = 1, timeout_seconds: float = 10) -> None:
         """Wait until this number of calls hangs in the rule."""
-        _wait(lambda: self.waiting >= calls, timeout_seconds, f"{calls} call(s) to hang")
+        wait_for(lambda: self.waiting >= calls, f"{calls} call(s) to hang", timeout_seconds)
 
     def wait_for_hits(self, calls: int = 1, timeout_seconds: float = 10) -> None:
         """Wait until this number of calls has matched the rule."""
-        _wait(lambda: self.hits >= calls, timeout_seconds, f"{calls} call(s) to meet the rule")
+        wait_for(lambda: self.hits >= calls, f"{calls} call(s) to match the rule", timeout_seconds)
 
     def remove(self) -> None:
         """Remove the rule; hung calls continue. May be called again."""
@@ -148,10 +148,6 @@ class Rule:
         self.remove()
 
 
-def _wait(condition: Callable[[], bool], timeout_seconds: float, what: str) -> None:
-    wait_for(condition, what, timeout_seconds)
-
-
 class EmulatedNode:
     """One node: a state file in `path`, and methods to change it.
 
@@ -163,7 +159,7 @@ class EmulatedNode:
         devices: the number of GPUs.
         total_bytes: NVML's total of all GPUs, or one value for each.
         reserved_bytes: the bytes that the driver reserves on each GPU and on each MIG device.
-        context_bytes: the bytes of a process' context on a device.
+        context_bytes: the bytes of the context of a process on a device.
         mig: the MIG devices of a GPU, by the GPU's index.
         nvml: the version of the library: "v2" lacks the third version of the process lists; "v1" also lacks the second
             one and the second version of the memory call.

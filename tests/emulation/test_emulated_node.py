@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import threading
@@ -78,16 +77,6 @@ def test_concurrent_threads_and_processes_account_for_every_byte(make_node: Make
         }
 
 
-def test_one_process_fills_a_device_to_the_byte(make_node: MakeNode) -> None:
-    node = make_node(devices=1, total_bytes=GIB, reserved_bytes=64 * MIB, context_bytes=32 * MIB)
-    code = """
-taken = 0
-while malloc(2 << 20)[0] == 0: taken += 1
-say([taken, memory()[1]])
-"""
-    assert run(node, code) == [(1024 - 64 - 32) // 2, 0]
-
-
 def test_a_context_that_does_not_fit_is_out_of_memory(node: EmulatedNode) -> None:
     node.set_process(4711, 0, node.books()[0].free_bytes - CONTEXT + 1)
     assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [OUT_OF_MEMORY, 0]
@@ -106,21 +95,6 @@ def test_the_memory_of_a_killed_process_is_released(node: EmulatedNode) -> None:
         second.go()
         assert second.heard() == 0
         assert node.books()[0].processes == {second.pid: CONTEXT + 6 * GIB}
-
-
-def test_processes_killed_during_calls_leave_correct_accounts(node: EmulatedNode) -> None:
-    with ExitStack() as stack:
-        for _ in range(12):
-            victims = [stack.enter_context(hammer(node, threads=2, operations=0)) for _ in range(4)]
-            for victim in victims:
-                victim.heard()
-                victim.go()
-            while node.books()[0].used_bytes < 4 * CONTEXT + 100 * MIB:
-                pass
-            for victim in victims:
-                victim.kill()
-            assert node.books()[0].used_bytes == 0
-    assert run(node, "say(malloc(7 << 30)[0])") == 0
 
 
 def test_an_exec_releases_all_memory_of_a_process(node: EmulatedNode) -> None:
@@ -156,35 +130,6 @@ say("the child has ended"); time.sleep(60)
         program.go()
         assert program.heard() == "the child has ended"
         assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-
-
-def test_a_child_that_closes_every_descriptor_does_not_release_memory(node: EmulatedNode) -> None:
-    code = """
-malloc(1 << 30)
-import subprocess
-subprocess.run([sys.executable, "-c", "import os; os.closerange(3, 5000)"], close_fds=False, check=True)
-subprocess.run(["true"], check=True)
-say(1); wait()
-"""
-    with Program(node, code) as program:
-        program.heard()
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-
-
-def test_a_parent_that_exits_before_its_child_releases_its_memory(node: EmulatedNode) -> None:
-    code = """
-malloc(1 << 30)
-if os.fork():
-    wait(); os.kill(os.getpid(), 9)
-say(os.getpid()); time.sleep(60)
-"""
-    with Program(node, code) as program:
-        child = program.heard()
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-        program.go()
-        assert program.finish() == -9
-        assert Path(f"/proc/{child}").exists()
-        assert node.books()[0].processes == {}
 
 
 @pytest.mark.parametrize(
@@ -232,16 +177,6 @@ say(1); wait(); say(memory(1)["used"]); say(memory(0)["used"])
         assert program.heard() == 0
 
 
-def test_any_nvml_call_can_hang_and_closing_the_node_releases_it(node: EmulatedNode) -> None:
-    with Program(node, "say(1); wait(); say(nvml.nvmlDeviceGetCount())", NVML) as program:
-        program.heard()
-        rule = node.hang()
-        program.go()
-        rule.wait_for_waiting()
-        node.close()
-        assert program.heard() == 2
-
-
 def test_single_nvml_calls_can_fail(node: EmulatedNode) -> None:
     code = """
 handle = nvml.nvmlDeviceGetHandleByIndex(0)
@@ -255,15 +190,6 @@ say([code(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2), cod
         assert run(node, code, NVML) == [NOT_SUPPORTED, 0, NO_PERMISSION]
     assert first.hits == 1
     assert run(node, code, NVML) == [0, 0, 0]
-
-
-def test_a_slow_cuda_free_has_the_configured_duration(node: EmulatedNode) -> None:
-    code = """
-_, pointer = malloc(2 << 20)
-start = time.monotonic(); free(pointer); say(time.monotonic() - start)
-"""
-    with node.slow("cudaFree", 80):
-        assert run(node, code) >= 0.08
 
 
 def test_a_lost_device_does_not_affect_others_and_stays_lost_in_open_sessions(node: EmulatedNode) -> None:
@@ -358,12 +284,6 @@ captures = [capture(GLOBAL, lambda: None), capture(GLOBAL, allocate), capture(LO
 say([captures, answers, malloc(2 << 20)[0]])
 """
     assert run(node, code) == [[[1, 0], [2, CAPTURE_INVALIDATED], [1, 0]], [CAPTURE_UNSUPPORTED, 0], 0]
-
-
-def test_a_call_that_is_not_emulated_fails_by_name(node: EmulatedNode) -> None:
-    with Program(node, "say([cuda.cudaIpcGetMemHandle(None, None), cuda.cudaGetLastError()])") as program:
-        assert program.heard() == [801, 801]
-        assert program.stderr() == "emulated node: cudaIpcGetMemHandle is not emulated\n"
 
 
 def test_mig_devices_have_their_own_accounts_within_their_gpu(make_node: MakeNode) -> None:
@@ -511,9 +431,3 @@ def test_concurrent_builds_create_one_folder(tmp_path: Path, monkeypatch: pytest
         "v1",
         "v2",
     }
-
-
-def test_the_error_without_a_compiler_names_the_package_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda _: None)
-    with pytest.raises(build.EmulationBuildError, match="gcc, which is not installed"):
-        build.build()

@@ -53,24 +53,6 @@ def test_the_accounts_are_the_reserved_bytes_and_the_context(lab: Lab) -> None:
     assert 0 < before - node.books()[0].used_bytes == held - reserved(process)
 
 
-def test_pynvml_inside_the_process_counts_the_process_itself(lab: Lab) -> None:
-    node, process = lab
-    process.call("alloc", nbytes=100 * MIB)
-    seen = process.exec("""
-import pynvml
-pynvml.nvmlInit()
-handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-result = {p.pid: p.usedGpuMemory for p in pynvml.nvmlDeviceGetComputeRunningProcesses(handle)}
-pynvml.nvmlShutdown()
-""")
-    assert seen == {str(process.pid): CONTEXT + 100 * MIB} == {str(k): v for k, v in node.books()[0].processes.items()}
-
-
-def test_torch_and_nvml_use_the_same_uuids(lab: Lab) -> None:
-    node, process = lab
-    assert process.call("uuids") == [node.uuid(0), node.uuid(1)]
-
-
 @pytest.mark.parametrize("model", ["linear", "transformer"])
 def test_training_has_the_expected_memory_pattern(lab: Lab, model: str) -> None:
     node, process = lab
@@ -104,32 +86,6 @@ def test_an_out_of_memory_error_has_the_text_of_torch(lab: Lab) -> None:
         assert part in caught.value.message
     stats = process.call("stats")
     assert (stats["num_ooms"], stats["num_alloc_retries"] > 0) == (ooms + 1, True)
-
-
-def test_a_mem_pool_keeps_its_memory_until_it_is_deleted(lab: Lab) -> None:
-    node, process = lab
-    process.exec("""
-pool = torch.cuda.MemPool()
-with torch.cuda.use_mem_pool(pool):
-    inside = torch.empty(50 << 20, dtype=torch.uint8, device="cuda:0")
-del inside
-torch.cuda.empty_cache()
-""")
-    assert reserved(process) == 50 * MIB == node.books()[0].used_bytes - CONTEXT
-    process.exec("del pool; torch.cuda.empty_cache()")
-    assert reserved(process) == 0 == node.books()[0].used_bytes - CONTEXT
-
-
-def test_pinned_memory_uses_no_device_memory(lab: Lab) -> None:
-    node, process = lab
-    before = node.books()[0].used_bytes
-    code = """
-pinned = torch.arange(1 << 20, dtype=torch.int32).pin_memory()
-result = [pinned.is_pinned(), torch.empty(4).is_pinned(), pinned.to("cuda:0").cpu()[12345].item()]
-"""
-    assert process.exec(code) == [True, False, 12345]
-    assert process.exec("del pinned; result = torch.cuda.memory_reserved(0)") == node.books()[0].used_bytes - CONTEXT
-    assert before == CONTEXT
 
 
 def test_a_failed_command_has_the_remote_error(lab: Lab) -> None:
@@ -172,33 +128,6 @@ def test_the_bytes_of_eight_random_processes_add_up(make_node: MakeNode) -> None
         assert processes[3].pid not in node.books()[0].processes
 
 
-def test_expandable_segments_map_and_unmap_memory_page_by_page(node: EmulatedNode, start_torch: StartTorch) -> None:
-    process = start_torch(PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
-    for seed in range(5):
-        process.call("random_heap", seed=seed, blocks=60, largest_bytes=128 * MIB, keep=0.3)
-        assert node.books()[0].processes == {process.pid: CONTEXT + reserved(process)}
-    assert any(segment["is_expandable"] for segment in process.call("snapshot"))
-    before, held = node.books()[0].used_bytes, reserved(process)
-    process.call("empty_cache")
-    assert 0 < before - node.books()[0].used_bytes == held - reserved(process)
-    process.call("free")
-    process.call("empty_cache")
-    assert node.books()[0].processes == {process.pid: CONTEXT}
-    assert process.finish() == 0
-    assert node.books()[0].processes == {}
-
-
-def test_the_asynchronous_backend_works_without_the_missing_statistics(
-    node: EmulatedNode, start_torch: StartTorch
-) -> None:
-    process = start_torch(PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
-    process.call("random_heap", blocks=60)
-    assert node.books()[0].processes == {process.pid: CONTEXT + reserved(process)}
-    process.call("free")
-    process.call("empty_cache")
-    assert node.books()[0].processes == {process.pid: CONTEXT}
-
-
 def test_empty_cache_in_another_thread_invalidates_a_graph_capture(start_torch: StartTorch) -> None:
     process = start_torch()
     captured = process.exec("""
@@ -239,7 +168,9 @@ result = [errors, outcome]
 def test_a_process_that_hangs_or_dies_is_reported_with_its_stderr(start_torch: StartTorch) -> None:
     process = start_torch()
     process.exec("print('about to hang')")
-    with pytest.raises(TorchProcessError, match=r"did not answer within 0.3 s(.|\n)*about to hang(.|\n)*from the test"):
+    with pytest.raises(
+        TorchProcessError, match=r"did not answer within [\d.]+ s(.|\n)*about to hang(.|\n)*from the test"
+    ):
         process.exec("import time\nwhile True: time.sleep(0.01)", timeout_seconds=0.3)
     process.kill()
     with pytest.raises(TorchProcessError, match=r"ended with -9|could not be sent"):

@@ -87,7 +87,7 @@ class TorchProcess:
 
     @property
     def pid(self) -> int:
-        """The process' own pid; waits until it runs."""
+        """The pid of the process; waits until it runs."""
         return int(self.wait_until_started()["pid"])
 
     def wait_until_started(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Skips what needs a real device where there is none, and runs PyTorch processes on the machine as it is."""
+"""Skips tests that need a real device if there is none, and starts PyTorch processes on this machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu.driver import why_no_device
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip with the reason, found out once and only where such a test was asked for."""
+    """Skip the tests with the marker `gpu` if there is no device."""
     wanting = [item for item in items if item.get_closest_marker("gpu") is not None]
     reason = why_no_device() if wanting else ""
     if reason:
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def start_torch() -> Iterator[StartTorch]:
-    """Starts PyTorch processes on the real devices, and reaps them after the test: `start_torch(NAME="value")`."""
+    """Return a function that starts a PyTorch process on the real devices: `start_torch(NAME="value")`."""
     processes: list[TorchProcess] = []
 
     def start(launcher: tuple[str, ...] = (), **environment: Any) -> TorchProcess:

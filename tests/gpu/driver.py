@@ -1,10 +1,9 @@
-"""The real driver, read past the exporter: what tests compare with, and whether there is one at all."""
+"""Reads the real driver without the exporter, as an independent source for tests."""
 
 from __future__ import annotations
 
 import importlib.util
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,11 +11,11 @@ import pynvml
 
 from tests.emulation.node import DeviceBook
 
-__all__ = ["anonymous", "books", "nvml", "why_no_device"]
+__all__ = ["books", "nvml", "why_no_device"]
 
 
 def why_no_device() -> str:
-    """Why nothing can be tested on a real device here; empty where there is one."""
+    """Return the reason why there is no real device to test on; empty if there is one."""
     if importlib.util.find_spec("torch") is None:
         return "needs PyTorch, which is not installed"
     try:
@@ -29,11 +28,7 @@ def why_no_device() -> str:
 
 @contextmanager
 def nvml() -> Iterator[None]:
-    """An NVML session.
-
-    Raises:
-        pynvml.NVMLError: there is no driver.
-    """
+    """Open NVML for a while; raises pynvml.NVMLError if there is no driver."""
     pynvml.nvmlInit()
     try:
         yield
@@ -42,16 +37,9 @@ def nvml() -> Iterator[None]:
 
 
 def books() -> list[DeviceBook]:
-    """Every GPU as the driver gives it now, by its own names for processes, and nothing rounded or put right."""
+    """Return every GPU with the driver's values, unchanged."""
     with nvml():
         return [_book(index) for index in range(pynvml.nvmlDeviceGetCount())]
-
-
-def anonymous(text: str, uuids: Sequence[str]) -> str:
-    """A text for others to read: these devices' UUIDs are numbered ones, containers' ids are zeros."""
-    for number, uuid in enumerate(uuids):
-        text = text.replace(uuid.partition("-")[2], f"00000000-0000-0000-0000-{number:012}")
-    return re.sub(r"\b[0-9a-f]{64}\b", "0" * 64, text)
 
 
 def _book(index: int) -> DeviceBook:

@@ -1,9 +1,9 @@
-"""Writes what a real Prometheus that scrapes the demo answers to every panel of every dashboard.
+"""Writes the results of every panel of every dashboard on a real Prometheus that scrapes the demo.
 
     python -m tests.grafana.answers FILE
 
-FILE gets a list of `{"dashboard", "panel", "answers": [{"target", "series", "names"}], "table"}`; `table` has the
-headings and rows that grafana/preview.py would draw.
+FILE is a list of `{"dashboard", "panel", "answers": [{"target", "series", "names"}], "table"}`; `table` has the
+headings and rows that grafana/preview.py draws.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from gpumem_dashboards.frames import merged, named, table_of, transformed
 from gpumem_dashboards.queries import Prometheus, Query, Scope, all_panels, resolve
 
 SECONDS = 120
-"""Scraped and shown."""
+"""The scraped and displayed node."""
 WORKLOAD = "demo-llm-pretrain"
-"""One with several ranks."""
+"""A workload with several ranks."""
 
 
 def main() -> int:
-    """Runs the command."""
+    """Run the command."""
     _, target = sys.argv
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as running:
         address = f"127.0.0.1:{free_port()}"

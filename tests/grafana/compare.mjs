@@ -1,5 +1,5 @@
-// Takes the answers to the dashboards' queries through Grafana's own code: data source, transformations, overrides,
-// links and units. Says a line for each panel, and ends with 1 if one is not what grafana/preview.py makes of it.
+// Processes the results of the dashboards' queries with Grafana's code: data source, transformations, overrides, links
+// and units. Prints a line for each panel, and exits with 1 if one differs from grafana/preview.py.
 import "./browser.mjs";
 import { readFileSync } from "node:fs";
 import {
@@ -27,7 +27,7 @@ standardTransformersRegistry.setInit(() =>
 );
 const units = new Set(getValueFormats().flatMap((group) => group.submenu.map((unit) => unit.value)));
 
-// What a panel's options may say of a field, as far as it changes a cell's text.
+// The options of a field that change the text of a cell.
 const options = ["unit", "decimals", "noValue", "displayName", "mappings", "thresholds"];
 const fieldConfigRegistry = new FieldConfigOptionsRegistry(() =>
   options.map((id) => ({ id, path: id, name: id, process: (value) => value, shouldApply: () => true })),
@@ -50,7 +50,7 @@ function frameOf({ refId, instant }, name, { metric, values }) {
 
 /** A panel's frames once the data source and the transformations are through. */
 async function framesOf({ panel, answers }) {
-  // The server answers with an empty frame where there is no series.
+  // The server returns an empty frame if there is no series.
   const sent = answers.flatMap(({ target, series, names }) =>
     series.length ? series.map((one, at) => frameOf(target, names[at], one)) : [toDataFrame({ refId: target.refId, fields: [] })],
   );
@@ -68,7 +68,7 @@ function* wrongInTable({ table }, frames) {
   const filled = found.filter((field) => field.values.some((value) => cellOf(value) !== null));
   const headings = filled.map((field) => getFieldDisplayName(field, frame, frames));
   const rows = Array.from({ length: frame?.length ?? 0 }, (_, at) => filled.map((field) => field.values[at]));
-  // Grafana heads a column for a query without an answer, too; the preview does not draw one.
+  // Grafana also has a column for a query without a result; the preview does not.
   if (frames.length > 1) yield `${frames.length} tables`;
   if (String(headings) !== String(table.headings)) yield `columns ${headings}\n  the preview has ${table.headings}`;
   const [ours, theirs] = [linesOf(table.rows), linesOf(rows)];
@@ -101,7 +101,7 @@ function* wrongInLinks({ panel }, frames) {
 
 function* wrongInOverrides({ panel }, frames) {
   if (frames.every((frame) => frame.length === 0)) return;
-  // A column of labels that no series has is not there; of the others, `organize` says what they are called.
+  // Labels that no series has get no column; `organize` has the headings of the others.
   const declared = new Set((panel.transformations ?? []).flatMap(({ options }) => [
     ...Object.keys(options.indexByName ?? {}),
     ...Object.values(options.renameByName ?? {}),

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Takes what a real Prometheus answers to the dashboards through Grafana's own code; see README.md. Takes three minutes, and
-# needs Node.js 20, npm and the network. Leaves nothing behind but the virtual environment.
+# Processes the results of the dashboards' queries with Grafana's own code; see README.md. Takes three minutes, and needs
+# Node.js 20, npm and the network. Leaves only the virtual environment.
 set -eu
 cd "$(dirname "$0")/../.."
 . deploy/environment.sh
@@ -18,7 +18,7 @@ trap 'exit 1' INT TERM
 say "installing Grafana's own code"
 cp tests/grafana/package.json tests/grafana/*.mjs "$work"
 version=$(sed -n 's|.*"@grafana/data": "\(.*\)".*|\1|p' tests/grafana/package.json)
-# @grafana/prometheus needs the whole of Grafana's front end to be installed; one file of it is wanted, which needs little.
+# @grafana/prometheus depends on all of Grafana's front end; only one file of it is used, which needs little.
 (
     cd "$work"
     npm install --no-audit --no-fund --loglevel error
@@ -30,6 +30,6 @@ version=$(sed -n 's|.*"@grafana/data": "\(.*\)".*|\1|p' tests/grafana/package.js
         "--banner:js=import { createRequire } from 'node:module'; const require = createRequire(import.meta.url);"
 ) >&2
 
-say "asking a Prometheus that scrapes the demo for two minutes"
+say "querying a Prometheus that scrapes the demo for two minutes"
 "$python" -m tests.grafana.answers "$work/answers.json"
 node "$work/bundle.mjs" "$work/answers.json"

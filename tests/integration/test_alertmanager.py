@@ -290,4 +290,4 @@ def test_alertmanager_accepts_the_example_and_routes_only_requests() -> None:
     assert "SUCCESS" in amtool("check-config", str(EXAMPLE))
     route = ("config", "routes", "test", f"--config.file={EXAMPLE}")
     assert amtool(*route, "alertname=Hoarded", "gpumem_action=empty_cache").strip() == "gpumem"
-    assert amtool(*route, "alertname=Hoarded").strip() == "nobody"
+    assert amtool(*route, "alertname=Hoarded").strip() == "default"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.claims import errors, heaps, pools
-from tests.claims.figures import OneNumber, require
 from tests.claims.place import EXPANDABLE, SETTINGS, Bench, Place
+from tests.claims.values import SameNumber, require
 from tests.emulation.node import MIB, EmulatedNode
 from tests.support.waiting import wait_for
 
@@ -47,9 +47,9 @@ def begin(place: Place) -> Iterator[Any]:
 
 def cleared(bench: Bench) -> int:
     """Return the bytes that a clear has freed, which all sources agree on."""
-    number = OneNumber()
+    number = SameNumber()
     freed = number.add(bench.clear())
-    require(number.figures(at_least=0))
+    require(number.values(at_least=0))
     return freed
 
 
@@ -116,9 +116,9 @@ def test_garbage_collection_threshold_and_a_memory_fraction(place: Place) -> Non
 
 def test_a_living_mem_pool_keeps_its_cache(either: Bench) -> None:
     """Its cache counts as reserved and private, and is not reclaimable until the pool is deleted."""
-    figures = pools.living_mem_pool(either)
-    require(figures)
-    assert figures["private pools while it lives"].value == figures["reserved while it lives"].value == 120 * MIB
+    values = pools.living_mem_pool(either)
+    require(values)
+    assert values["private pools while it lives"].value == values["reserved while it lives"].value == 120 * MIB
 
 
 def test_a_dead_graphs_memory_is_reclaimable_and_a_living_ones_is_not(either: Bench) -> None:
@@ -192,16 +192,16 @@ def test_memory_that_is_pending_on_another_stream(either: Bench) -> None:
 
 def test_pinned_host_memory(classic: Bench) -> None:
     """It equals the memory of torch's host allocator, and is on no device."""
-    figures = pools.pinned_host_memory(classic)
-    require(figures)
-    assert figures["driver's used rose"].value == 0
+    values = pools.pinned_host_memory(classic)
+    require(values)
+    assert values["driver's used rose"].value == 0
 
 
 def test_the_asynchronous_backend(place: Place) -> None:
     """Its statistics are exported except those that are always 0; actions do what the backend supports."""
-    figures = pools.asynchronous_backend(place)
-    require(figures)
-    assert figures["allocated"].value == 30 * MIB
+    values = pools.asynchronous_backend(place)
+    require(values)
+    assert values["allocated"].value == 30 * MIB
 
 
 PLUGGABLE = """
@@ -298,6 +298,6 @@ def test_the_interpreter_keeps_running_while_the_program_empties_its_cache(class
 
 def test_memory_allocated_past_a_disabled_cache_is_non_torch(classic: Bench) -> None:
     """Torch does not count it; the driver does, as the process' non-torch bytes."""
-    figures = pools.past_the_cache(classic)
-    require(figures)
-    assert figures["gpumem_torch_non_torch_bytes"].known
+    values = pools.past_the_cache(classic)
+    require(values)
+    assert values["gpumem_torch_non_torch_bytes"].expected is not None

@@ -1,7 +1,7 @@
-"""Every query of every dashboard, asked of a real Prometheus that scrapes the demo and a node with real torch.
+"""Every query of every dashboard on a real Prometheus that scrapes the demo and an emulated node with real torch.
 
-The demo is scraped twice, as two nodes: all their pids are the same, and nothing may mix them up. It takes as long as
-the queries need; `GPUMEM_DASHBOARD_SECONDS=120` makes it scrape for at least that long before anything is asked.
+The demo is scraped twice, as two nodes with equal pids, which the queries must not mix up.
+`GPUMEM_DASHBOARD_SECONDS=120` makes Prometheus scrape for at least that long before the first query.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ DEMO, ALSO_DEMO, EMULATED = "demo", "demo-again", "emulated"
 ASKED_BYTES = 1 << 40
 PLANNED_BYTES = 1 << 30
 WORKLOADS = {DEMO: ("demo-asr-varlen", "demo-rag-indexer-leak"), EMULATED: ("train",)}
-"""Those whose dashboards are asked. Of the demo's one tells phases and components, the other one leaks."""
+"""The workloads whose dashboards are tested. One of the demo's has phases and components, the other one leaks."""
 
 ANSWERLESS: dict[tuple[str, str], str] = {
-    (DEMO, "gpumem-fleet / Reporters that went silent / A"): "no process of the demo falls silent without ending",
+    (DEMO, "gpumem-fleet / Silent processes / A"): "no process of the demo becomes silent without exiting",
     **{
-        (DEMO, where): "whether anything of the demo rises steadily depends on the minute in which it is asked"
+        (DEMO, where): "a steady growth in the demo depends on the time of the query"
         for where in (
-            "gpumem-fleet / Devices, the most pressed first / C",
+            "gpumem-fleet / Devices by pressure / C",
             "gpumem-node / Devices / E",
             "gpumem-workload / Time to full / A",
             "gpumem-workload / Ranks side by side / J",
         )
     },
 }
-"""Queries that a node cannot answer, and why; each is answered on the other."""
+"""Queries without a result on a node, with the reason; each has a result on the other."""
 if LEAST_SECONDS < 120:
-    THEN = {"The ledger at that moment": "ABCDEFGH", "Who was on the device at that moment": "ABCD"}
+    THEN = {"Ledger at the last scrape": "ABCDEFGH", "Processes at the last scrape": "ABCD"}
     ANSWERLESS |= {
         (
             DEMO,
             f"gpumem-oom / {title} / {letter}",
-        ): "its first error may come before the first scrape, its next much later"
+        ): "the first error may be before the first scrape, and the next one much later"
         for title, letters in THEN.items()
         for letter in letters
     }
@@ -74,7 +74,7 @@ rules:
     do: {action: empty_cache}
     dry_run: true
 """
-# A rank that keeps a little of each step, so that there is a slope, while the other one does not.
+# One rank keeps a tensor of each step, so that its memory grows; the other one does not.
 TRAINING = """
 import threading, time
 from gpumem_exporter import client
@@ -109,7 +109,7 @@ def load(name: str) -> dict[str, Any]:
 
 @dataclass
 class Scraped:
-    """What runs, and what was answered."""
+    """The running programs, and the results of the queries."""
 
     prometheus: Prometheus
     url: str
@@ -118,7 +118,7 @@ class Scraped:
     answered: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
 
     def scope(self, dashboard: Mapping[str, Any], node: str, **variables: str) -> Scope:
-        """The last minute as the dashboard shows it of that node."""
+        """Return the scope of a dashboard for the last minute of a node."""
         chosen = {"node": node, **variables}
         if dashboard["uid"] == "gpumem-workload":
             chosen.setdefault("workload", WORKLOADS.get(node, WORKLOADS[DEMO])[0])
@@ -126,12 +126,12 @@ class Scraped:
         return Scope(bare.end, RANGE_SECONDS, 1.0, RANGE_SECONDS, resolve(dashboard, self.prometheus, bare))
 
     def value(self, expression: str, scope: Scope) -> float:
-        """The only series of an instant query."""
+        """Return the value of an instant query with one series."""
         (series,) = self.prometheus.instant(scope.fill(expression), scope.end)
         return float(series["values"][0][1])
 
     def rows(self, dashboard: str, title: str, node: str, **variables: str) -> list[dict[str, Any]]:
-        """A table's rows, by the headings of its columns."""
+        """Return the rows of a table by the headings of its columns."""
         document = load(dashboard)
         (panel,) = (panel for panel in all_panels(document) if panel["title"] == title)
         scope = self.scope(document, node, **variables)
@@ -207,7 +207,7 @@ def _begin_to_work(node: EmulatedNode, processes: Mapping[str, TorchProcess]) ->
 
 def _wait_for_scrapes(found: Scraped) -> None:
     def reporting() -> bool:
-        # A post-mortem looks at the time before the error in steps of five seconds.
+        # A post-mortem evaluates the time before the error in steps of five seconds.
         asked = "count by (instance) (count_over_time(gpumem_reporter_up[1m]) > 7)"
         series = found.prometheus.instant(asked, time.time())
         counts = {one["metric"]["instance"]: float(one["values"][0][1]) for one in series}
@@ -241,7 +241,7 @@ def _ask_until_all_is_answered(found: Scraped) -> None:
 
 
 def _workloads(name: str) -> list[tuple[str, dict[str, str]]]:
-    """As what each node's dashboard is asked."""
+    """Return each node with the variables of its dashboard."""
     if name != "workload":
         return [(DEMO, {}), (EMULATED, {})]
     return [(node, {"workload": workload}) for node, workloads in WORKLOADS.items() for workload in workloads]
@@ -256,14 +256,14 @@ def _cases() -> Iterator[tuple[str, str, Query]]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("node", [DEMO, EMULATED])
-def test_every_query_is_answered(scraped: Scraped, node: str, name: str) -> None:
+def test_every_query_has_a_result(scraped: Scraped, node: str, name: str) -> None:
     asked = {query.where for of_node, of_name, query in _cases() if (of_node, of_name) == (node, name)}
     answered = {where for of_node, where in scraped.answered if of_node == node}
     excused = {where for of_node, where in ANSWERLESS if of_node == node}
     assert asked - answered - excused == set()
 
 
-def test_what_a_node_cannot_answer_the_other_does() -> None:
+def test_a_query_without_a_result_on_one_node_has_one_on_the_other() -> None:
     asked = {(node, query.where) for node, _, query in _cases()}
     assert ANSWERLESS.keys() <= asked
     assert all(ANSWERLESS.values())
@@ -271,25 +271,25 @@ def test_what_a_node_cannot_answer_the_other_does() -> None:
         assert ({DEMO: EMULATED, EMULATED: DEMO}[node], where) not in ANSWERLESS
 
 
-def test_no_query_mixes_up_nodes_whose_pids_are_the_same(scraped: Scraped) -> None:
-    """Joins that are not unique make Prometheus refuse; groups that forget the node lose rows."""
+def test_no_query_mixes_nodes_with_equal_pids(scraped: Scraped) -> None:
+    """Prometheus rejects joins that are not unique; groups without the node lose rows."""
     for name in NAMES:
         dashboard = load(name)
         several = any(v["name"] == "node" and v.get("multi") for v in dashboard["templating"]["list"])
         scope = scraped.scope(dashboard, ".*" if several else DEMO)
         for query in queries(dashboard):
             scraped.prometheus.ask(query, scope)
-    held = [row for row in scraped.rows("fleet", "Devices, the most pressed first", ".*") if "It holds" in row]
+    held = [row for row in scraped.rows("fleet", "Devices by pressure", ".*") if "Its bytes" in row]
     by_node: dict[str, dict[str, tuple[str, float]]] = {}
     for row in held:
-        by_node.setdefault(row["Node"], {})[row["GPU"]] = (row["Largest process"], row["It holds"])
+        by_node.setdefault(row["Node"], {})[row["GPU"]] = (row["Largest process"], row["Its bytes"])
     assert {node: len(devices) for node, devices in by_node.items()} == {DEMO: 8, ALSO_DEMO: 8, EMULATED: 2}
     assert {workload for workload, _ in by_node[EMULATED].values()} == {"train"}
 
 
 @pytest.mark.parametrize("node", [DEMO, EMULATED])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_variable_offers_something_and_every_table_has_one_row_for_each_thing(
+def test_every_variable_has_choices_and_every_table_has_one_row_per_subject(
     scraped: Scraped, name: str, node: str
 ) -> None:
     dashboard = load(name)
@@ -302,15 +302,15 @@ def test_every_variable_offers_something_and_every_table_has_one_row_for_each_th
             continue
         frames = scraped.frames(panel, scope)
         assert not any("__name__" in row for frame in frames for row in frame), panel["title"]
-        # Each query adds columns to the rows there are, and none adds rows that no other has labels for.
+        # Each query adds columns to existing rows, and none adds rows.
         rows = merged(frames)
         assert len(rows) == max(map(len, frames), default=0), panel["title"]
 
 
 @pytest.mark.parametrize("node", [DEMO, EMULATED])
-def test_the_stack_of_each_device_sums_to_its_total_to_the_byte(scraped: Scraped, node: str) -> None:
+def test_the_categories_of_each_device_add_up_to_its_total(scraped: Scraped, node: str) -> None:
     dashboard = load("node")
-    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Where every byte of GPU $gpu is")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Ledger of GPU $gpu")
     *categories, total = (target["expr"] for target in panel["targets"])
     assert len(categories) == 8
     for gpu in range(8 if node == DEMO else 2):
@@ -320,15 +320,15 @@ def test_the_stack_of_each_device_sums_to_its_total_to_the_byte(scraped: Scraped
 
 
 @pytest.mark.parametrize("node", [DEMO, EMULATED])
-def test_the_parts_of_what_is_reserved_sum_to_it(scraped: Scraped, node: str) -> None:
+def test_the_parts_of_the_reserved_bytes_add_up(scraped: Scraped, node: str) -> None:
     dashboard = load("workload")
-    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "What the reserved bytes are")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Reserved bytes by use")
     *parts, reserved = (target["expr"] for target in panel["targets"])
     scope = scraped.scope(dashboard, node)
     assert sum(scraped.value(part, scope) for part in parts) == scraped.value(reserved, scope) > 0
 
 
-def test_the_table_of_processes_is_what_the_node_itself_knows(scraped: Scraped) -> None:
+def test_the_table_of_processes_equals_the_books_of_the_node(scraped: Scraped) -> None:
     rows = {(row["GPU"], row["pid"]): row for row in scraped.rows("node", "Processes", EMULATED)}
     books = scraped.node.books()
     on_devices = {(str(gpu), str(pid)) for gpu in (0, 1) for pid in books[gpu].processes}
@@ -339,11 +339,11 @@ def test_the_table_of_processes_is_what_the_node_itself_knows(scraped: Scraped) 
     assert rows["1", "999999"]["Used"] == 700 * MIB
     steady = rows["1", str(scraped.processes["steady"].pid)]
     assert (steady["Workload"], steady["Rank"], steady["Reports"]) == ("train", "1", "true")
-    assert steady["Reserved"] == steady["In tensors"] + steady["A clear gives back"] + steady["Fragmented"]
-    assert steady["Used"] == steady["Reserved"] + steady["Not torch"]
+    assert steady["Reserved"] == steady["Allocated"] + steady["Reclaimable"] + steady["Fragmented"]
+    assert steady["Used"] == steady["Reserved"] + steady["Non-torch"]
 
 
-def test_an_error_that_really_happened_is_listed_marked_and_judged(scraped: Scraped) -> None:
+def test_a_real_error_has_a_row_an_annotation_and_a_verdict(scraped: Scraped) -> None:
     dashboard = load("oom")
     scope = scraped.scope(dashboard, EMULATED)
     assert scope.variables["pid"] == str(scraped.processes["leaks"].pid)
@@ -353,49 +353,47 @@ def test_an_error_that_really_happened_is_listed_marked_and_judged(scraped: Scra
         return scraped.value(panel["targets"][0]["expr"], scope)
 
     book = scraped.node.books()[0]
-    assert shown("Asked for") == ASKED_BYTES
+    assert shown("Requested") == ASKED_BYTES
     assert shown("Limit") == book.total_bytes - book.reserved_bytes
     assert shown("Missing") == ASKED_BYTES - shown("Free on the device")
-    assert shown("What the figures say") == 6  # truly too large
+    assert shown("Verdict") == 6  # too large
     assert time.time() - shown("When") / 1000 < 240 + 2 * LEAST_SECONDS
-    (row,) = scraped.rows("fleet", "The last error of each process", EMULATED)
-    assert (row["Workload"], row["Asked for"]) == ("train", ASKED_BYTES)
+    (row,) = scraped.rows("fleet", "Last error of each process", EMULATED)
+    assert (row["Workload"], row["Requested"]) == ("train", ASKED_BYTES)
     (mark,) = scraped.answered[EMULATED, "gpumem-fleet / annotation Out of memory"]
     assert float(mark["values"][-1][1]) == pytest.approx(shown("When"), abs=1)
     assert int(mark["metric"]["x_from"]) == pytest.approx(shown("When") - 600_000, abs=1000)
 
 
-def test_the_ledger_of_that_moment_sums_to_the_total_too(scraped: Scraped) -> None:
+def test_the_ledger_before_the_error_adds_up_to_the_total(scraped: Scraped) -> None:
     dashboard = load("oom")
-    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "The ledger at that moment")
+    (panel,) = (panel for panel in all_panels(dashboard) if panel["title"] == "Ledger at the last scrape")
     scope = scraped.scope(dashboard, EMULATED)
     book = scraped.node.books()[0]
     assert sum(scraped.value(target["expr"], scope) for target in panel["targets"]) == book.total_bytes
 
 
-def test_a_process_that_was_stopped_is_the_one_that_fell_silent(scraped: Scraped) -> None:
-    (row,) = scraped.rows("fleet", "Reporters that went silent", EMULATED)
+def test_the_stopped_process_is_silent(scraped: Scraped) -> None:
+    (row,) = scraped.rows("fleet", "Silent processes", EMULATED)
     assert (row["pid"], row["Workload"]) == (str(scraped.processes["stopped"].pid), "notebook")
     assert row["Silent for"] > 3
 
 
-def test_the_rank_that_keeps_tensors_is_the_one_that_grows(scraped: Scraped) -> None:
+def test_the_rank_that_keeps_tensors_grows(scraped: Scraped) -> None:
     rows = {row["Rank"]: row for row in scraped.rows("workload", "Ranks side by side", EMULATED)}
-    assert rows["0"]["Grows by"] > 10 * abs(rows["1"]["Grows by"])
+    assert rows["0"]["Growth"] > 10 * abs(rows["1"]["Growth"])
     assert "Full in" in rows["0"]
     assert rows["0"]["Step"] > 0
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_preview_draws_the_answers_and_says_that_it_is_no_grafana(
-    scraped: Scraped, name: str, tmp_path: Path
-) -> None:
+def test_the_preview_draws_the_results(scraped: Scraped, name: str, tmp_path: Path) -> None:
     command = (
         *(sys.executable, str(FOLDER / "preview.py"), "--prometheus", scraped.url, "--out", str(tmp_path)),
         *("--dashboard", name, "--seconds", str(RANGE_SECONDS), "--scrape-interval", "1", "--var", f"node={EMULATED}"),
         *(("--var", "workload=train") if name == "workload" else ()),
     )
-    # No browser, which makes screenshots where there is one: what is drawn is checked here.
+    # Without a browser the preview makes no screenshots; this test checks the page.
     told = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": "/nowhere"})
     assert (told.returncode, told.stdout) == (0, f"{tmp_path / name}.html\n"), told.stderr
     page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")

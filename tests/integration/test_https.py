@@ -137,7 +137,7 @@ def test_tcp_requires_tls_and_the_unix_socket_does_not(start_https: StartHttps, 
         plain.request("GET", "/metrics")
         with pytest.raises((http.client.BadStatusLine, ConnectionError)):
             plain.getresponse()
-    wait_for(lambda: len(exporter.process.processes()) >= 14, "the demo's processes, which come by the socket")
+    wait_for(lambda: len(exporter.process.processes()) >= 12, "the demo's processes, which come by the socket")
     with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
         assert connection.request("GET", "/health").status == 200
         assert exporter.process.stop() == 0  # with a connection that is open
@@ -288,7 +288,7 @@ def test_client_certificates_are_verified(start_https: StartHttps, folder: Path,
 
 def test_commands_over_https_show_no_password(start_https: StartHttps) -> None:
     exporter = start_https("--demo", users=USERS)
-    wait_for(lambda: len(exporter.process.processes()) >= 14, "the demo's processes")
+    wait_for(lambda: len(exporter.process.processes()) >= 12, "the demo's processes")
     url = exporter.url(IN_URL)
     doctor = run_command("doctor", "--url", url)
     assert exporter.url() in doctor.stdout
@@ -296,7 +296,7 @@ def test_commands_over_https_show_no_password(start_https: StartHttps) -> None:
     assert "s%3A" not in doctor.stdout + doctor.stderr
     cleared = run_command("clear", "--all", "--dry-run", "--json", "--url", url)
     assert (cleared.returncode, cleared.stderr) == (0, "")
-    assert len(json.loads(cleared.stdout)["results"]) >= 14
+    assert len(json.loads(cleared.stdout)["results"]) >= 12
     refused = run_command("info", "--url", exporter.url())
     assert (refused.returncode, refused.stdout) == (1, "")
     assert "401" in refused.stderr

@@ -1,7 +1,6 @@
-"""A driver that is missing, fails, forgets or hangs: the exporter goes on, and what it shows is right to the byte.
+"""A driver that is missing, fails, restarts or hangs: the exporter continues, and its values are exact.
 
-The real exporter in its own process, on an emulated node with a real PyTorch process that reports. Every scrape made
-here has its ledgers added up.
+The real exporter runs on an emulated node with a reporting PyTorch process. Every scrape checks that ledgers add up.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ from tests.emulation.node import (
     EmulatedNode,
 )
 from tests.emulation.torch_process import TorchProcess
+from tests.support.device_truth import Truth, shown, truth
 from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 ATTACH_SECONDS = 60.0
-"""Longer than the longest pause between two attempts to attach."""
+"""Longer than the longest delay between two attempts to attach."""
 ANSWER_SECONDS = patient(20.0)
-"""What a page may take to answer while a driver call hangs, which it does until the test ends it."""
+"""The limit for an answer while a driver call hangs."""
 FOREIGN_PID = 4_000_001
-"""A process that is no reporter; above every pid that Linux gives out here."""
+"""The pid of a process without a reporter, above every real pid."""
 
 DEVICE_SERIES = (
     "gpumem_device_memory_total_bytes",
@@ -46,11 +46,11 @@ DEVICE_SERIES = (
     "gpumem_ledger_bytes",
     "gpumem_process_memory_used_bytes",
 )
-"""Every series of a device that only its driver knows, but for `_info` and `_up`."""
+"""Every series of a device with values of the driver, except `_info` and `_up`."""
 
 
 class Watched:
-    """An exporter and the one PyTorch process that reports to it."""
+    """An exporter and the PyTorch process that reports to it."""
 
     def __init__(self, node: EmulatedNode, exporter: ExporterProcess, process: TorchProcess) -> None:
         self.node = node
@@ -88,12 +88,12 @@ class Watched:
         return stats
 
     def devices_up(self) -> list[int]:
-        """The values of `gpumem_device_up` in the driver's order; empty while no device is known."""
+        """Return the values of `gpumem_device_up` in the driver's order; empty without devices."""
         found = self.scrape().samples.get("gpumem_device_up", {}).items()
         return [int(value) for _, value in sorted((int(dict(labels)["gpu"]), value) for labels, value in found)]
 
     def assert_torch_series_flow(self, device: int, gpu: str | None = None) -> None:
-        """What the process allocates now is on the page; its device is called `gpu` there ("" while not known)."""
+        """Allocate, and wait for the value in a scrape, with the label `gpu` ("" while it is unknown)."""
         self.process.call("alloc", nbytes=6 * MIB, device=device)
         now = float(self.stats(device)["allocated_bytes.all.current"])
         wanted = {"uuid": self.node.uuid(device), "pid": str(self.process.pid)}
@@ -103,65 +103,29 @@ class Watched:
             lambda: self.scrape().values("gpumem_torch_allocated_bytes", **wanted), [now], f"bytes on {wanted}"
         )
 
-    def expected(self, device: int) -> dict[str, Any]:
+    def expected(self, device: int) -> Truth:
+        """Return the expected values of a device, from the node's books and the statistics of the process."""
         book = self.node.books()[device]
-        ledger = {
-            "torch_allocated": 0,
-            "torch_reclaimable": 0,
-            "torch_fragmented": 0,
-            "non_torch": 0,
-            "other_processes": sum(used for pid, used in book.processes.items() if pid != self.process.pid),
-            "driver_reserved": book.reserved_bytes,
-            "unattributed": book.unattributed_bytes,
-            "free": book.free_bytes,
-        }
-        if self.process.pid in book.processes:
-            stats = self.stats(device)
-            reserved, allocated = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
-            reclaimable = reserved - stats["active_bytes.all.current"] - stats["inactive_split_bytes.all.current"]
-            ledger["torch_allocated"] = allocated
-            ledger["torch_reclaimable"] = reclaimable
-            ledger["torch_fragmented"] = reserved - allocated - reclaimable
-            ledger["non_torch"] = book.processes[self.process.pid] - reserved
-        return {
-            "ledger": ledger,
-            "total": [book.total_bytes],
-            "used": [book.used_bytes],
-            "free": [book.free_bytes],
-            "reserved": [book.reserved_bytes],
-            "processes": {str(pid): used for pid, used in book.processes.items()},
-        }
+        reporting = {self.process.pid} & book.processes.keys()
+        return truth(book, {pid: self.stats(device) for pid in reporting})
 
     def wait_until_all_is_right(self, *devices: int) -> Metrics:
-        """A scrape in which every series of these devices is what the node's own books and the process itself say."""
-        wanted = {device: self.expected(device) for device in devices}
+        """Wait for a scrape with the expected values of these devices."""
+        wanted = {self.node.uuid(device): self.expected(device) for device in devices}
         metrics = self.scrape()
 
-        def read() -> dict[int, Any]:
+        def read() -> dict[str, Truth]:
             nonlocal metrics
             metrics = self.scrape()
-            return {device: ledger_and_memory(metrics, self.node.uuid(device)) for device in devices}
+            return {uuid: shown(metrics, uuid) for uuid in wanted}
 
-        wait_until_equal(read, wanted, "devices right to the byte")
+        wait_until_equal(read, wanted, "the expected values of the devices")
         return metrics
-
-
-def ledger_and_memory(metrics: Metrics, uuid: str) -> dict[str, Any]:
-    memory = {
-        name: metrics.values(f"gpumem_device_memory_{name}_bytes", uuid=uuid)
-        for name in ("total", "used", "free", "reserved")
-    }
-    processes = {
-        dict(labels)["pid"]: int(value)
-        for labels, value in metrics.samples.get("gpumem_process_memory_used_bytes", {}).items()
-        if dict(labels)["uuid"] == uuid
-    }
-    return {"ledger": metrics.ledgers().get(uuid, {}), **memory, "processes": processes}
 
 
 @pytest.fixture
 def watch(start_exporter: StartExporter, start_torch: StartTorch) -> Any:
-    """Watches a node: starts an exporter on it, and a PyTorch process that holds a heap on each of `devices`."""
+    """Return a function that starts an exporter on a node and a PyTorch process with a heap on each of `devices`."""
 
     def watched(
         node: EmulatedNode, devices: tuple[int, ...] = (0,), environment: Mapping[str, str] | None = None
@@ -177,13 +141,13 @@ def watch(start_exporter: StartExporter, start_torch: StartTorch) -> Any:
     return watched
 
 
-def assert_no_figures(metrics: Metrics, uuid: str, *, but: tuple[str, ...] = ()) -> None:
-    """The device has no series at all that only the driver can give."""
+def assert_no_values(metrics: Metrics, uuid: str, *, but: tuple[str, ...] = ()) -> None:
+    """Assert that the device has no series with values of the driver."""
     for name in set(DEVICE_SERIES) - set(but):
         assert metrics.values(name, uuid=uuid) == [], name
 
 
-def test_without_a_driver_it_stays_up_and_attaches_when_one_comes(node: EmulatedNode, watch: Any) -> None:
+def test_without_a_driver_the_exporter_runs_and_attaches_later(node: EmulatedNode, watch: Any) -> None:
     node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
     watched = watch(node)
     health = watched.wait_for_health(200, "degraded")
@@ -194,7 +158,7 @@ def test_without_a_driver_it_stays_up_and_attaches_when_one_comes(node: Emulated
     assert metrics.value("gpumem_nvml_up") == 0
     assert metrics.samples.get("gpumem_device_up", {}) == {}
     for device in (0, 1):
-        assert_no_figures(metrics, node.uuid(device))
+        assert_no_values(metrics, node.uuid(device))
     watched.assert_torch_series_flow(0, gpu="")
     node.set_init_error(0)
     wait_until_equal(watched.devices_up, [1, 1], "devices that answer", ATTACH_SECONDS)
@@ -204,9 +168,7 @@ def test_without_a_driver_it_stays_up_and_attaches_when_one_comes(node: Emulated
     assert watched.wait_for_health(200, "ok")["nvml"] == {"up": True, "error": ""}
 
 
-def test_a_driver_installed_after_the_exporter_was_started_is_found(
-    node: EmulatedNode, watch: Any, tmp_path: Path
-) -> None:
+def test_a_driver_installed_after_the_start_is_found(node: EmulatedNode, watch: Any, tmp_path: Path) -> None:
     libraries = tmp_path / "libraries"
     libraries.mkdir()
     watched = watch(node, environment={"LD_LIBRARY_PATH": str(libraries)})
@@ -220,7 +182,7 @@ def test_a_driver_installed_after_the_exporter_was_started_is_found(
 
 
 @pytest.mark.timeout(patient(240))
-def test_one_lost_device_among_eight_goes_alone_and_comes_back_by_itself(make_node: MakeNode, watch: Any) -> None:
+def test_one_lost_device_among_eight_affects_no_other_and_returns(make_node: MakeNode, watch: Any) -> None:
     node = make_node(devices=8, total_bytes=[(8 + device) * GIB + device for device in range(8)])
     for device in range(8):
         node.set_process(FOREIGN_PID + device % 3, device, 100 * MIB + device)
@@ -232,10 +194,10 @@ def test_one_lost_device_among_eight_goes_alone_and_comes_back_by_itself(make_no
     node.lose_device(lost)
     wait_until_equal(watched.devices_up, [int(device != lost) for device in range(8)], "devices that answer")
     others = [device for device in range(8) if device != lost]
-    for device in others:  # what was known before is not shown again: it must be the present that is right
+    for device in others:  # old values are not repeated: the current ones must be right
         node.set_process(FOREIGN_PID + device % 3, device, 200 * MIB + device)
     metrics = watched.wait_until_all_is_right(*others)
-    assert_no_figures(metrics, node.uuid(lost))
+    assert_no_values(metrics, node.uuid(lost))
     assert metrics.value("gpumem_device_up", uuid=node.uuid(lost), gpu=str(lost)) == 0
     assert metrics.values("gpumem_device_utilization_ratio") == [device / 10 for device in others]
     health = watched.wait_for_health(200, "degraded")
@@ -252,17 +214,17 @@ def test_one_lost_device_among_eight_goes_alone_and_comes_back_by_itself(make_no
     watched.wait_for_health(200, "ok")
 
 
-def test_memory_that_one_device_does_not_have_leaves_all_else(node: EmulatedNode, watch: Any) -> None:
+def test_missing_memory_values_of_one_device_affect_nothing_else(node: EmulatedNode, watch: Any) -> None:
     watched = watch(node, devices=(0, 1))
     watched.wait_until_all_is_right(0, 1)
     pid = str(watched.process.pid)
     with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED, device=1) as rule:
-        rule.wait_for_hits(4)  # both forms of the call, of a poll that began after the first
+        rule.wait_for_hits(4)  # both forms of the call, in a poll that started after the first
         wait_for(lambda: not watched.scrape().values("gpumem_device_memory_total_bytes", gpu="1"), "its memory to go")
         watched.assert_torch_series_flow(1, gpu="1")
         metrics = watched.wait_until_all_is_right(0)
         uuid = node.uuid(1)
-        assert_no_figures(metrics, uuid, but=("gpumem_process_memory_used_bytes", "gpumem_device_utilization_ratio"))
+        assert_no_values(metrics, uuid, but=("gpumem_process_memory_used_bytes", "gpumem_device_utilization_ratio"))
         assert metrics.value("gpumem_device_up", uuid=uuid) == 1
         used = node.books()[1].processes[watched.process.pid]
         reserved = watched.stats(1)["reserved_bytes.all.current"]
@@ -276,7 +238,7 @@ def test_memory_that_one_device_does_not_have_leaves_all_else(node: EmulatedNode
     watched.wait_until_all_is_right(0, 1)
 
 
-def test_a_process_list_that_may_not_be_read_is_not_made_up(node: EmulatedNode, watch: Any) -> None:
+def test_an_unreadable_process_list_is_unknown(node: EmulatedNode, watch: Any) -> None:
     node.set_process(FOREIGN_PID, 0, GIB)
     watched = watch(node, devices=(0, 1))
     watched.wait_until_all_is_right(0, 1)
@@ -287,7 +249,7 @@ def test_a_process_list_that_may_not_be_read_is_not_made_up(node: EmulatedNode, 
         watched.wait_until_all_is_right(1)
         whole = watched.expected(0)["ledger"]
         assert whole["other_processes"] == GIB
-        # Who owns the rest of what is used cannot be known, and so it is nobody's.
+        # The owner of the other used bytes is unknown, so they are unattributed.
         unowned = whole.pop("other_processes") + whole.pop("non_torch") + whole.pop("unattributed")
         wanted = {**whole, "unattributed": unowned}
         wait_until_equal(lambda: watched.scrape().ledgers()[uuid], wanted, "a ledger without owners")
@@ -297,7 +259,7 @@ def test_a_process_list_that_may_not_be_read_is_not_made_up(node: EmulatedNode, 
     watched.wait_until_all_is_right(0, 1)
 
 
-def test_a_driver_call_that_hangs_hangs_no_page_and_freezes_no_figure(node: EmulatedNode, watch: Any) -> None:
+def test_a_hung_driver_call_delays_no_page_and_keeps_no_old_value(node: EmulatedNode, watch: Any) -> None:
     watched = watch(node)
     watched.wait_until_all_is_right(0, 1)
     with node.hang("nvmlDeviceGetMemoryInfo*") as hang:
@@ -309,9 +271,9 @@ def test_a_driver_call_that_hangs_hangs_no_page_and_freezes_no_figure(node: Emul
         metrics = watched.scrape()
         assert metrics.values("gpumem_nvml_up") == [0]
         for device in (0, 1):
-            assert_no_figures(metrics, node.uuid(device))
+            assert_no_values(metrics, node.uuid(device))
         watched.assert_torch_series_flow(0, gpu="")
-        # what the reporter can do needs no driver of the exporter's
+        # actions of the reporter do not need the exporter's driver
         action = watched.exporter.act("empty_cache", target={"pid": watched.process.pid})
         assert action["state"] == "done"
         assert hang.waiting == 1
@@ -323,7 +285,7 @@ def test_a_driver_call_that_hangs_hangs_no_page_and_freezes_no_figure(node: Emul
 
 
 @pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex*", "nvmlDeviceGetCount*"])
-def test_wherever_the_driver_hangs_every_route_answers(node: EmulatedNode, watch: Any, function: str) -> None:
+def test_every_route_answers_while_the_driver_hangs(node: EmulatedNode, watch: Any, function: str) -> None:
     watched = watch(node)
     watched.wait_until_all_is_right(0, 1)
     with node.hang(function) as hang:
@@ -337,7 +299,7 @@ def test_wherever_the_driver_hangs_every_route_answers(node: EmulatedNode, watch
     watched.wait_until_all_is_right(0, 1)
 
 
-def test_a_driver_that_restarts_is_attached_again_and_the_figures_are_right(node: EmulatedNode, watch: Any) -> None:
+def test_a_driver_that_restarts_is_attached_again_with_exact_values(node: EmulatedNode, watch: Any) -> None:
     watched = watch(node)
     watched.wait_until_all_is_right(0, 1)
     init = node.slow("nvmlInit*", 0)
@@ -350,7 +312,7 @@ def test_a_driver_that_restarts_is_attached_again_and_the_figures_are_right(node
     watched.wait_for_health(200, "ok")
 
 
-def test_process_memory_that_the_driver_keeps_to_itself_is_nobodys(node: EmulatedNode, watch: Any) -> None:
+def test_hidden_process_memory_is_unattributed(node: EmulatedNode, watch: Any) -> None:
     node.set_process(FOREIGN_PID, 0, GIB)
     watched = watch(node)
     watched.wait_until_all_is_right(0)
@@ -366,7 +328,7 @@ def test_process_memory_that_the_driver_keeps_to_itself_is_nobodys(node: Emulate
     watched.wait_until_all_is_right(0, 1)
 
 
-def test_the_exporter_ends_when_it_is_told_to_while_the_driver_hangs(node: EmulatedNode, watch: Any) -> None:
+def test_sigterm_ends_the_exporter_while_the_driver_hangs(node: EmulatedNode, watch: Any) -> None:
     watched = watch(node)
     with node.hang("nvml*") as hang:
         hang.wait_for_waiting()

@@ -9,8 +9,8 @@ import pytest
 
 from gpumem_exporter.procfs import describe_command, split_cmdline
 from tests.claims import actions, device, heaps
-from tests.claims.figures import require
 from tests.claims.place import EXPANDABLE, Place
+from tests.claims.values import require
 from tests.emulation.node import EmulatedNode
 
 
@@ -24,9 +24,9 @@ def place(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator
 
 def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> None:
     bench = place.process()
-    figures = heaps.every_series_is_what_torch_says(bench, devices=(0, 1))
-    require(figures)
-    assert figures["gpumem_torch_ooms_total of device 0"].value == 1
+    values = heaps.every_series_is_what_torch_says(bench, devices=(0, 1))
+    require(values)
+    assert values["gpumem_torch_ooms_total of device 0"].value == 1
     # the driver knows every process here: its own value was compared, too
     assert all(bench.pid in book.processes for book in place.books())
     info = bench.info()
@@ -55,15 +55,15 @@ def test_a_device_s_memory_equals_that_of_the_driver_and_cuda(place: Place) -> N
 
 @pytest.mark.parametrize("settings", ["", EXPANDABLE])
 def test_a_segment_of_torch_equals_the_driver_s_allocation(place: Place, settings: str) -> None:
-    figures = device.segments(place.process(settings))
-    require(figures)
-    assert figures["1 byte: reserved"].value == 2 << 20
+    values = device.segments(place.process(settings))
+    require(values)
+    assert values["1 byte: reserved"].value == 2 << 20
 
 
 def test_a_context_is_non_torch_and_ends_with_the_process(place: Place) -> None:
-    figures = device.context_of_a_process(place)
-    require(figures)
-    assert figures["gpumem_torch_non_torch_bytes"].value == 512 << 20
+    values = device.context_of_a_process(place)
+    require(values)
+    assert values["gpumem_torch_non_torch_bytes"].value == 512 << 20
 
 
 def test_a_dry_run_touches_nothing(place: Place) -> None:

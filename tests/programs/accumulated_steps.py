@@ -1,6 +1,6 @@
-"""Training with accumulated gradients beside training with whole batches, on the CPU and on the emulated node.
+"""Training with accumulated gradients, compared with whole batches, on the CPU and on the emulated node.
 
-A process with torch that a test has started runs these functions.
+The functions run in a process with torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def optimizer_of(name: str, net: nn.Module) -> torch.optim.Optimizer:
 
 
 def train_whole(net: nn.Module, name: str, windows: list[list[Batch]], clip: float | None, epochs: int) -> list[float]:
-    """One step for each window, with all of its samples at once; the norms of the gradients."""
+    """Train one step per window with all of its samples at once; return the norms of the gradients."""
     optimizer = optimizer_of(name, net)
     norms = []
     for _ in range(epochs):
@@ -76,7 +76,7 @@ def train_accumulated(
 
 
 def difference(a: nn.Module, b: nn.Module) -> float:
-    """The largest, relative to the largest parameter."""
+    """Return the largest difference, relative to the largest parameter."""
     pairs = list(zip(_whole(a), _whole(b), strict=True))
     return max(float((p - q).abs().max()) for p, q in pairs) / max(float(q.abs().max()) for _, q in pairs)
 
@@ -92,7 +92,7 @@ def windows_of(batches: list[Batch], per_window: int) -> list[list[Batch]]:
 
 
 def against_whole(name: str, sizes: list[int], clip: float | None, left_out: list[int]) -> dict[str, Any]:
-    """Windows of 12 samples in three micro batches, for three epochs."""
+    """Train with windows of 12 samples in three micro batches, for three epochs."""
     batches = micro_batches(sizes)
     kept = [batch for number, batch in enumerate(batches) if number not in left_out]
     whole, net = model(), model()
@@ -115,7 +115,7 @@ def against_whole(name: str, sizes: list[int], clip: float | None, left_out: lis
 
 
 def in_low_precision(dtype_name: str) -> dict[str, Any]:
-    """The same windows by hand, in the same type; all shares are powers of two, so that both round alike."""
+    """Train the same windows manually in the same type; all shares are powers of two, so both are rounded alike."""
     dtype = getattr(torch, dtype_name)
     batches = micro_batches([4] * 6, torch.float32)
     by_hand, net = model(torch.float32), model(torch.float32)
@@ -139,7 +139,7 @@ def in_low_precision(dtype_name: str) -> dict[str, Any]:
 
 
 def overflowing() -> dict[str, Any]:
-    """A loss scale under which float16 overflows, until it has fallen twice."""
+    """Train with a loss scale that overflows in float16 until it has been reduced twice."""
     net = model(torch.float32)
     optimizer = optimizer_of("sgd", net)
     accumulator = training.GradientAccumulator(
@@ -174,7 +174,7 @@ def overflowing() -> dict[str, Any]:
 
 
 def of_another_size() -> list[str]:
-    """What is logged where the loader's batches are half as large, and where only the mean of mixed ones is not."""
+    """Return the log lines with batches of half the size, and with mixed sizes of the same mean."""
     net = model()
     said: list[str] = []
     handler = logging.Handler()
@@ -190,7 +190,7 @@ def of_another_size() -> list[str]:
 
 
 class OldShards(nn.Module):
-    """What tells that FSDP1 has wrapped a module."""
+    """The attribute by which FSDP1 marks a wrapped module."""
 
     compute_device = torch.device("cpu")
 
@@ -200,7 +200,7 @@ class OldShards(nn.Module):
 
 
 def refusals() -> dict[str, str]:
-    """What wrong use is told."""
+    """Return the messages for incorrect use."""
     net = model()
     optimizer = optimizer_of("sgd", net)
     told: dict[str, str] = {}
@@ -243,7 +243,7 @@ def refusals() -> dict[str, str]:
 
 
 def interrupted() -> dict[str, Any]:
-    """A backward pass that fails in the middle, a forward pass that does, and a loop that is left in a window."""
+    """A backward pass and a forward pass that fail, and a loop that is left within a window."""
     batches = micro_batches([4] * 5)
     whole, net = model(), model()
     optimizer = optimizer_of("sgd", net)
@@ -287,7 +287,7 @@ def interrupted() -> dict[str, Any]:
 
 
 def held_loops() -> list[bool]:
-    """Which micro batches end a window of two, while an earlier loop is held at its last batch, and then let go."""
+    """Return the micro batches that end a window of two while an earlier loop waits at its last batch."""
     net = model()
     accumulator = training.GradientAccumulator(net, optimizer_of("sgd", net), effective_batch=8, micro_batch=4)
     earlier = accumulator.batches(micro_batches([4]))
@@ -304,7 +304,7 @@ def held_loops() -> list[bool]:
 
 
 def on_device() -> dict[str, Any]:
-    """The peak of a window in micro batches, and of the same samples at once; and what clearing gives back."""
+    """Return the peaks of a window in micro batches and of the same samples at once, and the freed bytes."""
 
     def net_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
         layers = [part for _ in range(4) for part in (nn.Linear(512, 512), nn.GELU())]

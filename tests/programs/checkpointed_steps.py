@@ -1,6 +1,6 @@
-"""Models whose training steps are compared with and without checkpointing, on the CPU and on the emulated node.
+"""Training steps with and without checkpointing, on the CPU and on the emulated node.
 
-Functions run in a process with torch that a test has started; what they return travels as JSON.
+The functions run in a process with torch; their results are JSON.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ compare = training.compare_checkpointing
 
 
 class Block(nn.Module):
-    """A block that counts its forward passes and may misbehave in them."""
+    """A block that counts its forward passes and can fail in them."""
 
     table: torch.Tensor | None
 
@@ -31,7 +31,7 @@ class Block(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.dropout = nn.Dropout(0.2)
-        self.register_buffer("table", None)  # made when it is needed
+        self.register_buffer("table", None)  # created on first use
         self.calls = 0
         self.misbehave = misbehave
 
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A stem, blocks, two lists that are shorter or mixed, and a head."""
+    """A model with a stem, blocks, two shorter or mixed lists, and a head."""
 
     def __init__(self, blocks: int = 5, width: int = 16, **options: Any) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 def refused(call: Callable[[], object]) -> str:
-    """What a configuration error says; empty where there is none."""
+    """Return the message of a configuration error; empty if there is none."""
     try:
         call()
     except ConfigurationError as error:
@@ -95,7 +95,7 @@ def state_of(net: nn.Module) -> list[object]:
 
 
 def simulated_in_evaluation() -> dict[str, Any]:
-    """The peaks of a model in each mode, and what was drawn for them."""
+    """Return the peaks of a model in each mode, and its random numbers."""
     net, batch = Net(width=64, misbehave=lambda x: x * random.random()), torch.randn(512, 64)
     before = state_of(net)
     peaks = {
@@ -106,10 +106,10 @@ def simulated_in_evaluation() -> dict[str, Any]:
 
 
 def left_alone(failing: bool) -> list[bool]:
-    """Whether each part of a model's state is as before, once a comparison is over or has failed on its way."""
+    """Return whether each part of a model's state is unchanged after a comparison that succeeds or fails."""
     net = Net(misbehave=lambda x: x * random.random() * np.random.rand())
     own = net.blocks[1].forward
-    net.blocks[1].forward = lambda x: own(x)  # somebody else's, which must be there afterwards
+    net.blocks[1].forward = lambda x: own(x)  # from other code; must remain
     given = net.blocks[1].forward
     net.head.register_forward_hook(lambda *_: None)
     net(torch.randn(8, 16)).sum().backward()
@@ -135,7 +135,7 @@ def left_alone(failing: bool) -> list[bool]:
 
 
 def without_library_memory() -> list[bool]:
-    """Which ways a library has no memory for; the allocator's own error is not theirs."""
+    """Return the modes in which a library runs out of memory, as opposed to the allocator."""
 
     def only_in_checkpoints(x: torch.Tensor) -> torch.Tensor:
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -147,7 +147,7 @@ def without_library_memory() -> list[bool]:
 
 
 def losses(watched: bool) -> list[str]:
-    """Of a training with dropout, with a comparison between the steps or without."""
+    """Train with dropout, with or without a comparison between the steps."""
     net = Net()
     torch.manual_seed(4)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
@@ -165,7 +165,7 @@ def losses(watched: bool) -> list[str]:
 
 
 def differing() -> dict[str, Any]:
-    """What checkpointing does move: numbers that are drawn anew, and statistics that are counted twice."""
+    """Return what checkpointing changes: random numbers that are drawn again, and statistics that are counted twice."""
     random.seed(2)
     drawing = Net(misbehave=lambda x: x * random.random())
     norms = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(3)))
@@ -247,9 +247,9 @@ def transformer() -> nn.Module:
 
 
 def on_device() -> dict[str, Any]:
-    """The same comparison on a device: first in a process that has had no higher peak, with resets, simulated."""
+    """Compare on a device: first without a higher peak, then with resets, then simulated."""
     net, batch = transformer().cuda(), torch.randn(8, 64, 128, device="cuda")
-    compare(net, batch[:1], repeats=1)  # what torch keeps from its first kernels on is there
+    compare(net, batch[:1], repeats=1)  # allocates what torch keeps after its first kernels
     torch.cuda.reset_peak_memory_stats()
     keeping = _peaks()
     first = told(compare(net, batch, repeats=2))
@@ -276,7 +276,7 @@ def _peaks() -> dict[str, int]:
 
 
 def without_room() -> dict[str, Any]:
-    """On a device on which the step runs with checkpoints alone."""
+    """Compare on a device on which the step fits only with checkpoints."""
     net, batch = transformer().cuda(), torch.randn(256, 64, 128, device="cuda")
     needed = {row.every: row.peak_bytes for row in compare(net, batch, repeats=1, reset_peaks=True).rows}
     torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Models that are run for their outputs, and whose weights are changed, on the CPU and on the emulated node.
+"""Models for inference, with and without changed weights, on the CPU and on the emulated node.
 
-Functions run in a process with torch that a test has started; what they return travels as JSON.
+The functions run in a process with torch; their results are JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """What the package logs meanwhile."""
+    """Collect the log lines of the package."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -120,7 +120,7 @@ def optimizing() -> dict[str, Any]:
 
 
 class WithNothing(nn.Module):
-    """Has an output that is always 0, and one without any number."""
+    """A model with an output that is always 0 and one that is empty."""
 
     def __init__(self) -> None:
         super().__init__()

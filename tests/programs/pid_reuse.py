@@ -1,4 +1,4 @@
-"""Run as pid 1 of a PID namespace: has a pid used again while the exporter watches. Prints `done`, or fails."""
+"""Reuses a pid while an exporter runs; runs as pid 1 of a PID namespace. Prints `done`, or fails."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ HOLD = "say(malloc(%d << 20)[0]); wait()"
 
 
 def choose_next_pid(pid: int) -> None:
-    """The next process that is started here gets this pid."""
+    """Give the next process this pid."""
     Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
 
 
 def start(node: EmulatedNode, mebibytes: int) -> Program:
-    """A program with that much memory on the first device, under the chosen pid."""
+    """Start a program with this memory on the first device, under the chosen pid."""
     choose_next_pid(PID)
     program = Program(node, HOLD % mebibytes)
     assert program.pid == PID, f"{program.pid}: another process was faster"
@@ -47,7 +47,7 @@ def identity(session: str) -> ProcessIdentity:
 
 
 def send(exporter: ExporterProcess, connection: Connection, report: Report) -> list[dict[str, object]]:
-    """Report and return the commands that come back."""
+    """Send a report and return the commands of the reply."""
     headers = {"Content-Type": "application/json"}
     answer = connection.request("POST", REPORTS_PATH, json.dumps(to_wire(report)).encode(), headers)
     assert answer.status == 200, answer
@@ -55,7 +55,7 @@ def send(exporter: ExporterProcess, connection: Connection, report: Report) -> l
 
 
 def main() -> None:
-    """Two programs, one after the other, under one pid: the first reports, the second does not, then does."""
+    """Run two programs under one pid: the first reports, the second reports only later."""
     with tempfile.TemporaryDirectory() as folder, EmulatedNode(Path(folder) / "node") as node:
         exporter = ExporterProcess(
             Path(folder),
@@ -83,7 +83,7 @@ def check(node: EmulatedNode, exporter: ExporterProcess, connection: Connection)
             lambda: exporter.metrics().values("gpumem_torch_non_torch_bytes", **labels) == [used - 40 * MIB], "a poll"
         )
         action = exporter.act("empty_cache", target={"pid": PID}, deadline_seconds=600, wait_seconds=0, expect=202)
-        os.kill(exporter.pid, signal.SIGSTOP)  # it must not see that the pid was nobody's for a moment
+        os.kill(exporter.pid, signal.SIGSTOP)  # it must not see the time without a process of this pid
         first.kill()
     with start(node, 128) as second:
         os.kill(exporter.pid, signal.SIGCONT)
@@ -93,7 +93,7 @@ def check(node: EmulatedNode, exporter: ExporterProcess, connection: Connection)
             lambda: exporter.metrics().values("gpumem_process_memory_used_bytes", **labels) == [used],
             "a poll of the second",
         )
-        # in the very scrape that shows the second's bytes, they are nobody's that reports
+        # the first scrape with the bytes of the second program has no reporter for them
         metrics = exporter.metrics()
         metrics.assert_ledgers_add_up()
         assert metrics.ledgers()[uuid]["other_processes"] == used

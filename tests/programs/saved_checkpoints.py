@@ -1,6 +1,6 @@
-"""Checkpoints as a training script saves them, on the CPU and on the emulated node, with disks that are full.
+"""Checkpoints of a training script, on the CPU and on the emulated node, also with a full disk.
 
-Functions run in a process with torch that a test has started; what they return travels as JSON.
+The functions run in a process with torch; their results are JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def step(model: nn.Module, optimizer: Any, schedule: Any) -> str:
 
 
 def saved_by_a_handler_meanwhile(folder: str) -> dict[str, Any]:
-    """Where the tensors of two checkpoints load to: one, and one that a signal's handler saves while it is written."""
+    """Return the devices of the tensors of a checkpoint, and of one that a signal handler saves meanwhile."""
     tensors = [torch.full((MIB,), float(number), device="cuda") for number in range(4)]
     handled: list[int] = []
 
@@ -77,7 +77,7 @@ def saved_by_a_handler_meanwhile(folder: str) -> dict[str, Any]:
 
 
 def resumed(path: str) -> list[list[str]]:
-    """The losses of a training that goes on, and of one that goes on from its checkpoint."""
+    """Return the losses of a training that continues, and of one that continues from its checkpoint."""
     parts = trained()
     saved = save(path, model=parts[0], optimizer=parts[1], schedule=parts[2], step=2, rates=[0.1, None])
     on = [step(*parts) for _ in range(3)]
@@ -92,7 +92,7 @@ def resumed(path: str) -> list[list[str]]:
 
 
 def kept_as_torch_keeps(folder: str) -> dict[str, bool]:
-    """Tied weights, views and strides, beside what torch.save makes of them."""
+    """Compare tied weights, views and strides with the result of torch.save."""
     layer = nn.Linear(64, 64)
     large = torch.randn(256, 256)
     tree = {
@@ -123,11 +123,11 @@ def kept_as_torch_keeps(folder: str) -> dict[str, bool]:
 
 
 class Unknown:
-    """Nothing that torch would load."""
+    """An object that torch does not load."""
 
 
 def failing(folder: str) -> dict[str, list[Any]]:
-    """For each way of failing: what the error is, and whether the file of before is all there is, as it was."""
+    """Return for each failure the error, and whether only the previous file exists, unchanged."""
     path = Path(folder) / "last.pt"
     save(path, step=1)
     before = path.read_bytes()
@@ -157,14 +157,14 @@ def failing(folder: str) -> dict[str, list[Any]]:
 
 
 class Interrupting:
-    """Ctrl-C in the middle of saving."""
+    """Interrupt a save."""
 
     def __reduce__(self) -> str:
         raise KeyboardInterrupt
 
 
 def while_writing(call: Callable[[], object]) -> None:
-    """Ctrl-C when a few pieces are written: torch's writer says something of its own then."""
+    """Interrupt a save after a few writes, when torch's writer raises its own error."""
     write, writes = os.write, iter(range(3))
 
     def interrupted(descriptor: int, data: bytes) -> int:
@@ -180,7 +180,7 @@ def while_writing(call: Callable[[], object]) -> None:
 
 
 def with_little_room(call: Callable[[], object]) -> None:
-    """No file may grow beyond 1 MiB: the kernel refuses to write, as on a full disk."""
+    """Limit files to 1 MiB, so that writes fail as on a full disk."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
     try:
@@ -190,7 +190,7 @@ def with_little_room(call: Callable[[], object]) -> None:
 
 
 def replaced(folder: str) -> dict[str, Any]:
-    """A link and its permissions stay; a new file gets those of any other."""
+    """Return the link and the permissions after saving over a link, and the permissions of a new file."""
     umask = os.umask(0o027)
     try:
         target, link = Path(folder) / "epoch-1.pt", Path(folder) / "last.pt"
@@ -259,7 +259,7 @@ def fully_sharded(path: str) -> str:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of one rank, and of the class itself
+            warnings.simplefilter("ignore")  # of one rank and of the class
             part = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
         gathered: list[object] = []
         part.register_state_dict_pre_hook(lambda *given: gathered.append(given))
@@ -272,7 +272,7 @@ def fully_sharded(path: str) -> str:
 
 
 def from_device(folder: str) -> dict[str, Any]:
-    """What saving from a device takes of it and of the host's memory."""
+    """Return the device memory and the host memory that a save from a device uses."""
     model = nn.Sequential(nn.Linear(2048, 2048), *(nn.Linear(1024, 1024) for _ in range(15))).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
@@ -280,7 +280,7 @@ def from_device(folder: str) -> dict[str, Any]:
     optimizer.step()
     odd = torch.ones(64, 32, device="cuda").t()[::2]
     path = Path(folder) / "device.pt"
-    save(path, odd=odd)  # what Python and torch take once
+    save(path, odd=odd)  # allocates what Python and torch keep
     statistics = torch.cuda.memory_stats()
     with _staged_at_once() as staged:
         saved = save(path, model=model, optimizer=optimizer, odd=odd)
@@ -300,7 +300,7 @@ def from_device(folder: str) -> dict[str, Any]:
 
 
 def read(folder: str) -> dict[str, Any]:
-    """The file of `from_device`, where there is no device."""
+    """Load the file of `from_device` without a device."""
     kept = load(Path(folder) / "device.pt")
     tensors = [*kept["model"].values(), *kept["optimizer"]["state"][0].values(), kept["odd"]]
     try:
@@ -312,7 +312,7 @@ def read(folder: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _staged_at_once() -> Iterator[list[int]]:
-    """Bytes of all copies of storages on the host that live at once, at each time that one is made."""
+    """Record the bytes of all living host copies of storages whenever one is created."""
     copies: list[weakref.ref[Any]] = []
     sizes: list[int] = []
     copy_to_host = torch.UntypedStorage.cpu

@@ -1,6 +1,6 @@
-"""Searches for a batch size, on an emulated device small enough that models of a few MiB fill it.
+"""Searches for a batch size on an emulated device that models of a few MiB fill.
 
-A process with torch that a test has started runs these functions.
+The functions run in a process with torch.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def runs(step: Callable[[int], None], size: int, times: int) -> bool:
 
 
 def found() -> dict[str, Any]:
-    """A search, and what then trains; and what the statistics say."""
+    """Search, train with the result, and return the statistics."""
     step = training_step()
     resets: list[Any] = []
     reset = torch._C._cuda_resetPeakMemoryStats
     torch._C._cuda_resetPeakMemoryStats = resets.append
     search = training.find_batch_size(step, start=1000, multiple_of=UNIT, margin=0)
     first = torch.cuda.max_memory_allocated()
-    step(UNIT)  # so that it has its gradients, as after a search
+    step(UNIT)  # creates the gradients, as after a search
     before = torch.cuda.memory_stats()
     again = training.find_batch_size(step, start=60000, multiple_of=UNIT, margin=0.1)
     after = torch.cuda.memory_stats()
@@ -77,7 +77,7 @@ def found() -> dict[str, Any]:
 
 
 def ends() -> dict[str, Any]:
-    """Searches that end otherwise than between two sizes."""
+    """Searches that do not end between two sizes."""
     told: dict[str, Any] = {}
     asked: list[int] = []
     wrong = ValueError("no such sample")

@@ -1,7 +1,7 @@
-"""Training scripts that run out of memory, one for each cause; each takes the advice that it was given and follows it.
+"""Training scripts that run out of memory, one for each cause; each can follow the advice of its diagnosis.
 
-They run on a device of 8 GiB with real autograd and the real allocator. `run(name, advice)` runs one: it raises
-OutOfMemoryError, or returns.
+They run on a device of 8 GiB with real autograd and the real allocator. `run(name, advice)` runs one script, which
+raises OutOfMemoryError or returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _train(model: torch.nn.Module, batches: list[int]) -> Any:
 
 
 def forward(advice: Any) -> None:
-    """A batch that is too large, after two that fitted: its activations do not fit."""
+    """The activations of the third batch do not fit; those of the first two do."""
     size = 120_000
     micro = advice.batch_size if advice else size
     steps = -(-size // micro)
@@ -45,7 +45,7 @@ def forward(advice: Any) -> None:
 
 
 class _WidensBackwards(torch.autograd.Function):
-    """Needs eight times its input in its backward pass, for a moment."""
+    """Temporarily needs eight times its input in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class _Widens(torch.nn.Module):
 
 
 def backward(advice: Any) -> None:
-    """The forward pass fits, what the backward pass needs beside it does not."""
+    """The forward pass fits, the additional memory of the backward pass does not."""
     size = 90_000
     micro = advice.batch_size if advice else size
     model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), _Widens(), torch.nn.Linear(WIDTH, WIDTH)).to("cuda")
@@ -71,7 +71,7 @@ def backward(advice: Any) -> None:
 
 
 def optimizer(advice: Any) -> None:
-    """Parameters and gradients fit, AdamW's two more copies do not."""
+    """Parameters and gradients fit, AdamW's state does not."""
     model = torch.nn.Sequential(*[torch.nn.Linear(8192, 8192, bias=False, device="cuda") for _ in range(10)])
     smaller = advice is not None and advice.kind == "optimizer_state"
     chosen = torch.optim.Adafactor(model.parameters()) if smaller else torch.optim.AdamW(model.parameters())
@@ -81,7 +81,7 @@ def optimizer(advice: Any) -> None:
 
 
 def data_transfer(advice: Any) -> None:
-    """The whole data set goes to the device."""
+    """The whole data set is copied to the device."""
     data = torch.empty(1_000, MIB, dtype=torch.uint8)
     ballast = torch.empty(6_500 * MIB, dtype=torch.uint8, device="cuda")
     model = torch.nn.Linear(1, 1).to("cuda")
@@ -96,14 +96,14 @@ def data_transfer(advice: Any) -> None:
 
 
 def fragmentation(advice: Any) -> None:
-    """Free memory in pieces between live tensors."""
+    """Free memory is fragmented by live tensors."""
     if advice is not None and advice.kind == "expandable_segments":
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     try:
         with client.oom_guard(on_oom=keep):
             large = [torch.empty(700 * MIB, dtype=torch.uint8, device="cuda") for _ in range(9)]
             del large
-            # The cached segments are cut: something small stays in each.
+            # A small tensor stays in each cached segment.
             kept = []
             for _ in range(9):
                 moment = torch.empty(620 * MIB, dtype=torch.uint8, device="cuda")
@@ -118,14 +118,14 @@ def fragmentation(advice: Any) -> None:
 
 
 def other_process(advice: Any) -> None:
-    """A job that fits an empty device; the caller puts another process beside it, and ends it as advised."""
+    """A job that fits an empty device; the caller starts another process on it, and ends that as advised."""
     model = _model()
     with client.oom_guard(on_oom=keep):
         model(torch.empty(50_000, WIDTH, device="cuda")).sum().backward()
 
 
 def leak(advice: Any) -> None:
-    """Every output is kept, with its graph."""
+    """Keeps every output with its graph."""
     model = _model(2)
     history = []
 
@@ -140,7 +140,7 @@ def leak(advice: Any) -> None:
 
 
 def huge_request(advice: Any) -> None:
-    """Distances of all pairs, at once."""
+    """Computes the distances of all pairs at once."""
     points = torch.empty(60_000, 64, device="cuda")
     rows = 2_000 if advice is not None and advice.kind == "split_request" else len(points)
     with client.oom_guard(on_oom=keep):
@@ -161,13 +161,13 @@ STAGES = {
         (huge_request, "split_request"),
     )
 }
-"""Each script, and the kind of advice that is the right one."""
+"""Each script with the right kind of advice."""
 
 _last: list[Any] = []
 
 
 def run(name: str, *, follow: bool = False) -> dict[str, Any]:
-    """Run one script; with `follow` it follows the first advice of the last diagnosis."""
+    """Run one script; with `follow`, it follows the first advice of the last diagnosis."""
     advice = _last[-1].advice[0] if follow else None
     outcome: dict[str, Any] = {"error": None}
     try:
@@ -189,7 +189,7 @@ def keep(diagnosis: Any) -> None:
 
 
 def last() -> dict[str, Any]:
-    """The first advice of the last diagnosis, and where it happened."""
+    """Return the first advice of the last diagnosis and the location of the error."""
     diagnosis = _last[-1]
     first = diagnosis.advice[0]
     return {

@@ -1,7 +1,6 @@
-"""Two ranks, each with a device of its own, that accumulate gradients and search for a batch size.
+"""Two ranks with one device each that accumulate gradients and search for a batch size.
 
-Processes with torch that a test has started call `run`. The second rank has fewer samples, and the first one less
-memory.
+Processes with torch call `run`. The second rank has fewer samples, the first one less memory.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from tests.programs.accumulated_steps import (
 from tests.programs.searched_batches import UNIT, training_step
 
 SIZES = ([4, 4, 4, 4, 3], [4, 4, 4, 2, 1])
-"""Two micro batches are a window, so that the last one is short in both ways."""
+"""Two micro batches are a window, so the last window and its last batch are short."""
 CLIP = 1.0
 
 
 def ddp(net: nn.Module) -> tuple[nn.Module, list[int]]:
-    """The wrapped model, and how often its gradients were averaged."""
+    """Return the wrapped model and a count of the averages of its gradients."""
     wrapped, averaged = nn.parallel.DistributedDataParallel(net), [0]
 
     def hook(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations, and wants no strings
@@ -48,7 +47,7 @@ def ddp(net: nn.Module) -> tuple[nn.Module, list[int]]:
 
 
 def fsdp(net: nn.Module) -> tuple[nn.Module, list[int]]:
-    """The sharded model, and how often its gradients were there after a micro batch: when they had been averaged."""
+    """Return the sharded model and a count of averaged gradients after a micro batch."""
     mesh, averaged = dist.device_mesh.init_device_mesh("cpu", (2,)), [0]
     for layer in (net[0], net[3], net):
         fully_shard(layer, mesh=mesh)
@@ -91,7 +90,7 @@ def accumulate(rank: int) -> dict[str, Any]:
 
 
 def leave_a_window(accumulator: training.GradientAccumulator, net: nn.Module, batches: list[Batch]) -> None:
-    """Its gradient is still this rank's own; nothing of it may be in the next window."""
+    """The gradient is still local to this rank and must not be in the next window."""
     for x, y in accumulator.batches(batches):
         with accumulator.forward():
             loss = functional.cross_entropy(net(x), y)
@@ -108,7 +107,7 @@ def misuse() -> dict[str, Any]:
     told["uneven"] = caught(
         lambda: training.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4),
     )
-    # A model that nothing wraps is trained by each rank for itself.
+    # Each rank trains an unwrapped model independently.
     told["alone"] = training.GradientAccumulator(
         model(), optimizer, effective_batch=12, micro_batch=4
     ).accumulation_steps
@@ -155,7 +154,7 @@ def run(rank: int, store: str) -> dict[str, Any]:
 
     Args:
         rank: 0 or 1.
-        store: Path of a file in which the ranks find each other; it does not exist yet.
+        store: The path of a new file by which the ranks find each other.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """Checks of the containers that docker-compose.yml and the Kubernetes manifest describe.
 
-run.sh runs it in network and mount namespaces of its own, with the folder of podman's store. It needs only the standard
-library. Each check is one sentence, printed with its values. The first that fails ends the run, with the containers'
+run.sh runs it in new network and mount namespaces, with the folder of podman's store. It needs no packages. Each check
+is one sentence, which is printed with its values. The first failure ends the run and prints the containers'
 logs.
 """
 
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = float(os.environ.get("GPUMEM_PATIENCE") or "1")
-"""As in tests/support/waiting.py: a factor for all limits, for slow machines."""
+"""A factor for all limits, for slow machines, as in tests/support/waiting.py."""
 WAIT_SECONDS = 60.0 * PATIENCE
 ALERT_SECONDS = 180.0 * PATIENCE
 """The demo is scraped every 15 s, its rules are evaluated every 15 s, and Alertmanager groups alerts."""
@@ -48,7 +48,7 @@ yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", **template}, sys.stdout)
 
 
 class Stack:
-    """podman and docker-compose on the store of run.sh, and the containers as a test sees them."""
+    """podman and docker-compose on the store of run.sh, and the containers."""
 
     def __init__(self, work: Path) -> None:
         self.work = work
@@ -56,29 +56,29 @@ class Stack:
         self._ended = threading.Event()
 
     def podman(self, *words: str, stdin: str = "") -> str:
-        """What podman prints; an AssertionError with what it complained of if it failed."""
+        """Run podman and return its output; raises AssertionError with its errors."""
         return _run(self._podman, *words, stdin=stdin)
 
     def compose(self, *words: str) -> str:
-        """What docker-compose prints, by podman's API."""
+        """Run docker-compose on podman's API and return its output."""
         return _run(str(self.work / "docker-compose"), *words)
 
     def inspect(self, container: str) -> dict[str, Any]:
-        """All that podman knows of a container."""
+        """Return podman's description of a container."""
         (found,) = json.loads(self.podman("container", "inspect", container))
         return dict(found)
 
     def inside(self, container: str, *words: str) -> str:
-        """What a command prints that runs in a container, as its user."""
+        """Run a command in a container as its user and return the output."""
         return self.podman("exec", container, *words)
 
     def asked_inside(self, container: str, path: str) -> Any:
-        """What the exporter answers over its own loopback: events are shown to nobody else."""
+        """Return the exporter's answer over its loopback, which events require."""
         return json.loads(self.inside(container, "python", "-c", GET, path))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """podman's API, and the timer of the health checks that systemd would be."""
+        """Run podman's API, and the health checks, which systemd would run."""
         with (self.work / "service.log").open("ab") as log:
             address = f"unix://{self.work / 'podman.sock'}"
             service = subprocess.Popen(
@@ -92,7 +92,7 @@ class Stack:
         finally:
             self._ended.set()
             timer.join()
-            # Those that podman starts again by itself must go before it does.
+            # Containers with a restart policy must be removed before podman stops.
             subprocess.run([self._podman, "pod", "rm", "--all", "--force"], capture_output=True, check=False)
             subprocess.run([self._podman, "rm", "--all", "--force", "--time", "1"], capture_output=True, check=False)
             service.terminate()
@@ -105,14 +105,14 @@ class Stack:
                 subprocess.run([self._podman, "healthcheck", "run", container], capture_output=True, check=False)
 
     def print_logs(self) -> None:
-        """The last lines of every container, for whoever must find out."""
+        """Print the last lines of every container's log."""
         for name in self.podman("ps", "--all", "--format", "{{.Names}}").split():
             print(f"--- {name}", file=sys.stderr)
             subprocess.run([self._podman, "logs", "--tail", "20", name], stdout=sys.stderr, check=False)
 
 
 def check_compose_file(stack: Stack) -> str:
-    """docker compose takes the file, and starts the exporter on GPUs or the demo, never both"""
+    """docker compose accepts the file, and starts either the exporter on GPUs or the demo"""
     others = {"prometheus", "alertmanager", "grafana"}
     plain = set(stack.compose("config", "--services").split())
     demo = set(stack.compose("--profile", "demo", "config", "--services").split())
@@ -122,7 +122,7 @@ def check_compose_file(stack: Stack) -> str:
 
 
 def check_start(stack: Stack) -> str:
-    """all but Grafana start, in the order of their conditions, and become healthy by their own health checks"""
+    """all services except Grafana start in the order of their conditions and become healthy"""
     began = time.monotonic()
     stack.compose("--profile", "demo", "up", "--detach", "--no-build", "demo", "prometheus", "alertmanager")
     for service in ("demo", "alertmanager", "prometheus"):
@@ -152,7 +152,7 @@ def check_confinement(stack: Stack) -> str:
 
 
 def check_prometheus(stack: Stack) -> str:
-    """Prometheus scrapes the exporter by its name in the file, has loaded every rule and knows the Alertmanager"""
+    """Prometheus scrapes the exporter by its service name, has loaded every rule and has the Alertmanager"""
 
     def targets() -> dict[str, str]:
         active = get_json(PROMETHEUS, "/api/v1/targets")["data"]["activeTargets"]
@@ -200,7 +200,7 @@ def check_alert(stack: Stack) -> str:
 
 
 def check_actions(stack: Stack) -> str:
-    """an action is refused through the published port, naming the flag that allows it, and accepted in the container"""
+    """an action is refused through the published port, with the flag that allows it, and accepted in the container"""
     body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True})
     connection = http.client.HTTPConnection("127.0.0.1", EXPORTER, timeout=10)
     try:
@@ -217,7 +217,7 @@ def check_actions(stack: Stack) -> str:
 
 
 def check_demo(stack: Stack) -> str:
-    """the published port shows the demo, which says that it is one, and /health has nothing to complain of"""
+    """the published port shows the demo as a demo, and /health is ok"""
     metrics = get(EXPORTER, "/metrics")
     assert 'source="demo"' in next(line for line in metrics.splitlines() if line.startswith("gpumem_exporter_build"))
     health = get_json(EXPORTER, "/health")
@@ -227,17 +227,16 @@ def check_demo(stack: Stack) -> str:
 
 
 def check_extra(stack: Stack) -> str:
-    """the image has what names pods: the extra `kubernetes`"""
+    """the image has the extra `kubernetes` for the names of pods"""
     program = "import grpc, google.protobuf as p; print('grpcio', grpc.__version__, 'protobuf', p.__version__)"
     return stack.inside("gpumem-demo-1", "python", "-c", program).strip()
 
 
 def check_events(stack: Stack) -> str:
-    """events are written to the volume, and outlive a restart of the container and another container in its place"""
+    """events are in the volume after a restart of the container and in a new container"""
     name, path = "gpumem-demo-1", "/api/v1/events?after=0&limit=10"
     folder = stack.inside(name, "stat", "-c", "%u %a", "/var/lib/gpumem").strip()
-    # The mode shows that the volume took after the image's folder, as its owner does with Docker. podman gives it to
-    # the container's user in any case.
+    # The mode shows that the volume was copied from the image's folder. podman always gives it to the container's user.
     assert folder == "65532 700", folder
     wait_for("ten events", lambda: len(stack.asked_inside(name, path)["events"]) == 10)
     before = stack.asked_inside(name, path)["events"]
@@ -255,7 +254,7 @@ def check_events(stack: Stack) -> str:
 
 
 def check_stop(stack: Stack) -> str:
-    """SIGTERM ends the exporter, which is the container's first process, with status 0 within two seconds"""
+    """SIGTERM ends the exporter, the container's first process, with status 0 within two seconds"""
     name = "gpumem-demo-1"
     began = time.monotonic()
     stack.podman("stop", "--time", "20", name)
@@ -267,9 +266,9 @@ def check_stop(stack: Stack) -> str:
 
 
 def check_gpu_profile(stack: Stack) -> str:
-    """without the profile the exporter runs in the host's PID namespace; with no driver it is healthy, and says so"""
+    """without the profile the exporter runs in the host's PID namespace and is healthy without a driver"""
     stack.compose("--profile", "demo", "down", "--timeout", "5")
-    # No device plugin is here that could be asked for GPUs, so that one reservation is left out.
+    # There is no device plugin for GPUs, so the reservation is removed.
     override = stack.work / "without-gpus.yml"
     override.write_text("services:\n  exporter:\n    deploy: !reset null\n")
     files = ("--file", "docker-compose.yml", "--file", str(override))
@@ -285,7 +284,7 @@ def check_gpu_profile(stack: Stack) -> str:
 
 
 def check_kubernetes(stack: Stack) -> str:
-    """the DaemonSet's pod runs as its manifest has it: root without a capability, events in the host's folder, 0700"""
+    """the DaemonSet's pod runs as root without a capability, with events in the host's folder, 0700"""
     image = "docker.io/library/gpumem-exporter:latest"
     manifest = (ROOT / "deploy" / "kubernetes" / "exporter.yaml").read_text()
     (tag,) = (line.split("image: ")[1].strip() for line in manifest.splitlines() if "image: " in line)
@@ -349,7 +348,7 @@ def wait_for(what: str, condition: Callable[[], Any], limit_seconds: float = WAI
 
 
 def get(port: int, path: str) -> str:
-    """What a published port answers, as text."""
+    """Return the answer of a published port as text."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request("GET", path)
@@ -362,7 +361,7 @@ def get(port: int, path: str) -> str:
 
 
 def get_json(port: int, path: str) -> dict[str, Any]:
-    """What a published port answers, as JSON."""
+    """Return the answer of a published port as JSON."""
     return dict(json.loads(get(port, path)))
 
 
@@ -378,7 +377,7 @@ def _run(*words: str, stdin: str = "") -> str:
 
 
 def main() -> int:
-    """Run every check; 0 if all hold."""
+    """Run every check; return 0 if all pass."""
     stack = Stack(Path(sys.argv[1]))
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     with stack.running():
@@ -391,7 +390,7 @@ def main() -> int:
                 print(f"FAILED  {sentence}\n{error}", file=sys.stderr)
                 return 1
             print(f"ok  {sentence}: {figures}", flush=True)
-    print(f"all {len(CHECKS)} hold; Grafana was not started: its image is in no package")
+    print(f"all {len(CHECKS)} checks passed; Grafana was not started, because no package has its image")
     return 0
 
 

@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/../.."
 . deploy/environment.sh
 
-[ "$(id -u)" -eq 0 ] || fail "this makes containers and network namespaces: run it as root"
+[ "$(id -u)" -eq 0 ] || fail "the test creates containers and network namespaces: run it as root"
 missing=
 while read -r file package; do
     have "$file" || [ -e "$file" ] || missing="$missing $package"
@@ -38,7 +38,7 @@ finish() {
 trap finish EXIT
 trap 'exit 1' INT TERM
 
-# A store of its own beside whatever the machine's podman has. runc and cgroupfs work without systemd as well.
+# A separate store of podman. runc and cgroupfs work without systemd.
 cat >"$work/build.conf" <<END
 [containers]
 default_ulimits = ["nofile=4096:4096", "nproc=4096:4096"]
@@ -59,14 +59,14 @@ END
 chmod +x "$work/podman"
 export CONTAINERS_CONF="$work/build.conf" DOCKER_HOST="unix://$work/podman.sock" DOCKER_BUILDKIT=0
 
-# quietly COMMAND…: shows what it printed if it failed.
+# quietly COMMAND…: prints the output only if the command fails.
 quietly() { "$@" >"$work/log" 2>&1 || { cat "$work/log" >&2; fail "failed: $*"; }; }
 
 base=$(sed -n 's/^ARG PYTHON_IMAGE=//p' Dockerfile)
 say "making the stand-in for $base from Debian's packages"
 set -- --quiet --variant=minbase --include=python3,python3-venv,python3-pip,ca-certificates
 authorities=/etc/ssl/certs/ca-certificates.crt
-# What this machine trusts: a proxy between it and the packages may have a certificate of its own.
+# The authorities that this machine trusts, for a proxy with its own certificate.
 [ ! -e $authorities ] || set -- "$@" --customize-hook="upload $authorities $authorities"
 # shellcheck disable=SC2016 # mmdebstrap says what $1 is
 quietly mmdebstrap "$@" --customize-hook='ln -s python3 "$1/usr/bin/python"' "${base##*-}" "$work/python.tar"
@@ -74,7 +74,7 @@ quietly "$work/podman" import -c 'CMD ["python3"]' -c "ENV PIP_CERT=$authorities
     "docker.io/library/$base"
 rm "$work/python.tar"
 
-# The images are called what docker-compose.yml calls them.
+# The images have the names of docker-compose.yml.
 for name in prometheus alertmanager compose; do
     image=$(sed -n "s|^ *image: \(prom/$name:.*\)|\1|p" docker-compose.yml)
     say "making the stand-in for ${image:-$name}"
@@ -94,6 +94,6 @@ kill "$service" 2>/dev/null || true
 wait "$service" || true
 service=
 
-# A network of its own: the published ports are free there, and no rule of the machine's firewall is touched.
+# A separate network namespace, with free ports and without the machine's firewall.
 export CONTAINERS_CONF="$work/run.conf"
 unshare --net --mount --propagation private python3 tests/stack/checks.py "$work"

@@ -1,4 +1,4 @@
-"""Which alerts the project's rules would have raised over a history: promtool runs the rules, `for` and all."""
+"""The alerts of the project's rules over a history, evaluated by promtool with `for`."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 def metrics_in_rules() -> frozenset[str]:
-    """The metrics that the rules read."""
+    """Return the names of the metrics in the rules."""
     return frozenset(name for rules in RULES for name in re.findall(r"\bgpumem_\w+", rules.read_text()))
 
 
 @dataclass(frozen=True, slots=True)
 class Alerts:
-    """The labels of alerts, in the order of their names."""
+    """The labels of alerts, sorted by name."""
 
     raised: Sequence[Mapping[str, str]]
-    """Those that fired at any time."""
+    """Alerts that fired at any time."""
     firing: Sequence[Mapping[str, str]]
-    """Those that fire at the end."""
+    """Alerts that fire at the end."""
 
 
 def alerts_over(history: History, folder: Path) -> Alerts:
-    """Run the rules over a history."""
+    """Evaluate the rules over a history."""
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     firing = 'ALERTS{alertstate="firing"}'
     raised = f"count_over_time({firing}[{history.seconds + 1}s])"
-    # promtool shows what it found only where that is not what was expected: nothing is expected.
+    # promtool prints results only if they differ from the expected ones, so none are expected.
     expected = [
         {"expr": expression, "eval_time": f"{history.seconds}s", "exp_samples": []} for expression in (raised, firing)
     ]
@@ -70,7 +70,7 @@ def _labels(text: str) -> list[dict[str, str]]:
 
 
 def _notation(values: list[str | None]) -> str:
-    """One series as promtool reads it: `_` is missing, `stale` says that it has ended, `v+0xN` is N + 1 times v."""
+    """Return a series in promtool's notation: `_` is missing, `stale` ends a series, `v+0xN` is N + 1 times v."""
     words: list[str] = []
     i = 0
     while i < len(values):

@@ -1,4 +1,4 @@
-"""The project's Prometheus and Alertmanager configurations as real servers, made fast, and a receiver behind them."""
+"""Prometheus and Alertmanager with the project's configurations and shorter durations, and a webhook receiver."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.support.waiting import patient, wait_for
 DEPLOY = REPOSITORY / "deploy"
 SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 INTERVAL = "250ms"
-"""Of scrapes and evaluations: not so short that a slow machine misses them."""
+"""The interval of scrapes and evaluations, long enough for a slow machine."""
 _DURATION = r"(?:\d+(?:ms|[smhd]))+"
-# Durations stand in range and subquery brackets, behind `offset`, and alone as the value of these keys.
+# Durations are in range and subquery brackets, after `offset`, and the values of these keys.
 _IN_RULES = re.compile(rf"(?<=\[){_DURATION}(?=[\]:])|(?<=\d[smhd]:){_DURATION}(?=\])|(?<=offset ){_DURATION}\b")
 _KEYS = (
     *("for", "keep_firing_for", "interval", "scrape_interval", "scrape_timeout", "evaluation_interval"),
@@ -33,7 +33,7 @@ _KEYS = (
 
 
 def hastened(document: Any, times: float) -> Any:
-    """A YAML document of Prometheus or Alertmanager with every duration so many times as short, and nothing else."""
+    """Divide every duration in a YAML document of Prometheus or Alertmanager by a factor."""
 
     def shorter(text: str) -> str:
         seconds = sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)(ms|[smhd])", text))
@@ -56,7 +56,7 @@ def hastened(document: Any, times: float) -> Any:
 
 @dataclass
 class Receiver:
-    """What Alertmanager's webhooks bring, in the order in which it came."""
+    """The notifications of Alertmanager's webhooks, in their order."""
 
     url: str
     notifications: list[Mapping[str, Any]] = field(default_factory=list)
@@ -64,13 +64,13 @@ class Receiver:
     def wait_for_alert(
         self, status: str, timeout_seconds: float, *, since: int = 0, **labels: str
     ) -> Mapping[str, Any]:
-        """The first alert of that status with these labels; waits until it comes.
+        """Wait for the first alert with this status and these labels, and return it.
 
         Args:
             status: firing or resolved.
-            timeout_seconds: how long to wait.
-            since: how many notifications to leave out: those that had come by then.
-            **labels: of the alert, among others.
+            timeout_seconds: the timeout.
+            since: the number of notifications to skip.
+            **labels: labels of the alert.
         """
 
         def find() -> Mapping[str, Any] | None:
@@ -88,7 +88,7 @@ class Receiver:
 
 @contextmanager
 def receiving() -> Iterator[Receiver]:
-    """A webhook receiver."""
+    """Run a webhook receiver."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -113,7 +113,7 @@ def receiving() -> Iterator[Receiver]:
 
 @contextmanager
 def alertmanager(folder: Path, webhook: str, *, times: float) -> Iterator[str]:
-    """Alertmanager with the project's configuration and a webhook in each receiver; yields its address."""
+    """Run Alertmanager with the project's configuration and a webhook in each receiver; yields its address."""
     configuration = hastened(yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text()), times)
     for receiver in configuration["receivers"]:
         receiver["webhook_configs"] = [{"url": webhook, "send_resolved": True}]
@@ -128,7 +128,7 @@ def alertmanager(folder: Path, webhook: str, *, times: float) -> Iterator[str]:
 
 @contextmanager
 def prometheus(folder: Path, *, exporter: str, alerts_to: str, times: float) -> Iterator[None]:
-    """Prometheus with the project's configuration and rules, which scrapes one exporter every 250 ms."""
+    """Run Prometheus with the project's configuration and rules; it scrapes one exporter every 250 ms."""
     source = DEPLOY / "prometheus"
     configuration = hastened(yaml.safe_load((source / "prometheus.yml").read_text()), times)
     (scraping,) = [job for job in configuration["scrape_configs"] if job["job_name"] == "gpumem"]
@@ -159,7 +159,7 @@ def _written(path: Path, document: Any) -> Path:
 
 @contextmanager
 def _running(command: Sequence[str], log: Path) -> Iterator[Callable[[], str]]:
-    """A server, killed in the end; yields what reads its log."""
+    """Run a server and kill it at the end; yields a function that returns its log."""
     program = shutil.which(command[0])
     assert program, f"{command[0]} is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     with log.open("wb") as out:

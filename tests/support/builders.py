@@ -1,4 +1,4 @@
-"""Small builders of the exporter's inner vocabulary, so that a test names only what it is about."""
+"""Builders for the exporter's data classes, with defaults for values that a test does not need."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def report(pid: int = 100, *, devices: tuple[DeviceSample, ...] = (), sequence: 
 
 
 def reporting(pid: int = 100, *, host_pid: int | None = -1, **changes: Any) -> ReportingProcess:
-    """A reporting process; its host pid is its own unless another, or None, is given."""
+    """Return a reporting process; its host pid is `pid` by default."""
     sent = report(pid, **changes)
     return ReportingProcess(
         key=ProcessKey(sent.process.pid_namespace, pid),
@@ -68,7 +68,7 @@ def device(
     reserved: int | None = 0,
     processes: dict[int, int | None] | None = None,
 ) -> DeviceReading:
-    """A device reading; `processes` maps pid to bytes, None stands for a list that cannot be read."""
+    """Return a device reading; `processes` maps pid to bytes, None is a list that cannot be read."""
     return DeviceReading(
         gpu=gpu,
         uuid=uuid,
@@ -84,7 +84,7 @@ def node(*devices: DeviceReading, taken: float = 0.0, up: bool = True) -> NodeRe
 
 
 class NobodyHost:
-    """A host on which no process is known."""
+    """A host without processes."""
 
     def facts(self, pid: int) -> ProcessFacts | None:
         return None

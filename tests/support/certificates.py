@@ -1,4 +1,4 @@
-"""Certificates in files, as `--web.config.file` names them."""
+"""Certificates in files for `--web.config.file`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""CPU time of this process and of all processes below it, those that have ended included."""
+"""CPU time of this process and of all its descendants, including exited ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 def tree_cpu_seconds() -> float:
     """Return the CPU seconds that this process and its descendants have used.
 
-    The kernel adds a child's time to its parent's when the parent collects the child, so the sum over the living
-    (fields 14 to 17 of /proc/PID/stat) has the time of those that ended, too.
+    The kernel adds a child's time to its parent's when the parent waits for it, so the sum over the running processes
+    (fields 14 to 17 of /proc/PID/stat) includes exited ones.
     """
     return _cpu_seconds(os.getpid())
 
@@ -26,7 +26,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def _children(pid: int) -> list[int]:
-    """The kernel lists the children of each thread that started some."""
+    """Return the children of all threads of a process."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -35,7 +35,7 @@ def _children(pid: int) -> list[int]:
 
 
 def _read(path: Path) -> str:
-    """The text of a file; empty if its process or thread has ended."""
+    """Return the text of a file; empty if its process or thread has exited."""
     try:
         return path.read_text()
     except OSError:

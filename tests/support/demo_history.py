@@ -1,7 +1,7 @@
-"""What Prometheus would have scraped of the demo in some simulated hours, in seconds and with no sockets.
+"""The series that Prometheus would scrape from the demo in some simulated hours, computed without sockets in seconds.
 
-The node lives under a simulated clock; its reports and the scrapes go through the real application, from the ASGI
-interface on, and the polls through the real poller.
+The node runs on a simulated clock. Its reports and the scrapes use the real application through its ASGI interface,
+and the polls use the real poller.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SERIES = re.compile(r"(\w+)(?:\{(.*)\})? (\S+)")
 
 @dataclass
 class History:
-    """The values of every series, by its name and labels as PromQL writes them; None where a scrape had none."""
+    """The values of every series by its name and labels in PromQL; None if a scrape does not have the series."""
 
     interval_seconds: int
     scrapes: int = 0
@@ -38,11 +38,11 @@ class History:
 
     @property
     def seconds(self) -> int:
-        """When the last scrape was; the first was at 0."""
+        """The time of the last scrape; the first scrape is at 0."""
         return (self.scrapes - 1) * self.interval_seconds
 
     def scrape(self, page: str, names: Collection[str]) -> None:
-        """Add one scrape of a page, but only the series of these names."""
+        """Add the series with these names from one scrape."""
         for line in page.splitlines():
             if line[0] != "#" and line[: line.find("{")] in names:
                 self._add(line)
@@ -69,11 +69,11 @@ def demo_history(
     names: Collection[str],
     workloads: Sequence[Workload] = DEMO_WORKLOADS,
 ) -> History:
-    """Let the demo live for so long, and scrape these metrics of it from its beginning on."""
-    return asyncio.run(_live(seconds, interval_seconds, names, workloads))
+    """Run the demo for `seconds` and scrape these metrics from its start."""
+    return asyncio.run(_run(seconds, interval_seconds, names, workloads))
 
 
-async def _live(seconds: int, interval_seconds: int, names: Collection[str], workloads: Sequence[Workload]) -> History:
+async def _run(seconds: int, interval_seconds: int, names: Collection[str], workloads: Sequence[Workload]) -> History:
     now = 0.0
 
     def clock() -> float:
@@ -96,8 +96,8 @@ async def _live(seconds: int, interval_seconds: int, names: Collection[str], wor
                 if process.reports and process.pid not in reporters:
                     reporters[process.pid] = _Reporter(app, process)
             for reporter in list(reporters.values()):
-                # A report is up to a second old when it is scraped. Those between the scrapes are left out, but for
-                # what does not wait for the next.
+                # A report is up to a second old when it is scraped. Reports between the scrapes are left out, except
+                # those with news.
                 due = reporter.report_before_scrape_seconds == to_scrape
                 if due or reporter.has_news:
                     await reporter.report()
@@ -115,7 +115,7 @@ async def _live(seconds: int, interval_seconds: int, names: Collection[str], wor
 
 
 class _Reporter:
-    """Speaks for one simulated process."""
+    """The reporter of one simulated process."""
 
     def __init__(self, app: FastAPI, process: SimulatedProcess) -> None:
         self.process = process
@@ -125,21 +125,21 @@ class _Reporter:
 
     @property
     def has_news(self) -> bool:
-        """It would report now: of an error, or of its end."""
-        return self.process.ended or bool(self.process._ooms.waiting())
+        """Whether the reporter has an error or the end of the process to report."""
+        return self.process.ended or bool(self.process.unreported_ooms)
 
     async def report(self) -> None:
-        """Report once; a process that crashed says nothing any more."""
+        """Report once, unless the process crashed."""
         if self.process.crashed:
             return
         self._sequence += 1
-        report = self.process.report(self._sequence, (), hold_seconds=0.0, final=self.process.ended)
+        report = self.process.report(self._sequence, final=self.process.ended)
         await request(self._app, "POST", REPORTS_PATH, to_wire(report))
         self.process.acknowledge(report)
 
 
 async def request(app: FastAPI, method: str, path: str, document: Any = None) -> bytes:
-    """One request from loopback, and the body of its answer."""
+    """Send one request from loopback and return the body of the answer."""
     body = b"" if document is None else json.dumps(document).encode()
     answer = bytearray()
     status = 0

@@ -1,4 +1,4 @@
-"""What the page must show of a device, by the node's own books and the processes' own statistics; what it does show."""
+"""The expected series of a device, from the books of the node and the processes' statistics, and the scraped ones."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tests.support.waiting import wait_for
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 ATTACH_SECONDS = 60.0
-"""Longer than the longest pause between two attempts to attach."""
+"""Longer than the longest delay between two attempts to attach."""
 FOREIGN_PID = 4_000_001
-"""A process without a reporter; above every pid that Linux gives out here."""
+"""The pid of a process without a reporter, above every real pid."""
 
 Truth = Mapping[str, Any]
 
 
 def truth(book: DeviceBook, stats: Mapping[int, Mapping[str, int]]) -> Truth:
-    """The page as it must be for one device of classic segments.
+    """Return the expected values of one device with classic segments.
 
     Args:
-        book: the node's own knowledge.
-        stats: `memory_stats` of each process that reports on the device, by pid.
+        book: the node's book of the device.
+        stats: `memory_stats` of each reporting process on the device, by pid.
     """
     ledger = dict.fromkeys(("torch_allocated", "torch_reclaimable", "torch_fragmented", "non_torch"), 0)
     for pid, own in stats.items():
@@ -51,7 +51,7 @@ def truth(book: DeviceBook, stats: Mapping[int, Mapping[str, int]]) -> Truth:
 
 
 def shown(metrics: Metrics, uuid: str) -> Truth:
-    """The same of one scrape."""
+    """Return the same values from one scrape."""
     memory = {
         name: metrics.values(f"gpumem_device_memory_{name}_bytes", uuid=uuid)
         for name in ("total", "used", "free", "reserved")
@@ -70,7 +70,7 @@ def _by_pid(metrics: Metrics, name: str, uuid: str) -> dict[str, float]:
 
 
 def scrape(exporter: ExporterProcess) -> Metrics:
-    """One scrape whose ledgers add up and whose devices' indices are unambiguous."""
+    """Scrape, and assert that ledgers add up and that device indexes are unique."""
     metrics = exporter.metrics()
     metrics.assert_ledgers_add_up()
     gpus = [dict(labels)["gpu"] for labels in metrics.samples.get("gpumem_device_up", {})]
@@ -84,11 +84,11 @@ def wait_until_right(
     devices: Iterable[int],
     reporting: Mapping[int, Iterable[TorchProcess]],
 ) -> Metrics:
-    """A scrape in which each of these devices is right to the byte.
+    """Wait for a scrape in which each of these devices has the expected values.
 
     Args:
-        devices: their numbers on the node.
-        reporting: by such a number, the processes that report on it, whose own device 0 it is.
+        devices: the indexes on the node.
+        reporting: the reporting processes of each index, which is their device 0.
     """
     books = node.books()
     wanted = {
@@ -103,13 +103,13 @@ def wait_until_right(
         return metrics if all(shown(metrics, uuid) == whole for uuid, whole in wanted.items()) else None
 
     with contextlib.suppress(AssertionError):
-        return wait_for(right, "devices right to the byte", ATTACH_SECONDS)
+        return wait_for(right, "the expected values of the devices", ATTACH_SECONDS)
     metrics = scrape(exporter)
     assert {uuid: shown(metrics, uuid) for uuid in wanted} == wanted
     return metrics
 
 
 def series_of(metrics: Metrics, **labels: str) -> list[str]:
-    """The names of all series that carry these labels."""
+    """Return the names of all series with these labels."""
     wanted = set(labels.items())
     return [name for name, samples in metrics.samples.items() if any(wanted <= found for found in samples)]

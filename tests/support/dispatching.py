@@ -1,4 +1,4 @@
-"""A dispatcher with reporting processes and a clock that the test moves."""
+"""A dispatcher with reporting processes and a manual clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVERYBODY = Target(all=True)
 
 
 class Bench:
-    """A dispatcher with two processes: rank 0 on devices 0 and 1, rank 1 on device 1, and a clock set by hand."""
+    """A dispatcher with two processes, rank 0 on devices 0 and 1 and rank 1 on device 1, and a manual clock."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -72,7 +72,7 @@ class Bench:
 
 
 class Ranks(Bench):
-    """Two ranks that make a step each 0.1 s and have ended 50 and 48 of them."""
+    """Two ranks with one step per 0.1 s, after 50 and 48 steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Ranks(Bench):
         return self.ask(**{"target": Target(rank="0"), "mode": "step", "group": True, **changes})
 
     def says(self, process: ReportingProcess, *waiting: str) -> ReportingProcess:
-        """The process reports again, and names what waits there."""
+        """Let the process report again with these waiting commands."""
         told = dataclasses.replace(process, report=dataclasses.replace(process.report, waiting=waiting))
         self.dispatcher.take_results(told)
         return told

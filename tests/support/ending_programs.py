@@ -1,4 +1,4 @@
-"""Programs that end by their own code, in processes that `TorchProcess` starts."""
+"""Programs in a `TorchProcess` that end by their own code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["end_with"]
 
 
 def end_with(process: TorchProcess, code: str) -> int:
-    """Run code in a process as the rest of its program, and return the process' exit status.
+    """Run code as the rest of the program of a process, and return the exit status.
 
-    What the code raises is caught by nothing: it ends the process as an uncaught error ends any program.
+    An exception of the code is not caught and ends the process.
     """
     process.exec(f"import __main__, os, sys, time\ndef program(*_):\n{textwrap.indent(code, '    ')}")
     process.exec("__main__.answer = program")

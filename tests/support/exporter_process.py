@@ -1,4 +1,4 @@
-"""A real exporter in its own process, as a test sees it: its answers, its metrics, its end."""
+"""A real exporter in its own process: its answers, its metrics and its exit."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ from tests.support.zygote import EXPORTER, ForkedProcess, fork_program
 UNLIMITED = ("--action.caller-limit", "1000000", "--action.process-limit", "1000000")
 """Tests request more actions than the default limits allow."""
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", *UNLIMITED)
-"""Flags of an exporter that shows what is so at once."""
+"""Flags of an exporter that shows changes quickly."""
 
 
 class ExporterProcess:
     """`gpumem-exporter serve` on a unix socket in `folder`; its flags follow.
 
     Args:
-        folder: where its socket and its log lie.
-        *flags: further flags of `serve`.
-        environment: of the process, whole; the test's own where it is not given. PYTHONPATH is kept, behind this
-            repository.
-        launcher: what stands before the interpreter, such as `("unshare", "--pid", "--fork")`.
-        fresh: whether it needs an interpreter of its own, instead of a fork of one that has imported the server.
+        folder: the folder of the socket.
+        *flags: additional flags of `serve`.
+        environment: the complete environment; by default that of the test. This repository is added to PYTHONPATH.
+        launcher: a command before the interpreter, such as `("unshare", "--pid", "--fork")`.
+        fresh: whether it needs a fresh interpreter instead of a fork.
     """
 
     def __init__(
@@ -62,12 +61,12 @@ class ExporterProcess:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
+        """The pid."""
         assert self._popen is not None
         return self._popen.pid
 
     def start(self) -> None:
-        """Start it, and wait until its first poll is done."""
+        """Start the exporter, and wait until the first poll has ended."""
         sockets = ("--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(self.socket))
         arguments = ("serve", *sockets, *self._flags)
         log = self._log.fileno()
@@ -92,19 +91,19 @@ class ExporterProcess:
         wait_for(self._ready, "the exporter's first poll", 60.0)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """End it and return its exit status."""
+        """Stop the exporter and return its exit status."""
         self._connection.close()
         assert self._popen is not None
         self._popen.send_signal(number)
         return self._popen.wait(patient(30))
 
     def signal(self, number: int) -> None:
-        """Send it a signal and go on."""
+        """Send a signal."""
         assert self._popen is not None
         self._popen.send_signal(number)
 
     def close(self) -> None:
-        """Kill it if it still runs."""
+        """Kill the exporter if it still runs."""
         self._connection.close()
         if self._popen is not None and self._popen.poll() is None:
             self._popen.kill()
@@ -112,39 +111,39 @@ class ExporterProcess:
         self._log.close()
 
     def log(self) -> str:
-        """All that it has written."""
+        """Return the log."""
         return os.pread(self._log.fileno(), 1 << 20, 0).decode(errors="replace")
 
     def request(self, method: str, path: str, document: Any = None, headers: Mapping[str, str] | None = None) -> Answer:
-        """One request on the kept connection; `document` is sent as JSON."""
+        """Send one request on a persistent connection; `document` is sent as JSON."""
         body = None if document is None else json.dumps(document).encode()
         sent = {**({} if body is None else {"Content-Type": "application/json"}), **(headers or {})}
         return self._connection.request(method, path, body, sent)
 
     def get(self, path: str) -> Any:
-        """The JSON document at a path."""
+        """Return the JSON document at a path."""
         answer = self.request("GET", path)
         assert answer.status == 200, answer
         return json.loads(answer.body)
 
     def act(self, action: str, *, expect: int = 200, **request: Any) -> Any:
-        """Ask for an action and return the answer's document."""
+        """Request an action and return the document of the answer."""
         answer = self.request("POST", "/api/v1/actions", {"action": action, **request})
         assert answer.status == expect, answer
         return json.loads(answer.body)
 
     def metrics(self) -> Metrics:
-        """One scrape."""
+        """Scrape the metrics."""
         answer = self.request("GET", "/metrics")
         assert answer.status == 200, answer
         return Metrics(answer.body.decode())
 
     def processes(self) -> dict[int, Any]:
-        """The reporting processes by pid."""
+        """Return the reporting processes by pid."""
         return {entry["pid"]: entry for entry in self.get("/api/v1/processes")["processes"] if entry["reporting"]}
 
     def wait_for_processes(self, *pids: int) -> None:
-        """Return once each of these reports."""
+        """Wait until each of these processes reports."""
         wait_for(lambda: set(pids) <= set(self.processes()), f"reports of {pids}")
 
     def _ready(self) -> bool:
@@ -165,23 +164,23 @@ class Metrics:
 
     @cached_property
     def samples(self) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
-        """All values, by name and labels."""
+        """All values by name and labels."""
         return _samples(self.text)
 
     def values(self, name: str, **labels: str) -> list[float]:
-        """The values of all series of that name that have these labels."""
+        """Return the values of all series with this name and these labels."""
         lines = [line for line in self.text.splitlines() if line.startswith((f"{name}{{", f"{name} "))]
         wanted = set(labels.items())
         found = _samples("\n".join(lines)).get(name, {})  # parsing all of the page takes a hundred times longer
         return [value for have, value in found.items() if wanted <= have]
 
     def value(self, name: str, **labels: str) -> float:
-        """The one value there is."""
+        """Return the only value of such a series."""
         (value,) = self.values(name, **labels)
         return value
 
     def states_of(self, pid: int) -> list[str]:
-        """The lines of a process, except its last out-of-memory error, which outlives the process."""
+        """Return the lines of a process, except those of its last out-of-memory error, which outlive the process."""
         return [
             line
             for line in self.text.splitlines()
@@ -189,7 +188,7 @@ class Metrics:
         ]
 
     def ledgers(self) -> dict[str, dict[str, int]]:
-        """By uuid, the ledger's categories; exact, since the text holds integers."""
+        """Return the categories of each ledger by UUID, as exact integers."""
         ledgers: dict[str, dict[str, int]] = {}
         for line in self.text.splitlines():
             if line.startswith("gpumem_ledger_bytes{"):
@@ -199,7 +198,7 @@ class Metrics:
         return ledgers
 
     def assert_ledgers_add_up(self) -> None:
-        """The invariant: each device's categories add up to its total, to the byte."""
+        """Assert that the categories of each device add up to its total."""
         ledgers = self.ledgers()
         totals = {
             dict(labels)["uuid"]: int(value)

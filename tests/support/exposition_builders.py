@@ -1,4 +1,4 @@
-"""Snapshots of a node, and the metrics page that they make, as tests build them."""
+"""Builders for snapshots of a node and their metrics page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Read = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def exposition(own: CollectorRegistry | None = None) -> Exposition:
-    """A page whose clock stands still, so that two pages of one snapshot are equal."""
+    """Return an exposition with a constant clock, so that two pages of one snapshot are equal."""
     return Exposition(own or CollectorRegistry(), version="1", source="nvml", clock=lambda: 0.0)
 
 
@@ -36,7 +36,7 @@ def page(snapshot: Snapshot) -> list[str]:
 
 
 def lines(snapshot: Snapshot, *starts: str) -> list[str]:
-    """The page's lines of the named families."""
+    """Return the lines of the families with these names."""
     return [line for line in page(snapshot) if line.startswith(tuple(f"{start}{{" for start in starts))]
 
 
@@ -91,7 +91,7 @@ def snapshot(
 
 
 def read(families: Iterator[object]) -> tuple[dict[str, tuple[str, str]], Read]:
-    """Type and help of each family, and each sample; a doubled sample is an error."""
+    """Return type and help of each family, and each sample; a duplicate sample fails."""
     kinds: dict[str, tuple[str, str]] = {}
     samples: Read = {}
     for family in families:

@@ -1,4 +1,4 @@
-"""Stands in for the reporter's view of torch where a test is about timing, not about memory."""
+"""Replaces the reporter's access to torch in tests of timing."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gpumem_exporter.wire.protocol import DeviceSample
 
 
 class FakeAllocator:
-    """One device; counts what is asked of it."""
+    """One device; counts the calls."""
 
     torch_version = "2.0"
     settings = ""

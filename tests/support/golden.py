@@ -1,7 +1,6 @@
-"""Whole texts that a person reads, compared with files in `tests/data/golden`.
+"""Whole outputs of commands, compared with files in `tests/data/golden`.
 
-Run the tests with GPUMEM_UPDATE_GOLDEN=1 to rewrite the files after a deliberate change of a text, and read the
-difference before it is committed.
+GPUMEM_UPDATE_GOLDEN=1 rewrites the files after an intended change. Read the difference before you commit it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ def assert_golden(name: str, text: str) -> None:
 
     Args:
         name: File name, one per command, such as `info.txt`.
-        text: What the program printed, with everything that differs between runs (paths, ports, times) replaced.
+        text: The output, with values that differ between runs (paths, ports, times) replaced.
     """
     path = GOLDEN / name
     if os.environ.get("GPUMEM_UPDATE_GOLDEN"):

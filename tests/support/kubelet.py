@@ -1,4 +1,4 @@
-"""A kubelet's pod-resources server: real gRPC, with messages that protoc makes of tests/data/podresources.proto."""
+"""A kubelet's pod-resources server: real gRPC with the messages of tests/data/podresources.proto."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LIBRARY = Path(protoc.__file__).parent / "_proto"
 
 
 class Kubelet:
-    """Listens at `socket` and answers what `containers` says: `{(namespace, pod, container): (device id, …)}`.
+    """Listens at `socket` and returns `containers`: `{(namespace, pod, container): (device id, …)}`.
 
     Attributes:
-        containers: what has been given to whom; may be changed at any time.
-        error: where it is not empty, every question is answered with UNAVAILABLE and this text.
-        hanging: while it is set, no question is answered.
-        questions: how many came.
+        containers: the device assignments; may be changed at any time.
+        error: if not empty, every request is answered with UNAVAILABLE and this text.
+        hanging: while it is set, no request is answered.
+        questions: the number of requests.
     """
 
     def __init__(self, socket: Path) -> None:
@@ -70,14 +70,14 @@ class Kubelet:
                 name=name, cpu_ids=[0, 1, 40]
             )
             container.memory.add(memory_type="memory", size=1 << 34).topology.nodes.add(ID=1)
-            for device_id in device_ids:  # the kubelet lists the devices of each NUMA node apart
+            for device_id in device_ids:  # the kubelet lists each NUMA node separately
                 devices = container.devices.add(resource_name="nvidia.com/gpu", device_ids=[device_id])
                 devices.topology.nodes.add(ID=0)
         return answer
 
 
 def _messages() -> Any:
-    """The module that protoc generates."""
+    """Return the module that protoc generates."""
     name = "podresources_pb2"
     if name not in sys.modules:
         with tempfile.TemporaryDirectory() as folder:

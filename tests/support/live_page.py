@@ -1,4 +1,4 @@
-"""The live page in a real Chromium: opened, watched, and asked whether anything about it was not right."""
+"""The live page in a real Chromium, with checks for errors of the browser."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Demo: TypeAlias = "tuple[ExporterProcess, str]"
 
 
 class LivePage:
-    """One open page. What the browser complains of is kept until the test ends, and is an error then.
+    """One open page. Messages of the browser are collected, and fail the test at its end.
 
     Args:
-        page: not yet there.
-        url: of the exporter.
-        expects: what may stand in the browser's complaints: a page that has lost its exporter has some.
+        page: a new page.
+        url: the URL of the exporter.
+        expects: texts of allowed messages; a page that lost its exporter has some.
     """
 
     def __init__(self, page: Page, url: str, expects: tuple[str, ...]) -> None:
@@ -57,7 +57,7 @@ class LivePage:
         page.add_init_script(_WATCH)
 
     def goto(self) -> None:
-        """Load it, and wait until it shows a state."""
+        """Load the page and wait until it shows a state."""
         self.page.goto(self.url)
         self.page.locator("#moment", has_text=":").wait_for()
 
@@ -69,25 +69,25 @@ class LivePage:
             self.page.wait_for_timeout(20)
 
     def text(self, selector: str) -> str:
-        """What is to be seen there, with plain spaces."""
+        """Return the visible text of an element, with plain spaces."""
         return self.page.locator(selector).first.inner_text().replace(NBSP, " ")
 
     def ledger(self, card: int) -> dict[str, int | None]:
-        """The bytes of each part of a card's bar."""
+        """Return the bytes of each part of a card's bar."""
         read = """(card) => Object.fromEntries([...document.querySelectorAll('.device')[card]
             .querySelectorAll('.part')].map((part) => [part.classList[1], part.dataset.bytes]))"""
         parts = self.page.evaluate(read, card)
         return {name: None if value == "unknown" else int(value) for name, value in parts.items()}
 
     def violations_of_access(self) -> list[str]:
-        """What axe finds, by rule and element."""
+        """Return axe's violations of accessibility rules by element."""
         found = Axe().run(self.page).response["violations"]
         return [
             f"{rule['id']}: {node['target']} {node.get('failureSummary')}" for rule in found for node in rule["nodes"]
         ]
 
     def assert_clean(self) -> None:
-        """Nothing was complained of, nothing was asked of anybody else, and no policy was violated."""
+        """Assert that there were no unexpected messages, no requests to other hosts, and no policy violations."""
         assert [text for text in self._complaints if not any(expected in text for expected in self._expects)] == []
         origin = urlsplit(self.url)[:2]
         outside = [url for url in self.requested if not url.startswith("data:") and urlsplit(url)[:2] != origin]
@@ -97,7 +97,7 @@ class LivePage:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """Not for the session: while Playwright is there, no other test of this thread can run an event loop."""
+    """Start Chromium for a module; not for the session, because Playwright blocks other event loops of the thread."""
     executable = shutil.which("chromium")
     assert executable, "chromium is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     with sync_playwright() as playwright:
@@ -110,9 +110,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def open_page(browser: Browser) -> Iterator[OpenPage]:
-    """Opens pages: `open_page(url, expects=(), script="", answer=None, **options of a context)`.
+    """Return a function that opens a page: `open_page(url, expects=(), script="", answer=None, **context options)`.
 
-    `script` runs before the page's own; `answer` stands in for the exporter's state.
+    `script` runs before the page's script; `answer` replaces the exporter's state.
     """
     opened: list[LivePage] = []
 
@@ -149,7 +149,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str, **options: Any) -> Iterator[tuple[ExporterProcess, str]]:
-    """A real exporter, and where its page is; the same place again when it is started again."""
+    """Run a real exporter on a fixed port; yields it and the URL of its page."""
     port = free_port()
     exporter = ExporterProcess(folder, "--web.listen-address", f"127.0.0.1:{port}", *flags, **options)
     try:
@@ -160,7 +160,7 @@ def serving(folder: Path, *flags: str, **options: Any) -> Iterator[tuple[Exporte
 
 
 def state_of(exporter: ExporterProcess) -> dict[str, Any]:
-    """What the page is given."""
+    """Return the state that the page receives."""
     document: dict[str, Any] = exporter.get("/api/v1/live")
     return document
 
@@ -168,7 +168,7 @@ def state_of(exporter: ExporterProcess) -> dict[str, Any]:
 def send(
     exporter: ExporterProcess, pid: int, allocated: int, *, reclaimable_known: bool = True, **changes: Any
 ) -> None:
-    """A report of a process of the test's, of which 1 MiB would come back."""
+    """Send a report of a process with 1 MiB reclaimable."""
     changes = {"session": f"of {pid}", **changes}
     known = sample(UUIDS[0], allocated, reclaimable=MIB, fragmented=2 * MIB)
     device = known if reclaimable_known else replace(known, reclaimable_bytes=None)

@@ -1,4 +1,4 @@
-"""Real PID namespaces, made with unshare(1), and what the host's /proc says of the processes in them."""
+"""Real PID namespaces, created with unshare(1), and their processes in the host's /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 __all__ = ["CONTAINER", "children", "needs_namespaces"]
 
 CONTAINER = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-"""A launcher: what follows it is pid 1 of a PID namespace of its own, with a /proc of its own."""
+"""A launcher that makes its command pid 1 of a new PID namespace with its own /proc."""
 
 
 def _can_unshare() -> bool:
@@ -24,7 +24,7 @@ needs_namespaces = pytest.mark.skipif(not _can_unshare(), reason="making PID nam
 
 
 def children(pid: int) -> list[int]:
-    """The pids of a process' children."""
+    """Return the pids of the children of a process."""
     return [
         int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
     ]

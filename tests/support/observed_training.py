@@ -1,4 +1,4 @@
-"""A small training in a real PyTorch process, to be observed: on the emulated node and on a machine without a GPU."""
+"""A small training in a real PyTorch process, on an emulated node and on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def step(model, optimizer, around=lambda name: contextlib.nullcontext(), batch=2
 
 @pytest.fixture(scope="module")
 def process_of_the_module(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterator[TorchProcess]:
-    """A process on a node of its own that knows a model and how to train it."""
+    """Return a process on its own node, with the functions of TRAINING."""
     node = EmulatedNode(tmp_path_factory.mktemp("node") / "node")
     with contextlib.closing(node), TorchProcess(node) as process:
         process.exec(TRAINING + "names = {*globals(), 'names'}")
@@ -53,7 +53,7 @@ def process_of_the_module(tmp_path_factory: pytest.TempPathFactory, emulation: P
 
 @pytest.fixture
 def shared_process(process_of_the_module: TorchProcess) -> Iterator[TorchProcess]:
-    """That process, with nothing allocated that an earlier test has left there."""
+    """Return the shared process after freeing the allocations of earlier tests."""
     yield process_of_the_module
     process_of_the_module.exec(
         """
@@ -67,7 +67,7 @@ gc.collect()
 
 @pytest.fixture(scope="module")
 def host_process() -> Iterator[TorchProcess]:
-    """One on a machine that has no GPU; its tests leave nothing behind."""
+    """Return a process without a GPU; its tests free their allocations."""
     with TorchProcess(None, {"CUDA_VISIBLE_DEVICES": ""}) as process:
         process.exec(TRAINING)
         yield process

@@ -1,13 +1,13 @@
-"""The demo's node under a clock set by hand, with the real store, dispatcher and policy; its reporters are played here.
+"""The demo's node on a manual clock, with the real store, dispatcher and policy engine.
 
-Nothing runs but what `pass_time` makes run: no threads, no sockets, no sleeps.
+Everything runs in `pass_time`: there are no threads, sockets or sleeps.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
@@ -18,11 +18,11 @@ from gpumem_exporter.actions.policy.outcomes import Stop
 from gpumem_exporter.actions.policy.rule_state import Decision
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.actions.terminate import Terminator
-from gpumem_exporter.core.samples import DeviceReading, NodeReading, ReportingProcess
+from gpumem_exporter.core.samples import DeviceReading, NodeReading
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.demo import DemoNode
 from gpumem_exporter.demo.process import SimulatedProcess
-from gpumem_exporter.wire.protocol import MODES, Command, CommandResult
+from gpumem_exporter.wire.protocol import CommandResult, Reply
 from tests.support.builders import UNLIMITED, NobodyHost
 
 START = 1000.0
@@ -30,31 +30,15 @@ START = 1000.0
 
 @dataclass
 class Reporter:
-    """One process' reporter: sends, is given commands, and runs each at its moment."""
+    """The reporter of one process."""
 
     process: SimulatedProcess
     sequence: int = 0
-    results: list[CommandResult] = field(default_factory=list)
-    waiting: list[tuple[Command, float]] = field(default_factory=list)
-    last_step: int | None = None
-
-    def look(self, now: float) -> None:
-        """Run what has come to its moment."""
-        stepped = self.process.step is not None and self.process.step != self.last_step
-        self.last_step = self.process.step
-        moments = {"now": True, "step": stepped, "idle": self.process.busy_ratio == 0}
-        for held in list(self.waiting):
-            command, expires = held
-            if now >= expires:
-                self.results.append(CommandResult(command.id, "expired", "its moment did not come"))
-                self.waiting.remove(held)
-            elif moments[command.mode]:
-                self.results.append(self.process.run(command))
-                self.waiting.remove(held)
+    results: tuple[CommandResult, ...] = ()
 
 
 class DemoBench:
-    """The node, and everything between it and a policy."""
+    """The node, its reporters, the store, the dispatcher and the policy engine."""
 
     def __init__(self, rules: Sequence[Rule], seed: int = 1) -> None:
         self.now = START
@@ -77,7 +61,7 @@ class DemoBench:
         self.reporters: dict[int, Reporter] = {}
 
     def pass_time(self, seconds: float) -> None:
-        """Let the node, its reporters and the policy live for so long, second by second."""
+        """Advance the node, its reporters and the policy, second by second."""
         asyncio.run(self._pass_time(seconds))
 
     async def _pass_time(self, seconds: float) -> None:
@@ -86,8 +70,6 @@ class DemoBench:
             for _ in range(2):
                 self.now += 0.5
                 self.node.simulation.advance(self.now)
-                for reporter in self.reporters.values():
-                    reporter.look(self.now)
             self.store.put_reading(self._reading())
             await self._report()
             self.dispatcher.expire()
@@ -116,21 +98,13 @@ class DemoBench:
                     self.store.forget(known.key)
                     self.dispatcher.process_gone(known.key, "it has ended")
         for pid, process in alive.items():
-            reporter = self.reporters.setdefault(pid, Reporter(process, last_step=process.step))
+            reporter = self.reporters.setdefault(pid, Reporter(process))
             reporter.sequence += 1
-            sent = process.report(reporter.sequence, reporter.results, hold_seconds=0.0, final=False)
-            waiting = tuple(command.id for command, _ in reporter.waiting)
-            sent = replace(sent, modes=MODES, waiting=waiting)
-            reporter.results = []
+            sent = process.report(reporter.sequence, reporter.results)
             known = self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
             self.dispatcher.take_results(known)
-            await self._take_commands(reporter, known)
-
-    async def _take_commands(self, reporter: Reporter, known: ReportingProcess) -> None:
-        for command in await self.dispatcher.commands(known, 0):
-            reporter.waiting.append((command, self.now + command.deadline_seconds))
-        if any(command.mode == "now" for command, _ in reporter.waiting):
-            reporter.look(self.now)
+            commands = await self.dispatcher.commands(known, 0)
+            reporter.results = process.run_commands(Reply(commands=tuple(commands)))
 
     def _follow_the_policy(self) -> None:
         for action_id in list(self.asked):

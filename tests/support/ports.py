@@ -1,4 +1,4 @@
-"""TCP ports for servers that must be at a known place, also after a restart. All others listen on port 0."""
+"""TCP ports for servers with a known port, also after a restart. Other servers listen on port 0."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _candidates = (_LOWEST + (os.getpid() * 97 + number) % _COUNT for number in iter
 
 
 def free_port() -> int:
-    """Return a port of 127.0.0.1 on which nothing listens, and that this process has not returned before.
+    """Return a port of 127.0.0.1 on which no server listens, and that this process has not returned before.
 
-    It lies below the range from which the kernel gives ports to connections and to servers on port 0, so no other
-    program gets it before the caller uses it.
+    The port is below the range that the kernel uses for connections and for servers on port 0, so no other program
+    gets it before the caller uses it.
     """
     for port in _candidates:
         with socket.socket() as probe:

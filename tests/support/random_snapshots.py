@@ -1,4 +1,4 @@
-"""Hypothesis strategies for snapshots of random nodes, in which pids, namespaces and devices clash."""
+"""Hypothesis strategies for snapshots of random nodes with conflicting pids, namespaces and devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stands where the exporter should be, keeps every report that comes, and answers as a test says."""
+"""A server in place of the exporter that records every report and sends the replies that a test sets."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 
 
 class RecordingExporter:
-    """Takes reports on a unix socket and holds each for `hold_seconds`.
+    """Receives reports on a unix socket and holds each reply for `hold_seconds`.
 
     Args:
-        path: of the socket.
-        hold_seconds: how long an answer is held, but for that of a final report.
-        interval_seconds: what reporters are told to wait between two reports.
+        path: the path of the socket.
+        hold_seconds: the time until a reply is sent, except for a final report.
+        interval_seconds: the report interval in the replies.
     """
 
     def __init__(self, path: Path, *, hold_seconds: float = 0.0, interval_seconds: float = 0.2) -> None:
         self.url = f"unix://{path}"
         self.reports: list[dict[str, Any]] = []
         self.commands: list[dict[str, Any]] = []
-        """Given with the next answer."""
+        """The commands of the next reply."""
         self.refuses: Callable[[dict[str, Any]], bool] = lambda _: False
-        """Which reports are answered 422."""
+        """Selects the reports whose reply is 422."""
         self._closing = threading.Event()
         outer = self
 

@@ -1,4 +1,4 @@
-"""The command line as a test runs it: beside no setting of the machine's own."""
+"""The command line, run without settings of the machine."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["CONSOLE_SCRIPT", "clean_environment", "run_command"]
 CONSOLE_SCRIPT = (
     f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from gpumem_exporter.cli.main import main; sys.exit(main())"
 )
-"""Python source that does what the installed `gpumem-exporter` script does, without the package being installed."""
+"""Python code that does the same as the installed `gpumem-exporter` script."""
 
 
 def clean_environment(**changes: str) -> dict[str, str]:
-    """The test's own environment without this project's variables and those of terminals, and with these."""
+    """Return the environment without this project's variables and those of terminals, with changes."""
     own = ("GPUMEM_", "COLUMNS", "NO_COLOR", "FORCE_COLOR")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return {**kept, "PYTHONPATH": str(REPOSITORY), **changes}
 
 
 def run_command(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`gpumem-exporter …`, to its end."""
+    """Run `gpumem-exporter …` until it exits."""
     return subprocess.run(
         [sys.executable, "-m", "gpumem_exporter", *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The real server on real sockets, in a thread, with a driver and a host that do what a test says."""
+"""The real server on real sockets in a thread, with a scripted driver and host."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ScriptedProvider:
 
 @dataclass
 class ScriptedHost:
-    """A host where a reporter's pid is its own, unless `host_pids` says otherwise."""
+    """A host on which a reporter's pid is the host's pid."""
 
     dead: set[int] = field(default_factory=set)
     asked: list[tuple[int, int | None]] = field(default_factory=list)
@@ -102,7 +102,7 @@ class ScriptedHost:
 
 
 def read_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
-    """One answer from a connection that stays open."""
+    """Read one answer from a connection that stays open."""
     received = b""
     while b"\r\n\r\n" not in received:
         piece = sock.recv(65536)
@@ -118,7 +118,7 @@ def read_answer(sock: socket.socket) -> tuple[int, dict[str, str], bytes]:
 
 @dataclass
 class RunningExporter:
-    """An exporter that answers, and ways to ask it."""
+    """A running exporter, and methods for requests to it."""
 
     url: str
     port: int
@@ -138,7 +138,7 @@ class RunningExporter:
         seconds: float = patient(30.0),
         **headers: str,
     ) -> Answer:
-        """One request on a connection of its own; underscores in header names stand for hyphens."""
+        """Send one request on a new connection; underscores in header names become hyphens."""
         sent = {name.replace("_", "-"): value for name, value in headers.items()}
         if document is not None:
             body = json.dumps(document).encode()
@@ -163,19 +163,19 @@ class RunningExporter:
         return self.request("POST", ACTIONS, document)
 
     def samples(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        """Every sample of /metrics, by name and labels."""
+        """Return every sample of /metrics by name and labels."""
         families = text_string_to_metric_families(self.get("/metrics").body.decode())
         return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
     def sample(self, name: str, **labels: str) -> float | None:
-        """The one sample with this name and at least these labels; None when there is none."""
+        """Return the only sample with this name and these labels; None if there is none."""
         found = [v for (n, have), v in self.samples().items() if n == name and set(labels.items()) <= have]
         assert len(found) <= 1, found
         return found[0] if found else None
 
 
 def problem(answer: Answer, status: int) -> Any:
-    """The problem document of an answer, which must be one of this status."""
+    """Return the problem document of an answer, after checking its status."""
     assert answer.status == status, answer.body
     assert answer.headers["content-type"] == "application/problem+json"
     document = json.loads(answer.body)

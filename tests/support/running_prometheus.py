@@ -1,4 +1,4 @@
-"""A real Prometheus in its own process, as a test uses it."""
+"""A real Prometheus in its own process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["RunningPrometheus"]
 
 
 class RunningPrometheus:
-    """Scrapes every second, and answers once it is made.
+    """A Prometheus that scrapes every second; it is ready after construction.
 
     Args:
-        folder: its configuration and data; made when missing.
-        targets: `host:port` by the node's name, the label `instance`; two names may be of one exporter.
-        authority: signs its certificate; its API then is https.
-        scrape: what else its scrape configuration says, such as `scheme`.
+        folder: the folder of configuration and data; created if missing.
+        targets: `host:port` by the label `instance`; two names may have the same exporter.
+        authority: signs the certificate of its API, which then uses https.
+        scrape: additional keys of the scrape configuration, such as `scheme`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class RunningPrometheus:
         return self._log.read().decode(errors="replace")
 
     def close(self) -> None:
-        """Ends it."""
+        """Stop Prometheus."""
         self._popen.terminate()
         try:
             self._popen.wait(30)
@@ -97,7 +97,7 @@ class RunningPrometheus:
 
 
 def _serve_https(folder: Path, authority: trustme.CA) -> ssl.SSLContext:
-    """Write what Prometheus needs to serve https; what a client needs to believe it."""
+    """Write the configuration for https, and return the TLS context of a client."""
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(folder / "own.pem"))
     server = {"cert_file": "own.pem", "key_file": "own.pem"}
     (folder / "web.yml").write_text(yaml.safe_dump({"tls_server_config": server}))

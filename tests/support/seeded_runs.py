@@ -1,6 +1,6 @@
-"""Allocated bytes of simulated training runs after each step, from a seed, on a device of 8 GiB.
+"""The allocated bytes of a training process at the end of each step, generated from a seed in several patterns.
 
-A run without a leak returns to its floor within about 150 steps. A leak is added to that.
+The device has 8 GiB. A run without a leak returns to its minimum within about 150 steps; a leak is added to that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHAPES: dict[str, Shape] = {
     "a sawtooth of 16 steps and 64 MiB": _sawtooth(16, 4 * MIB),
     "a sawtooth of 40 steps and 120 MiB": _sawtooth(40, 3 * MIB),
 }
-"""In each of these a leak of one percent of the device in 1,000 steps is found within 200 steps."""
+"""In each pattern, a leak of one percent of the device in 1,000 steps is found within 200 steps."""
 
 
 def _irregular() -> Shape:
@@ -82,7 +82,7 @@ def _buffer() -> Shape:
 
 
 def hard_shapes() -> dict[str, Shape]:
-    """Return more patterns without a leak. Leaks below them are found later."""
+    """Return patterns that must not cause false alarms, but in which a leak is found later."""
     return {
         "garbage collected at irregular times": _irregular(),
         "garbage of which every fifth collection alone frees all": _generations(),
@@ -98,11 +98,11 @@ def allocated(shape: Shape, seed: int, *, percent: float = 0.0, from_step: int =
     """Yield the allocated bytes after each step, without end.
 
     Args:
-        shape: the pattern without a leak.
-        seed: seed of the random numbers.
-        percent: percentage of the device that leaks in 1,000 steps.
+        shape: the pattern.
+        seed: the seed of the random numbers.
+        percent: the percentage of the device that leaks in 1,000 steps.
         from_step: the first step that leaks.
-        every: number of steps between two leaks, which are larger by this factor.
+        every: the number of steps between two leaks, which are larger then.
     """
     rng = random.Random(seed)
     base = rng.randrange(500, 4000) * MIB

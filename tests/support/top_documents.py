@@ -1,4 +1,4 @@
-"""The API's documents for the tests of `top`, small and true to form."""
+"""Small documents of the API for the tests of `top`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ URL = "unix:///run/gpumem/exporter.sock"
 
 
 def device(gpu: str, **changes: Any) -> dict[str, Any]:
-    """An 80 GiB device: half of it allocated, a quarter reclaimable."""
+    """Return an 80 GiB device: half of it allocated, a quarter reclaimable."""
     ledger = {
         "torch_allocated": 40 * GIB,
         "torch_reclaimable": 20 * GIB,
@@ -39,8 +39,8 @@ def device(gpu: str, **changes: Any) -> dict[str, Any]:
 
 
 def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
-    """A process that reports, with the same figures on each of its devices; `changes` to either."""
-    figures = {
+    """Return a reporting process with the same values on each device; `changes` apply to both."""
+    values = {
         "used_bytes": 10 * GIB,
         "allocated_bytes": 6 * GIB,
         "reserved_bytes": 9 * GIB,
@@ -48,7 +48,7 @@ def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
         "fragmented_bytes": GIB,
         "non_torch_bytes": GIB,
     }
-    of_device = {name: changes.pop(name, value) for name, value in figures.items()}
+    of_device = {name: changes.pop(name, value) for name, value in values.items()}
     return {
         "pid": pid,
         "reporting": True,
@@ -68,7 +68,7 @@ def process(pid: int | str, *gpus: str, **changes: Any) -> dict[str, Any]:
 
 
 def unreported(pid: int, gpu: str, used_bytes: int) -> dict[str, Any]:
-    """A process of which only the driver speaks."""
+    """Return a process that only the driver lists."""
     names = ("workload", "rank", "step", "sample_age_seconds", "allocated_bytes", "reserved_bytes")
     unknown = dict.fromkeys((*names, "reclaimable_bytes", "fragmented_bytes", "non_torch_bytes"))
     return process(
@@ -84,7 +84,7 @@ def unreported(pid: int, gpu: str, used_bytes: int) -> dict[str, Any]:
 
 
 def reading(devices: list[dict[str, Any]], processes: list[dict[str, Any]], **changes: Any) -> Reading:
-    """What an exporter answered."""
+    """Return a reading of an exporter."""
     of_devices = {"source": "nvml", "nvml": {"up": True, "error": "", "driver_version": "1"}, "devices": devices}
     of_processes = {"source": "nvml", "processes": processes}
     given = {"url": URL, **changes}
@@ -92,7 +92,7 @@ def reading(devices: list[dict[str, Any]], processes: list[dict[str, Any]], **ch
 
 
 def live(in_use_mib: dict[str, list[int | None]], seconds: list[float], *, clock_seconds: float) -> dict[str, Any]:
-    """What `top` reads of `/api/v1/live`: the history, and when that was."""
+    """Return the part of `/api/v1/live` that `top` reads: the history and its time."""
     devices = {uuid: {"in_use": values, "allocated": values} for uuid, values in in_use_mib.items()}
     return {
         "moment": {"clock_seconds": clock_seconds, "unix_seconds": 1e9},
@@ -101,7 +101,7 @@ def live(in_use_mib: dict[str, list[int | None]], seconds: list[float], *, clock
 
 
 def event(number: int, type_: str, unix_seconds: float, **changes: Any) -> dict[str, Any]:
-    """An event as `/api/v1/events` has it."""
+    """Return an event as in `/api/v1/events`."""
     return {
         "id": number,
         "type": type_,

@@ -1,4 +1,4 @@
-"""`top` as tests start it: its command, its environment, and a demo for it to show."""
+"""The command and the environment of `top`, and a demo for it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from tests.support.waiting import patient, wait_for
 __all__ = ["FOREIGN", "demo", "top_command", "top_environment", "top_once", "top_without_default_exporter"]
 
 FOREIGN = 4_000_001
-"""A pid that no process has."""
+"""The pid of no process."""
 
 
 def top_environment(base: Mapping[str, str] | None = None, **changes: str) -> dict[str, str]:
-    """The environment of a user who has set nothing for `top`, and the changes."""
+    """Return an environment without settings for `top`, with changes."""
     own = ("GPUMEM_", "COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PYTHONPATH", "TERM")
     kept = {name: value for name, value in (base or os.environ).items() if not name.startswith(own)}
     return {**kept, "TERM": "xterm", "PYTHONPATH": str(REPOSITORY), **changes}
 
 
 def top_command(*arguments: str) -> list[str]:
-    """`top` with these arguments."""
+    """Return the command line of `top` with these arguments."""
     return [sys.executable, "-m", "gpumem_exporter", "top", *arguments]
 
 
 def top_once(*arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """What `top --once` prints, and how it ends."""
+    """Run `top --once`."""
     return subprocess.run(
         top_command("--once", *arguments),
         env=environment or top_environment(),
@@ -46,7 +46,7 @@ def top_once(*arguments: str, environment: Mapping[str, str] | None = None) -> s
 
 
 def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
-    """`top` on a machine whose default socket is `socket`."""
+    """Return the command line of `top` with `socket` as the default socket."""
     code = (
         "import os, sys; from gpumem_exporter.cli.main import main\n"
         "from gpumem_exporter.cli.options import ConnectionOptions; urls = ConnectionOptions.urls\n"
@@ -60,7 +60,7 @@ def top_without_default_exporter(socket: Path, *arguments: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    """An exporter that serves the demo, most of whose processes report."""
+    """Return an exporter of the demo after most processes have reported."""
     exporter = ExporterProcess(tmp_path_factory.mktemp("demo"), "--demo")
     try:
         wait_for(lambda: len(exporter.processes()) >= 12, "a dozen reporting processes")

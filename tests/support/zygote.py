@@ -1,13 +1,12 @@
-"""Processes that start by fork, from a parent that has done their imports: a tenth of a second instead of seconds.
+"""Starts processes by fork from a parent that has done their imports, in a tenth of a second instead of seconds.
 
-A zygote is one interpreter that imports what most programs of the suite need (torch and torch._dynamo, or the
-exporter's server) and then forks a child for each program. The child runs a module as `python -m` does, with its own
-arguments, environment, standard streams and session. What an interpreter or a library reads only at its start is
-the zygote's: `fork_program` returns None for a program that needs another value there, and the caller starts a fresh
-interpreter. So it does for all programs where GPUMEM_TEST_ZYGOTE is 0.
+A zygote is an interpreter that imports the modules of most programs (torch and torch._dynamo, or the exporter's server)
+and forks a child for each program. The child runs a module like `python -m`, with its own arguments, environment,
+standard streams and session. Settings that are read only at the start of an interpreter are those of the zygote.
+`fork_program` returns None for a program that needs other ones, and the caller starts a fresh interpreter. The same
+applies to all programs with GPUMEM_TEST_ZYGOTE=0.
 
-What differs in a forked program: its parent is the zygote, and /proc shows the zygote's command line and
-initial environment. Tests of these start fresh interpreters.
+A forked program has the zygote as its parent, and /proc shows the zygote's command line and initial environment.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ EXPORTER = (
     "gpumem_exporter.server.app",
     "gpumem_exporter.server.serve",
 )
-"""What a zygote imports before it forks."""
+"""The modules that a zygote imports before it forks."""
 
 _READ_LATE = (
     "CUDA_DEVICE_ORDER",
@@ -52,16 +51,16 @@ _READ_LATE = (
 """Variables that programs read after their imports, besides this project's own."""
 _OWN = "GPUMEM_"
 _MAX_ZYGOTES = 4
-"""Zygotes of one test process; programs with still other load-time variables start fresh."""
+"""The maximum number of zygotes in a test process; other programs start as fresh interpreters."""
 
 
 class ForkedProcess:
     """A program that a zygote forked; a subset of `subprocess.Popen`.
 
     Attributes:
-        pid: Its pid.
-        stdin: Writes to its standard input; None if the caller gave a descriptor.
-        stdout: Reads its standard output; None if the caller gave a descriptor.
+        pid: The pid.
+        stdin: A pipe to its standard input; None if the caller passed a descriptor.
+        stdout: A pipe from its standard output; None if the caller passed a descriptor.
         returncode: None while it runs; negative for a signal.
     """
 
@@ -73,11 +72,11 @@ class ForkedProcess:
         self.pid = int(self._receive())
 
     def poll(self) -> int | None:
-        """Return its exit status, or None while it runs."""
+        """Return the exit status, or None while it runs."""
         return self._collect(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end and return its exit status; raises `subprocess.TimeoutExpired` like Popen."""
+        """Wait for the exit and return the exit status; raises `subprocess.TimeoutExpired` like Popen."""
         status = self._collect(timeout)
         if status is None:
             raise subprocess.TimeoutExpired(f"forked process {self.pid}", timeout or 0.0)
@@ -105,28 +104,28 @@ class ForkedProcess:
     def _receive(self) -> bytes:
         message = self._status.recv(64)
         if not message:
-            raise RuntimeError("the zygote ended; its stderr is the tests' own")
+            raise RuntimeError("the zygote exited; its messages are in the test's stderr")
         return message
 
 
 class _Zygote:
-    """The tests' side of one zygote."""
+    """A zygote, seen from the tests."""
 
     def __init__(self, imports: Sequence[str], environment: Mapping[str, str]) -> None:
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
+        self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with far_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno()), *imports],
+                [sys.executable, "-m", __name__, str(far_end.fileno()), *imports],
                 env=environment,
                 cwd=REPOSITORY,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(far_end.fileno(),),
                 stdin=subprocess.DEVNULL,
             )
 
     def fork(self, request: Mapping[str, Any], stdin: int | None, stdout: int | None, stderr: int) -> ForkedProcess:
         with contextlib.ExitStack() as stack:
-            status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            stack.callback(theirs.close)
+            status, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.callback(far_end.close)
             opened: list[IO[bytes] | None] = []
             given = []
             for descriptor, mode in ((stdin, "wb"), (stdout, "rb")):
@@ -135,12 +134,12 @@ class _Zygote:
                     given.append(descriptor)
                     continue
                 read, write = os.pipe()
-                ours, far = (write, read) if mode == "wb" else (read, write)
+                near, far = (write, read) if mode == "wb" else (read, write)
                 stack.callback(os.close, far)
-                opened.append(os.fdopen(ours, mode, 0))
+                opened.append(os.fdopen(near, mode, 0))
                 given.append(far)
             message = json.dumps(request).encode()
-            socket.send_fds(self._control, [message], [theirs.fileno(), *given, stderr])
+            socket.send_fds(self._control, [message], [far_end.fileno(), *given, stderr])
         return ForkedProcess(status, *opened)
 
     def close(self) -> None:
@@ -165,21 +164,21 @@ def fork_program(
     """Start `python -m module arguments…` from a zygote, in the current folder.
 
     Args:
-        imports: What the zygote has imported: TORCH or EXPORTER.
+        imports: The imports of the zygote: TORCH or EXPORTER.
         module: The module to run as `__main__`.
-        arguments: Its `sys.argv[1:]`.
-        environment: Its environment, whole.
-        stdin: Descriptor of its standard input; a new pipe if None.
-        stdout: Descriptor of its standard output; a new pipe if None.
-        stderr: Descriptor of its standard error.
-        new_session: Whether it leads a session of its own.
+        arguments: `sys.argv[1:]` of the program.
+        environment: The complete environment.
+        stdin: The descriptor of standard input; a new pipe if None.
+        stdout: The descriptor of standard output; a new pipe if None.
+        stderr: The descriptor of standard error.
+        new_session: Whether the program gets a new session.
 
     Returns:
-        The running process, or None if only a fresh interpreter can be that program.
+        The running process, or None if the program needs a fresh interpreter.
     """
     settings = (environment.get("PYTORCH_CUDA_ALLOC_CONF", ""), environment.get("PYTORCH_ALLOC_CONF", ""))
     if os.environ.get("GPUMEM_TEST_ZYGOTE") == "0" or any("backend:" in setting for setting in settings):
-        return None  # torch reads the backend while it is loaded, and the other settings at the first allocation
+        return None  # torch reads the backend at import, other settings at the first allocation
     fixed = {name: value for name, value in environment.items() if name not in _READ_LATE and not name.startswith(_OWN)}
     key = (*imports, *sorted(fixed.items()))
     zygote = _zygotes.get(key)
@@ -204,11 +203,11 @@ def _close_all() -> None:
         _zygotes.popitem()[1].close()
 
 
-# The zygote's side
+# In the zygote
 
 
 class _Child:
-    """A running child as the zygote knows it: its pid, a pidfd, and where its exit status goes."""
+    """A running child of the zygote: its pid, a pidfd, and the socket for its exit status."""
 
     def __init__(self, pid: int, status: socket.socket) -> None:
         self.pid = pid
@@ -227,7 +226,7 @@ class _Child:
 
 
 def _serve(control: socket.socket) -> dict[str, Any] | None:
-    """Fork a child for each request. Returns the request in a child, and None in the zygote when its user has ended."""
+    """Fork a child for each request. Returns the request in a child, and None in the zygote after the tests exited."""
     children: dict[int, _Child] = {}
     selector = selectors.PollSelector()
     selector.register(control, selectors.EVENT_READ)

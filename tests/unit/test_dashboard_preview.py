@@ -1,4 +1,4 @@
-"""What the preview of a dashboard draws, where Grafana's way of drawing is a trap."""
+"""The preview draws a dashboard as Grafana does in the cases that are easy to get wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH, HEIGHT = 600, 300
 
 
 def panel(dashboard: str, title: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A dashboard, and its panel of that title."""
+    """Return a dashboard and its panel with a title."""
     document = json.loads((FOLDER / f"{dashboard}.json").read_text())
     (found,) = (each for each in all_panels(document) if each["title"] == title)
     return document, found
@@ -39,7 +39,7 @@ def heights(points: str) -> list[float]:
 
 @pytest.mark.parametrize("value", [-5e9, 0.0])
 def test_a_graph_without_anything_above_zero_is_drawn(value: float) -> None:
-    page = drawn("workload", "Growth a step, by rank", {"rank 0": [value] * 10})
+    page = drawn("workload", "Growth per step, by rank", {"rank 0": [value] * 10})
     assert page.count("<polyline") == 1
     assert not {"nan", "inf"} & set(re.findall(r"[a-z]+", page))
 
@@ -48,8 +48,8 @@ def test_the_ledger_meets_the_total_also_where_a_report_is_ahead_of_the_driver()
     ahead = [3.0] * 10
     ahead[4] = -7.0
     free = [100.0 - 40.0 - figure for figure in ahead]
-    categories = {"in tensors": [40.0] * 10, "CUDA context, NCCL, libraries": ahead, "free": free}
-    page = drawn("node", "Where every byte of GPU $gpu is", {**categories, "total": [100.0] * 10})
+    categories = {"allocated": [40.0] * 10, "non-torch": ahead, "free": free}
+    page = drawn("node", "Ledger of GPU $gpu", {**categories, "total": [100.0] * 10})
     (total,) = re.findall(r'<polyline points="([^"]+)"', page)
     *_, uppermost = re.findall(r'<polygon points="([^"]+)"', page)
     assert heights(uppermost)[:10] == heights(total)
@@ -61,7 +61,7 @@ def test_a_table_shows_labels_as_they_are_and_leaves_cells_without_a_value_empty
             metric = {"instance": "a", "gpu": "3", "pid": "4711", "workload": "", "rank": "7"}
             return [{"metric": metric, "values": [(1000.0, "1024")]}] if "gpumem_" in query.expression else []
 
-    document, found = panel("fleet", "The last error of each process")
+    document, found = panel("fleet", "Last error of each process")
     only = {**document, "panels": [found], "annotations": {"list": []}}
     page, _ = render(only, Answers(), SCOPE_OF_ALL)
     cells = re.findall(r'<td class="t">([^<]*)</td>', page)

@@ -1,7 +1,7 @@
 """Writes prometheusrule.yaml from deploy/prometheus/rules: run it after a change there, and commit both.
 
-A PrometheusRule's `spec` is a rule file, so each file becomes one object, line by line: comments and the folding of
-expressions stay. Standard library alone.
+The `spec` of a PrometheusRule is a rule file, so each file becomes one object, with its comments. Uses the standard
+library only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ spec:
 
 
 def prometheus_rules() -> str:
-    """All rule files as PrometheusRule objects: the text of prometheusrule.yaml."""
+    """Return the text of prometheusrule.yaml: all rule files as PrometheusRule objects."""
     objects = [
         OBJECT.format(name=path.stem, spec=textwrap.indent(path.read_text(encoding="utf-8"), "  "))
         for path in sorted(RULES.glob("*.yml"))

@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, counted
+from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE
 
-__all__ = ["INITIAL_PID_NAMESPACE", "check_pid_namespace", "check_reporters"]
-
-INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-"""Inode of the host's own PID namespace, PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h."""
+__all__ = ["check_pid_namespace", "check_reporters"]
 
 _SHOWN = 5
 _FIX = "run the exporter in the host's PID namespace: hostPID: true in the pod, --pid=host for docker and podman"

@@ -11,13 +11,12 @@ import functools
 import os
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+
+from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE, pid_namespace
 
 __all__ = ["DriverReading", "read_driver"]
 
-_INITIAL_PID_NAMESPACE = 0xEFFFFFFC
-"""Inode of the first PID namespace (PROC_PID_INIT_INO of the kernel), whose pids the driver reports."""
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _KNOWN_MAX = 2**63 - 1
 """A larger value means that the driver does not know."""
@@ -125,7 +124,4 @@ def _utilization(nvml: Any, device: ctypes.c_void_p) -> float | None:
 
 
 def _pids_match_the_driver() -> bool:
-    try:
-        return Path("/proc/self/ns/pid").stat().st_ino == _INITIAL_PID_NAMESPACE
-    except OSError:
-        return False
+    return pid_namespace() == INITIAL_PID_NAMESPACE

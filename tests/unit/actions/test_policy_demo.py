@@ -84,7 +84,7 @@ def acted(bench: DemoBench) -> Iterator[tuple[str, str]]:
 
 
 def test_the_policy_clears_the_hoarder_and_the_fragmented_workload_only(runs: Runs) -> None:
-    assert len({workload.name for workload in DEMO_WORKLOADS}) == 12
+    assert len({workload.name for workload in DEMO_WORKLOADS}) == 10
     assert set(acted(runs.real)) == {("hoarded", HOARDER), ("fragmented", FRAGMENTED), ("slack", UNHELPED)}
     freed: dict[str, int] = {}
     for action in runs.real.finished:

@@ -17,9 +17,10 @@ from gpumem_exporter.cli.doctor.exporter import (
     reach,
 )
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
-from gpumem_exporter.cli.doctor.processes import INITIAL_PID_NAMESPACE, check_pid_namespace, check_reporters
+from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError, NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
+from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE
 from tests.support.golden import assert_golden
 from tests.support.waiting import patient
 

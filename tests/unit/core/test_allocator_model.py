@@ -6,7 +6,6 @@ from random import Random
 import pytest
 
 from gpumem_exporter.core.allocator_model import Block, CachingAllocator, SimulatedOutOfMemoryError, rounded_bytes
-from gpumem_exporter.demo.expandable import ExpandableAllocator
 
 MIB = 1 << 20
 
@@ -38,18 +37,6 @@ TORCH_CLASSIC = """
 618827776 1321205760 618827776 404582400 617781051 1223104000 1342177280 87 79 49 35 96 1321205760
 781794816 1321205760 781794816 539410944 777285049 1223104000 1342177280 93 85 51 37 102 1321205760
 999291392 1319108608 999291392 319817216 996125442 1223104000 1342177280 109 101 51 38 120 1319108608
-"""
-TORCH_EXPANDABLE = """
-808414208 1268776960 808414208 0 808405241 1222441472 1306525696 1 1 0 0 1 1268776960
-1065486336 1319108608 1065486336 0 1065469873 1299987968 1331691520 8 7 0 0 10 1319108608
-1037350400 1319108608 1037350400 0 1037331610 1299987968 1340080128 16 14 0 0 21 1319108608
-1030558720 1319108608 1030558720 0 1030541978 1299987968 1340080128 28 23 0 0 34 1319108608
-1035417088 1296039936 1035417088 0 1035399661 1299987968 1340080128 51 46 0 0 58 1296039936
-982216704 1296039936 982216704 0 982201183 1299987968 1340080128 68 60 0 0 75 1296039936
-877153280 1251999744 877153280 0 877142860 1299987968 1340080128 78 66 0 0 85 1251999744
-950803968 1228931072 950803968 0 950795326 1299987968 1340080128 87 74 0 0 96 1228931072
-1178790912 1312817152 1178790912 0 1178777850 1299987968 1340080128 96 81 0 0 105 1312817152
-924631552 1077936128 924631552 0 924621845 1299987968 1340080128 114 98 0 0 125 1077936128
 """
 
 
@@ -118,29 +105,21 @@ def drive(allocator: CachingAllocator, seed: int, count: int) -> Generator[tuple
             return
 
 
-@pytest.mark.parametrize(
-    ("kind", "torch_said"),
-    [(CachingAllocator, TORCH_CLASSIC), (ExpandableAllocator, TORCH_EXPANDABLE)],
-    ids=["classic", "expandable"],
-)
-def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations(
-    kind: type[CachingAllocator], torch_said: str
-) -> None:
+def test_the_model_has_the_statistics_of_pytorch_for_the_same_operations() -> None:
     memory = Memory(FREE_AT_FIRST)
-    allocator = kind(memory)
+    allocator = CachingAllocator(memory)
     rows = []
     for done, _ in enumerate(drive(allocator, 7, 2000), start=1):
         if done % 200 == 0:
             row = [getattr(allocator.statistics, column) for column in COLUMNS]
             rows.append(" ".join(map(str, [*row, FREE_AT_FIRST - memory.free_bytes])))
-    assert rows == torch_said.strip().splitlines()
+    assert rows == TORCH_CLASSIC.strip().splitlines()
 
 
-@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_clear_always_releases_exactly_the_reclaimable_bytes(kind: type[CachingAllocator], seed: int) -> None:
+def test_a_clear_always_releases_exactly_the_reclaimable_bytes(seed: int) -> None:
     memory = Memory(FREE_AT_FIRST)
-    allocator = kind(memory)
+    allocator = CachingAllocator(memory)
     clears = 0
     for done, _ in enumerate(drive(allocator, seed, 600), start=1):
         assert memory.free_bytes + allocator.statistics.reserved_bytes == FREE_AT_FIRST
@@ -207,11 +186,10 @@ def test_a_reset_sets_the_peaks_to_the_current_values() -> None:
 
 
 def test_a_process_that_ends_releases_all_its_memory() -> None:
-    for kind in (CachingAllocator, ExpandableAllocator):
-        memory = Memory(FREE_AT_FIRST)
-        allocator = kind(memory)
-        for _ in drive(allocator, 3, 200):
-            pass
-        assert memory.free_bytes < FREE_AT_FIRST
-        allocator.close()
-        assert memory.free_bytes == FREE_AT_FIRST
+    memory = Memory(FREE_AT_FIRST)
+    allocator = CachingAllocator(memory)
+    for _ in drive(allocator, 3, 200):
+        pass
+    assert memory.free_bytes < FREE_AT_FIRST
+    allocator.close()
+    assert memory.free_bytes == FREE_AT_FIRST

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import pwd
 import subprocess
@@ -14,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from gpumem_exporter.core.samples import ProcessFacts
-from gpumem_exporter.host import Host, LinuxHost
+from gpumem_exporter.host import LinuxHost
 from gpumem_exporter.host.containers import container_id
-from gpumem_exporter.procfs import pid_namespace, start_time_ticks
+from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE, pid_namespace, start_time_ticks
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
 ID = "0123456789abcdef" * 4
@@ -130,11 +129,6 @@ def end_unreaped(process: subprocess.Popen[bytes]) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_linux_host_implements_the_interface() -> None:
-    host: Host = LinuxHost()
-    assert host.alive(os.getpid(), start_time_ticks())
-
-
 def test_a_real_child_is_described_without_its_arguments(child: subprocess.Popen[bytes]) -> None:
     facts = LinuxHost().facts(child.pid)
     assert facts is not None
@@ -157,22 +151,11 @@ def test_a_real_process_is_alive_until_it_exits_even_as_a_zombie(child: subproce
     assert host.facts(child.pid) is None
 
 
-def test_a_real_zombie_has_no_facts(child: subprocess.Popen[bytes]) -> None:
-    end_unreaped(child)
-    assert LinuxHost().facts(child.pid) is None
-
-
 @pytest.mark.parametrize("state", ["Z", "X"])
 def test_an_exited_process_is_not_alive_and_has_no_facts(tree: Tree, state: str) -> None:
     tree.process(30, state=state)
     assert not LinuxHost(tree.root).alive(30, 100)
     assert LinuxHost(tree.root).facts(30) is None
-
-
-@pytest.mark.parametrize("state", ["R", "S", "D", "T", "t", "I"])
-def test_a_process_in_any_other_state_is_alive(tree: Tree, state: str) -> None:
-    tree.process(30, state=state)
-    assert LinuxHost(tree.root).alive(30, 100)
 
 
 def test_a_user_without_a_name_is_shown_as_a_number(tree: Tree) -> None:
@@ -220,29 +203,6 @@ def test_facts_are_cached_for_a_minute(tree: Tree, clock: Clock) -> None:
     assert again.command == "python serve.py"
 
 
-def test_a_reused_pid_is_another_process(tree: Tree) -> None:
-    host = LinuxHost(tree.root)
-    tree.process(30, start=100)
-    assert host.facts(30) == ProcessFacts(30, 100, "python train.py", pwd.getpwuid(os.geteuid()).pw_name)
-    tree.remove(30)
-    tree.process(30, start=200, cmdline=b"trainer\0")
-    assert host.facts(30) == ProcessFacts(30, 200, "trainer", pwd.getpwuid(os.geteuid()).pw_name)
-    assert not host.alive(30, 100)
-    assert host.alive(30, 200)
-
-
-def test_facts_are_read_again_after_an_exec(tree: Tree) -> None:
-    host = LinuxHost(tree.root)
-    tree.process(30, stack=1)
-    first = host.facts(30)
-    assert host.facts(30) is first
-    tree.remove(30)
-    tree.process(30, stack=2, cmdline=b"python\0serve.py\0", environ=b"SLURM_JOB_ID=7\0")
-    again = host.facts(30)
-    assert first is not None
-    assert again == replace(first, command="python serve.py", slurm_job_id="7")
-
-
 def test_facts_are_read_again_after_a_real_exec() -> None:
     code = "import os, sys; sys.stdin.readline(); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
     after = "import sys; print('after', flush=True); sys.stdin.read()"
@@ -288,42 +248,6 @@ def test_only_the_slurm_and_ray_job_ids_are_read_from_the_environment(
     assert facts.command == "python train.py"
 
 
-def test_the_job_of_a_real_process_is_known() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", "print('here', flush=True); input()"],
-        env={**os.environ, "SLURM_JOB_ID": "77"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        facts = LinuxHost().facts(process.pid)
-        process.kill()
-    assert facts is not None
-    assert (facts.slurm_job_id, facts.ray_job_id) == ("77", "")
-
-
-def test_facts_of_exited_and_unused_processes_are_dropped(tree: Tree, clock: Clock) -> None:
-    host = LinuxHost(tree.root, clock=clock)
-    for pid in (30, 31, 32):
-        tree.process(pid, start=987_654)
-        host.facts(pid)
-    tree.remove(30)
-    assert host.facts(30) is None
-    assert remembered_pids() == {31, 32}
-    for _ in range(4):
-        clock.now += 61
-        host.facts(31)
-    assert remembered_pids() == {31}
-
-
-def remembered_pids() -> set[int]:
-    """Return the processes of that test whose facts are in memory."""
-    gc.collect()
-    known = [facts for facts in gc.get_objects() if type(facts) is ProcessFacts]
-    return {facts.pid for facts in known if facts.start_time_ticks == 987_654}
-
-
 @pytest.mark.parametrize(
     ("hidden", "lost"),
     [
@@ -357,13 +281,6 @@ def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree)
     facts = LinuxHost(tree.root).facts(30)
     assert facts is not None
     assert facts.command == "kworker"
-
-
-def test_without_proc_nothing_is_known(tmp_path: Path) -> None:
-    host = LinuxHost(tmp_path / "absent")
-    assert host.facts(1) is None
-    assert not host.alive(1, 100)
-    assert host.host_pid(ME, None) is None
 
 
 @pytest.mark.parametrize(
@@ -454,11 +371,6 @@ def test_a_process_that_is_not_found_has_no_host_pid(tree: Tree, pid: int, names
     assert LinuxHost(tree.root).host_pid(reporter(tree, pid=pid, namespace=namespace, start=start), None) is None
 
 
-def test_a_process_with_an_unknown_namespace_is_not_searched(tree: Tree) -> None:
-    tree.process(7)
-    assert LinuxHost(tree.root).host_pid(replace(ME, pid=7, pid_namespace=0, start_time_ticks=100), None) is None
-
-
 def test_an_unreadable_process_does_not_hide_the_others(tree: Tree) -> None:
     tree.namespace("a")
     tree.process(299, namespace="a", inner_pids=(6,))
@@ -487,18 +399,6 @@ def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tre
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
 
 
-def test_the_cache_of_host_pids_is_bounded(tree: Tree, clock: Clock) -> None:
-    tree.namespace("a")
-    host = LinuxHost(tree.root, clock=clock)
-    for pid in range(1, 4099):
-        host.host_pid(reporter(tree, pid=pid, namespace="a"), None)
-    tree.process(5000, namespace="a", inner_pids=(1,))
-    tree.process(5001, namespace="a", inner_pids=(4098,))
-    clock.now += 1
-    assert host.host_pid(reporter(tree, pid=4098, namespace="a"), None) is None  # it was searched a second ago
-    assert host.host_pid(reporter(tree, pid=1, namespace="a"), None) == 5000  # its last search is no longer cached
-
-
 def test_a_host_detects_the_initial_pid_namespace(tree: Tree) -> None:
-    assert LinuxHost().sees_host_pids == (pid_namespace() == 0xEFFFFFFC)
+    assert LinuxHost().sees_host_pids == (pid_namespace() == INITIAL_PID_NAMESPACE)
     assert not LinuxHost(tree.root).sees_host_pids

@@ -155,22 +155,6 @@ def test_a_reading_has_every_device_with_its_processes(reader: NodeReader) -> No
     assert reading.facts == {30: ProcessFacts(30, 100, "python train.py")}
 
 
-def test_a_reading_has_its_time_and_its_duration(node: Node, host: Host) -> None:
-    times = iter(range(2000, 3000))
-    reader = NodeReader(node, host, clock=lambda: float(next(times)), wall_clock=lambda: 5e8)
-    reading = reader.read()
-    assert reading.taken_unix_seconds == 5e8
-    assert reading.duration_seconds == reading.taken_seconds - 2000 > 0
-
-
-def test_facts_are_read_once_per_process_and_are_missing_after_its_exit(
-    reader: NodeReader, node: Node, host: Host
-) -> None:
-    node.processes = (ProcessMemory(30, 5), ProcessMemory(31, 6))
-    assert set(reader.read().facts) == {30}
-    assert sorted(host.requested_pids) == [30, 31]
-
-
 def test_a_failing_host_does_not_affect_the_values_of_the_driver(
     reader: NodeReader, host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -183,32 +167,11 @@ def test_a_failing_host_does_not_affect_the_values_of_the_driver(
     assert record.message.endswith(": ZeroDivisionError: unforeseen")
 
 
-def test_a_driver_that_is_loaded_later_is_attached(reader: NodeReader, node: Node) -> None:
-    node.failures["open", ""] = NvmlUnavailableError("no driver")
-    reading = reader.read()
-    assert (reading.up, reading.error, reading.devices) == (False, "no driver", ())
-    assert poll_for(reader, node, 3).error == "no driver"
-    node.failures.clear()
-    assert len(up(poll_for(reader, node, 4))) == 8
-
-
 def test_a_missing_driver_is_retried_after_1_2_4_8_16_and_then_every_30_seconds(reader: NodeReader, node: Node) -> None:
     node.failures["open", ""] = NvmlUnavailableError("no driver")
     reader.read()
     poll_for(reader, node, 130)
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 1, 3, 7, 15, 31, 61, 91, 121]
-
-
-def test_a_driver_that_was_attached_and_fails_is_retried_soon(reader: NodeReader, node: Node) -> None:
-    node.failures["open", ""] = NvmlUnavailableError("no driver")
-    reader.read()
-    poll_for(reader, node, 60)
-    node.failures.clear()
-    assert poll_for(reader, node, 30).up
-    node.failures["devices", ""] = NvmlUnavailableError("uninitialized")
-    assert not poll_for(reader, node, 1).up
-    node.failures.clear()
-    assert poll_for(reader, node, 1).up
 
 
 @pytest.mark.parametrize("error", [NvmlUnavailableError("unavailable"), NvmlError("unknown"), KeyError("unforeseen")])
@@ -224,12 +187,6 @@ def test_a_driver_that_cannot_list_its_devices_is_closed_and_opened_again(
     assert len(node.opened_at) == 2
 
 
-def test_a_driver_without_a_version_is_read(reader: NodeReader, node: Node) -> None:
-    node.failures["driver_version", ""] = NvmlNotSupportedError("no")
-    reading = reader.read()
-    assert (reading.up, reading.driver_version) == (True, "")
-
-
 def test_a_device_lost_during_a_read_keeps_its_identity_and_has_no_values(reader: NodeReader, node: Node) -> None:
     for call in ("memory", "processes", "utilization"):
         node.failures = {(call, "GPU-3"): NvmlDeviceLostError("GPU is lost")}
@@ -243,11 +200,6 @@ def test_a_lost_device_without_a_uuid_keeps_its_known_identity(reader: NodeReade
     node.listed[3] = DeviceIdentity("3", "", error="GPU is lost")
     for _ in range(3):
         assert device(reader.read(), "GPU-3") == DeviceReading("3", "GPU-3", "H100", error="GPU is lost")
-
-
-def test_a_device_lost_from_the_start_is_identified_by_its_index(reader: NodeReader, node: Node) -> None:
-    node.listed[3] = DeviceIdentity("3", "", error="GPU is lost")
-    assert device(reader.read(), "") == DeviceReading("3", "", error="GPU is lost")
 
 
 def test_a_lost_device_that_the_driver_no_longer_counts_stays_lost_until_it_returns(
@@ -284,15 +236,6 @@ def test_a_lost_device_keeps_its_index_until_another_device_gets_it(
     assert device(reader.read(), f"GPU-{lost}").gpu == str(lost)
 
 
-def test_a_device_without_a_uuid_does_not_get_that_of_a_device_with_another_index(
-    reader: NodeReader, node: Node
-) -> None:
-    reader.read()
-    node.listed = [DeviceIdentity("0", "GPU-3"), DeviceIdentity("3", "", error="GPU is lost")]
-    reading = reader.read()
-    assert [(d.gpu, d.uuid, d.error) for d in reading.devices] == [("0", "GPU-3", ""), ("3", "", "GPU is lost")]
-
-
 def test_a_device_that_disappears_without_an_error_was_removed(reader: NodeReader, node: Node) -> None:
     reader.read()
     del node.listed[7]
@@ -326,12 +269,6 @@ def test_nvml_is_initialized_again_with_backoff_to_recover_a_lost_device(reader:
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 3, 7, 15, 31, 63, 123, 183]
 
 
-def test_other_devices_have_values_in_every_poll_while_a_lost_one_is_retried(reader: NodeReader, node: Node) -> None:
-    node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
-    for _ in range(200):
-        assert len(up(poll_for(reader, node, 1))) == 7
-
-
 def test_a_lost_device_that_returns_is_read_again(reader: NodeReader, node: Node) -> None:
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
     poll_for(reader, node, 10)
@@ -350,13 +287,6 @@ def test_a_driver_without_devices_is_up_and_is_initialized_again(reader: NodeRea
     assert len(node.opened_at) > 1
     node.listed = listed
     assert len(up(poll_for(reader, node, 1))) == 8
-
-
-def test_nvml_unavailable_for_one_device_is_an_error_of_that_device(reader: NodeReader, node: Node) -> None:
-    node.failures["memory", "GPU-3"] = NvmlUnavailableError("NVML is not initialized")
-    reading = reader.read()
-    assert reading.up
-    assert len(up(reading)) == 7
 
 
 def test_nvml_unavailable_for_every_device_is_an_error_of_the_driver(reader: NodeReader, node: Node) -> None:
@@ -419,16 +349,6 @@ def test_a_release_unloads_the_driver_and_the_next_reading_attaches_it(reader: N
     assert len(up(reader.read())) == 8
 
 
-def test_a_release_without_a_driver_unloads_its_library_and_resets_the_backoff(reader: NodeReader, node: Node) -> None:
-    node.failures["open", ""] = NvmlUnavailableError("no driver")
-    poll_for(reader, node, 20)
-    attempts = len(node.opened_at)
-    reader.release("released on request")
-    assert node.released == 1
-    reader.read()
-    assert len(node.opened_at) == attempts + 1
-
-
 def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
     reader.read()
     node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
@@ -436,15 +356,6 @@ def test_a_release_forgets_lost_devices(reader: NodeReader, node: Node) -> None:
     reader.release("a GPU is taken out")
     del node.listed[3]
     assert "GPU-3" not in [device.uuid for device in reader.read().devices]
-
-
-def test_an_attach_request_skips_the_backoff(reader: NodeReader, node: Node) -> None:
-    node.failures["open", ""] = NvmlUnavailableError("no driver")
-    poll_for(reader, node, 20)
-    node.failures.clear()
-    assert not reader.read().up
-    reader.retry_attach_now()
-    assert reader.read().up
 
 
 def test_a_failure_is_logged_when_it_starts_and_when_it_ends(
@@ -492,12 +403,3 @@ def test_jitter_shortens_a_delay_by_up_to_half(jitter: float, delay: float) -> N
         backoff.failed(100.0)
     assert not backoff.due(100.0 + delay - 0.001)
     assert backoff.due(100.0 + delay)
-
-
-def test_a_delay_never_exceeds_its_cap() -> None:
-    backoff = Backoff(1.0, 30.0, jitter=lambda: 0.0)
-    for _ in range(5000):
-        backoff.failed(100.0)
-    assert backoff.due(130.0)
-    backoff.succeeded()
-    assert backoff.due(0.0)

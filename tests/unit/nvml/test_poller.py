@@ -109,26 +109,12 @@ def test_readings_are_published_until_the_poller_is_stopped(start: Start) -> Non
     assert all(reading.up and reading.devices[0].memory for reading in published.readings)
 
 
-def test_only_the_thread_gpumem_poller_calls_the_driver(start: Start) -> None:
-    provider, published = OneGpu(), Published()
-    poller = start(provider, published)
-    published.wait_for(2)
-    poller.stop(SOON)
-    assert provider.threads == {"gpumem-poller"}
-
-
 def test_stopping_closes_the_driver_without_waiting_for_the_interval(start: Start) -> None:
     provider, published = OneGpu(), Published()
     poller = start(provider, published, interval_seconds=10_000.0)
     published.wait_for(1)
     assert poller.stop(SOON)
     assert provider.closed.is_set()
-
-
-def test_a_poller_that_never_started_stops_immediately() -> None:
-    poller = Poller(OneGpu(), NobodyHost(), Published(), interval_seconds=1.0)
-    assert not poller.status(0.0).alive
-    assert poller.stop(SOON)
 
 
 def test_without_a_driver_every_poll_publishes_a_reading_with_the_error(start: Start) -> None:
@@ -182,29 +168,6 @@ def test_a_hung_driver_shows_as_stuck_and_does_not_block_status_or_stop(start: S
     release.set()
     assert poller.stop(SOON)
     assert published.readings == []
-
-
-def test_with_a_long_interval_a_poll_is_stuck_after_three_intervals(start: Start) -> None:
-    hanging, release = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hanging.set()
-        assert release.wait(SOON)
-
-    poller = start(OneGpu(hang), Published(), interval_seconds=10.0, clock=lambda: 0.0)
-    assert hanging.wait(SOON)
-    assert not poller.status(30.0).stuck
-    assert poller.status(30.1).stuck
-    release.set()
-
-
-def test_between_polls_the_poller_is_idle_and_has_the_time_of_the_last_poll(start: Start) -> None:
-    published = Published()
-    poller = start(OneGpu(), published, interval_seconds=10_000.0, clock=lambda: 7.0)
-    published.wait_for(1)
-    poller.stop(SOON)
-    status = poller.status(9.0)
-    assert (status.busy_seconds, status.last_finished_seconds, status.polls, status.stuck) == (None, 7.0, 1, False)
 
 
 def test_the_thread_applies_a_release_soon_and_every_reading_shows_it_until_attach(start: Start) -> None:
@@ -264,20 +227,6 @@ def test_an_attach_request_for_a_missing_driver_skips_the_backoff(start: Start) 
     while not poller.status(0.0).request_applied:
         published.wait_for(len(published.readings) + 1)
     assert published.readings[-1].up
-
-
-def test_a_hung_thread_does_not_prevent_the_interpreter_from_exiting(start: Start) -> None:
-    hanging, release = threading.Event(), threading.Event()
-
-    def hang() -> None:
-        hanging.set()
-        assert release.wait(SOON)
-
-    start(OneGpu(hang), Published())
-    assert hanging.wait(SOON)
-    (thread,) = (thread for thread in threading.enumerate() if thread.name == "gpumem-poller")
-    assert thread.daemon
-    release.set()
 
 
 @given(

@@ -55,14 +55,6 @@ def lists(compute: Callable[..., int], **others: Callable[..., int]) -> ProcessL
     return ProcessLists(Library(**{COMPUTE + "_v3": compute, **others}), capacity=4)
 
 
-def test_a_device_without_processes_has_an_empty_list() -> None:
-    assert lists(answer([])).read(None) == ()
-
-
-def test_processes_are_in_the_drivers_order_with_their_bytes() -> None:
-    assert lists(answer([(30, 5), (20, 6)])).read(None) == (ProcessMemory(30, 5), ProcessMemory(20, 6))
-
-
 @pytest.mark.parametrize("value", [NOT_AVAILABLE, 1 << 63, 9223372036854775808 + 12])
 def test_an_unavailable_value_is_unknown_not_zero(value: int) -> None:
     assert lists(answer([(30, value)])).read(None) == (ProcessMemory(30, None),)
@@ -88,15 +80,6 @@ def test_an_entry_without_a_pid_is_left_out() -> None:
 def test_a_list_that_exceeds_the_buffer_is_read_again_with_a_larger_one() -> None:
     entries = [(pid, pid * 10) for pid in range(1, 1001)]
     assert lists(answer(entries)).read(None) == tuple(ProcessMemory(pid, used) for pid, used in entries)
-
-
-def test_a_count_larger_than_the_buffer_is_limited_to_the_buffer() -> None:
-    def overstating(handle: Any, count: Any, buffer: Any) -> int:
-        given = answer([(1, 1), (2, 2), (3, 3), (4, 4)])(handle, count, buffer)
-        count._obj.value = 1000
-        return given
-
-    assert [process.pid for process in lists(overstating).read(None)] == [1, 2, 3, 4]
 
 
 def test_a_list_that_grows_faster_than_it_is_read_is_an_error() -> None:
