@@ -194,8 +194,8 @@ class SimulatedProcess:
         """Run or queue the commands of a reply, and return the results since the last call."""
         for command_id in reply.cancelled:
             if self._waiting.pop(command_id, None):
-                reason = "cancelled: not every rank of the group could take part"
-                self._unsent.append(CommandResult(command_id, "refused", reason))
+                reason = "the exporter withdrew the command"
+                self._unsent.append(CommandResult(command_id, "refused", reason, ReasonCode.CANCELLED))
         for command in reply.commands:
             if command.mode == "now":
                 self._unsent.append(self.run(command))
@@ -228,7 +228,7 @@ class SimulatedProcess:
     def _expire(self, command: Command) -> None:
         del self._waiting[command.id]
         reason = "the deadline or the requested step has passed"
-        self._unsent.append(CommandResult(command.id, "expired", reason, step=self.step))
+        self._unsent.append(CommandResult(command.id, "expired", reason, ReasonCode.DEADLINE_PASSED, step=self.step))
 
     def _execute(self, command: Command) -> CommandResult:
         if self.ended:
