@@ -17,9 +17,9 @@ from prometheus_client import CollectorRegistry
 from benchmarks.claims import Options, Progress, compared, show
 from benchmarks.exposition import timed
 from benchmarks.snapshots import node, reporting
-from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.actions.policy.engine import Engine
 from gpumem_exporter.actions.policy.model import Condition, Rule
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.collectors.exposition import Exposition
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 

@@ -161,7 +161,15 @@ class PrometheusError(GpumemError):
 
 
 class CommandRefusedError(GpumemError):
-    """A process rejects a command; the message says why."""
+    """A process rejects a command; the message says why.
+
+    Attributes:
+        reason_code: the reason for programs, a `wire.protocol.ReasonCode`.
+    """
+
+    def __init__(self, message: str, reason_code: str) -> None:
+        super().__init__(message)
+        self.reason_code = reason_code
 
 
 class NoBatchSizeError(GpumemError):

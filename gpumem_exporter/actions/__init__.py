@@ -1,1 +1,1 @@
-"""Actions: asked, delivered, answered, measured."""
+"""Actions on processes: requests, their delivery to reporters, their results, and policies that request them."""

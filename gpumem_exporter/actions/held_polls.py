@@ -24,7 +24,7 @@ class HeldPolls:
 
         Cancelling the call is safe.
         """
-        self.wake(key)  # an earlier request has no client any more: a process has one connection
+        self.wake(key)  # a process has one connection, so an earlier request has no client any more
         future = asyncio.get_running_loop().create_future()
         self._futures[key] = future
         try:
@@ -35,7 +35,7 @@ class HeldPolls:
                 del self._futures[key]
 
     def wake(self, key: ProcessKey) -> None:
-        """Have the request of a process answered now; does nothing if there is none."""
+        """End the held request of a process; does nothing if there is none."""
         future = self._futures.get(key)
         if future is not None and not future.done():
             future.set_result(None)

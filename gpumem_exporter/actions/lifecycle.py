@@ -6,11 +6,11 @@ An action is `QUEUED` until a process has fetched a command of it, then `RUNNING
     WAITING ──▶ DELIVERED ──▶ HELD           the command travels to the process
                     │           │
                     ▼           ▼
-                RECALLED ──▶ RECALLED_HELD   the process is told to forget it
+                RECALLED ──▶ RECALLED_HELD   the process must forget it
 
     TERMINATING                              the exporter itself ends the process
 
-and each of these states may be followed by `ENDED`. A transition that is not in the table is a defect and raises
+Each of these states may be followed by `ENDED`. A transition that is not in the table is a defect and raises
 `IllegalTransitionError`. For the event loop only: not thread-safe.
 """
 
@@ -23,9 +23,10 @@ from enum import Enum
 from typing import TypeVar
 
 from gpumem_exporter.actions.model import Action, ActionResult
-from gpumem_exporter.actions.results import TerminationTarget
+from gpumem_exporter.actions.results import GpuLabels, TerminationTarget, command_results, termination_results
+from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
-from gpumem_exporter.wire.protocol import Command, DeviceSample
+from gpumem_exporter.wire.protocol import Command, CommandResult
 
 __all__ = [
     "ActionState",
@@ -54,15 +55,15 @@ class PartState(Enum):
     WAITING = "waiting"
     """The process has not fetched the command."""
     DELIVERED = "delivered"
-    """The command was handed out. It is handed out again if the process asks again, because a reply may get lost."""
+    """The command was sent. It is sent again with the next reply, because a reply may get lost."""
     HELD = "held"
-    """The process reports that it keeps the command for the end of a step or for a rest."""
+    """The process reports that it keeps the command for the end of a step or for an idle time."""
     RECALLED = "recalled"
-    """The process is to forget the command, and has not reported that it holds it."""
+    """The process must forget the command, and has not reported that it keeps it."""
     RECALLED_HELD = "recalled and held"
-    """The process is to forget the command that it holds."""
+    """The process must forget the command that it keeps."""
     TERMINATING = "terminating"
-    """The exporter ends the process."""
+    """The exporter terminates the process."""
     ENDED = "ended"
     """The result is known."""
 
@@ -87,7 +88,7 @@ State = TypeVar("State", ActionState, PartState)
 
 
 class IllegalTransitionError(RuntimeError):
-    """A state was to follow another one that it cannot follow: a defect of the exporter."""
+    """A state cannot follow the current one: a defect of the exporter."""
 
 
 def advanced(state: State, to: State) -> State:
@@ -106,46 +107,52 @@ class CommandPart:
     """One process's part in an action that the process itself runs."""
 
     command: Command
-    pid: int | str
-    """The process's name when it was selected."""
-    process: ReportingProcess
-    samples: tuple[DeviceSample, ...]
-    """The process's samples of the targeted devices."""
+    selected: SelectedProcess
     deadline_seconds: float
     """On the dispatcher's clock."""
     state: PartState = PartState.WAITING
 
     @property
+    def key(self) -> ProcessKey:
+        """The process."""
+        return self.selected.process.key
+
+    def belongs_to(self, process: ReportingProcess) -> bool:
+        """Return whether this is the same process, with the same program in it: an exec starts another session."""
+        selected, reporting = self.selected.process.report.process, process.report.process
+        return (selected.start_time_ticks, selected.session) == (reporting.start_time_ticks, reporting.session)
+
+    @property
     def on_the_way(self) -> bool:
-        """Whether the process is to get the command, or may not have got it yet."""
+        """Whether the process may not have received the command yet."""
         return self.state in (PartState.WAITING, PartState.DELIVERED)
 
     @property
     def recalled(self) -> bool:
-        """Whether the process is to forget the command."""
+        """Whether the process must forget the command."""
         return self.state in (PartState.RECALLED, PartState.RECALLED_HELD)
 
     @property
     def held(self) -> bool:
-        """Whether the process has reported that it holds the command."""
+        """Whether the process has reported that it keeps the command."""
         return self.state in (PartState.HELD, PartState.RECALLED_HELD)
 
     def deliver(self) -> None:
-        """Note that the command is handed out; the second time changes nothing."""
+        """Record that the command is sent; again changes nothing."""
         if self.state is not PartState.DELIVERED:
             self.state = advanced(self.state, PartState.DELIVERED)
 
     def hold(self) -> None:
-        """Note that the process reports that it holds the command; the second time changes nothing."""
+        """Record that the process reports that it keeps the command; again changes nothing."""
         if not self.held:
             self.state = advanced(self.state, PartState.RECALLED_HELD if self.recalled else PartState.HELD)
 
     def recall(self) -> None:
-        """Note that the process is to forget the command, which it has got."""
+        """Record that the process must forget the command that it has received."""
         self.state = advanced(self.state, PartState.RECALLED_HELD if self.held else PartState.RECALLED)
 
     def end(self) -> None:
-        """Note that the result is known."""
+        """Record that the result is known."""
         self.state = advanced(self.state, PartState.ENDED)
 
 
@@ -157,7 +164,7 @@ class TerminationPart:
     state: PartState = PartState.TERMINATING
 
     def end(self) -> None:
-        """Note that the result is known."""
+        """Record that the result is known."""
         self.state = advanced(self.state, PartState.ENDED)
 
 
@@ -168,14 +175,15 @@ class RunningAction:
     action: Action
     started_seconds: float
     """On the dispatcher's clock."""
+    gpus: GpuLabels = field(default_factory=dict)
     commands: dict[ProcessKey, CommandPart] = field(default_factory=dict)
     terminations: list[TerminationPart] = field(default_factory=list)
     released: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when processes may get their commands."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the action has ended."""
-    withdrawn: str = ""
-    """The reason why no further part is to start; empty while parts may start."""
+    withdrawal: CommandResult | None = None
+    """The result of the parts that must not start any more; None while parts may start."""
 
     @property
     def complete(self) -> bool:
@@ -183,7 +191,7 @@ class RunningAction:
         return not self.commands and not self.terminations
 
     def start(self) -> None:
-        """Note that a part has started; the second time changes nothing."""
+        """Record that a part has started; again changes nothing."""
         if self.action.state != ActionState.RUNNING.value:
             self._advance(ActionState.RUNNING)
 
@@ -191,8 +199,20 @@ class RunningAction:
         """Append results."""
         self.action = replace(self.action, results=(*self.action.results, *results))
 
+    def end_command(self, part: CommandPart, result: CommandResult, process: ReportingProcess) -> None:
+        """End a process's part with its result. `process` is its last report."""
+        del self.commands[part.key]
+        part.end()
+        self.add(command_results(part.selected._replace(process=process), result, self.gpus))
+
+    def end_termination(self, part: TerminationPart, result: CommandResult) -> None:
+        """End a terminated process's part with its result."""
+        self.terminations.remove(part)
+        part.end()
+        self.add(termination_results(part.target, result, self.gpus))
+
     def finish(self, now_seconds: float) -> Action:
-        """End the action: done if all parts are, expired if the others came too late, else failed."""
+        """End the action: done if all parts are, expired if the other parts have expired, otherwise failed."""
         outcomes = {result.outcome for result in self.action.results}
         if outcomes <= {"done"}:
             self._advance(ActionState.DONE)

@@ -1,25 +1,25 @@
-"""How many actions a caller may ask for, and a process may be asked: a bucket each, filled by the minute."""
+"""Limits the number of actions per minute, for each caller and for each process, with token buckets."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 
 from gpumem_exporter.errors import TooManyActionsError
 
 __all__ = ["RateLimits", "retry_after"]
 
-_KNOWN = 4096
+_MAX_BUCKETS = 4096
 _MINUTE_SECONDS = 60.0
 
 
 class RateLimits:
-    """Counts actions. A minute's worth may come at once; after that they come as the minute passes. Not thread-safe.
+    """Counts actions. A full minute's number may come at once. Not thread-safe.
 
     Args:
-        per_caller: actions a minute of one caller.
-        per_process: actions a minute on one process, whoever asks.
+        per_caller: actions per minute for one caller.
+        per_process: actions per minute for one process, from all callers.
         clock: monotonic seconds.
     """
 
@@ -28,48 +28,51 @@ class RateLimits:
         self._callers = _Buckets(per_caller)
         self._processes = _Buckets(per_process)
 
-    def take(self, caller: str, processes: Sequence[tuple[Hashable, str]]) -> None:
-        """Count one action of a caller on these processes, each with the name that a message calls it by.
+    def take(self, caller: str, processes: Iterable[tuple[Hashable, str]]) -> None:
+        """Count one action of a caller on these processes, given as keys and names for messages.
 
         Raises:
-            TooManyActionsError: one of them has had its share; nothing is counted then.
+            TooManyActionsError: a limit is reached; nothing is counted.
         """
         now = self._clock()
         wait = self._callers.wait_seconds(caller, now)
         if wait > 0:
-            raise TooManyActionsError(f"{caller} has asked for {self._callers.size} actions within a minute", wait)
-        for process, name in processes:
-            wait = self._processes.wait_seconds(process, now)
+            raise TooManyActionsError(f"{caller} has requested {self._callers.size} actions within a minute", wait)
+        keys = []
+        for key, name in processes:
+            wait = self._processes.wait_seconds(key, now)
             if wait > 0:
-                raise TooManyActionsError(f"{name} was asked {self._processes.size} times within a minute", wait)
+                raise TooManyActionsError(f"{name} has had {self._processes.size} actions within a minute", wait)
+            keys.append(key)
         self._callers.take(caller, now)
-        for process, _ in processes:
-            self._processes.take(process, now)
+        for key in keys:
+            self._processes.take(key, now)
 
 
 class _Buckets:
-    """One bucket for each of those who asked lately."""
+    """A bucket for each key that was used recently."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._left: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+        """The level of each bucket, and when it had that level."""
 
-    def wait_seconds(self, who: Hashable, now: float) -> float:
-        """How long until there is one; 0 when there is."""
-        lacking = 1.0 - self._now(who, now)
-        return max(0.0, lacking * _MINUTE_SECONDS / self.size) if lacking > 1e-9 else 0.0
+    def wait_seconds(self, key: Hashable, now: float) -> float:
+        """Return the seconds until one can be taken; 0 if one can be taken now."""
+        missing = 1.0 - self._level(key, now)
+        return max(0.0, missing * _MINUTE_SECONDS / self.size) if missing > 1e-9 else 0.0
 
-    def take(self, who: Hashable, now: float) -> None:
-        self._left[who] = self._now(who, now) - 1.0, now
-        self._left.move_to_end(who)
-        while len(self._left) > _KNOWN:
-            self._left.popitem(last=False)
+    def take(self, key: Hashable, now: float) -> None:
+        self._levels[key] = self._level(key, now) - 1.0, now
+        self._levels.move_to_end(key)
+        while len(self._levels) > _MAX_BUCKETS:
+            self._levels.popitem(last=False)
 
-    def _now(self, who: Hashable, now: float) -> float:
-        left, since = self._left.get(who, (float(self.size), now))
-        return min(float(self.size), left + max(0.0, now - since) * self.size / _MINUTE_SECONDS)
+    def _level(self, key: Hashable, now: float) -> float:
+        level, since = self._levels.get(key, (float(self.size), now))
+        return min(float(self.size), level + max(0.0, now - since) * self.size / _MINUTE_SECONDS)
 
 
 def retry_after(seconds: float) -> str:
-    """As the header `Retry-After` has it: whole seconds, 1 at least."""
+    """Return the value of the header `Retry-After`: whole seconds, at least 1."""
     return str(max(1, math.ceil(seconds)))

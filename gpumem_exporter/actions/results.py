@@ -1,49 +1,56 @@
-"""What became of an action in one process, as rows of its results: one for each device. Pure."""
+"""Builds the results of an action in one process: one for each device. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from gpumem_exporter.actions.model import ActionRequest, ActionResult
+from gpumem_exporter.actions.model import ActionResult
+from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess
 from gpumem_exporter.core.samples import ReportingProcess, Snapshot
-from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, DeviceSample
+from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, ReasonCode
 
-__all__ = ["TerminationTarget", "dry_rows", "rows", "termination_rows", "termination_target"]
+__all__ = [
+    "TerminationTarget",
+    "command_results",
+    "dry_run_results",
+    "listed_target",
+    "reporting_target",
+    "termination_results",
+    "unsupported",
+]
 
-
-@dataclass(frozen=True, slots=True)
-class TerminationTarget:
-    """A process to terminate."""
-
-    pid: int | str
-    workload: str
-    rank: str
-    host_pid: int | None
-    start_time_ticks: int
-    used_bytes: tuple[tuple[str, int | None], ...]
-    """The driver's figure for each of its devices, by uuid."""
+GpuLabels = Mapping[str, str]
+"""The NVML index of each device, by uuid."""
 
 
-def rows(
-    pid: int | str,
-    process: ReportingProcess,
-    samples: tuple[DeviceSample, ...],
-    result: CommandResult,
-    gpus: dict[str, str],
-) -> Iterator[ActionResult]:
-    """One row a device that was measured; else one a device that was meant; else one for the process."""
-    devices = result.devices or tuple(DeviceResult(sample.uuid) for sample in samples) or (DeviceResult(""),)
-    identity = process.report.process
-    for device in devices:
+def unsupported(process: ReportingProcess, request: ActionRequest) -> CommandResult | None:
+    """Return the result of a request that the process's reporter does not support; None if it supports it."""
+    report = process.report
+    if report.actions and request.action not in report.actions:
+        reason = f"its reporter supports only {', '.join(report.actions)}"
+        return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
+    if request.mode not in report.modes:
+        reason = f"its reporter supports only the mode {', '.join(report.modes)}"
+        return CommandResult("", "unsupported", reason, ReasonCode.UNKNOWN_MODE)
+    return None
+
+
+def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:
+    """Yield the result for each measured device, otherwise for each target device, otherwise one for the process."""
+    measured = result.devices or tuple(DeviceResult(sample.uuid) for sample in selected.samples)
+    identity = selected.process.report.process
+    for device in measured or (DeviceResult(""),):
         yield ActionResult(
-            pid=pid,
+            pid=selected.pid,
             workload=identity.workload,
             rank=identity.rank,
             gpu=gpus.get(device.uuid, ""),
             uuid=device.uuid,
             outcome=result.outcome,
             reason=result.reason,
+            reason_code=result.reason_code,
             reserved_before_bytes=device.reserved_before_bytes,
             reserved_after_bytes=device.reserved_after_bytes,
             allocated_before_bytes=device.allocated_before_bytes,
@@ -58,56 +65,74 @@ def rows(
         )
 
 
-def dry_rows(
-    pid: int | str,
-    process: ReportingProcess,
-    samples: tuple[DeviceSample, ...],
-    request: ActionRequest,
-    gpus: dict[str, str],
-) -> Iterator[ActionResult]:
-    """What the last report says would come back. What a garbage collection would find cannot be known beforehand."""
+def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: GpuLabels) -> Iterator[ActionResult]:
+    """Yield the expected results, from the last report. What a garbage collection would free is unknown."""
     devices = []
-    for sample in samples:
+    for sample in selected.samples:
         freed = {"empty_cache": sample.reclaimable_bytes, "reset_peak": 0}.get(request.action)
-        known = freed is not None and sample.reserved_bytes is not None
+        reserved = sample.reserved_bytes
         devices.append(
             DeviceResult(
                 uuid=sample.uuid,
-                reserved_before_bytes=sample.reserved_bytes,
-                reserved_after_bytes=sample.reserved_bytes - freed if known else None,  # type: ignore[operator]
+                reserved_before_bytes=reserved,
+                reserved_after_bytes=None if reserved is None or freed is None else reserved - freed,
                 allocated_before_bytes=sample.allocated_bytes,
                 freed_bytes=freed,
             )
         )
-    return rows(pid, process, samples, CommandResult("", "done", devices=tuple(devices)), gpus)
+    return command_results(selected, CommandResult("", "done", devices=tuple(devices)), gpus)
 
 
-def termination_target(pid: int | str, process: ReportingProcess, snapshot: Snapshot) -> TerminationTarget:
-    """A reporting process as somebody to be terminated, with what the driver says of it."""
-    identity = process.report.process
+@dataclass(frozen=True, slots=True)
+class TerminationTarget:
+    """A process to terminate."""
+
+    pid: int | str
+    workload: str
+    rank: str
+    host_pid: int | None
+    start_time_ticks: int
+    used_bytes: tuple[tuple[str, int | None], ...]
+    """The driver's value for each of its devices, by uuid."""
+
+
+def reporting_target(selected: SelectedProcess, snapshot: Snapshot) -> TerminationTarget:
+    """Return the termination target for a process that reports."""
+    process, identity = selected.process, selected.process.report.process
     used = {
         device.uuid: listed.used_bytes
         for device in (snapshot.node.devices if snapshot.node is not None else ())
         for listed in device.processes or ()
         if listed.pid == process.host_pid
     }
-    on = {sample.uuid: used.pop(sample.uuid, None) for sample in process.report.devices}
+    reported = {sample.uuid: used.pop(sample.uuid, None) for sample in process.report.devices}
     return TerminationTarget(
-        pid, identity.workload, identity.rank, process.host_pid, identity.start_time_ticks, tuple((on | used).items())
+        pid=selected.pid,
+        workload=identity.workload,
+        rank=identity.rank,
+        host_pid=process.host_pid,
+        start_time_ticks=identity.start_time_ticks,
+        used_bytes=tuple((reported | used).items()),
     )
 
 
-def termination_rows(target: TerminationTarget, result: CommandResult, gpus: dict[str, str]) -> Iterator[ActionResult]:
-    """One row a device: a process that has ended has given back what the driver said that it used."""
-    for uuid_, used_bytes in target.used_bytes or (("", None),):
+def listed_target(listed: ListedProcess) -> TerminationTarget:
+    """Return the termination target for a process that only the driver lists."""
+    return TerminationTarget(listed.pid, "", "", listed.pid, listed.start_time_ticks, listed.used_bytes)
+
+
+def termination_results(target: TerminationTarget, result: CommandResult, gpus: GpuLabels) -> Iterator[ActionResult]:
+    """Yield the result for each device. A process that exited has released the memory that the driver listed."""
+    for uuid, used_bytes in target.used_bytes or (("", None),):
         yield ActionResult(
             pid=target.pid,
             workload=target.workload,
             rank=target.rank,
-            gpu=gpus.get(uuid_, ""),
-            uuid=uuid_,
+            gpu=gpus.get(uuid, ""),
+            uuid=uuid,
             outcome=result.outcome,
             reason=result.reason,
+            reason_code=result.reason_code,
             freed_bytes=used_bytes if result.outcome == "done" else None,
             duration_seconds=result.duration_seconds,
         )

@@ -1,7 +1,7 @@
-"""Ends a process: SIGTERM, a grace, SIGKILL. The exporter does it, since a process that hangs would not.
+"""Terminates processes: SIGTERM, a grace period, SIGKILL. The exporter does it, because a hung process would not.
 
-Only this very process: its pid is opened first and its start time compared then, so that no other that has its pid by
-now is hit (pidfd_open(2)). What the exporter's user may not signal, it cannot end: the kernel decides.
+A pidfd makes sure that no later process with the same pid is hit: it is opened first, then the start time is compared
+(pidfd_open(2)). The kernel decides which processes the exporter's user may signal.
 """
 
 from __future__ import annotations
@@ -10,84 +10,89 @@ import asyncio
 import errno
 import os
 import signal
+from dataclasses import replace
 
 from gpumem_exporter.host import Host
-from gpumem_exporter.wire.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 
 __all__ = ["TERMINATE_GRACE_SECONDS", "Terminator"]
 
 TERMINATE_GRACE_SECONDS = 10.0
-"""Between SIGTERM and SIGKILL."""
+"""Seconds between SIGTERM and SIGKILL."""
 _KILL_SECONDS = 10.0
-"""After SIGKILL a process may be in the kernel for a while, giving back what it has mapped."""
+"""A killed process may stay in the kernel for this time while the kernel releases its memory."""
 
 
 class Terminator:
-    """Ends processes. For the event loop.
+    """Terminates processes. For the event loop.
 
     Args:
-        host: says when a process was started.
-        grace_seconds: between SIGTERM and SIGKILL.
+        host: finds the start time of a process.
+        grace_seconds: seconds between SIGTERM and SIGKILL.
     """
 
     def __init__(self, host: Host, *, grace_seconds: float = TERMINATE_GRACE_SECONDS) -> None:
         self._host = host
         self._grace_seconds = grace_seconds
 
-    def objection(self, host_pid: int | None, start_time_ticks: int) -> str:
-        """Why this process is not ended, whoever asks; empty where it may be."""
+    def refusal(self, action_id: str, host_pid: int | None, start_time_ticks: int) -> CommandResult | None:
+        """Return the result for a process that must not be terminated; None for any other."""
         if host_pid is None:
-            return "its pid on this host is not known"
-        if host_pid == 1 or host_pid == os.getpid():
-            return "neither pid 1 nor the exporter itself is ended"
-        if start_time_ticks <= 0:
-            return "when it was started is not known, so that another process with its pid could be hit"
-        if not self._host.alive(host_pid, start_time_ticks):
-            return "it has ended, or its pid is not what this exporter sees"
-        return ""
+            reason, code = "its pid on this host is unknown", ReasonCode.UNKNOWN_HOST_PID
+        elif host_pid == 1 or host_pid == os.getpid():
+            reason, code = "pid 1 and the exporter itself are never terminated", ReasonCode.PROTECTED_PROCESS
+        elif start_time_ticks <= 0:
+            reason = "its start time is unknown, so another process with its pid could be hit"
+            code = ReasonCode.UNKNOWN_START_TIME
+        elif not self._host.alive(host_pid, start_time_ticks):
+            reason, code = "it has exited, or this exporter does not see its pid", ReasonCode.PROCESS_EXITED
+        else:
+            return None
+        return CommandResult(action_id, "refused", reason, code)
 
     async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
-        """End one process and say how it went. Does not raise."""
+        """Terminate one process and return the result. Does not raise."""
         clock = asyncio.get_running_loop().time
-        begun = clock()
+        started = clock()
         try:
-            handle = os.pidfd_open(host_pid)
+            pidfd = os.pidfd_open(host_pid)
         except ProcessLookupError:
-            return CommandResult(action_id, "gone", "it had ended")
+            return CommandResult(action_id, "gone", "it had exited", ReasonCode.PROCESS_EXITED)
         except (AttributeError, OSError) as error:
-            return CommandResult(action_id, "unsupported", f"pidfd_open: {error}")
+            return CommandResult(action_id, "unsupported", f"pidfd_open: {error}", ReasonCode.PIDFD_UNAVAILABLE)
         try:
-            objection = self.objection(host_pid, start_time_ticks)
-            if objection:
-                return CommandResult(action_id, "gone", objection)
-            for number, patience in ((signal.SIGTERM, self._grace_seconds), (signal.SIGKILL, _KILL_SECONDS)):
-                signal.pidfd_send_signal(handle, number)
-                if await _ended(handle, patience):
-                    return CommandResult(action_id, "done", f"ended by {number.name}", clock() - begun)
+            refusal = self.refusal(action_id, host_pid, start_time_ticks)
+            if refusal is not None:
+                return replace(refusal, outcome="gone")
+            for number, wait_seconds, code in (
+                (signal.SIGTERM, self._grace_seconds, ReasonCode.ENDED_BY_SIGTERM),
+                (signal.SIGKILL, _KILL_SECONDS, ReasonCode.ENDED_BY_SIGKILL),
+            ):
+                signal.pidfd_send_signal(pidfd, number)
+                if await _exits(pidfd, wait_seconds):
+                    return CommandResult(action_id, "done", f"ended by {number.name}", code, clock() - started)
         except ProcessLookupError:
-            return CommandResult(action_id, "done", "it ended", clock() - begun)
+            return CommandResult(action_id, "done", "it exited", ReasonCode.PROCESS_EXITED, clock() - started)
         except OSError as error:
-            refused = "refused" if error.errno == errno.EPERM else "failed"
-            return CommandResult(action_id, refused, f"the exporter (uid {os.geteuid()}) may not signal it: {error}")
+            reason = f"the exporter (uid {os.geteuid()}) cannot signal it: {error}"
+            if error.errno == errno.EPERM:
+                return CommandResult(action_id, "refused", reason, ReasonCode.NOT_PERMITTED)
+            return CommandResult(action_id, "failed", reason, ReasonCode.SIGNAL_FAILED)
         finally:
-            os.close(handle)
-        return CommandResult(action_id, "failed", f"it is still there {_KILL_SECONDS:g} s after SIGKILL")
+            os.close(pidfd)
+        reason = f"it is still running {_KILL_SECONDS:g} s after SIGKILL"
+        return CommandResult(action_id, "failed", reason, ReasonCode.SURVIVED_SIGKILL)
 
 
-async def _ended(handle: int, timeout_seconds: float) -> bool:
-    """Whether the process ends within that time: its pidfd becomes readable then."""
+async def _exits(pidfd: int, timeout_seconds: float) -> bool:
+    """Return whether the process exits within this time: its pidfd becomes readable then."""
     loop = asyncio.get_running_loop()
-    ended = loop.create_future()
-
-    def settle() -> None:
-        if not ended.done():
-            ended.set_result(None)
-
-    loop.add_reader(handle, settle)
+    readable = asyncio.Event()
+    loop.add_reader(pidfd, readable.set)
     try:
-        await asyncio.wait_for(ended, timeout_seconds)
+        await asyncio.wait_for(readable.wait(), timeout_seconds)
     except asyncio.TimeoutError:
         return False
     finally:
-        loop.remove_reader(handle)
+        loop.remove_reader(pidfd)
     return True

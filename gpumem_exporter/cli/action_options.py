@@ -7,8 +7,15 @@ from typing import Annotated, Any
 
 import typer
 
+from gpumem_exporter.actions.request import (
+    DEFAULT_DEADLINE_SECONDS,
+    ActionRequest,
+    Target,
+    invalid_fields,
+    mode_for,
+    pid_of,
+)
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.wire.protocol import MODES
 
 __all__ = [
     "ANSWER_GRACE_SECONDS",
@@ -17,10 +24,28 @@ __all__ = [
     "RequestOptions",
     "TargetOptions",
     "TimedOptions",
+    "checked",
 ]
 
 ANSWER_GRACE_SECONDS = 10.0
 """How long after its deadline an action that started in time may still run."""
+
+_OPTIONS = {"deadline_seconds": "--deadline", "fraction": "F", "collect_garbage": "--gc"}
+"""The options whose names differ from the fields of a request."""
+
+
+def checked(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a request; one without a target is checked as if it had every process.
+
+    Raises:
+        ConfigurationError: a value is invalid, or options contradict each other.
+    """
+    target = Target(**document.get("target", {"all": True}))
+    for invalid in invalid_fields(ActionRequest(**{**document, "target": target})):
+        name = invalid.field.removeprefix("target.")
+        option = _OPTIONS.get(name, f"--{name}")
+        raise ConfigurationError(f"invalid {option} {invalid.value}: expected {invalid.expected}")
+    return document
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +58,11 @@ class RequestOptions:
         typer.Option(
             "--deadline", metavar="SECONDS", help="A process that has not started the action by then does not run it."
         ),
-    ] = 30.0
+    ] = DEFAULT_DEADLINE_SECONDS
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Recorded in the audit log.")] = ""
 
     def request(self, action: str) -> dict[str, Any]:
-        """Return the request without its target.
-
-        Raises:
-            ConfigurationError: a value is invalid, or options contradict each other.
-        """
-        if not 0 < self.deadline_seconds < float("inf"):
-            raise ConfigurationError(f"--deadline {self.deadline_seconds:g}: must be seconds over 0")
+        """Return the request without its target."""
         return {
             "action": action,
             "deadline_seconds": self.deadline_seconds,
@@ -71,12 +90,7 @@ class TimedOptions(RequestOptions):
 
     def request(self, action: str) -> dict[str, Any]:
         """Return the request without its target."""
-        if self.mode not in (None, *MODES):
-            raise ConfigurationError(f"--mode {self.mode}: must be {', '.join(MODES)}")
-        if self.group and self.mode not in (None, "step"):
-            raise ConfigurationError(f"--group acts at the end of a step; leave out --mode {self.mode}")
-        mode = self.mode or ("step" if self.group else "now")
-        return {**super().request(action), "mode": mode, "group": self.group}
+        return {**super().request(action), "mode": mode_for(self.mode, group=self.group), "group": self.group}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +119,6 @@ class FractionOptions(TimedOptions):
 
     def request(self, action: str) -> dict[str, Any]:
         """Return the request without its target."""
-        if not 0 < self.fraction <= 1:
-            raise ConfigurationError(f"F {self.fraction:g}: must be over 0 and at most 1")
         return {**super().request(action), "fraction": self.fraction, "force": self.force}
 
 
@@ -137,11 +149,11 @@ class TargetOptions:
         """Return the target as the API takes it.
 
         Raises:
-            ConfigurationError: there is no target, `--all` contradicts another option, or a value is invalid.
+            ConfigurationError: there is no target, or `--all` contradicts another option.
         """
         if self.wait_seconds is not None and not 0 <= self.wait_seconds < float("inf"):
             raise ConfigurationError(f"--wait {self.wait_seconds:g}: must be 0 or more seconds")
-        pid = None if self.pid is None else _pid(self.pid)
+        pid = None if self.pid is None else pid_of(self.pid)
         given = {"gpu": self.gpu, "uuid": self.uuid, "pid": pid, "workload": self.workload, "rank": self.rank}
         chosen = {name: value for name, value in given.items() if value is not None}
         if self.everything and chosen:
@@ -150,12 +162,3 @@ class TargetOptions:
         if not self.everything and not chosen:
             raise ConfigurationError("no target; give --gpu, --uuid, --pid, --workload, --rank or --all")
         return {"all": True} if self.everything else chosen
-
-
-def _pid(text: str) -> int | str:
-    """A pid as the API takes it: a number, or PID@NAMESPACE, which tells equal pids of two namespaces apart."""
-    number, at, namespace = text.partition("@")
-    parts = (number, namespace) if at else (number,)
-    if not all(part.isascii() and part.isdecimal() and int(part) > 0 for part in parts):
-        raise ConfigurationError(f"--pid {text}: must be an integer of 1 or more, or a text such as 1@4026532007")
-    return text if at else int(number)

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from gpumem_exporter.actions.model import ACTIONS, Action
+from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import RESULTS
+from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.self_metrics import CachedMetric
 from gpumem_exporter.events.model import EVENT_TYPES, Event

@@ -110,11 +110,6 @@ class Store:
                 ooms=self._ooms.at(now_seconds),
             )
 
-    def gpu_labels(self, now_seconds: float) -> dict[str, str]:
-        """Return the NVML index of each device by uuid; empty if the reading has expired."""
-        node = self._valid_node(now_seconds)
-        return {} if node is None else {device.uuid: device.gpu for device in node.devices}
-
     def find(self, key: ProcessKey) -> ReportingProcess | None:
         """Return the process with its last report, whatever the age of the report; None if unknown."""
         entry = self._entries.get(key)

@@ -15,7 +15,16 @@ from gpumem_exporter.core.allocator_model import SimulatedOutOfMemoryError
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.demo.device import SimulatedDevice
 from gpumem_exporter.demo.slot import DeviceSlot, Tensor
-from gpumem_exporter.wire.protocol import MODES, Command, CommandResult, OutOfMemory, ProcessIdentity, Reply, Report
+from gpumem_exporter.wire.protocol import (
+    MODES,
+    Command,
+    CommandResult,
+    OutOfMemory,
+    ProcessIdentity,
+    ReasonCode,
+    Reply,
+    Report,
+)
 
 __all__ = ["SimulatedProcess", "Tensor"]
 
@@ -185,8 +194,8 @@ class SimulatedProcess:
         """Run or queue the commands of a reply, and return the results since the last call."""
         for command_id in reply.cancelled:
             if self._waiting.pop(command_id, None):
-                reason = "cancelled: not every rank of the group could take part"
-                self._unsent.append(CommandResult(command_id, "refused", reason))
+                reason = "the exporter withdrew the command"
+                self._unsent.append(CommandResult(command_id, "refused", reason, ReasonCode.CANCELLED))
         for command in reply.commands:
             if command.mode == "now":
                 self._unsent.append(self.run(command))
@@ -219,15 +228,22 @@ class SimulatedProcess:
     def _expire(self, command: Command) -> None:
         del self._waiting[command.id]
         reason = "the deadline or the requested step has passed"
-        self._unsent.append(CommandResult(command.id, "expired", reason, step=self.step))
+        self._unsent.append(CommandResult(command.id, "expired", reason, ReasonCode.DEADLINE_PASSED, step=self.step))
 
     def _execute(self, command: Command) -> CommandResult:
         if self.ended:
-            return CommandResult(command.id, "gone", "the process has ended")
+            return CommandResult(command.id, "gone", "the process has exited", ReasonCode.PROCESS_EXITED)
         if command.action not in ACTIONS:
-            return CommandResult(command.id, "unsupported", f"the demo's processes do not support {command.action}")
+            return CommandResult(
+                command.id,
+                "unsupported",
+                f"the demo's processes do not support {command.action}",
+                ReasonCode.UNKNOWN_ACTION,
+            )
         if command.deadline_seconds <= 0:
-            return CommandResult(command.id, "expired", "the deadline had passed before the command arrived")
+            return CommandResult(
+                command.id, "expired", "the deadline passed before the command arrived", ReasonCode.DEADLINE_PASSED
+            )
         # As in torch, `empty_cache` and the garbage collector affect all devices; the result has only the target ones.
         slots = [slot for slot in self.slots if not command.uuids or slot.device.identity.uuid in command.uuids]
         before = [slot.memory_use() for slot in slots]

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gpumem_exporter.actions.model import Action, ActionRequest, ActionResult, SubmittedAction, Target
+from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.events.model import Event
 
 if TYPE_CHECKING:
-    from gpumem_exporter.actions.policy.engine import Stop
+    from gpumem_exporter.actions.policy.outcomes import Stop
 
 __all__ = ["MAX_RESULTS", "action_event", "asked_event", "policy_stopped_event", "read_action", "read_asked"]
 
@@ -137,5 +138,5 @@ def _one_of(values: Iterable[T]) -> T | None:
 
 
 def _result(result: ActionResult) -> dict[str, Any]:
-    names = ("pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "freed_bytes", "step")
+    names = ("pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "reason_code", "freed_bytes", "step")
     return {name: getattr(result, name) for name in names}

@@ -1,64 +1,70 @@
-"""The file of `--config.file`: YAML, with dotted keys (`web.listen-address: …`), nested ones, or both."""
+"""Reads `--config.file`: YAML with dotted keys (`web.listen-address: …`), nested keys, or both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.core.yaml_file import YamlReader, is_mapping, line_of
 
-__all__ = ["MAX_CONFIG_BYTES", "read_config_file"]
+if TYPE_CHECKING:
+    from yaml.nodes import Node
 
-MAX_CONFIG_BYTES = 1 << 20
+__all__ = ["FileSetting", "read_config_file"]
 
 
-def read_config_file(path: Path, *, known: Sequence[str]) -> dict[str, Any]:
+class FileSetting(NamedTuple):
+    """A setting in the file."""
+
+    value: Any
+    line: int
+
+
+def read_config_file(path: Path, *, known: Sequence[str]) -> dict[str, FileSetting]:
     """Read the settings of a file, by dotted name.
 
     Raises:
-        ConfigurationError: it cannot be read, is no YAML mapping, or has a key that is unknown, double or empty.
+        ConfigurationError: the file cannot be read, is not a YAML mapping, or has a key that is unknown, that appears
+            twice, or that has no value.
     """
-    import yaml  # only whoever has such a file pays for the parser
-
-    try:
-        with path.open("rb") as file:
-            text = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigurationError(f"configuration file {str(path)!r} cannot be read: {error.strerror}") from None
-    if len(text) > MAX_CONFIG_BYTES:
-        raise ConfigurationError(f"configuration file {str(path)!r} is longer than {MAX_CONFIG_BYTES} bytes")
-    try:
-        document = yaml.safe_load(text)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        raise ConfigurationError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise ConfigurationError(f'{path}: expected keys with values, such as `web.listen-address: ":9844"`')
-    found: dict[str, Any] = {}
-    for key, value in _flatten(document, ""):
-        if key not in known:
-            raise ConfigurationError(f"{path}: unknown key {key!r}{_near(key, known)}")
-        if key in found:
-            raise ConfigurationError(f"{path}: key {key!r} is there twice")
-        if value is None:
-            raise ConfigurationError(f"{path}: {key}: has no value")
-        found[key] = value
-    return found
+    return _Reader(path, known).settings()
 
 
-def _flatten(mapping: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in mapping.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and value:
-            yield from _flatten(value, f"{key}.")
-        else:
-            yield key, value
+class _Reader(YamlReader):
+    def __init__(self, path: Path, known: Sequence[str]) -> None:
+        super().__init__(path, "configuration file")
+        self._known = known
+
+    def settings(self) -> dict[str, FileSetting]:
+        root = self.parse()
+        found: dict[str, FileSetting] = {}
+        for name, key, node in self._leaves(root, "") if root is not None else ():
+            if name in found:
+                self.fail(key, f"the key {name!r} appears twice, first in line {found[name].line}")
+            value = self.value(node, name)
+            if value is None:
+                self.fail(key, f"{name}: has no value")
+            found[name] = FileSetting(value, line_of(node))
+        return found
+
+    def _leaves(self, node: Node, prefix: str) -> Iterator[tuple[str, Node, Node]]:
+        """Yield the dotted name, the key and the value of each setting."""
+        entries = self.entries(node, 'expected keys with values, such as `web.listen-address: ":9844"`')
+        for text, (key, value) in entries.items():
+            name = prefix + text
+            if name in self._known and not is_mapping(value):
+                yield name, key, value
+            elif is_mapping(value) and any(one.startswith(f"{name}.") for one in self._known):
+                yield from self._leaves(value, f"{name}.")
+            elif name in self._known:
+                self.fail(key, f"{name}: expected a value, not keys with values")
+            else:
+                self.fail(key, f"unknown key {name!r}{_suggestion(name, self._known)}")
 
 
-def _near(key: str, known: Sequence[str]) -> str:
-    import difflib
+def _suggestion(name: str, known: Sequence[str]) -> str:
+    import difflib  # slow to import, and only needed for an error
 
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"; did you mean {near[0]!r}?" if near else f"; the keys are {', '.join(known)}"

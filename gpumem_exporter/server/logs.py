@@ -1,6 +1,6 @@
-"""Log lines that machines read: logfmt, or one JSON object a line, on stderr.
+"""Structured log lines on stderr: logfmt, or one JSON object per line.
 
-A record may carry `extra={"fields": {…}}`: each becomes a key of its own, after `ts`, `level`, `logger` and `msg`.
+The fields of a record's `extra={"fields": {…}}` become keys after `ts`, `level`, `logger` and `msg`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ __all__ = ["JsonFormatter", "LogfmtFormatter", "configure_logging", "iso_time"]
 
 
 def iso_time(unix_seconds: float) -> str:
-    """An instant as ISO 8601 in UTC, to the millisecond: `2026-01-31T12:00:00.000Z`."""
-    moment = datetime.fromtimestamp(unix_seconds, tz=timezone.utc)
-    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    """Return a time as ISO 8601 in UTC with milliseconds: `2026-01-31T12:00:00.000Z`."""
+    time = datetime.fromtimestamp(unix_seconds, tz=timezone.utc)
+    return time.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 class _Fields(logging.Formatter):
-    """What both forms show of a record, in order."""
+    """Lists the keys and values of a record, for both formats."""
 
     def _items(self, record: logging.LogRecord) -> Iterator[tuple[str, Any]]:
         yield "ts", iso_time(record.created)
@@ -35,7 +35,7 @@ class _Fields(logging.Formatter):
 
 
 class LogfmtFormatter(_Fields):
-    """`ts=… level=info logger=… msg=…`: values in quotes where they need them, always one line."""
+    """`ts=… level=info logger=… msg=…` on one line; a value is quoted if needed."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""
@@ -43,26 +43,26 @@ class LogfmtFormatter(_Fields):
 
 
 class JsonFormatter(_Fields):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Render one record."""
         return json.dumps(dict(self._items(record)), default=str, ensure_ascii=False)
 
 
-def configure_logging(level: str, form: str) -> None:
-    """Send every logger of this process to stderr in one form; replaces what the root logger had.
+def configure_logging(level: str, log_format: str) -> None:
+    """Send the records of every logger to stderr; replaces the handlers of the root logger.
 
     Args:
         level: debug, info, warning or error.
-        form: logfmt or json.
+        log_format: logfmt or json.
     """
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if form == "json" else LogfmtFormatter())
+    handler.setFormatter(JsonFormatter() if log_format == "json" else LogfmtFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # The server's own chatter (process started, bad request line) says nothing that our lines and counters do not.
+    # uvicorn's messages repeat the exporter's own log lines and counters.
     logging.getLogger("uvicorn").setLevel(logging.ERROR)
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     logging.getLogger("asyncio").setLevel(logging.WARNING)

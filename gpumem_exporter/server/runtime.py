@@ -264,7 +264,7 @@ def _dispatcher(settings: Settings, state: CurrentState, host: Host, audit: Audi
         on_finished=ends.finished,
         terminator=Terminator(host),
         limits=limits,
-        before_release=audit.write_down if audit.durable else None,
+        before_release=audit.record if audit.durable else None,
     )
 
 

@@ -1,1 +1,1 @@
-"""What client and exporter share: the protocol and its transport. Standard library only."""
+"""The protocol and the HTTP client that reporters, the CLI and the exporter share. Standard library only."""

@@ -1,14 +1,13 @@
-"""The wire between a reporter and its exporter, as frozen dataclasses.
+"""The messages between a reporter and its exporter, as frozen dataclasses.
 
-One route carries everything. A reporter posts a `Report` to `POST /api/v1/reports`; the `Reply` carries the commands
-that wait for it, and the results of those ride on its next report. The exporter may hold the reply until there is a
-command or until the report interval has passed.
+A reporter posts a `Report` to `POST /api/v1/reports`. The `Reply` has the commands for the process; their results are
+in its next report. The exporter may hold the reply until there is a command or until the report interval has passed.
 
-Compatibility: a field that is not known is ignored, a field that is not there takes its default; both sides therefore
-read messages of older and newer minor versions. `PROTOCOL_VERSION` rises only when that no longer suffices.
+Compatibility: a reader ignores unknown fields and uses the default of a missing field, so minor versions can be mixed.
+`PROTOCOL_VERSION` increases only when that is not sufficient.
 
-Bytes are bytes, `*_seconds` are seconds, and None means "cannot be known", never zero. Standard library only: this
-module is imported by training processes.
+Sizes are bytes and `*_seconds` are seconds. None means unknown, never zero. Training processes import this module, so
+it uses the standard library only.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from enum import Enum
 from typing import Any
 
 from gpumem_exporter.errors import WireError
@@ -33,6 +33,7 @@ __all__ = [
     "DeviceSample",
     "OutOfMemory",
     "ProcessIdentity",
+    "ReasonCode",
     "Reply",
     "Report",
     "SnapshotBlock",
@@ -46,36 +47,83 @@ PROTOCOL_VERSION = 1
 REPORTS_PATH = "/api/v1/reports"
 
 MAX_INTEGER = 2**63 - 1
-"""No number in a report is larger."""
+"""The largest number in a report."""
 MAX_LABEL_LENGTH = 256
-"""Longest text that may become a label's value, in characters; reporters cut, the exporter refuses."""
+"""The maximum length of a label value in characters. Reporters cut longer ones; the exporter rejects them."""
 
 MODES = ("now", "step", "idle")
-"""When a command runs. `now`: on the reporter's thread, as soon as it arrives. `step`: in the training thread, at the
-end of a step. `idle`: on the reporter's thread, once no step has run and nothing was allocated for a while."""
+"""When a command runs. `now`: on the reporter's thread, when it arrives. `step`: in the training thread, at the end of
+a step. `idle`: on the reporter's thread, after some seconds without a step or an allocation."""
 
 OUTCOMES = ("done", "refused", "failed", "expired", "unsupported", "gone")
-"""What can become of a command in one process."""
+"""How a command can end in one process."""
+
+
+class ReasonCode(str, Enum):
+    """Why a command ended as it did, for programs. The text beside it is for people.
+
+    A reader accepts other codes as well: another version may send them.
+    """
+
+    # From the process that received the command.
+    CUDA_GRAPH_CAPTURE = "cuda_graph_capture"
+    DEADLINE_PASSED = "deadline_passed"
+    NO_STEP_ENDED = "no_step_ended"
+    NOT_IDLE = "not_idle"
+    STEP_PASSED = "step_passed"
+    QUEUE_FULL = "queue_full"
+    UNKNOWN_ACTION = "unknown_action"
+    UNKNOWN_MODE = "unknown_mode"
+    NOT_SUPPORTED_BY_ALLOCATOR = "not_supported_by_allocator"
+    INVALID_FRACTION = "invalid_fraction"
+    RESERVED_EXCEEDS_FRACTION = "reserved_exceeds_fraction"
+    SNAPSHOT_NOT_WRITTEN = "snapshot_not_written"
+    EXCEPTION = "exception"
+    SIGNAL_HANDLER = "signal_handler"
+
+    # From the process or from the exporter.
+    CANCELLED = "cancelled"
+    PROCESS_EXITED = "process_exited"
+
+    # From the exporter.
+    GROUP_INCOMPLETE = "group_incomplete"
+    GROUP_RANK_LATE = "group_rank_late"
+    NOT_FETCHED = "not_fetched"
+    NO_RESULT = "no_result"
+    EXPORTER_RESTARTED = "exporter_restarted"
+    WOULD_TERMINATE = "would_terminate"
+    ENDED_BY_SIGTERM = "ended_by_sigterm"
+    ENDED_BY_SIGKILL = "ended_by_sigkill"
+    SURVIVED_SIGKILL = "survived_sigkill"
+    UNKNOWN_HOST_PID = "unknown_host_pid"
+    UNKNOWN_START_TIME = "unknown_start_time"
+    PROTECTED_PROCESS = "protected_process"
+    NOT_PERMITTED = "not_permitted"
+    SIGNAL_FAILED = "signal_failed"
+    PIDFD_UNAVAILABLE = "pidfd_unavailable"
+
+    def __str__(self) -> str:
+        return str(self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """Who reports. The process is (`pid_namespace`, `pid`, `start_time_ticks`); rank and workload are labels only."""
+    """The reporting process: (`pid_namespace`, `pid`, `start_time_ticks`). Rank and workload are only labels."""
 
     pid: int
-    """As the process sees itself, in its own PID namespace."""
+    """In the process's own PID namespace."""
     start_time_ticks: int
-    """Field 22 of /proc/self/stat: clock ticks after boot, the same from every PID namespace."""
+    """Field 22 of /proc/self/stat: clock ticks after boot, the same in every PID namespace."""
     pid_namespace: int
-    """Inode of /proc/self/ns/pid; 0 where it cannot be read."""
+    """Inode of /proc/self/ns/pid; 0 if it cannot be read."""
     session: str
-    """Random, new for each reporter: tells a restarted or exec'ed one from its predecessor in the same pid."""
+    """Random for each reporter: distinguishes the reporters before and after a restart or an exec in one process."""
     session_started_seconds: float
-    """CLOCK_MONOTONIC when the reporter started: of two sessions of one process, the later speaks for it."""
+    """CLOCK_MONOTONIC when the reporter started. If a process has two sessions, the later one represents it."""
     workload: str = ""
     rank: str = ""
     command: str = ""
-    """Program and script, never arguments: those carry secrets."""
+    """Program and script without arguments, because arguments may contain secrets."""
     torch_version: str = ""
     allocator_settings: str = ""
     client_version: str = ""
@@ -84,12 +132,12 @@ class ProcessIdentity:
     ray_job_id: str = ""
     """RAY_JOB_ID of its environment: Ray sets it for its workers."""
     world_size: int | None = None
-    """How many ranks there are, at least 1, as the launcher says that has given it its rank."""
+    """The number of ranks, at least 1, from the launcher that set the rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceSample:
-    """One device's allocator at one moment, in the words of `torch.cuda.memory_stats` (`.all.` pool, `.current`)."""
+    """The allocator of one device at one time, in the words of `torch.cuda.memory_stats` (`.all.`, `.current`)."""
 
     uuid: str
     """As NVML spells it: `GPU-…` or `MIG-…`."""
@@ -103,59 +151,59 @@ class DeviceSample:
     private_pools_bytes: int | None = None
     """Reserved by live private pools (CUDA graphs, `torch.cuda.MemPool`)."""
     reclaimable_bytes: int | None = None
-    """What `empty_cache()` would give back to the driver now, memory pending on another stream included.
+    """What `empty_cache()` would release to the driver now, including memory that waits for another stream.
 
-    Exact where PyTorch's statistics tell it (classic segments, no private pool) or where the heap is walked for the
-    sample. Between the walks over a large heap that keeps changing (expandable segments, private pools) it is reserved
-    − allocated − what could not be returned at the last walk, 500 times its cost ago at most: 5 s at 20,000 blocks.
-    None for larger heaps, for pages of unknown size and for allocators that tell too little. Memory cached in a private
-    pool counts once it is certain that nothing holds the pool: so it may be too low, by a graph that died under torch
-    before 2.14 or by tensors that outlived their `MemPool`, until somebody empties the cache.
+    Exact if PyTorch's statistics suffice (classic segments, no private pool) or if the heap was walked for this
+    sample. A large heap that keeps changing is not walked each time: then it is reserved − allocated − what the last
+    walk found to be not releasable. That walk is at most 500 times its cost ago: 5 s at 20,000 blocks. None for larger
+    heaps, for pages of unknown size, and for allocators with too few statistics.
+
+    Cache in a private pool counts once nothing can use the pool any more. The value may therefore be too low after a
+    graph was freed under torch before 2.14, or if tensors outlive their `MemPool`, until the next `empty_cache()`.
     """
     alloc_retries: int | None = None
     ooms: int | None = None
     segments_allocated: int | None = None
-    """`segment.all.allocated`: segments ever taken from the driver."""
+    """`segment.all.allocated`: segments allocated from the driver since the start."""
     segments_freed: int | None = None
-    """`segment.all.freed`: segments ever given back."""
+    """`segment.all.freed`: segments released to the driver since the start."""
     cache_flushes: int | None = None
-    """`num_sync_all_streams`: flushes of the cache, wanted or forced."""
+    """`num_sync_all_streams`: flushes of the cache, requested or forced."""
     peak_resets: int | None = None
-    """How often the peaks were seen to have been reset, by whomever, since the reporter started."""
+    """The number of resets of the peaks that the reporter has seen, by any code."""
     planned_reserved_peak_bytes: int | None = None
-    """What the job's plan expects of `reserved_peak_bytes`. A plan is for one device: of those of a process, it stands
-    at the one with the highest peak."""
+    """The planned `reserved_peak_bytes`. A plan is for one device: here, the process's device with the highest peak."""
     phase_peak_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Highest known peak of allocated bytes in each phase the program named: a lower bound where it is not exact."""
+    """The highest known peak of allocated bytes in each named phase; a lower bound where it is not exact."""
     component_bytes: Mapping[str, int] = field(default_factory=dict)
     """Allocated bytes by component: parameters, gradients, optimizer_state, other."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfMemory:
-    """An allocation that found no memory even after PyTorch gave its cache back. The program may have caught it."""
+    """An allocation that failed even after PyTorch released its cache. The program may have caught the error."""
 
     uuid: str
     number: int
-    """Counts a session's errors from 1: one that is sent twice is told by it."""
+    """Counts the errors of a session from 1, so that an error that is sent twice is recognized."""
     age_seconds: float = 0.0
-    """How long before sending it happened, on the reporter's monotonic clock."""
+    """Seconds between the error and the report, on the reporter's monotonic clock."""
     requested_bytes: int | None = None
-    """What the allocator asked the driver for: the request, rounded up to a segment. None where it was only counted."""
+    """What the allocator requested from the driver, rounded up to a segment. None if the error was only counted."""
     device_free_bytes: int | None = None
-    """Free on the device at that moment, as the driver said."""
+    """Free memory of the device at that time, from the driver."""
     limit_bytes: int | None = None
-    """The device's memory, or what the process' memory fraction leaves of it."""
+    """The device's memory, or the part of it that the process's memory fraction allows."""
     step: int | None = None
     phase: str = ""
-    """The phase of the program that the allocation belongs to; empty outside of phases, and where none is certain."""
+    """The phase of the allocation; empty outside of phases and where the phase is not certain."""
     sample: DeviceSample | None = None
-    """The device's allocator at that moment."""
+    """The device's allocator at that time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceResult:
-    """What a command did to one device of one process. `freed_bytes` is what went back to the driver."""
+    """What a command did to one device of one process. `freed_bytes` is what it released to the driver."""
 
     uuid: str
     reserved_before_bytes: int | None = None
@@ -164,25 +212,25 @@ class DeviceResult:
     allocated_after_bytes: int | None = None
     freed_bytes: int | None = None
     device_free_before_bytes: int | None = None
-    """`cudaMemGetInfo` right before, device-wide: other processes move it too."""
+    """From `cudaMemGetInfo`, for the whole device: other processes change it too."""
     device_free_after_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotFile:
-    """A memory snapshot that a process has written, for https://pytorch.org/memory_viz, and what it shows."""
+    """A memory snapshot that a process has written for https://pytorch.org/memory_viz, and its summary."""
 
     path: str
-    """As the process sees it: in a container, of that container."""
+    """As the process sees it: in a container, the path in that container."""
     size_bytes: int
     segments: int
     blocks: int
     has_frames: bool
-    """It says where blocks were allocated: somebody had the allocator's history recorded."""
+    """Whether it has the stack frames of allocations, because the allocator's history was recorded."""
     largest: tuple[SnapshotBlock, ...] = ()
     """The largest blocks in use, largest first."""
     emptiest: tuple[SnapshotSegment, ...] = ()
-    """The segments with the most bytes that are in no tensor, though something else keeps the segment."""
+    """The segments with the most free bytes that a live block keeps from being released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,12 +241,12 @@ class SnapshotBlock:
     size_bytes: int
     requested_bytes: int | None = None
     frame: str = ""
-    """The program's innermost frame that allocated it, `file:line function`; empty where nobody recorded it."""
+    """The user's innermost frame that allocated it, `file:line function`; empty if it was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSegment:
-    """One segment that holds free blocks between live ones."""
+    """One segment that has free blocks between live ones."""
 
     uuid: str
     size_bytes: int
@@ -209,85 +257,84 @@ class SnapshotSegment:
 
 @dataclass(frozen=True, slots=True)
 class CommandResult:
-    """A command's end in one process."""
+    """The result of a command in one process."""
 
     id: str
     outcome: str
     """One of `OUTCOMES`."""
     reason: str = ""
-    """Why it was not done; empty when it was."""
+    """Why the command ended so, for people; empty if it was done without a remark."""
+    reason_code: str | None = None
+    """The same for programs, usually a `ReasonCode`; None without a reason, and from older reporters."""
     duration_seconds: float | None = None
     devices: tuple[DeviceResult, ...] = ()
     step: int | None = None
-    """After which step it ran; None where none has been counted."""
+    """The step after which it ran; None before the first step."""
     thread_id: int | None = None
-    """The native id of the thread in which it ran, as the operating system has it."""
+    """The native id of the thread in which it ran."""
     snapshot: SnapshotFile | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a reporter sends: the last sample, and the results of the commands it ran since the last report."""
+    """What a reporter sends: the last sample, and the results of commands since the last report."""
 
     process: ProcessIdentity
     sequence: int
-    """Rises by one with each report of a session: a report that overtook another is told by it."""
+    """Increases by one with each report of a session, so that a report that overtook another is recognized."""
     protocol: int = PROTOCOL_VERSION
     sample_age_seconds: float = 0.0
-    """How long before sending the sample was taken, on the reporter's monotonic clock."""
+    """The age of the sample when it was sent, on the reporter's monotonic clock."""
     devices: tuple[DeviceSample, ...] = ()
     pinned_host_bytes: int | None = None
-    """Pinned host memory held by this process' caching host allocator."""
+    """Pinned host memory of the process's caching host allocator."""
     step: int | None = None
     results: tuple[CommandResult, ...] = ()
     ooms: tuple[OutOfMemory, ...] = ()
-    """Those since the last report."""
+    """The errors since the last report."""
     actions: tuple[str, ...] = ()
-    """The actions this reporter can run."""
+    """The actions that this reporter supports."""
     modes: tuple[str, ...] = ("now",)
-    """The modes it knows, of `MODES`."""
+    """The modes that it supports, of `MODES`."""
     waiting: tuple[str, ...] = ()
-    """Ids of the commands that it has and that wait for their moment: they need not be given again."""
+    """Ids of the commands that wait in the process for a step or an idle time; they need not be sent again."""
     step_seconds: float | None = None
-    """How long a step takes, the median of the last few; None before the second, and once none has ended for long."""
+    """The median duration of the last steps; None before the second step, and after a long time without one."""
     hold_seconds: float = 0.0
-    """How long the sender lets the exporter hold the reply at most; 0 asks for an answer at once."""
+    """The maximum time that the exporter may hold the reply; 0 requests an immediate reply."""
     final: bool = False
-    """The reporter stops: forget this process now."""
+    """The reporter stops: the exporter forgets this process immediately."""
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """Something a reporter is asked to do.
-
-    Giving it twice is safe: a reporter remembers ids and repeats the result.
-    """
+    """A request to a reporter. It may be sent twice: a reporter remembers ids and repeats the result."""
 
     id: str
     action: str
     deadline_seconds: float
-    """Left when the reply was sent; what has not begun by then is not run."""
+    """Seconds left when the reply was sent. A command that has not started by then does not run."""
     uuids: tuple[str, ...] = ()
-    """The devices meant, empty for all. `empty_cache` acts on every device of the process: torch has no other."""
+    """The target devices; empty for all. `empty_cache` acts on every device: torch cannot limit it to one."""
     collect_garbage: bool = False
     """Run Python's garbage collector first, which runs the program's finalizers."""
     mode: str = "now"
     """One of `MODES`."""
     at_step: int | None = None
-    """In mode `step`: after the step of this number, and no other. None: after the next."""
+    """In mode `step`: run after exactly this step. None: after the next one."""
     fraction: float | None = None
-    """Of `set_memory_fraction`: the share of each device's memory that the allocator may reserve, over 0, up to 1."""
+    """For `set_memory_fraction`: the share of each device that the allocator may reserve, over 0 and at most 1."""
     force: bool = False
     """Set the fraction even if more is reserved already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What the exporter answers."""
+    """The exporter's reply to a report."""
 
     commands: tuple[Command, ...] = ()
     cancelled: tuple[str, ...] = ()
-    """Ids of commands that must not run any more, if they have not begun."""
+    """Ids of commands that must not start any more."""
     report_interval_seconds: float = 1.0
     protocol: int = PROTOCOL_VERSION
 
@@ -311,7 +358,7 @@ _FIELD_NAMES: dict[type, tuple[str, ...]] = {
 
 
 def to_wire(message: Report | Reply) -> dict[str, Any]:
-    """Turn a message into what `json.dumps` takes; what is unknown or empty is left out."""
+    """Convert a message to what `json.dumps` accepts, without the unknown and empty fields."""
     return _object(message)
 
 
@@ -330,10 +377,10 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def reply_from_wire(document: Any) -> Reply:
-    """Read an exporter's reply, of this or any compatible version.
+    """Read an exporter's reply, of this or a compatible version.
 
     Raises:
-        WireError: the document is not a reply; nothing of it is used.
+        WireError: the document is not a reply.
     """
     reply = _mapping(document, "")
     commands = reply.get("commands", [])

@@ -1,4 +1,4 @@
-"""TLS to an exporter behind https. Imported for such an exporter alone: `ssl` is nothing that others pay for."""
+"""TLS to an exporter with an https URL. Only such a client imports this module, because `ssl` is slow to import."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ __all__ = ["over_tls"]
 
 
 def over_tls(sock: socket.socket, host: str | bytes, shown_url: str) -> ssl.SSLSocket:
-    """Agree on TLS over a connection that has just been made.
+    """Start TLS on a new connection.
 
-    Whom to believe is the system's to say, and SSL_CERT_FILE's, which is read anew each time.
+    The trusted authorities are the system's, or those in SSL_CERT_FILE, which is read each time.
 
     Args:
-        sock: the connection; its timeout is for each wait in here as well.
-        host: whom the certificate must name.
-        shown_url: the exporter, for messages.
+        sock: the connection; its timeout applies to each wait here.
+        host: the name that the certificate must have.
+        shown_url: the exporter's URL for error messages.
 
     Raises:
-        ExporterUntrustedError: the certificate is not believed.
-        OSError: the other end does not speak TLS, or is gone.
+        ExporterUntrustedError: the certificate is not trusted.
+        OSError: the server does not speak TLS, or closed the connection.
     """
     context = ssl.create_default_context()
     try:
         return context.wrap_socket(sock, server_hostname=host)
     except ssl.SSLCertVerificationError as error:
         raise ExporterUntrustedError(
-            f"the certificate of the exporter at {shown_url} is not believed: {error.verify_message}; the file in "
-            "SSL_CERT_FILE, else the system, says which authorities are"
+            f"the certificate of the exporter at {shown_url} is not trusted: {error.verify_message}; set SSL_CERT_FILE "
+            "to a file with its authority's certificate"
         ) from None
     except ssl.SSLError as error:
-        raise OSError(f"no TLS with what answers there ({error.reason or 'it hung up'})") from error
+        raise OSError(f"no TLS with the server ({error.reason or 'it closed the connection'})") from error

@@ -91,3 +91,11 @@ def test_phase_and_plan_are_optional_in_a_report() -> None:
     assert sent["devices"][0].pop("planned_reserved_peak_bytes") == 7
     assert sent["ooms"][0].pop("phase") == "forward"
     assert sent == to_wire(bare)
+
+
+@pytest.mark.parametrize("code", [{}, {"reason_code": "not_idle"}, {"reason_code": "of_a_later_version"}])
+def test_a_result_has_a_reason_code_that_older_reporters_do_not_send(code: dict[str, str]) -> None:
+    document = to_wire(Report(ProcessIdentity(1, 2, 3, "s", 4.0), 1))
+    document["results"] = [{"id": "a", "outcome": "expired", "reason": "why", **code}]
+    (result,) = ReportReader().read(json.dumps(document).encode()).results
+    assert result.reason_code == code.get("reason_code")

@@ -1,4 +1,4 @@
-"""Actions at the right moment: after a step, at rest, on all ranks at once; real torch on the emulated node."""
+"""The modes of actions, groups and termination, with real torch on the emulated node."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ while not os.path.exists(stop):
     client.step()
 result = [step_number, threading.get_native_id()]
 """
-"""Steps of some milliseconds, in the main thread, until a file is there."""
+"""Steps of some milliseconds in the main thread until a file exists."""
 
 
 @pytest.fixture
@@ -52,41 +52,41 @@ def process(exporter: ExporterProcess, start_torch: StartTorch) -> TorchProcess:
 
 
 def cache(process: TorchProcess, nbytes: int = 64 * MIB) -> None:
-    """Have that much in the cache and in no tensor."""
+    """Cache this many bytes without a tensor."""
     process.call("free", numbers=[process.call("alloc", nbytes=nbytes)])
 
 
 @contextmanager
 def stepping(process: TorchProcess, folder: Path, pause: float = 0.01) -> Iterator[list[int]]:
-    """The process makes steps meanwhile; afterwards the list has the number of the last, and its thread."""
-    stop, told = folder / "stop", list[int]()
+    """Let the process make steps; afterwards the list has the number of the last one and its thread."""
+    stop, ended = folder / "stop", list[int]()
     number = process.send("exec", code=STEPPING, stop=str(stop), pause=pause)
     try:
-        yield told
+        yield ended
     finally:
         stop.touch()
-        told += process.receive(number)
+        ended += process.receive(number)
         stop.unlink()
 
 
-def test_in_mode_step_the_training_thread_clears_after_a_step_and_the_driver_has_what_it_freed(
+def test_mode_step_clears_in_the_training_thread_after_a_step(
     exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
 ) -> None:
     cache(process)
     before = node.books().used_by(process.pid)
-    with stepping(process, tmp_path) as told:
+    with stepping(process, tmp_path) as ended:
         action = exporter.act("empty_cache", target={"pid": process.pid}, mode="step")
     (row,) = action["results"]
     assert (action["state"], row["outcome"]) == ("done", "done")
-    assert 0 < row["step"] <= told[0]
-    assert row["thread_id"] == told[1] == process.pid  # Linux: the main thread's id is the process'
+    assert 0 < row["step"] <= ended[0]
+    assert row["thread_id"] == ended[1] == process.pid  # Linux: the main thread's id is the process'
     assert row["freed_bytes"] == before - node.books().used_by(process.pid) == 64 * MIB
     assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
 @pytest.mark.parametrize("mode", ["now", "step", "idle"])
-def test_in_every_mode_what_was_freed_is_what_the_driver_has_gained(
+def test_in_every_mode_the_freed_bytes_are_what_the_driver_gained(
     mode: str, settings: str, exporter: ExporterProcess, start_torch: StartTorch, node: EmulatedNode, tmp_path: Path
 ) -> None:
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url, PYTORCH_CUDA_ALLOC_CONF=settings)
@@ -109,29 +109,29 @@ def test_in_every_mode_what_was_freed_is_what_the_driver_has_gained(
         assert row["device_free_after_bytes"] - row["device_free_before_bytes"] == row["freed_bytes"]
 
 
-def test_in_mode_step_a_process_that_makes_none_says_so_at_the_deadline(
-    exporter: ExporterProcess, process: TorchProcess
-) -> None:
+def test_mode_step_expires_in_a_process_without_steps(exporter: ExporterProcess, process: TorchProcess) -> None:
     cache(process)
     action = exporter.act("empty_cache", target={"pid": process.pid}, mode="step", deadline_seconds=0.5)
     (row,) = action["results"]
     assert (action["state"], row["outcome"]) == ("expired", "expired")
-    assert row["reason"] == "no step ended before the deadline"
+    assert row["reason_code"] == "no_step_ended"
     assert process.call("stats", device=0)["reserved_bytes.all.current"] == 64 * MIB
 
 
-def test_in_mode_idle_it_waits_until_steps_have_ended_and_nothing_is_allocated(
+def test_mode_idle_waits_until_no_step_runs_and_nothing_is_allocated(
     exporter: ExporterProcess, process: TorchProcess, node: EmulatedNode, tmp_path: Path
 ) -> None:
     cache(process)
     with ThreadPoolExecutor() as pool:
         with stepping(process, tmp_path):
             wait_for(lambda: exporter.processes()[process.pid]["step"], "a step")
-            asked = pool.submit(ask_apart, exporter, target={"pid": process.pid}, mode="idle", wait_seconds=30)
+            pending = pool.submit(
+                act_on_own_connection, exporter, target={"pid": process.pid}, mode="idle", wait_seconds=30
+            )
             wait_for(lambda: exporter.processes()[process.pid]["step"] > 50, "more steps")
-            assert not asked.done()
+            assert not pending.done()
             assert process.pid in exporter.processes()
-        status, action = asked.result()
+        status, action = pending.result()
     assert status == 200, action
     (row,) = action["results"]
     assert (row["outcome"], row["freed_bytes"]) == ("done", 64 * MIB)
@@ -139,7 +139,7 @@ def test_in_mode_idle_it_waits_until_steps_have_ended_and_nothing_is_allocated(
     assert process.call("stats", device=0)["reserved_bytes.all.current"] == 0
 
 
-def test_no_capture_is_broken_by_actions_at_random_moments(
+def test_actions_at_random_times_break_no_cuda_graph_capture(
     exporter: ExporterProcess, process: TorchProcess, tmp_path: Path
 ) -> None:
     """A command waits in every mode until the capture is over."""
@@ -153,14 +153,14 @@ for number in range(tries):
     spare = torch.empty(3 << 20, dtype=torch.uint8, device="cuda:0")
     del spare
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # raises where anything has spoilt the capture
-        held = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0")
+    with torch.cuda.graph(graph):  # raises if anything has broken the capture
+        kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda:0")
         time.sleep(random.random() * 0.02)
-        client.step()  # some programs do
+        client.step()
     result += 1
     time.sleep(random.random() * 0.005)
     client.step()
-    del graph, held
+    del graph, kept
 while not os.path.exists(finished):  # an action may still wait for a step
     time.sleep(0.002)
     client.step()
@@ -173,9 +173,9 @@ while not os.path.exists(finished):  # an action may still wait for a step
             action = exporter.act("empty_cache", target={"pid": process.pid}, mode=mode, wait_seconds=30)
             for row in action["results"]:
                 outcomes[mode, row["outcome"]] = outcomes.get((mode, row["outcome"]), 0) + 1
-                if row["outcome"] == "refused":  # the capture started after the command's turn had come
-                    assert row["reason"] == "a CUDA graph is being captured"
-        assert not process.answered(), process.receive(number)  # a capture that was spoilt ends the program
+                if row["outcome"] == "refused":  # the capture started just before the command
+                    assert row["reason_code"] == "cuda_graph_capture"
+        assert not process.answered(), process.receive(number)  # a broken capture ends the program
     finished.touch()
     assert process.receive(number, timeout_seconds=120) == tries
     assert set(outcomes) <= {("now", "done"), ("now", "refused"), ("step", "done")}, outcomes
@@ -183,7 +183,7 @@ while not os.path.exists(finished):  # an action may still wait for a step
     assert outcomes.get(("step", "done")), outcomes
 
 
-def test_a_snapshot_is_torchs_own_and_says_what_is_in_it(
+def test_a_snapshot_is_a_pickle_of_torch_with_a_correct_summary(
     exporter: ExporterProcess, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     folder = tmp_path / "snapshots"
@@ -194,76 +194,82 @@ def test_a_snapshot_is_torchs_own_and_says_what_is_in_it(
     process.exec("mine = torch.empty(500 << 20, dtype=torch.uint8, device='cuda:0')")
     exporter.wait_for_processes(process.pid)
     (row, *_) = exporter.act("snapshot", target={"pid": process.pid})["results"]
-    told = row["snapshot"]
-    assert Path(told["path"]).parent == folder
-    assert Path(told["path"]).stat().st_size == told["size_bytes"]
-    assert Path(told["path"]).stat().st_mode & 0o777 == 0o600
+    summary = row["snapshot"]
+    assert Path(summary["path"]).parent == folder
+    assert Path(summary["path"]).stat().st_size == summary["size_bytes"]
+    assert Path(summary["path"]).stat().st_mode & 0o777 == 0o600
     truth = process.exec(
         "import pickle; shot = pickle.load(open(path, 'rb')); segments = shot['segments']\n"
         "result = [len(segments), sum(len(s['blocks']) for s in segments), sum(s['total_size'] for s in segments)]",
-        path=told["path"],
+        path=summary["path"],
     )
-    assert truth == [told["segments"], told["blocks"], process.call("stats", device=0)["reserved_bytes.all.current"]]
-    assert told["has_frames"]
-    assert told["largest"][0]["size_bytes"] == 500 * MIB
-    assert told["largest"][0]["frame"].split()[-1] == "<module>"
+    assert truth == [
+        summary["segments"],
+        summary["blocks"],
+        process.call("stats", device=0)["reserved_bytes.all.current"],
+    ]
+    assert summary["has_frames"]
+    assert summary["largest"][0]["size_bytes"] == 500 * MIB
+    assert summary["largest"][0]["frame"].split()[-1] == "<module>"
     # the user's own recording goes on
     assert process.exec("result = torch._C._cuda_isHistoryEnabled()") is True
 
 
-def test_a_memory_fraction_below_what_is_reserved_is_refused_unless_forced(
+def test_a_memory_fraction_below_the_reserved_memory_is_refused_unless_forced(
     exporter: ExporterProcess, process: TorchProcess
 ) -> None:
-    held = process.call("alloc", nbytes=2 << 30)
+    kept = process.call("alloc", nbytes=2 << 30)
     (row,) = exporter.act("set_memory_fraction", target={"pid": process.pid}, fraction=0.1)["results"]
-    assert row["outcome"] == "refused"
+    assert (row["outcome"], row["reason_code"]) == ("refused", "reserved_exceeds_fraction")
     assert f"{2 << 30} bytes are reserved" in row["reason"]
     process.call("alloc", nbytes=1 << 30)  # nothing has changed
     (row,) = exporter.act("set_memory_fraction", target={"pid": process.pid}, fraction=0.1, force=True)["results"]
     assert row["outcome"] == "done"
     code = "try:\n    torch.empty(1 << 30, dtype=torch.uint8, device='cuda:0'); result = 'took it'\n"
     assert process.exec(code + "except torch.OutOfMemoryError: result = 'no'") == "no"
-    assert process.call("free", numbers=[held]) == 1
+    assert process.call("free", numbers=[kept]) == 1
 
 
 @pytest.fixture
-def deadly(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
+def terminating(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
     return start_exporter(node, *QUICK, "--action.allow", "terminate,empty_cache")
 
 
-def test_terminate_ends_the_process_that_is_meant_and_gives_back_what_the_driver_said_it_used(
-    deadly: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
+def test_terminate_ends_the_target_process_and_releases_its_memory(
+    terminating: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
 ) -> None:
-    victim, other = (start_torch(GPUMEM_EXPORTER_URL=deadly.url) for _ in range(2))
-    for process in (victim, other):
+    target, other = (start_torch(GPUMEM_EXPORTER_URL=terminating.url) for _ in range(2))
+    for process in (target, other):
         process.call("alloc", nbytes=64 * MIB)
         process.call("start_client", workload="train", rank=process.pid)
-    deadly.wait_for_processes(victim.pid, other.pid)
-    held = node.books().used_by(victim.pid)
-    wait_for(lambda: deadly.metrics().values("gpumem_process_memory_used_bytes", pid=str(victim.pid)), "the driver")
-    would = deadly.act("terminate", target={"pid": victim.pid}, dry_run=True)
-    assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("done", held)]
-    assert node.books().used_by(victim.pid) == held
-    action = deadly.act("terminate", target={"pid": victim.pid})
-    assert [(row["outcome"], row["reason"]) for row in action["results"]] == [("done", "ended by SIGTERM")]
-    assert action["freed_bytes"] == held
-    assert node.books().used_by(victim.pid) == 0
-    assert other.pid in deadly.processes()
+    terminating.wait_for_processes(target.pid, other.pid)
+    used = node.books().used_by(target.pid)
+    wait_for(
+        lambda: terminating.metrics().values("gpumem_process_memory_used_bytes", pid=str(target.pid)), "the driver"
+    )
+    would = terminating.act("terminate", target={"pid": target.pid}, dry_run=True)
+    assert [(row["outcome"], row["freed_bytes"]) for row in would["results"]] == [("done", used)]
+    assert node.books().used_by(target.pid) == used
+    action = terminating.act("terminate", target={"pid": target.pid})
+    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigterm")]
+    assert action["freed_bytes"] == used
+    assert node.books().used_by(target.pid) == 0
+    assert other.pid in terminating.processes()
 
 
-def test_terminate_kills_what_does_not_heed_and_what_does_not_report(
-    deadly: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
+def test_terminate_kills_a_process_that_ignores_sigterm_and_does_not_report(
+    terminating: ExporterProcess, start_torch: StartTorch, node: EmulatedNode
 ) -> None:
     process = start_torch()
     process.exec("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); torch.zeros(1, device='cuda:0')")
     pid = str(process.pid)
-    wait_for(lambda: deadly.metrics().values("gpumem_process_memory_used_bytes", pid=pid), "the driver's list")
-    action = deadly.act("terminate", target={"pid": process.pid}, wait_seconds=60)
-    assert [(row["outcome"], row["reason"]) for row in action["results"]] == [("done", "ended by SIGKILL")]
+    wait_for(lambda: terminating.metrics().values("gpumem_process_memory_used_bytes", pid=pid), "the driver's list")
+    action = terminating.act("terminate", target={"pid": process.pid}, wait_seconds=60)
+    assert [(row["outcome"], row["reason_code"]) for row in action["results"]] == [("done", "ended_by_sigkill")]
     assert node.books().used_by(process.pid) == 0
 
 
-def test_terminate_is_off_unless_it_is_allowed(exporter: ExporterProcess, process: TorchProcess) -> None:
+def test_terminate_is_not_allowed_by_default(exporter: ExporterProcess, process: TorchProcess) -> None:
     exporter.act("terminate", target={"pid": process.pid}, expect=403)
     assert process.call("stats", device=0)
 
@@ -281,7 +287,7 @@ while not stop.item():
     spare = torch.empty(3 << 20, dtype=torch.uint8, device=f"cuda:{rank % 2}")
     del spare
     stop.fill_(os.path.exists(sys.argv[1]))
-    dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # what keeps real ranks in step
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)  # real ranks have a collective too
     time.sleep(0.02)
     client.step()
 client.stop()
@@ -291,7 +297,7 @@ os._exit(0)
 
 @contextmanager
 def ranks(node: EmulatedNode, exporter: ExporterProcess, folder: Path, count: int) -> Iterator[list[int]]:
-    """So many ranks below torchrun, in step by a collective; their pids by rank."""
+    """Start ranks with torchrun that make steps together; yield their pids by rank."""
     script, finished = folder / "rank.py", folder / "finished"
     script.write_text(RANK)
     environment = {
@@ -329,18 +335,18 @@ def ranks(node: EmulatedNode, exporter: ExporterProcess, folder: Path, count: in
 
 
 @pytest.mark.slow
-def test_a_group_clears_after_the_same_step_on_every_rank_twenty_times_of_twenty(
+def test_a_group_clears_after_the_same_step_on_every_rank_in_each_of_twenty_runs(
     node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
 ) -> None:
     with ranks(node, exporter, tmp_path, 4) as pids:
 
-        def ask(_: int) -> Any:
-            return ask_group(exporter, {"rank": "0"})
+        def act(_: int) -> Any:
+            return act_on_group(exporter, {"rank": "0"})
 
         with ThreadPoolExecutor(20) as pool:
             waiting = []
             for number in range(20):
-                waiting.append(pool.submit(ask, number))
+                waiting.append(pool.submit(act, number))
                 before = exporter.processes()[pids[0]]["step"]
                 wait_for(lambda step=before: exporter.processes()[pids[0]]["step"] > step, "a later step")
             actions = [one.result() for one in waiting]
@@ -352,7 +358,7 @@ def test_a_group_clears_after_the_same_step_on_every_rank_twenty_times_of_twenty
     assert sum(action["freed_bytes"] for action in actions) > 0
 
 
-def test_with_one_rank_stopped_the_group_is_called_off_says_which_and_nothing_hangs(
+def test_a_group_with_a_stopped_rank_is_withdrawn_and_names_the_rank(
     node: EmulatedNode, exporter: ExporterProcess, tmp_path: Path
 ) -> None:
     with ranks(node, exporter, tmp_path, 2) as pids:
@@ -363,17 +369,17 @@ def test_with_one_rank_stopped_the_group_is_called_off_says_which_and_nothing_ha
             os.kill(pids[1], signal.SIGCONT)
         outcomes = {row["rank"]: row["outcome"] for row in action["results"]}
         assert outcomes["1"] == "expired"
-        assert outcomes["0"] in ("refused", "expired")  # a busy machine may keep it, too, from saying in time
-        assert "did not ask for work in time" in next(r["reason"] for r in action["results"] if r["rank"] == "1")
+        assert outcomes["0"] in ("refused", "expired")  # a busy machine may delay its report, too
+        assert next(row["reason_code"] for row in action["results"] if row["rank"] == "1") == "group_rank_late"
         step = exporter.processes()[pids[1]]["step"]
         wait_for(lambda: exporter.processes()[pids[1]]["step"] > step + 5, "both ranks' going on")
-        # what was called off never runs afterwards
-        again = ask_group(exporter, {"workload": "ranks"})
+        # withdrawn commands never run later
+        again = act_on_group(exporter, {"workload": "ranks"})
         assert {row["outcome"] for row in again["results"]} == {"done"}
 
 
-def ask_apart(exporter: ExporterProcess, **request: Any) -> tuple[int, Any]:
-    """Ask for a clear on a connection of its own, since several threads may at once; the status and the document."""
+def act_on_own_connection(exporter: ExporterProcess, **request: Any) -> tuple[int, Any]:
+    """Request a clear on a separate connection, for use in threads; return the status and the document."""
     connection = Connection(exporter.url, timeout_seconds=90.0)
     try:
         body = json.dumps({"action": "empty_cache", **request}).encode()
@@ -383,15 +389,20 @@ def ask_apart(exporter: ExporterProcess, **request: Any) -> tuple[int, Any]:
         connection.close()
 
 
-def ask_group(exporter: ExporterProcess, target: dict[str, str]) -> Any:
-    """Have a group clear; again where a busy machine has kept a rank from its steps, or from answering.
+def act_on_group(exporter: ExporterProcess, target: dict[str, str]) -> Any:
+    """Request a clear of a group until it is done: a busy machine may delay the steps or the report of a rank.
 
-    Then it is none of the ranks.
+    A group that is not done has acted on no rank.
     """
-    for _ in range(5):
-        status, action = ask_apart(exporter, target=target, group=True, wait_seconds=60, deadline_seconds=60)
+
+    def done() -> Any:
+        status, action = act_on_own_connection(
+            exporter, target=target, group=True, wait_seconds=60, deadline_seconds=60
+        )
         if status == 200 and action["state"] == "done":
-            break
+            return action
         assert status == 200 or "makes no steps" in action["detail"], action
         assert not any(row["outcome"] == "done" for row in action.get("results", ())), action
-    return action
+        return None
+
+    return wait_for(done, "a group that acts")

@@ -45,16 +45,16 @@ def path(tmp_path: Path) -> Iterator[AlertPath]:
         exporter.close()
 
 
-def test_a_leak_and_a_fragmented_heap_raise_their_alerts_and_an_action_resolves_them(path: AlertPath) -> None:
-    troubles = {"GpuMemFragmentationHigh": "demo-asr-varlen", "GpuMemLeak": "demo-rag-indexer-leak"}
+def test_a_leak_and_fragmentation_fire_alerts_that_an_action_resolves(path: AlertPath) -> None:
+    alerts = {"GpuMemFragmentationHigh": "demo-asr-varlen", "GpuMemLeak": "demo-rag-indexer-leak"}
     fired, come_before_action = {}, {}
-    for name, workload in troubles.items():
+    for name, workload in alerts.items():
         fired[name] = path.receiver.wait_for_alert("firing", TIMEOUT_SECONDS, alertname=name, workload=workload)
         come_before_action[name] = len(path.receiver.notifications)
         # What hangs in reference cycles is what leaks in the one and what lies between the pieces in the other.
         action = path.exporter.act("empty_cache", target={"workload": workload}, collect_garbage=True, wait_seconds=30)
         assert (action["state"], action["freed_bytes"] > 1 << 28) == ("done", True)
-    for name, workload in troubles.items():
+    for name, workload in alerts.items():
         since = come_before_action[name]
         resolved = path.receiver.wait_for_alert(
             "resolved", TIMEOUT_SECONDS, since=since, alertname=name, workload=workload
@@ -62,11 +62,11 @@ def test_a_leak_and_a_fragmented_heap_raise_their_alerts_and_an_action_resolves_
         assert resolved["fingerprint"] == fired[name]["fingerprint"]
         assert resolved["endsAt"] > resolved["startsAt"]
     for alert in fired.values():
-        assert_it_tells_what_to_know(alert)
+        assert_texts_are_complete(alert)
 
 
-def assert_it_tells_what_to_know(alert: Mapping[str, Any]) -> None:
-    """Whose memory, where and how much, in words; and where to read on."""
+def assert_texts_are_complete(alert: Mapping[str, Any]) -> None:
+    """Check that the texts name the process, the device and the size, and that the runbook exists."""
     labels, annotations = alert["labels"], alert["annotations"]
     assert labels["severity"] == "warning"
     assert labels["job"] == "gpumem"
@@ -79,7 +79,7 @@ def assert_it_tells_what_to_know(alert: Mapping[str, Any]) -> None:
     assert (DEPLOY.parent / annotations["runbook_url"]).is_file()
 
 
-def test_making_the_rules_faster_changes_each_duration_and_nothing_else() -> None:
+def test_faster_rules_differ_only_in_their_durations() -> None:
     rules = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
     assert len(rules) >= 2
     for path in rules:

@@ -41,12 +41,12 @@ def exporter() -> Iterator[RunningExporter]:
         yield running
 
 
-def alert(fingerprint: str = "aaaa", status: str = "firing", began: str = "monday", **said: str) -> dict[str, Any]:
+def alert(fingerprint: str = "aaaa", status: str = "firing", starts_at: str = "monday", **texts: str) -> dict[str, Any]:
     return {
         "status": status,
         "labels": {"alertname": "Hoarded"},
-        "annotations": said,
-        "startsAt": began,
+        "annotations": texts,
+        "startsAt": starts_at,
         "endsAt": "0001-01-01T00:00:00Z",
         "generatorURL": "",
         "fingerprint": fingerprint,
@@ -58,11 +58,11 @@ def message(*alerts: dict[str, Any]) -> dict[str, Any]:
 
 
 def send(exporter: RunningExporter, *alerts: dict[str, Any], **headers: str) -> list[dict[str, Any]]:
-    """What became of each alert."""
+    """Send alerts and return the outcome of each."""
     answer = exporter.request("POST", ALERTS, message(*alerts), **headers)
     assert answer.status == 200, answer.body
-    told: list[dict[str, Any]] = json.loads(answer.body)["alerts"]
-    return told
+    outcomes: list[dict[str, Any]] = json.loads(answer.body)["alerts"]
+    return outcomes
 
 
 def counted(exporter: RunningExporter, outcome: str) -> float | None:
@@ -74,10 +74,10 @@ def actions(exporter: RunningExporter) -> list[Any]:
     return listed
 
 
-def test_a_firing_alert_becomes_an_action_and_says_whose_it_is(exporter: RunningExporter) -> None:
-    (told,) = send(exporter, alert(gpumem_mode="step", gpumem_reason="7 bytes", **CLEAR))
+def test_a_firing_alert_becomes_an_action_with_its_name(exporter: RunningExporter) -> None:
+    (outcomes,) = send(exporter, alert(gpumem_mode="step", gpumem_reason="7 bytes", **CLEAR))
     (action,) = actions(exporter)
-    assert told == {"fingerprint": "aaaa", "outcome": "acted", "reason": "", "action_id": action["id"]}
+    assert outcomes == {"fingerprint": "aaaa", "outcome": "acted", "reason": "", "action_id": action["id"]}
     assert (action["action"], action["mode"], action["target"]) == ("empty_cache", "step", {"pid": 1})
     assert action["requested_by"] == "alert:Hoarded by tcp:127.0.0.1"
     assert re.search(r"\bHoarded \(aaaa\): 7 bytes$", action["reason"])
@@ -85,7 +85,7 @@ def test_a_firing_alert_becomes_an_action_and_says_whose_it_is(exporter: Running
     assert counted(exporter, "acted") == 1
 
 
-def test_the_same_message_again_is_no_news(exporter: RunningExporter) -> None:
+def test_a_repeated_message_does_not_act_again(exporter: RunningExporter) -> None:
     outcomes = [send(exporter, alert(**CLEAR))[0]["outcome"] for _ in range(3)]
     assert outcomes == ["acted", "repeated", "repeated"]
     changed = alert(gpumem_reason="a template with another value", **CLEAR)
@@ -94,7 +94,7 @@ def test_the_same_message_again_is_no_news(exporter: RunningExporter) -> None:
     assert counted(exporter, "repeated") == 3
 
 
-def test_the_same_message_many_times_at_once_acts_once(exporter: RunningExporter) -> None:
+def test_concurrent_equal_messages_act_once(exporter: RunningExporter) -> None:
     together = threading.Barrier(16)
 
     def ask() -> list[dict[str, Any]]:
@@ -102,22 +102,22 @@ def test_the_same_message_many_times_at_once_acts_once(exporter: RunningExporter
         return send(exporter, alert("aaaa", **CLEAR), alert("bbbb", **CLEAR), alert("aaaa", **CLEAR))
 
     with ThreadPoolExecutor(16) as pool:
-        told = [each for asked in [pool.submit(ask) for _ in range(16)] for each in asked.result(patient(30))]
-    assert [each["outcome"] for each in told].count("acted") == 2
-    assert {each["outcome"] for each in told} == {"acted", "repeated"}
+        outcomes = [each for sent in [pool.submit(ask) for _ in range(16)] for each in sent.result(patient(30))]
+    assert [each["outcome"] for each in outcomes].count("acted") == 2
+    assert {each["outcome"] for each in outcomes} == {"acted", "repeated"}
     assert len(actions(exporter)) == 2
 
 
-def test_another_firing_acts_again_once_its_cooldown_is_over(exporter: RunningExporter) -> None:
+def test_another_firing_acts_again_after_the_cooldown(exporter: RunningExporter) -> None:
     quick = {**CLEAR, "gpumem_cooldown_seconds": "0"}
-    assert send(exporter, alert(began="monday", **CLEAR))[0]["outcome"] == "acted"
-    assert send(exporter, alert(began="tuesday", **CLEAR))[0]["outcome"] == "cooling"
-    assert send(exporter, alert("bbbb", began="monday", **quick))[0]["outcome"] == "acted"
-    assert send(exporter, alert("bbbb", began="tuesday", **quick))[0]["outcome"] == "acted"
+    assert send(exporter, alert(starts_at="monday", **CLEAR))[0]["outcome"] == "acted"
+    assert send(exporter, alert(starts_at="tuesday", **CLEAR))[0]["outcome"] == "cooling"
+    assert send(exporter, alert("bbbb", starts_at="monday", **quick))[0]["outcome"] == "acted"
+    assert send(exporter, alert("bbbb", starts_at="tuesday", **quick))[0]["outcome"] == "acted"
     assert len(actions(exporter)) == 3
 
 
-def test_what_is_resolved_is_noted_and_does_nothing(exporter: RunningExporter) -> None:
+def test_a_resolved_alert_does_nothing(exporter: RunningExporter) -> None:
     assert send(exporter, alert(status="resolved", **CLEAR))[0]["outcome"] == "resolved"
     assert actions(exporter) == []
     send(exporter, alert(**CLEAR))
@@ -125,24 +125,24 @@ def test_what_is_resolved_is_noted_and_does_nothing(exporter: RunningExporter) -
     assert (len(actions(exporter)), counted(exporter, "resolved")) == (1, 2)
 
 
-def test_an_alert_that_asks_for_nothing_is_counted(exporter: RunningExporter) -> None:
-    (told,) = send(exporter, alert(summary="hi"))
-    assert (told["outcome"], told["action_id"]) == ("ignored", None)
+def test_an_alert_without_a_request_is_counted_as_ignored(exporter: RunningExporter) -> None:
+    (outcomes,) = send(exporter, alert(summary="hi"))
+    assert (outcomes["outcome"], outcomes["action_id"]) == ("ignored", None)
     assert (actions(exporter), counted(exporter, "ignored")) == ([], 1)
 
 
-def test_one_that_cannot_be_done_is_refused_by_itself_and_tried_when_it_comes_again(exporter: RunningExporter) -> None:
+def test_a_refused_alert_does_not_affect_others_and_is_retried(exporter: RunningExporter) -> None:
     absent = alert("bbbb", gpumem_action="empty_cache", gpumem_target_pid="2")
-    told = send(exporter, alert("cccc", gpumem_action="clear"), absent, alert(**CLEAR))
-    assert [each["outcome"] for each in told] == ["refused", "refused", "acted"]
-    assert "'clear'" in told[0]["reason"]
-    assert "pid=2" in told[1]["reason"]
+    outcomes = send(exporter, alert("cccc", gpumem_action="clear"), absent, alert(**CLEAR))
+    assert [each["outcome"] for each in outcomes] == ["refused", "refused", "acted"]
+    assert "'clear'" in outcomes[0]["reason"]
+    assert "pid=2" in outcomes[1]["reason"]
     assert counted(exporter, "refused") == 2
     assert exporter.report(report(2, devices=(sample(UUIDS[1], 10, 7),))).status == 200
     assert [each["outcome"] for each in send(exporter, absent)] == ["acted"]
 
 
-def test_what_is_no_message_of_alertmanagers_is_422_and_names_the_field(exporter: RunningExporter) -> None:
+def test_an_invalid_message_is_422_and_names_the_field(exporter: RunningExporter) -> None:
     wrong = copy.deepcopy(message(alert(**CLEAR)))
     wrong["alerts"][0]["labels"] = {"a": 1}
     document = problem(exporter.request("POST", ALERTS, wrong), 422)
@@ -153,7 +153,7 @@ def test_what_is_no_message_of_alertmanagers_is_422_and_names_the_field(exporter
     assert actions(exporter) == []
 
 
-def test_whoever_may_act_may_send_alerts_and_nobody_else(exporter: RunningExporter, tmp_path: Path) -> None:
+def test_only_callers_that_may_act_may_send_alerts(exporter: RunningExporter, tmp_path: Path) -> None:
     problem(exporter.request("POST", ALERTS, message(), Origin="http://evil.example"), 403)
     problem(exporter.request("POST", ALERTS, message(), Host="evil.example"), 403)
     problem(exporter.request("POST", ALERTS, message(), Content_Type="text/plain"), 415)
@@ -164,32 +164,32 @@ def test_whoever_may_act_may_send_alerts_and_nobody_else(exporter: RunningExport
         assert send(guarded, alert(summary="hi"), Authorization="Bearer s3cret")[0]["outcome"] == "ignored"
 
 
-def test_terminate_needs_to_be_allowed_and_to_come_with_the_token(tmp_path: Path) -> None:
+def test_terminate_from_an_alert_requires_permission_and_the_token(tmp_path: Path) -> None:
     (tmp_path / "token").write_text("s3cret")
-    victim = subprocess.Popen(["sleep", "600"])
-    asked = {"gpumem_action": "terminate", "gpumem_target_pid": str(victim.pid)}
+    target = subprocess.Popen(["sleep", "600"])
+    request = {"gpumem_action": "terminate", "gpumem_target_pid": str(target.pid)}
     secret = {"Authorization": "Bearer s3cret"}
     try:
-        for flags, headers, said in (
+        for flags, headers, texts in (
             ({"action_allow": "terminate"}, {}, "--action.token-file"),
             ({"action_token_file": str(tmp_path / "token")}, secret, "--action.allow"),
         ):
             with running_exporter(**flags) as exporter:
-                assert exporter.report(report(victim.pid, devices=(sample(),))).status == 200
-                (told,) = send(exporter, alert(**asked), **headers)
-                assert told["outcome"] == "refused"
-                assert said in told["reason"]
-        assert victim.poll() is None
+                assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
+                (outcomes,) = send(exporter, alert(**request), **headers)
+                assert outcomes["outcome"] == "refused"
+                assert texts in outcomes["reason"]
+        assert target.poll() is None
         with running_exporter(action_allow="terminate", action_token_file=str(tmp_path / "token")) as exporter:
-            assert exporter.report(report(victim.pid, devices=(sample(),))).status == 200
-            assert send(exporter, alert(**asked), **secret)[0]["outcome"] == "acted"
-            victim.wait(patient(30))
+            assert exporter.report(report(target.pid, devices=(sample(),))).status == 200
+            assert send(exporter, alert(**request), **secret)[0]["outcome"] == "acted"
+            target.wait(patient(30))
     finally:
-        victim.kill()
-        victim.wait()
+        target.kill()
+        target.wait()
 
 
-def test_a_real_alertmanager_clears_a_real_process_once_and_tells_when_it_is_resolved(
+def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
@@ -234,7 +234,7 @@ def test_a_real_alertmanager_clears_a_real_process_once_and_tells_when_it_is_res
 
 @contextmanager
 def alertmanager(folder: Path, receiver: str, token: Path) -> Iterator[Callable[..., None]]:
-    """Alertmanager with the example's route and receiver, made fast; yields what posts alerts to it."""
+    """Run Alertmanager with the example's route and receiver, but faster; yield a function that posts alerts."""
     configuration = yaml.safe_load(EXAMPLE.read_text())
     (route,) = configuration["route"]["routes"]
     route |= {"group_interval": "500ms", "repeat_interval": "500ms"}
@@ -281,7 +281,7 @@ def alertmanager(folder: Path, receiver: str, token: Path) -> Iterator[Callable[
         print(log.read_text())  # pytest shows it where the test failed
 
 
-def test_the_example_is_what_alertmanager_understands_and_sends_what_asks_for_an_action() -> None:
+def test_alertmanager_accepts_the_example_and_routes_only_requests() -> None:
     def amtool(*words: str) -> str:
         program = shutil.which("amtool")
         assert program, "amtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"

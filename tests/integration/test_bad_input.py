@@ -1,7 +1,7 @@
-"""What is wrong is refused, and changes nothing: the page after it is the page before it, but for the refusal's count.
+"""Invalid requests to a real exporter change nothing: /metrics before and after differ only in the count of refusals.
 
-Through the real process. Polls and reports are an hour apart here, so that the page stands still by itself and can be
-compared line by line. What each refusal says is tested beside the server's routes.
+Polls and reports are an hour apart, so that the pages can be compared line by line. Unit tests check the rules of each
+field and their messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Change = Callable[[dict[str, Any]], Any]
 
 
 class StandingStill:
-    """An exporter that knows one process, and a report of it that would be taken."""
+    """An exporter that knows one process, and valid reports of it."""
 
     def __init__(self, node: EmulatedNode, folder: Path) -> None:
         self.node = node
@@ -40,7 +40,7 @@ class StandingStill:
             pid=os.getpid(),
             start_time_ticks=procfs.start_time_ticks(),
             pid_namespace=procfs.pid_namespace(),
-            session="the one that speaks",
+            session="the current session",
             session_started_seconds=100.0,
             workload="kept",
         )
@@ -59,14 +59,14 @@ class StandingStill:
         return self.exporter.request("POST", REPORTS_PATH, document)
 
     def page(self) -> list[str]:
-        """The lines of a scrape, but for those that tell how long this scrape took, and what of CPU and memory."""
+        """The lines of a scrape, without its duration and the exporter's CPU time and memory."""
         lines = self.exporter.request("GET", "/metrics").body.decode().splitlines()
         return [
             line for line in lines if not line.startswith(("gpumem_scrape_collector_duration_seconds{", "process_"))
         ]
 
     def state(self) -> tuple[Any, ...]:
-        """All else that is known, but for what tells the time."""
+        """The JSON documents, without times."""
         processes = self.exporter.get("/api/v1/processes")["processes"]
         for process in processes:
             del process["sample_age_seconds"]
@@ -77,7 +77,7 @@ class StandingStill:
 def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingStill]:
     folder = tmp_path_factory.mktemp("still")
     with EmulatedNode(folder / "node") as node:
-        # this very process has bytes on the device: so the ledger has something to lose
+        # this process has bytes on the device, so that the ledger is not empty
         node.set_process(os.getpid(), 0, 500 * MIB)
         standing = StandingStill(node, folder)
         yield standing
@@ -86,7 +86,7 @@ def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingStill]:
 
 
 def changed_lines(before: list[str], after: list[str]) -> dict[str, tuple[float, float]]:
-    """The series whose value is another one now, or that are new."""
+    """The series with a new value and new series."""
     was, is_now = ({line.rpartition(" ")[0]: line.rpartition(" ")[2] for line in page} for page in (before, after))
     assert was.keys() <= is_now.keys()
     return {name: (float(was.get(name, 0)), float(value)) for name, value in is_now.items() if was.get(name) != value}
@@ -131,41 +131,22 @@ def another_session(started_seconds: float, start_time_ticks: int = 0) -> Change
 LONG = "x" * 10_000
 SAMPLE = ("devices", 0)
 BAD_REPORTS: dict[str, tuple[int, str, str, Change]] = {
-    "a negative byte count": (422, "invalid", "devices.0.reserved_bytes", put(*SAMPLE, "reserved_bytes", value=-1)),
     "a number of 2^63": (422, "invalid", "devices.0.reserved_bytes", put(*SAMPLE, "reserved_bytes", value=2**63)),
-    "a number past 2^64": (422, "invalid", "devices.0.ooms", put(*SAMPLE, "ooms", value=2**64 + 5)),
-    "a number of 400 digits": (422, "invalid", "devices.0.ooms", put(*SAMPLE, "ooms", value=10**400)),
-    "half a byte": (422, "invalid", "devices.0.allocated_bytes", put(*SAMPLE, "allocated_bytes", value=0.5)),
-    "a number as text": (422, "invalid", "devices.0.allocated_bytes", put(*SAMPLE, "allocated_bytes", value="5")),
-    "true as a number": (422, "invalid", "devices.0.allocated_bytes", put(*SAMPLE, "allocated_bytes", value=True)),
     "not a number": (422, "invalid", "sample_age_seconds", put("sample_age_seconds", value=float("nan"))),
-    "infinity": (422, "invalid", "hold_seconds", put("hold_seconds", value=float("inf"))),
     "more allocated than reserved": (
         *(422, "invalid", "devices.0.allocated_bytes"),
         put(*SAMPLE, "allocated_bytes", value=21 * MIB),
     ),
-    "more to give back than there is": (
+    "more reclaimable than cached": (
         *(422, "invalid", "devices.0.reclaimable_bytes"),
         put(*SAMPLE, "reclaimable_bytes", value=18 * MIB),
     ),
     "an unknown device": (422, "unknown_device", "devices.0.uuid", put(*SAMPLE, "uuid", value="GPU-elsewhere")),
     "the same device twice": (422, "invalid", "devices.1.uuid", double_device),
-    "a device as a label of 10,000 characters": (422, "invalid", "devices.0.uuid", put(*SAMPLE, "uuid", value=LONG)),
     "a workload of 10,000 characters": (422, "invalid", "process.workload", put("process", "workload", value=LONG)),
-    "a rank of 10,000 characters": (422, "invalid", "process.rank", put("process", "rank", value=LONG)),
-    "a phase of 10,000 characters": (
-        *(422, "invalid", "devices.0.phase_peak_bytes"),
-        put(*SAMPLE, "phase_peak_bytes", value={LONG: 1}),
-    ),
-    "a thousand phases": (
-        *(422, "invalid", "devices.0.phase_peak_bytes"),
-        put(*SAMPLE, "phase_peak_bytes", value={str(i): i for i in range(1000)}),
-    ),
     "a thousand devices": (422, "invalid", "devices", put("devices", value=[{"uuid": str(i)} for i in range(1000)])),
     "no process": (422, "invalid", "process", put("process", value=None)),
-    "pid 0": (422, "invalid", "process.pid", put("process", "pid", value=0)),
-    "a pid past 2^31": (422, "invalid", "process.pid", put("process", "pid", value=2**31)),
-    "a result with an outcome that is none": (
+    "a result with an unknown outcome": (
         *(422, "invalid", "results.0.outcome"),
         put("results", value=[{"id": "a", "outcome": "melted"}]),
     ),
@@ -176,10 +157,10 @@ BAD_REPORTS: dict[str, tuple[int, str, str, Change]] = {
 
 
 @pytest.mark.parametrize("name", BAD_REPORTS)
-def test_a_report_that_is_wrong_changes_nothing_but_the_count_of_its_refusal(still: StandingStill, name: str) -> None:
+def test_an_invalid_report_changes_only_the_count_of_refusals(still: StandingStill, name: str) -> None:
     status, outcome, field, spoil = BAD_REPORTS[name]
     report = still.good_report()
-    report["devices"][0] |= {"allocated_bytes": 4 * MIB, "ooms": 9}  # right, and new: must not be taken over
+    report["devices"][0] |= {"allocated_bytes": 4 * MIB, "ooms": 9}  # valid new values, which must not be stored
     spoil(report)
     before, state = still.page(), still.state()
     problem = assert_refused(still.post(report), status)
@@ -199,9 +180,6 @@ def test_a_report_that_is_wrong_changes_nothing_but_the_count_of_its_refusal(sti
 BAD_BODIES = {
     "nothing": (422, b""),
     "no JSON": (422, b"<html>"),
-    "half of a document": (422, b'{"process": {'),
-    "an array": (422, b"[]"),
-    "null": (422, b"null"),
     "no UTF-8": (422, b'{"process": "\xff\xfe"}'),
     "half a surrogate pair": (422, b'{"process": "\\ud800"}'),
     "a hundred thousand brackets": (422, b"[" * 100_000),
@@ -210,7 +188,7 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-def test_a_body_that_is_no_report_changes_nothing_but_the_count_of_its_refusal(still: StandingStill, name: str) -> None:
+def test_a_body_that_is_not_a_report_changes_only_the_count_of_refusals(still: StandingStill, name: str) -> None:
     status, body = BAD_BODIES[name]
     before, state = still.page(), still.state()
     assert send(still.exporter.socket, REPORTS_PATH, body) == status
@@ -225,23 +203,16 @@ def test_a_body_that_is_no_report_changes_nothing_but_the_count_of_its_refusal(s
 
 BAD_ACTIONS: dict[str, tuple[int, Any]] = {
     "no target": (422, {"action": "empty_cache"}),
-    "an empty target": (422, {"action": "empty_cache", "target": {}}),
-    "a target that is no object": (422, {"action": "empty_cache", "target": "all"}),
     "a target with an unknown key": (422, {"action": "empty_cache", "target": {"all": True, "host": "x"}}),
-    "all set to false": (422, {"action": "empty_cache", "target": {"all": False}}),
     "a pid below zero": (422, {"action": "empty_cache", "target": {"pid": -1}}),
-    "a label of 10,000 characters": (422, {"action": "empty_cache", "target": {"workload": LONG}}),
     "no action": (422, {"target": {"all": True}}),
     "an unknown action": (422, {"action": "explode", "target": {"all": True}}),
-    "an unknown mode": (422, {"action": "empty_cache", "target": {"all": True}, "mode": "whenever"}),
-    "a key that is none": (422, {"action": "empty_cache", "target": {"all": True}, "force": True}),
+    "an unknown key": (422, {"action": "empty_cache", "target": {"all": True}, "force": True}),
     "a deadline before now": (422, {"action": "empty_cache", "target": {"all": True}, "deadline_seconds": -1}),
     "a deadline that is no number": (
         422,
         {"action": "empty_cache", "target": {"all": True}, "deadline_seconds": float("nan")},
     ),
-    "a wait without end": (422, {"action": "empty_cache", "target": {"all": True}, "wait_seconds": 10**9}),
-    "an array": (422, []),
     "a pid that does not report": (404, {"action": "empty_cache", "target": {"pid": 2**31 - 1}}),
     "a workload that is not there": (404, {"action": "empty_cache", "target": {"workload": "elsewhere"}}),
     "a device that is not there": (404, {"action": "empty_cache", "target": {"gpu": "9"}}),
@@ -255,23 +226,22 @@ BAD_ACTIONS: dict[str, tuple[int, Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD_ACTIONS)
-def test_a_request_for_an_action_that_is_wrong_changes_nothing_at_all(still: StandingStill, name: str) -> None:
+def test_an_invalid_request_for_an_action_changes_nothing(still: StandingStill, name: str) -> None:
     status, request = BAD_ACTIONS[name]
     before, state = still.page(), still.state()
     assert send(still.exporter.socket, ACTIONS, json.dumps(request).encode()) == status
     assert still.page() == before
     assert still.state() == state
-    # nor does the process hear of it
+    # the process gets no command
     reply = still.post(still.good_report())
     assert reply.status == 200
     assert "commands" not in json.loads(reply.body)
 
 
 def send(path: Path, route: str, body: bytes) -> int:
-    """Post a body whatever it is, and return the status of the problem that comes back.
+    """Post a body and return the status of the problem.
 
-    An exporter that does not want to hear all of it may answer and close before it is sent: then the answer is there,
-    and behind it the connection is reset.
+    The exporter may reply and close the connection before the whole body is sent; then the connection is reset.
     """
     head = f"POST {route} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
     received = b""

@@ -24,10 +24,9 @@ import trustme
 
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
 from gpumem_exporter.errors import ExporterUnreachableError, ExporterUntrustedError
-from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
+from gpumem_exporter.server.http.uvicorn_server import Limits
 from gpumem_exporter.server.serve import demo_url
-from gpumem_exporter.server.settings import Settings
 from gpumem_exporter.wire.http import Answer, Connection
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
@@ -44,7 +43,7 @@ USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}
 PASSWORD = "ada:s:ecr@t"
 IN_URL = "ada:s%3Aecr%40t@"
 GONE = r"(?i)alert|reset|eof|closed connection"
-"""What a client that is not let in is told, which depends on when it notices."""
+"""The error of a refused client, which depends on when it notices."""
 REPORT = "/api/v1/reports"
 ACTIONS = "/api/v1/actions"
 
@@ -56,7 +55,7 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def folder(tmp_path: Path, authority: trustme.CA, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the certificate lies, and its authority's, whom this process believes."""
+    """A folder with the certificate and its authority, which this process trusts."""
     folder = tmp_path / "web"
     folder.mkdir()
     issue(authority, folder)
@@ -81,10 +80,10 @@ class Https:
             return connection.request(method, path, body, sent)
 
     def reload(self) -> str:
-        """Send SIGHUP, and give the line of the log that says what came of it."""
+        """Send SIGHUP and return the log line of the reload."""
         before = self.process.log().count("web configuration")
         self.process.signal(signal.SIGHUP)
-        wait_for(lambda: self.process.log().count("web configuration") > before, "an end of the reload")
+        wait_for(lambda: self.process.log().count("web configuration") > before, "the reload")
         return [line for line in self.process.log().splitlines() if "web configuration" in line][-1]
 
 
@@ -118,7 +117,7 @@ def bearer(token: str) -> dict[str, str]:
 
 
 def certificate_of(port: int, authority: Path) -> bytes:
-    """The certificate that a new connection is shown."""
+    """The certificate of a new connection."""
     context = ssl.create_default_context(cafile=str(authority))
     with (
         socket.create_connection(("127.0.0.1", port), patient(30)) as plain,
@@ -127,9 +126,7 @@ def certificate_of(port: int, authority: Path) -> bytes:
         return connection.getpeercert(binary_form=True) or b""
 
 
-def test_the_tcp_address_speaks_https_alone_and_the_socket_stays_as_it_was(
-    start_https: StartHttps, folder: Path
-) -> None:
+def test_tcp_requires_tls_and_the_unix_socket_does_not(start_https: StartHttps, folder: Path) -> None:
     exporter = start_https("--demo")
     assert f"addresses={exporter.url()},unix://" in exporter.process.log()
     context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
@@ -146,9 +143,9 @@ def test_the_tcp_address_speaks_https_alone_and_the_socket_stays_as_it_was(
         assert exporter.process.stop() == 0  # with a connection that is open
 
 
-def test_the_demo_reports_by_a_socket_of_its_own_where_there_is_no_other() -> None:
+def test_the_demo_reports_on_a_private_unix_socket() -> None:
     with bind(["127.0.0.1:0"]) as listeners:
-        with demo_url(Settings(web_config_file="web.yml"), listeners) as url:
+        with demo_url(listeners) as url:
             path = Path(url.removeprefix("unix://"))
             assert path.is_socket()
             assert path.parent.stat().st_mode & 0o077 == 0
@@ -164,8 +161,8 @@ def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: 
         "basic_auth": {"username": name, "password": password},
     }
     with RunningPrometheus(tmp_path / "tsdb", {"node": f"127.0.0.1:{exporter.port}"}, scrape=scrape) as prometheus:
-        asked = Prometheus(prometheus.url)
-        wait_for(lambda: asked.query('up{instance="node"} == 1').series, "a scrape", 60.0)
+        client = Prometheus(prometheus.url)
+        wait_for(lambda: client.query('up{instance="node"} == 1').series, "a scrape", 60.0)
         fleet = run_command(
             *("fleet", "info", "--json", "--prometheus", prometheus.url),
             *("--instance-url", f"https://{IN_URL}127.0.0.1:{exporter.port}"),
@@ -175,7 +172,7 @@ def test_prometheus_scrapes_it_with_a_password(start_https: StartHttps, folder: 
     assert (read["instance"], read["url"], len(read["devices"])) == ("node", exporter.url(), 8)
 
 
-def test_every_route_over_tcp_wants_the_password_and_the_socket_does_not(start_https: StartHttps) -> None:
+def test_every_route_over_tcp_requires_the_password_and_the_unix_socket_does_not(start_https: StartHttps) -> None:
     exporter = start_https(users=USERS)
     details: set[str] = set()
     for path in ("/", "/metrics", "/health", "/-/healthy", "/-/ready", "/api/v1/devices", "/openapi.json", "/nothing"):
@@ -195,16 +192,7 @@ def test_every_route_over_tcp_wants_the_password_and_the_socket_does_not(start_h
     assert reports in exporter.request("/metrics", user=IN_URL).body.decode()
 
 
-def test_passwords_go_without_tls_too(start_https: StartHttps) -> None:
-    exporter = start_https(tls=None, users=USERS)
-    with closing(Connection(f"http://127.0.0.1:{exporter.port}", timeout_seconds=patient(30))) as connection:
-        assert connection.request("GET", "/metrics").status == 401
-        assert connection.request("GET", "/metrics", headers=basic(PASSWORD)).status == 200
-
-
-def test_a_token_opens_what_it_is_for_without_a_password_and_a_password_nothing_that_needs_a_token(
-    start_https: StartHttps, folder: Path
-) -> None:
+def test_a_token_replaces_the_password_and_a_password_replaces_no_token(start_https: StartHttps, folder: Path) -> None:
     for name in ("action", "report"):
         (folder / name).write_text(f"{name}-token\n")
     flags = [word for name in ("action", "report") for word in (f"--{name}.token-file", str(folder / name))]
@@ -219,14 +207,14 @@ def test_a_token_opens_what_it_is_for_without_a_password_and_a_password_nothing_
     assert (refused.status, refused.headers["www-authenticate"]) == (401, 'Bearer realm="gpumem-exporter"')
 
 
-def test_loopback_acts_without_a_token_once_its_password_is_right(start_https: StartHttps) -> None:
+def test_loopback_with_a_password_may_act_without_a_token(start_https: StartHttps) -> None:
     exporter = start_https(users=USERS)
     body = json.dumps({"action": "empty_cache", "target": {"all": True}, "dry_run": True}).encode()
     assert exporter.request(ACTIONS, "POST", body=body).status == 401
-    assert exporter.request(ACTIONS, "POST", body=body, user=IN_URL).status == 404  # there is no process
+    assert exporter.request(ACTIONS, "POST", body=body, user=IN_URL).status == 404  # no process reports
 
 
-def test_a_renewed_certificate_comes_with_hangup_and_a_broken_one_does_not(
+def test_sighup_loads_a_renewed_certificate_and_keeps_the_old_one_if_it_is_invalid(
     start_https: StartHttps, folder: Path, authority: trustme.CA
 ) -> None:
     exporter = start_https(users=USERS)
@@ -246,7 +234,7 @@ def test_a_renewed_certificate_comes_with_hangup_and_a_broken_one_does_not(
         assert kept.request("GET", "/-/ready").status == 200
 
 
-def test_hangup_takes_other_passwords_and_no_other_terms(
+def test_sighup_loads_new_users_and_refuses_other_changes(
     start_https: StartHttps, folder: Path, authority: trustme.CA
 ) -> None:
     exporter = start_https(users=USERS)
@@ -268,7 +256,7 @@ def test_hangup_takes_other_passwords_and_no_other_terms(
 
 
 def with_certificate(exporter: Https, folder: Path, client: trustme.CA | None) -> int:
-    """The status of a request by a client with a certificate of this authority."""
+    """The status of a request with a client certificate of this authority."""
     context = ssl.create_default_context(cafile=str(folder / "authority.crt"))
     if client is not None:
         client.issue_cert("client").configure_cert(context)
@@ -276,15 +264,15 @@ def with_certificate(exporter: Https, folder: Path, client: trustme.CA | None) -
         return int(answer.status)
 
 
-@pytest.mark.parametrize("asked", ["VerifyClientCertIfGiven", "RequireAndVerifyClientCert"])
-def test_clients_are_asked_for_certificates_of_their_own(start_https: StartHttps, folder: Path, asked: str) -> None:
+@pytest.mark.parametrize("auth_type", ["VerifyClientCertIfGiven", "RequireAndVerifyClientCert"])
+def test_client_certificates_are_verified(start_https: StartHttps, folder: Path, auth_type: str) -> None:
     known, stranger = trustme.CA(), trustme.CA()
     trust(known, folder, "clients.crt")
-    exporter = start_https(tls={**TLS, "client_auth_type": asked, "client_ca_file": "clients.crt"})
+    exporter = start_https(tls={**TLS, "client_auth_type": auth_type, "client_ca_file": "clients.crt"})
     assert with_certificate(exporter, folder, known) == 200
     with pytest.raises(OSError, match=GONE):
         with_certificate(exporter, folder, stranger)
-    if asked == "VerifyClientCertIfGiven":
+    if auth_type == "VerifyClientCertIfGiven":
         assert with_certificate(exporter, folder, None) == 200
         return
     with pytest.raises(OSError, match=GONE):
@@ -298,7 +286,7 @@ def test_clients_are_asked_for_certificates_of_their_own(start_https: StartHttps
         with_certificate(exporter, folder, known)
 
 
-def test_commands_come_over_https_and_show_no_password(start_https: StartHttps) -> None:
+def test_commands_over_https_show_no_password(start_https: StartHttps) -> None:
     exporter = start_https("--demo", users=USERS)
     wait_for(lambda: len(exporter.process.processes()) >= 12, "the demo's processes")
     url = exporter.url(IN_URL)
@@ -315,7 +303,7 @@ def test_commands_come_over_https_and_show_no_password(start_https: StartHttps) 
     assert "user:password@" in run_command("doctor", "--url", exporter.url()).stdout
 
 
-def test_a_certificate_that_is_not_believed_is_an_error_that_says_so_and_nothing_is_sent(
+def test_an_untrusted_certificate_is_an_error(
     start_https: StartHttps, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exporter = start_https(users=USERS)
@@ -330,30 +318,20 @@ def test_a_certificate_that_is_not_believed_is_an_error_that_says_so_and_nothing
     assert "gpumem-exporter serve" not in line
 
 
-def test_what_does_not_speak_tls_is_told_from_what_is_not_there(start_https: StartHttps) -> None:
+def test_a_server_without_tls_has_its_own_error(start_https: StartHttps) -> None:
     exporter = start_https(tls=None)
     with pytest.raises(ExporterUnreachableError, match=rf"{exporter.url()}\b.*\bTLS\b"):
         exporter.request("/metrics")
 
 
-def test_a_kept_connection_that_has_gone_is_opened_anew(start_https: StartHttps, folder: Path) -> None:
-    exporter = start_https()
-    with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
-        assert connection.request("GET", "/-/ready").status == 200
-        sock = connection._socket
-        assert sock is not None
-        socket.socket.shutdown(sock, socket.SHUT_RDWR)
-        assert connection.request("GET", "/-/ready").status == 200
-
-
 @pytest.fixture
 def silent() -> Iterator[int]:
-    """The port of one who takes connections and says nothing."""
+    """The port of a server that accepts connections and sends nothing."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
 
-def test_one_who_says_nothing_is_waited_for_as_long_as_is_asked(silent: int) -> None:
+def test_a_silent_server_times_out(silent: int) -> None:
     with (
         closing(Connection(f"https://127.0.0.1:{silent}", timeout_seconds=0.05)) as connection,
         pytest.raises(ExporterUnreachableError, match="timed out"),
@@ -361,7 +339,7 @@ def test_one_who_says_nothing_is_waited_for_as_long_as_is_asked(silent: int) -> 
         connection.request("GET", "/")
 
 
-def test_a_client_that_begins_no_handshake_is_let_go(folder: Path) -> None:
+def test_a_client_without_a_handshake_is_disconnected(folder: Path) -> None:
     (folder / "web.yml").write_text(json.dumps({"tls_server_config": TLS}))
     limits = Limits(max_connections=8, request_seconds=0.4)
     with (
@@ -371,7 +349,7 @@ def test_a_client_that_begins_no_handshake_is_let_go(folder: Path) -> None:
         assert connection.recv(1) == b""
 
 
-def test_an_answer_is_waited_for_as_long_as_is_asked(start_https: StartHttps) -> None:
+def test_a_request_has_its_own_timeout(start_https: StartHttps) -> None:
     exporter = start_https()
     with closing(Connection(exporter.url(), timeout_seconds=patient(30))) as connection:
         assert connection.request("GET", "/-/ready").status == 200
@@ -394,10 +372,10 @@ def test_a_training_process_reports_over_https_and_clears(
     (result,) = exporter.process.act("empty_cache", target={"all": True}, wait_seconds=60)["results"]
     assert (result["outcome"], result["freed_bytes"]) == ("done", 64 << 20)
     assert process.finish() == 0
-    wait_for(lambda: not exporter.process.processes(), "its goodbye")
+    wait_for(lambda: not exporter.process.processes(), "its last report")
 
 
-def test_a_training_process_that_does_not_believe_the_certificate_says_so_once_and_goes_on(
+def test_a_training_process_logs_an_untrusted_certificate_once_and_continues(
     node: EmulatedNode, start_https: StartHttps, start_torch: StartTorch, folder: Path
 ) -> None:
     exporter = start_https(on=node)
@@ -405,15 +383,15 @@ def test_a_training_process_that_does_not_believe_the_certificate_says_so_once_a
     launcher = (sys.executable, "-m", "gpumem_exporter", "run", "--")
     process = start_torch(launcher=launcher, GPUMEM_EXPORTER_URL=exporter.url(), SSL_CERT_FILE=stranger)
     process.exec("import torch; x = torch.empty(1, device='cuda')")
-    complaint = "unable to get local issuer certificate"  # OpenSSL's own words
+    complaint = "unable to get local issuer certificate"  # OpenSSL's text
     wait_for(lambda: complaint in process.stderr(), "its complaint")
-    process.exec("import time; time.sleep(1)")  # what is tested is that no later report complains
+    process.exec("import time; time.sleep(1)")  # later reports log nothing
     assert process.stderr().count(complaint) == 1
     assert process.exec("result = x.numel()") == 1
     assert exporter.process.processes() == {}
 
 
-def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(folder: Path) -> None:
+def test_an_invalid_file_is_a_one_line_error_with_exit_code_2(folder: Path) -> None:
     config = folder / "web.yml"
     config.write_text("tls_server_config:\n  cert_file: none.crt\n  key_file: tls.key\n")
     ended = run_command("serve", "--web.config.file", str(config))

@@ -1,4 +1,4 @@
-"""The live page: what it shows, to whom, and that it does so cheaply and within its own policy."""
+"""The live page: its content, its accessibility, and its refresh."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NASTY = "<img src=x onerror=\"document.title='taken over'\"><script>document.tit
 
 @pytest.fixture(scope="module")
 def driverless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterProcess, str]]:
-    """An exporter on a machine without a driver, whose processes are the test's."""
+    """An exporter without a driver, to which the test reports processes."""
     with serving(tmp_path_factory.mktemp("driverless"), "--report.expiry", "3600") as (exporter, url):
         yield exporter, url
 
@@ -31,7 +31,7 @@ TURNED = "\u202ehtob \u2066x\n\x1b[31m"
 
 
 def known_device(**changes: Any) -> dict[str, Any]:
-    """A device of 10 GiB as the state has it."""
+    """A device of 10 GiB."""
     ledger = {
         "torch_allocated": 4 * GIB,
         "torch_reclaimable": 2 * GIB,
@@ -48,13 +48,13 @@ def known_device(**changes: Any) -> dict[str, Any]:
 
 
 def made_up(exporter: ExporterProcess, *devices: dict[str, Any]) -> dict[str, Any]:
-    """The exporter's own answer, with other devices in it."""
+    """The exporter's own document with these devices."""
     answer = copy.deepcopy(state_of(exporter))
     answer["state"].update(devices=list(devices), source="nvml", nvml={"up": True, "error": "", "driver_version": "1"})
     return answer
 
 
-def test_the_parts_of_each_devices_bar_add_up_to_its_memory(demo: Demo, open_page: OpenPage) -> None:
+def test_the_parts_of_each_bar_add_up_to_the_devices_memory(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     live = open_page(url, viewport={"width": 1280, "height": 900})
     devices = exporter.get("/api/v1/devices")["devices"]
@@ -72,7 +72,7 @@ def test_the_parts_of_each_devices_bar_add_up_to_its_memory(demo: Demo, open_pag
     assert all(abs(width - size * scale) <= 2 + 0.02 * width for size, width in widths)
 
 
-def test_the_last_ten_minutes_are_there_as_soon_as_the_page_is(demo: Demo, open_page: OpenPage) -> None:
+def test_the_chart_has_the_last_ten_minutes_at_once(demo: Demo, open_page: OpenPage) -> None:
     _, url = demo
     live = open_page(url)
     lines = live.page.evaluate("[...document.querySelectorAll('.chart .in-use')].map((path) => path.getAttribute('d'))")
@@ -83,7 +83,7 @@ def test_the_last_ten_minutes_are_there_as_soon_as_the_page_is(demo: Demo, open_
     assert re.search(r"in use (for|in) \d+ (s|min)", live.text("figcaption"))
 
 
-def test_it_says_that_a_demo_is_one_and_lists_what_happened(demo: Demo, open_page: OpenPage) -> None:
+def test_a_demo_is_labeled_and_its_events_are_listed(demo: Demo, open_page: OpenPage) -> None:
     _, url = demo
     live = open_page(url)
     assert live.page.locator(".demo").is_visible()
@@ -93,7 +93,7 @@ def test_it_says_that_a_demo_is_one_and_lists_what_happened(demo: Demo, open_pag
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (2560, "dark"), (320, "light")])
-def test_everybody_can_use_it(demo: Demo, open_page: OpenPage, width: int, scheme: str) -> None:
+def test_the_page_is_accessible(demo: Demo, open_page: OpenPage, width: int, scheme: str) -> None:
     _, url = demo
     live = open_page(url, viewport={"width": width, "height": 800}, color_scheme=scheme)
     live.page.locator("#events li").first.wait_for()
@@ -126,7 +126,9 @@ def test_rows_are_sorted_and_filtered_by_keyboard_alone(demo: Demo, open_page: O
     assert page.locator(ranks).all_inner_texts() == ["3", "2", "1", "0"]
 
 
-def test_without_a_driver_it_says_why_and_still_shows_who_reports(driverless: Demo, open_page: OpenPage) -> None:
+def test_without_a_driver_the_reason_and_the_reporting_processes_are_shown(
+    driverless: Demo, open_page: OpenPage
+) -> None:
     exporter, url = driverless
     send(exporter, 501, 70 * MIB, workload="lonely")
     live = open_page(url)
@@ -137,10 +139,10 @@ def test_without_a_driver_it_says_why_and_still_shows_who_reports(driverless: De
     live.until("document.querySelector('#rows').textContent.includes('lonely')")
     row = live.text("#rows tr:has-text('lonely')")
     assert "70.0 MiB" in row
-    assert "–" in row  # what the driver would say of it
+    assert "–" in row  # the driver's values are unknown
 
 
-def test_what_a_process_says_of_itself_is_text(driverless: Demo, open_page: OpenPage) -> None:
+def test_names_of_processes_are_inserted_as_text(driverless: Demo, open_page: OpenPage) -> None:
     exporter, url = driverless
     send(exporter, 502, MIB, workload=NASTY, rank="<b>0</b>", command="<i>python</i>")
     live = open_page(url)
@@ -155,7 +157,7 @@ def test_what_a_process_says_of_itself_is_text(driverless: Demo, open_page: Open
     assert live.page.title() == "GPU memory"
 
 
-def test_a_name_turns_nothing_round_that_stands_beside_it(driverless: Demo, open_page: OpenPage) -> None:
+def test_a_name_cannot_reverse_the_text_around_it(driverless: Demo, open_page: OpenPage) -> None:
     exporter, url = driverless
     send(exporter, 503, MIB, workload=TURNED)
     live = open_page(url)
@@ -168,7 +170,7 @@ def test_a_name_turns_nothing_round_that_stands_beside_it(driverless: Demo, open
     assert "\ufffdhtob \ufffdx\ufffd\ufffd[31m (pid 503)" in live.text("#dialog-title")
 
 
-def test_a_long_name_leaves_the_other_columns_whole(demo: Demo, open_page: OpenPage) -> None:
+def test_a_long_name_leaves_the_other_columns_readable(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
 
     def answer() -> dict[str, Any]:
@@ -193,7 +195,7 @@ def test_a_long_name_leaves_the_other_columns_whole(demo: Demo, open_page: OpenP
             assert live.page.evaluate(lines) == [1, 1]
 
 
-def test_a_refresh_changes_figures_and_builds_nothing_anew(driverless: Demo, open_page: OpenPage) -> None:
+def test_a_refresh_reuses_all_elements(driverless: Demo, open_page: OpenPage) -> None:
     exporter, url = driverless
     for pid in (601, 602):
         send(exporter, pid, pid * MIB, workload="kept")
@@ -202,7 +204,7 @@ def test_a_refresh_changes_figures_and_builds_nothing_anew(driverless: Demo, ope
     live.page.evaluate(
         """() => {
             window.built = 0;
-            window.kept = [...document.querySelectorAll('#rows tr, #rows td, #rows span, .figure, #events li')];
+            window.kept = [...document.querySelectorAll('#rows tr, #rows td, #rows span, .amount, #events li')];
             new MutationObserver((changes) => {
                 for (const change of changes) built += change.addedNodes.length + change.removedNodes.length;
             }).observe(document.querySelector('#rows'), {childList: true, subtree: true});
@@ -215,9 +217,7 @@ def test_a_refresh_changes_figures_and_builds_nothing_anew(driverless: Demo, ope
     assert live.page.evaluate("built") == 0
 
 
-def test_rows_change_places_when_their_figures_do_but_not_with_every_refresh(
-    driverless: Demo, open_page: OpenPage
-) -> None:
+def test_rows_are_sorted_again_after_some_seconds(driverless: Demo, open_page: OpenPage) -> None:
     exporter, url = driverless
     for pid in (701, 702):
         send(exporter, pid, pid * MIB, workload="racing")
@@ -226,7 +226,7 @@ def test_rows_change_places_when_their_figures_do_but_not_with_every_refresh(
         script="window.ahead = 0; const now = performance.now; performance.now = () => ahead + now.call(performance);",
     )
     live.page.get_by_label("Filter").fill("racing")
-    live.page.get_by_role("button", name="Tensors").click()
+    live.page.get_by_role("button", name="Allocated").click()
     first = "[...document.querySelectorAll('#rows tr')].find((row) => !row.hidden).textContent"
     live.until(f"{first}.includes('702')")
     live.page.evaluate("ahead = -1e6")  # the rows have been sorted a moment ago, however slow the machine is
@@ -237,7 +237,7 @@ def test_rows_change_places_when_their_figures_do_but_not_with_every_refresh(
     live.until(f"{first}.includes('701')")
 
 
-def test_what_is_not_known_is_said_to_be_unknown_and_never_0(demo: Demo, open_page: OpenPage) -> None:
+def test_unknown_values_are_shown_as_unknown(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     partly = known_device()
     for category in ("non_torch", "other_processes", "driver_reserved"):
@@ -246,15 +246,15 @@ def test_what_is_not_known_is_said_to_be_unknown_and_never_0(demo: Demo, open_pa
     lost = known_device(gpu="1", uuid=UUIDS[1], memory=None, ledger=None, up=False, error="GPU is lost")
     live = open_page(url, answer=lambda: made_up(exporter, partly, lost))
     assert live.ledger(0) == {**partly["ledger"], "non_torch": None, "other_processes": None, "driver_reserved": None}
-    unknown = live.page.locator(".device:first-child .figure.unknown")
-    assert unknown.all_inner_texts() == ["non-torch\nunknown", "other processes\nunknown", "driver\nunknown"]
+    unknown = live.page.locator(".device:first-child .amount.unknown")
+    assert unknown.all_inner_texts() == ["non-torch\nunknown", "other processes\nunknown", "driver reserved\nunknown"]
     assert live.text("#node [data-category=non_torch]") == "unknown"
     assert "GPU is lost" in live.text(".device:nth-child(2)")
     assert not live.page.locator(".device:nth-child(2) .ledger").is_visible()
-    assert re.search(r"GPU 1\b.*GPU is lost", live.text("#troubles li[data-level=critical]"))
+    assert re.search(r"GPU 1\b.*GPU is lost", live.text("#warnings li[data-level=critical]"))
 
 
-def test_bytes_that_two_readings_count_twice_are_shown_as_an_overlap(demo: Demo, open_page: OpenPage) -> None:
+def test_a_negative_category_is_drawn_as_an_overlap(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     device = known_device()
     device["ledger"].update(unattributed=-GIB, free=3 * GIB)
@@ -274,7 +274,7 @@ def test_bytes_that_two_readings_count_twice_are_shown_as_an_overlap(demo: Demo,
     assert overlap_right - overlap_left == pytest.approx(1 / 11, abs=0.01)
 
 
-def test_where_there_is_no_point_there_is_no_line(demo: Demo, open_page: OpenPage) -> None:
+def test_a_missing_point_is_a_gap_in_the_line(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
 
     def answer() -> dict[str, Any]:
@@ -294,9 +294,7 @@ def test_where_there_is_no_point_there_is_no_line(demo: Demo, open_page: OpenPag
     assert "in 500 s" in live.text("figcaption") or "in 8 min" in live.text("figcaption")
 
 
-def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_free(
-    demo: Demo, open_page: OpenPage
-) -> None:
+def test_a_full_device_is_the_first_warning_with_the_reclaimable_memory(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     full = known_device()
     full["ledger"].update(free=GIB // 4, torch_allocated=5 * GIB + 3 * GIB // 4)
@@ -316,7 +314,7 @@ def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_f
 
     held, times = 2 * GIB, list[float]()
     live = open_page(url, answer=answer, timezone_id="UTC")
-    said = live.text("#troubles li[data-level=critical]")
+    said = live.text("#warnings li[data-level=critical]")
     since = re.search(
         r"GPU 0\b.*(\d\d:\d\d:\d\d).*256 MiB\b.*10\.0 GiB\b.*hoarder \(pid 77\).*6\.0 GiB.*2\.0 GiB.*hoarder", said
     )
@@ -324,15 +322,13 @@ def test_a_full_device_is_the_first_thing_that_is_said_with_what_a_clear_would_f
     assert since[1] in {time.strftime("%H:%M:%S", time.gmtime(at + late)) for at in times for late in (-0.01, 0.01)}
     held = GIB // 2
     live.until(
-        "new RegExp(it).test(document.querySelector('#troubles').textContent.replaceAll('\u00a0', ' '))",
+        "new RegExp(it).test(document.querySelector('#warnings').textContent.replaceAll('\u00a0', ' '))",
         r"2\.0 GiB\b.*512 MiB\b.*hoarder \(pid 77\)",
     )
     assert live.page.locator(".device").get_attribute("data-level") == "critical"
 
 
-def test_a_cache_of_which_nobody_knows_what_comes_back_is_not_called_fragmented(
-    demo: Demo, open_page: OpenPage
-) -> None:
+def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     full = known_device()
     full["ledger"].update(free=GIB // 4, torch_allocated=4 * GIB, torch_fragmented=4 * GIB + 3 * GIB // 4)
@@ -351,14 +347,14 @@ def test_a_cache_of_which_nobody_knows_what_comes_back_is_not_called_fragmented(
         return document
 
     live = open_page(url, answer=answer)
-    live.until("/GPU.0\\b/.test(document.querySelector('#troubles [data-level=critical]').textContent)")
+    live.until("/GPU.0\\b/.test(document.querySelector('#warnings [data-level=critical]').textContent)")
     first = live.text("#moment")
     live.until("document.querySelector('#moment').textContent !== it", first)
-    warnings = live.page.locator("#troubles li[data-level=warning]").all_inner_texts()
+    warnings = live.page.locator("#warnings li[data-level=warning]").all_inner_texts()
     assert [text for text in warnings if re.search(r"GPU.0\b", text)] == []
 
 
-def test_memory_without_an_owner_is_a_trouble_only_where_all_owners_are_known(demo: Demo, open_page: OpenPage) -> None:
+def test_unattributed_memory_is_a_warning_only_if_all_processes_are_known(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     hidden, host = known_device(gpu="1", uuid=UUIDS[1]), known_device(gpu="2", uuid=UUIDS[2])
     del hidden["ledger"]["other_processes"]
@@ -372,16 +368,16 @@ def test_memory_without_an_owner_is_a_trouble_only_where_all_owners_are_known(de
         nonlocal answers
         answers += 1
         document = made_up(exporter, *devices)
-        document["moment"]["clock_seconds"] += 20 * answers  # such a trouble is told once it has lasted
+        document["moment"]["clock_seconds"] += 20 * answers  # such a warning must last for some time
         return document
 
     live = open_page(url, answer=answer)
-    live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#troubles').textContent)")
-    troubles = " ".join(live.page.locator("#troubles li").all_inner_texts())
-    assert re.findall(r"GPU.(\d): 1\.5.GiB", troubles) == ["0"]
+    live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#warnings').textContent)")
+    shown = " ".join(live.page.locator("#warnings li").all_inner_texts())
+    assert re.findall(r"GPU.(\d): 1\.5.GiB", shown) == ["0"]
 
 
-def test_a_page_of_another_version_loads_itself_anew_once(demo: Demo, open_page: OpenPage) -> None:
+def test_a_page_of_another_version_reloads_once(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
 
     def answer() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Clearing from the live page: what it would free, the question, what it did free; and who may not."""
+"""Clearing from the live page: dry run, confirmation, results, and refused callers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TORCH_ONE_GIB = (
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An exporter that wants a token for actions."""
+    """An exporter that requires a token for actions."""
     folder = tmp_path_factory.mktemp("guarded")
     token = folder / "token"
     token.write_text(TOKEN + "\n")
@@ -33,21 +33,21 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def shows(live: LivePage, selector: str, pattern: str) -> None:
-    """Wait until an element's text has what a regular expression says."""
+    """Wait until the text of an element matches a regular expression."""
     text = f"document.querySelector('{selector}').textContent.replaceAll('\\u00a0', ' ')"
     live.until(f"new RegExp(it).test({text})", pattern)
 
 
 def focused(live: LivePage, element: str) -> None:
-    """Wait until an element has the focus: the dialog moves it with each of its states."""
+    """Wait until an element has the focus, which the dialog moves with each state."""
     live.until("document.activeElement.id === it", element)
 
 
-def test_a_clear_by_the_button_gives_back_what_it_said_it_would(
+def test_a_clear_frees_what_its_dry_run_showed(
     make_node: MakeNode, start_torch: StartTorch, tmp_path: Path, open_page: OpenPage
 ) -> None:
     node = make_node(devices=2)
-    kept = ("--storage.path", str(tmp_path / "events"))  # only then is it an event that somebody asks
+    kept = ("--storage.path", str(tmp_path / "events"))  # only stored actions have an event when they are requested
     with serving(tmp_path, *kept, environment=node.environment()) as (exporter, url):
         process = start_torch(node, GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client", workload="hoarder")
@@ -57,7 +57,7 @@ def test_a_clear_by_the_button_gives_back_what_it_said_it_would(
         before = live.ledger(0)
         live.page.get_by_role("button", name="Clear GPU 0…").click()
         shows(live, "#dialog-status", r"1\.0 GiB\b.*\b1\b")
-        assert live.ledger(0)["torch_reclaimable"] == GIB  # nothing was done yet
+        assert live.ledger(0)["torch_reclaimable"] == GIB  # only the dry run has run
         live.page.get_by_role("button", name="Free 1.0 GiB").click()
         shows(live, "#dialog-status", r"^Freed 1\.0 GiB\b.*\b1\b")
         row = live.text("#dialog-results tbody tr")
@@ -67,13 +67,13 @@ def test_a_clear_by_the_button_gives_back_what_it_said_it_would(
         after = live.ledger(0)
         assert after == {**before, "torch_reclaimable": 0, "free": (before["free"] or 0) + GIB}
         live.page.locator("#events li[data-type=action]").wait_for()
-        asked = live.text("#events li[data-type=action_asked]")
-        assert "empty_cache" in asked
+        requested = live.text("#events li[data-type=action_asked]")
+        assert "empty_cache" in requested
         said = live.text("#events li[data-type=action]")
         assert re.search(r"empty_cache\b.*\b1\b.*\bdone\b.*\b1\.0 GiB", said)
 
 
-def test_a_clear_needs_no_mouse_and_leaves_the_focus_where_it_was(demo: Demo, open_page: OpenPage) -> None:
+def test_a_clear_works_by_keyboard_and_restores_the_focus(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     live = open_page(url, viewport={"width": 1280, "height": 900})
     for key in ("Tab", "Tab", "Enter"):  # past the skip link
@@ -94,7 +94,7 @@ def test_a_clear_needs_no_mouse_and_leaves_the_focus_where_it_was(demo: Demo, op
     assert live.page.evaluate("document.activeElement.id") == "clear-all"
 
 
-def test_one_process_is_cleared_from_its_row(demo: Demo, open_page: OpenPage) -> None:
+def test_the_button_of_a_row_clears_one_process(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
     live = open_page(url, viewport={"width": 1280, "height": 900})
     live.page.locator("#rows tr:has-text('demo-notebook') button").click()
@@ -104,7 +104,7 @@ def test_one_process_is_cleared_from_its_row(demo: Demo, open_page: OpenPage) ->
     assert {result["workload"] for result in action["results"]} == {"demo-notebook"}
 
 
-def test_a_token_is_asked_for_and_kept_nowhere_but_in_the_page(guarded: str, open_page: OpenPage) -> None:
+def test_the_token_is_stored_only_in_the_page(guarded: str, open_page: OpenPage) -> None:
     live = open_page(guarded, expects=("status of 401",))
     shows(live, "#access", "token")
     shows(live, "#events-note", r"\w")
@@ -131,7 +131,7 @@ def test_a_token_is_asked_for_and_kept_nowhere_but_in_the_page(guarded: str, ope
     assert not any(TOKEN in url for url in live.requested)
 
 
-def test_where_clearing_is_not_open_the_button_says_why(demo: Demo, open_page: OpenPage) -> None:
+def test_a_refused_caller_sees_the_reason(demo: Demo, open_page: OpenPage) -> None:
     _, url = demo
     proxied = open_page(url, expects=("status of 403",), extra_http_headers={"X-Forwarded-For": "10.1.2.3"})
     shows(proxied, "#access", "loopback")
@@ -140,7 +140,7 @@ def test_where_clearing_is_not_open_the_button_says_why(demo: Demo, open_page: O
     assert not proxied.page.locator("#dialog-confirm").is_visible()
 
 
-def test_what_a_clear_would_free_is_no_figure_where_nobody_knows_it(tmp_path: Path, open_page: OpenPage) -> None:
+def test_an_unknown_result_of_a_clear_is_not_shown_as_a_number(tmp_path: Path, open_page: OpenPage) -> None:
     with serving(tmp_path, "--report.expiry", "3600") as (exporter, url):
         send(exporter, 701, GIB, reclaimable_known=False)
         live = open_page(url)
@@ -155,7 +155,7 @@ def test_what_a_clear_would_free_is_no_figure_where_nobody_knows_it(tmp_path: Pa
         assert "at least 1.0 MiB" in live.text("#dialog-confirm")
 
 
-def test_where_clears_are_switched_off_it_says_so(tmp_path: Path, open_page: OpenPage) -> None:
+def test_disabled_clears_are_shown_as_disabled(tmp_path: Path, open_page: OpenPage) -> None:
     with serving(tmp_path, "--action.allow", "reset_peak") as (exporter, url):
         send(exporter, 701, GIB)
         live = open_page(url)

@@ -1,4 +1,4 @@
-"""The live page and its exporter: how the state comes, and what is shown when none comes."""
+"""The live page's connection: streaming, polling, and a lost exporter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["browser", "open_page"]
 LOST = ("ERR_", "Failed to load resource")
 
 
-def assert_it_says_that_the_exporter_is_lost(live: LivePage) -> None:
+def assert_lost(live: LivePage) -> None:
     live.page.locator("#lost").wait_for()
-    assert re.search(r"\b\d\d:\d\d:\d\d\b", live.text("#lost"))  # when it was last seen
+    assert re.search(r"\b\d\d:\d\d:\d\d\b", live.text("#lost"))  # the time of the last reply
     assert live.page.locator("#lost").get_attribute("role") == "alert"
     assert live.text("#mode") == "lost"
-    # Of what is visible; events have their times with them.
+    # Visible text; events have their own times.
     shown = live.page.locator("main").inner_text().replace(live.page.locator("#events").inner_text(), "")
     assert re.findall(r"\d\sGiB|\d\s%|demo-", shown) == []
     assert "Devices" in shown
@@ -28,47 +28,47 @@ def assert_it_says_that_the_exporter_is_lost(live: LivePage) -> None:
     assert live.page.locator("#clear-all").is_disabled()
 
 
-def assert_it_is_live(live: LivePage) -> None:
+def assert_live(live: LivePage) -> None:
     live.until("document.body.dataset.mode === 'live'")
     assert not live.page.locator("#lost").is_visible()
-    assert live.page.locator(".device .figures").first.is_visible()
+    assert live.page.locator(".device .amounts").first.is_visible()
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
-    """A demo that a test may end; it starts it again."""
+    """A demo that a test may stop and start again."""
     with serving(tmp_path_factory.mktemp("own"), "--demo") as running:
         yield running
 
 
-def test_a_killed_exporter_is_missed_at_once_and_welcomed_back(own: Demo, open_page: OpenPage) -> None:
+def test_a_killed_exporter_is_shown_as_lost_and_reconnected(own: Demo, open_page: OpenPage) -> None:
     exporter, url = own
     live = open_page(url, expects=LOST)
-    assert_it_is_live(live)
+    assert_live(live)
     exporter.stop(signal.SIGKILL)
-    assert_it_says_that_the_exporter_is_lost(live)
+    assert_lost(live)
     assert live.violations_of_access() == []
     exporter.start()
-    assert_it_is_live(live)
+    assert_live(live)
     live.until("document.querySelectorAll('.device').length === 8")
 
 
-def test_an_exporter_that_is_asked_to_stop_does_not_wait_for_those_who_look(own: Demo, open_page: OpenPage) -> None:
+def test_the_exporter_stops_while_pages_are_open(own: Demo, open_page: OpenPage) -> None:
     exporter, url = own
     lives = [open_page(url, expects=LOST) for _ in range(2)]
     for live in lives:
-        assert_it_is_live(live)
+        assert_live(live)
     assert exporter.stop(signal.SIGTERM) == 0
     assert re.search("Traceback|level=error", exporter.log()) is None, exporter.log()
     for live in lives:
-        assert_it_says_that_the_exporter_is_lost(live)
+        assert_lost(live)
     exporter.start()
 
 
-def test_an_exporter_that_stands_still_is_missed_though_the_connection_is_there(own: Demo, open_page: OpenPage) -> None:
+def test_a_stopped_exporter_is_shown_as_lost(own: Demo, open_page: OpenPage) -> None:
     exporter, url = own
     live = open_page(url, expects=LOST)
-    assert_it_is_live(live)
+    assert_live(live)
     # Instead of waiting: the page's clock runs ahead, and what it asks for takes too long.
     live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + (window.ahead ?? 0); }")
     exporter.signal(signal.SIGSTOP)
@@ -77,7 +77,7 @@ def test_an_exporter_that_stands_still_is_missed_though_the_connection_is_there(
     exporter.signal(signal.SIGCONT)
 
 
-def test_without_server_sent_events_it_asks_again_and_again(demo: Demo, open_page: OpenPage) -> None:
+def test_the_page_polls_without_server_sent_events(demo: Demo, open_page: OpenPage) -> None:
     _, url = demo
     live = open_page(url, script="delete window.EventSource")
     assert re.match(r"polling\b.*\b2 s", live.text("#mode"))
@@ -86,9 +86,7 @@ def test_without_server_sent_events_it_asks_again_and_again(demo: Demo, open_pag
     assert live.page.evaluate("document.body.dataset.mode") == "polling"
 
 
-def test_where_the_stream_is_refused_it_asks_again_and_again_and_tries_the_stream_later(
-    demo: Demo, open_page: OpenPage
-) -> None:
+def test_the_page_polls_if_the_stream_fails_and_tries_it_later(demo: Demo, open_page: OpenPage) -> None:
     _, url = demo
     script = """
         const Real = EventSource;
@@ -98,10 +96,10 @@ def test_where_the_stream_is_refused_it_asks_again_and_again_and_tries_the_strea
     live = open_page(url, expects=("status of 404", "EventSource's response"), script=script)
     live.until("document.body.dataset.mode === 'polling'")
     live.page.evaluate("window.refusing = false")
-    assert_it_is_live(live)
+    assert_live(live)
 
 
-def test_a_page_that_nobody_sees_asks_nothing_and_shows_nothing_old_when_it_is_seen_again(
+def test_a_hidden_page_disconnects_and_shows_no_old_values_when_it_is_visible_again(
     demo: Demo, open_page: OpenPage
 ) -> None:
     _, url = demo
@@ -113,10 +111,10 @@ def test_a_page_that_nobody_sees_asks_nothing_and_shows_nothing_old_when_it_is_s
         window.turnAway = (away) => { window.away = away; document.dispatchEvent(new Event('visibilitychange')); };
     """
     live = open_page(url, script=script)
-    assert_it_is_live(live)
+    assert_live(live)
     live.page.evaluate("turnAway(true)")
     assert live.page.evaluate("streams.map((stream) => stream.readyState)") == [2]
-    asked = len(live.requested)
+    requested = len(live.requested)
     # Instead of waiting: minutes have gone by.
     live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 300_000; }")
     mode, shown, of_events = live.page.evaluate(
@@ -124,5 +122,5 @@ def test_a_page_that_nobody_sees_asks_nothing_and_shows_nothing_old_when_it_is_s
     )
     assert mode == "waiting"
     assert "GiB" not in shown.replace(of_events, "")
-    assert_it_is_live(live)
-    assert sum("/api/v1/live" in url for url in live.requested[asked:]) == 1
+    assert_live(live)
+    assert sum("/api/v1/live" in url for url in live.requested[requested:]) == 1

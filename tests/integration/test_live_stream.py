@@ -1,4 +1,4 @@
-"""`GET /api/v1/live` on the real server: who may follow, how many, and how a stream ends."""
+"""`GET /api/v1/live` on the real server."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Stream:
         self.answer = self._connection.getresponse()
 
     def event(self) -> tuple[str, Any]:
-        """The next one: its name and its data. An empty name: the stream has ended."""
+        """The name and the data of the next event; an empty name at the end of the stream."""
         name = ""
         while line := self.answer.readline():
             field, _, value = line.decode().rstrip("\n").partition(": ")
@@ -64,7 +64,7 @@ def exporter() -> Iterator[RunningExporter]:
         yield running
 
 
-def test_a_stream_begins_with_the_past_and_goes_on_with_the_present(exporter: RunningExporter) -> None:
+def test_a_stream_sends_the_history_then_states(exporter: RunningExporter) -> None:
     with following(exporter) as stream:
         assert stream.answer.headers["content-type"].startswith("text/event-stream")
         assert stream.answer.headers["cache-control"] == "no-store"
@@ -77,7 +77,7 @@ def test_a_stream_begins_with_the_past_and_goes_on_with_the_present(exporter: Ru
         assert moment["clock_seconds"] > state["moment"]["clock_seconds"]
 
 
-def test_what_is_reported_comes_with_a_state(exporter: RunningExporter) -> None:
+def test_a_report_appears_in_a_state(exporter: RunningExporter) -> None:
     with following(exporter) as stream:
         exporter.report(report(4711, devices=(sample(UUIDS[0], 30 * MIB, 20 * MIB),)))
         while True:
@@ -91,7 +91,7 @@ def test_what_is_reported_comes_with_a_state(exporter: RunningExporter) -> None:
         ]
 
 
-def test_without_a_stream_the_same_comes_as_one_document(exporter: RunningExporter) -> None:
+def test_the_document_has_the_same_content(exporter: RunningExporter) -> None:
     document = eventually(lambda: exporter.document(LIVE), lambda found: found["state"]["newest"] is not None)
     assert set(document) == {"moment", "state", "history"}
     line = document["history"]["devices"][UUIDS[1]]
@@ -101,7 +101,7 @@ def test_without_a_stream_the_same_comes_as_one_document(exporter: RunningExport
     assert document["state"]["newest"]["seconds"] in document["history"]["seconds"]
 
 
-def test_there_is_room_for_so_many_streams_and_whoever_has_gone_makes_some() -> None:
+def test_streams_over_the_limit_are_refused_until_another_ends() -> None:
     with running_exporter() as exporter, contextlib.ExitStack() as stack:
         streams = [stack.enter_context(following(exporter)) for _ in range(MAX_STREAMS)]
         assert {stream.answer.status for stream in streams} == {200}
@@ -113,12 +113,12 @@ def test_there_is_room_for_so_many_streams_and_whoever_has_gone_makes_some() -> 
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "http://evil.example"}, {"Sec_Fetch_Site": "cross-site"}])
-def test_another_sites_page_gets_none(exporter: RunningExporter, headers: dict[str, str]) -> None:
+def test_another_sites_page_is_refused(exporter: RunningExporter, headers: dict[str, str]) -> None:
     problem(exporter.get(LIVE, Accept="text/event-stream", **headers), 403)
     problem(exporter.get(LIVE, **headers), 403)
 
 
-def test_when_the_exporter_stops_its_streams_end_at_once() -> None:
+def test_streams_end_when_the_exporter_stops() -> None:
     ended = threading.Event()
     with running_exporter() as exporter:
         stream = Stream(exporter.port)

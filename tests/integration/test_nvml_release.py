@@ -1,4 +1,4 @@
-"""The driver let go on request and taken up again, below an exporter that goes on: on the emulated node."""
+"""Releasing and attaching NVML on the emulated node while the exporter runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.waiting import eventually, patient, wait_for
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
 
 
-def ask(exporter: ExporterProcess, path: str, expect: int = 200, **body: Any) -> Any:
+def request(exporter: ExporterProcess, path: str, expect: int = 200, **body: Any) -> Any:
     answer = exporter.request("POST", path, body)
     assert answer.status == expect, answer
     return json.loads(answer.body)
 
 
 def held(exporter: ExporterProcess, node: EmulatedNode) -> set[str]:
-    """What of the driver the exporter has loaded, mapped or open, by the kernel: NVML's library, its device file."""
+    """The files of the driver that the exporter has mapped or open: NVML's library, its device file."""
     process = Path(f"/proc/{exporter.pid}")
     links = [str(link.readlink()) for link in (process / "fd").iterdir() if link.is_symlink()]
     mapped = [line.split(maxsplit=5)[5] for line in (process / "maps").read_text().splitlines() if line.count("/")]
@@ -40,7 +40,7 @@ def held(exporter: ExporterProcess, node: EmulatedNode) -> set[str]:
     return {what for path in (*links, *mapped) for part, what in names.items() if part in path}
 
 
-def test_a_released_driver_is_held_by_nothing_and_torch_series_stay(
+def test_after_a_release_no_driver_file_is_open_and_torch_series_remain(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -51,7 +51,7 @@ def test_a_released_driver_is_held_by_nothing_and_torch_series_stay(
     wait_until_right(exporter, node, (0, 1), {0: [process]})
     assert held(exporter, node) == {"library", "device file"}
 
-    answer = ask(exporter, RELEASE, reason="driver upgrade")
+    answer = request(exporter, RELEASE, reason="driver upgrade")
     assert held(exporter, node) == set()
     who = f"unix:uid={os.geteuid()}:pid={os.getpid()}"
     said = answer["error"]
@@ -64,9 +64,9 @@ def test_a_released_driver_is_held_by_nothing_and_torch_series_stay(
     for device in (0, 1):
         assert [name for name in series_of(metrics, uuid=node.uuid(device)) if name.startswith(gone)] == []
     health = exporter.get("/health")
-    assert (health["status"], health["nvml"]) == ("degraded", {"up": False, "error": said})
+    assert (health["status"], health["nvml"]) == ("degraded", {"up": False, "error": said, "released": True})
 
-    # It stays so, by itself, for longer than any attempt to attach would wait, whatever else is asked of it.
+    # NVML stays released for longer than the interval of attempts to attach, also during other requests.
     node.restart_driver()
     init = node.slow("nvmlInit*", 0)
     process.call("alloc", nbytes=6 * MIB)
@@ -74,20 +74,20 @@ def test_a_released_driver_is_held_by_nothing_and_torch_series_stay(
     labels = {"pid": str(process.pid), "uuid": node.uuid(0)}
     wait_for(
         lambda: scrape(exporter).values("gpumem_torch_allocated_bytes", **labels) == [allocated],
-        "what the process holds now",
+        "the process' allocated memory",
     )
     assert exporter.act("empty_cache", target={"pid": process.pid})["state"] == "done"
     polls = exporter.metrics().value("gpumem_poll_timestamp_seconds")
     wait_for(lambda: exporter.metrics().value("gpumem_poll_timestamp_seconds") > polls + 2, "two seconds of polls")
-    assert ask(exporter, RELEASE, reason="again") == answer
+    assert request(exporter, RELEASE, reason="again") == answer
     assert (init.hits, held(exporter, node)) == (0, set())
 
-    attached = ask(exporter, ATTACH, reason="done")
+    attached = request(exporter, ATTACH, reason="done")
     assert (attached["state"], attached["error"], attached["requested_by"]) == ("attached", "", None)
     assert held(exporter, node) == {"library", "device file"}
     wait_until_right(exporter, node, (0, 1), {0: [process]})
     assert exporter.get("/health")["status"] == "ok"
-    assert ask(exporter, ATTACH)["state"] == "attached"
+    assert request(exporter, ATTACH)["state"] == "attached"
     actions = [entry for entry in exporter.get("/api/v1/actions")["actions"] if entry["action"].startswith("nvml_")]
     assert [(entry["action"], entry["requested_by"], entry["reason"], entry["state"]) for entry in actions] == [
         ("nvml_attach", who, "done", "done"),
@@ -95,22 +95,18 @@ def test_a_released_driver_is_held_by_nothing_and_torch_series_stay(
     ]
 
 
-def test_releasing_and_attaching_again_and_again_leaves_nothing_behind(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
+def test_repeated_releases_leak_nothing(node: EmulatedNode, start_exporter: StartExporter) -> None:
     exporter = start_exporter(node, *QUICK)
     for _ in range(20):
-        assert ask(exporter, RELEASE)["state"] == "released"
+        assert request(exporter, RELEASE)["state"] == "released"
         assert held(exporter, node) == set()
-        assert ask(exporter, ATTACH)["state"] == "attached"
+        assert request(exporter, ATTACH)["state"] == "attached"
     files = [link.readlink() for link in Path(f"/proc/{exporter.pid}/fd").iterdir() if link.is_symlink()]
     assert files.count(node.nvml_device_file) == 1
     wait_until_right(exporter, node, (0, 1), {})
 
 
-def test_another_driver_is_loaded_after_a_release(
-    make_node: MakeNode, start_exporter: StartExporter, tmp_path: Path
-) -> None:
+def test_attach_loads_a_replaced_driver(make_node: MakeNode, start_exporter: StartExporter, tmp_path: Path) -> None:
     node = make_node(nvml="v1")
     there = tmp_path / "driver"
     there.symlink_to(node.libraries / "v1")
@@ -118,65 +114,61 @@ def test_another_driver_is_loaded_after_a_release(
     exporter = start_exporter(node, *QUICK, environment={"LD_LIBRARY_PATH": library_path})
     node.set_process(FOREIGN_PID, 0, 5 * MIB)
     wait_for(lambda: scrape(exporter).values("gpumem_process_memory_used_bytes") == [5 * MIB], "the process")
-    assert scrape(exporter).values("gpumem_device_memory_reserved_bytes") == []  # the old one cannot tell
-    ask(exporter, RELEASE)
+    assert scrape(exporter).values("gpumem_device_memory_reserved_bytes") == []  # unknown to the old driver
+    request(exporter, RELEASE)
     there.unlink()
     there.symlink_to(node.libraries)
-    ask(exporter, ATTACH)
+    request(exporter, ATTACH)
     wait_until_right(exporter, node, (0, 1), {})
 
 
-def test_a_release_while_the_driver_hangs_is_told_to_wait_and_done_when_it_goes_on(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
+def test_a_release_while_the_driver_hangs_is_applied_later(node: EmulatedNode, start_exporter: StartExporter) -> None:
     exporter = start_exporter(node, *QUICK)
     with node.hang("nvmlDeviceGetMemoryInfo*") as hang:
         hang.wait_for_waiting()
-        answer = ask(exporter, RELEASE, expect=202, wait_seconds=0.1)
+        answer = request(exporter, RELEASE, expect=202, wait_seconds=0.1)
         assert (answer["state"], "device file" in held(exporter, node)) == ("releasing", True)
-    assert ask(exporter, RELEASE, wait_seconds=60)["state"] == "released"
+    assert request(exporter, RELEASE, wait_seconds=60)["state"] == "released"
     assert held(exporter, node) == set()
 
 
-def test_a_driver_that_comes_while_it_is_released_is_not_taken_up_before_it_is_asked_for(
+def test_a_driver_that_appears_after_a_release_is_attached_only_on_request(
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:
     node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
     exporter = start_exporter(node, *QUICK)
-    assert ask(exporter, ATTACH)["state"] == "absent"
+    assert request(exporter, ATTACH)["state"] == "absent"
     assert held(exporter, node) == {"library"}
-    assert ask(exporter, RELEASE)["state"] == "released"
+    assert request(exporter, RELEASE)["state"] == "released"
     assert held(exporter, node) == set()
-    absent = ask(exporter, ATTACH)
+    absent = request(exporter, ATTACH)
     assert (absent["state"], "driver" in absent["error"].lower()) == ("absent", True)
-    ask(exporter, RELEASE)
+    request(exporter, RELEASE)
     node.set_init_error(0)
     polls = exporter.metrics().value("gpumem_poll_timestamp_seconds")
     wait_for(lambda: exporter.metrics().value("gpumem_poll_timestamp_seconds") > polls + 1, "a second of polls")
     assert exporter.metrics().value("gpumem_nvml_up") == 0
-    assert ask(exporter, ATTACH)["state"] == "attached"
+    assert request(exporter, ATTACH)["state"] == "attached"
 
 
-def test_a_missing_driver_that_is_asked_for_is_tried_at_once(node: EmulatedNode, start_exporter: StartExporter) -> None:
+def test_attach_retries_a_missing_driver_at_once(node: EmulatedNode, start_exporter: StartExporter) -> None:
     node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
     exporter = start_exporter(node, *QUICK)
     with node.slow("nvmlInit*", 0) as init:
         init.wait_for_hits(2, timeout_seconds=patient(ATTACH_SECONDS))
         node.set_init_error(0)
-        assert ask(exporter, ATTACH)["state"] == "attached"
+        assert request(exporter, ATTACH)["state"] == "attached"
 
 
 def test_a_restarted_exporter_attaches(node: EmulatedNode, start_exporter: StartExporter) -> None:
     exporter = start_exporter(node, *QUICK)
-    ask(exporter, RELEASE)
+    request(exporter, RELEASE)
     assert exporter.stop() == 0
     exporter.start()
     wait_until_right(exporter, node, (0, 1), {})
 
 
-def test_the_commands_release_and_attach_and_their_exit_codes_tell(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
+def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: StartExporter) -> None:
     exporter = start_exporter(node, *QUICK)
 
     def command(*words: str, code: int | None = 0) -> str:
@@ -213,7 +205,7 @@ def scripted() -> Iterator[Any]:
         yield running
 
 
-def test_a_release_is_answered_without_waiting_for_the_interval_and_the_provider_is_let_go(scripted: Any) -> None:
+def test_a_release_does_not_wait_for_the_poll_interval(scripted: Any) -> None:
     answer: Answer = scripted.request("POST", RELEASE, {"wait_seconds": 30})
     assert json.loads(answer.body)["state"] == "released"
     assert scripted.provider.let_go >= 1
@@ -221,7 +213,7 @@ def test_a_release_is_answered_without_waiting_for_the_interval_and_the_provider
 
 
 @pytest.mark.parametrize("path", [RELEASE, ATTACH])
-def test_who_may_not_act_may_not_release_or_attach(path: str, tmp_path: Path) -> None:
+def test_release_and_attach_need_the_rights_of_actions(path: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a-long-enough-token-for-a-test\n")
     with running_exporter(action_token_file=str(token)) as running:
@@ -241,26 +233,13 @@ def test_who_may_not_act_may_not_release_or_attach(path: str, tmp_path: Path) ->
     ("body", "field"),
     [({"wait_seconds": 61}, "wait_seconds"), ({"wait_seconds": "1"}, "wait_seconds"), ({"reson": "typo"}, "reson")],
 )
-def test_a_request_that_is_not_right_names_the_field_and_changes_nothing(
-    scripted: Any, body: dict[str, Any], field: str
-) -> None:
+def test_an_invalid_request_changes_nothing(scripted: Any, body: dict[str, Any], field: str) -> None:
     document = problem(scripted.request("POST", RELEASE, body), 422)
     assert [error["field"] for error in document["errors"]] == [field]
     assert scripted.document("/health")["nvml"]["up"]
 
 
-def test_the_api_describes_both_routes(scripted: Any) -> None:
-    document = scripted.document("/openapi.json")
-    for path in (RELEASE, ATTACH):
-        operation = document["paths"][path]["post"]
-        assert operation["summary"]
-        assert set(operation["responses"]) >= {"200", "202", "401", "403", "422"}
-        schema = operation["requestBody"]["content"]["application/json"]["schema"]
-        assert schema == {"$ref": "#/components/schemas/NvmlBody"}
-    assert set(document["components"]["schemas"]["NvmlBody"]["properties"]) == {"reason", "wait_seconds"}
-
-
-def test_a_stuck_exporter_answers_in_the_time_that_was_asked_for() -> None:
+def test_the_reply_comes_within_wait_seconds_while_the_driver_hangs() -> None:
     provider = ScriptedProvider()
     with running_exporter(provider=provider) as running:
         provider.hanging.set()

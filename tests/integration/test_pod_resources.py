@@ -1,4 +1,4 @@
-"""The kubelet's pod-resources API: asked over real gRPC, and what comes of it on the page."""
+"""The kubelet's pod-resources API over real gRPC."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def socket(tmp_path: Path) -> Path:
     return tmp_path / "kubelet.sock"
 
 
-def reading(began_ticks: int = 1) -> NodeReading:
+def reading(start_ticks: int = 1) -> NodeReading:
     """One process in a pod, on device 0."""
-    facts = {7: ProcessFacts(7, began_ticks, container_id="c", k8s_pod_uid="p")}
+    facts = {7: ProcessFacts(7, start_ticks, container_id="c", k8s_pod_uid="p")}
     return NodeReading(0, 0, 0, True, devices=(device(UUIDS[0], processes={7: 1}),), facts=facts)
 
 
-def told(pods: PodResources, known: NodeReading | None = None) -> tuple[str, str, str]:
+def names(pods: PodResources, known: NodeReading | None = None) -> tuple[str, str, str]:
     facts = pods.name(known or reading()).facts[7]
     return facts.k8s_namespace, facts.k8s_pod, facts.k8s_container
 
 
-def test_each_device_is_given_to_the_containers_that_the_kubelet_lists(socket: Path) -> None:
+def test_devices_are_assigned_to_the_listed_containers(socket: Path) -> None:
     with Kubelet(socket) as kubelet:
         kubelet.containers = {
             TRAINER: (UUIDS[0], UUIDS[1]),
@@ -57,7 +57,7 @@ def test_each_device_is_given_to_the_containers_that_the_kubelet_lists(socket: P
     assert before - 1 <= given.queried_ticks <= time.clock_gettime(time.CLOCK_BOOTTIME) * 100
 
 
-def test_a_kubelet_that_hangs_is_left_at_the_deadline(socket: Path) -> None:
+def test_a_query_of_a_hanging_kubelet_times_out(socket: Path) -> None:
     with Kubelet(socket) as kubelet:
         kubelet.hanging.set()
         with pytest.raises(grpc.RpcError) as caught:
@@ -65,24 +65,22 @@ def test_a_kubelet_that_hangs_is_left_at_the_deadline(socket: Path) -> None:
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-def test_a_kubelet_that_comes_goes_fails_and_comes_again_costs_the_names_alone(
-    socket: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_a_working_kubelet_only_the_names_are_missing(socket: Path, caplog: pytest.LogCaptureFixture) -> None:
     pods = PodResources(socket)
     pods.start()
     try:
-        assert told(pods) == ("", "", "")
+        assert names(pods) == ("", "", "")
         with Kubelet(socket) as kubelet:
             kubelet.containers = {TRAINER: (UUIDS[0],)}
-            wait_for(lambda: told(pods) == TRAINER, "the names")
+            wait_for(lambda: names(pods) == TRAINER, "the names")
             kubelet.error = "the kubelet is starting"
-            young = reading(began_ticks=1 << 60)  # has the kubelet asked again and again
-            asked = kubelet.questions
-            wait_for(lambda: told(pods, young) == ("", "", "") and kubelet.questions > asked + 1, "two more questions")
-            assert told(pods) == TRAINER, "what was said lately is still believed"
+            young = reading(start_ticks=1 << 60)  # newer than the last answer: the kubelet is queried repeatedly
+            queries = kubelet.questions
+            wait_for(lambda: names(pods, young) == ("", "", "") and kubelet.questions > queries + 1, "two more queries")
+            assert names(pods) == TRAINER, "the last answer is still valid"
             kubelet.error = ""
             kubelet.containers = {SERVER: (UUIDS[0],)}
-            wait_for(lambda: told(pods, young) == ("", "", "") and told(pods) == SERVER, "the new names")
+            wait_for(lambda: names(pods, young) == ("", "", "") and names(pods) == SERVER, "the new names")
         messages = [record.getMessage() for record in caplog.records if "gpumem" in record.name]
         (complaint,) = [message for message in messages if "the kubelet is starting" in message]
         assert str(socket) in complaint

@@ -55,7 +55,7 @@ def exporter(policy: Path) -> Iterator[RunningExporter]:
         yield running
 
 
-def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves_its_own_alone(
+def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     idle = {"slack_bytes": {"over": "100MiB"}, "idle_seconds": {"over": "1s"}}
@@ -65,13 +65,13 @@ def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves
         rule("would", workloads=["tidy"], when=idle, dry_run=True),
     )
     exporter = start_exporter(node, *QUICK, "--policy.file", str(policy))
-    held = {}
+    processes = {}
     for workload in ("hoarder", "tidy"):
         process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
         process.call("start_client", workload=workload, rank=0)
         process.call("free", numbers=[process.call("alloc", nbytes=256 * MIB)])
-        held[workload] = (process, node.books().used_by(process.pid))
-    (hoarder, before), (tidy, kept) = held["hoarder"], held["tidy"]
+        processes[workload] = (process, node.books().used_by(process.pid))
+    (hoarder, before), (tidy, kept) = processes["hoarder"], processes["tidy"]
     wait_for(lambda: exporter.metrics().values(EVALUATIONS, rule="would", result="would_act") == [1], "the dry run")
     wait_for(lambda: node.books().used_by(hoarder.pid) == before - 256 * MIB, "the clear")
     assert node.books().used_by(tidy.pid) == kept
@@ -105,7 +105,7 @@ def test_a_rule_clears_a_real_process_that_hoards_and_idles_and_a_dry_run_leaves
         (None, rf"policy\.yml\b.*{os.strerror(errno.ENOENT)}"),
     ],
 )
-def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(
+def test_an_invalid_file_prevents_the_start_with_one_line_and_exit_code_2(
     tmp_path: Path, content: str | None, named: str
 ) -> None:
     path = tmp_path / "policy.yml"
@@ -122,7 +122,7 @@ def test_a_wrong_file_keeps_it_from_starting_with_one_line_and_exit_code_2(
     assert re.search(named, line)
 
 
-def test_hangup_reads_the_file_again_and_a_wrong_one_changes_nothing_and_says_why(
+def test_sighup_reloads_the_file_and_an_invalid_one_changes_nothing(
     policy: Path, start_exporter: StartExporter
 ) -> None:
     exporter: ExporterProcess = start_exporter(None, "--policy.file", str(policy))
@@ -174,17 +174,17 @@ sys.exit(main())
 """
 
 
-def test_a_hangup_while_it_starts_is_obeyed_once_it_has_and_one_while_it_stops_ends_nothing(policy: Path) -> None:
+def test_a_sighup_during_the_start_reloads_after_it_and_one_during_the_stop_does_nothing(policy: Path) -> None:
     arguments = ["serve", "--policy.file", str(policy), "--web.listen-address", "127.0.0.1:0", "--log.format", "json"]
     ended = subprocess.run(
         [sys.executable, "-c", EARLY_AND_LATE, *arguments], capture_output=True, text=True, timeout=patient(120)
     )
     assert ended.returncode == 0, ended
-    said = [json.loads(line) for line in ended.stderr.splitlines()]
-    assert [line["requested_by"] for line in said if "requested_by" in line] == ["start", "SIGHUP"]
+    lines = [json.loads(line) for line in ended.stderr.splitlines()]
+    assert [line["requested_by"] for line in lines if "requested_by" in line] == ["start", "SIGHUP"]
 
 
-def test_reload_puts_the_file_in_force_and_says_what_is_in_it(exporter: RunningExporter, policy: Path) -> None:
+def test_reload_applies_the_file_and_returns_its_rules(exporter: RunningExporter, policy: Path) -> None:
     written(policy, rule("one"), rule("two", dry_run=True))
     answer = exporter.request("POST", RELOAD, Content_Type="application/x-www-form-urlencoded")
     assert answer.status == 200
@@ -196,7 +196,7 @@ def test_reload_puts_the_file_in_force_and_says_what_is_in_it(exporter: RunningE
     assert exporter.sample(EVALUATIONS, rule="tidy", result="acted") is None
 
 
-def test_reload_of_a_wrong_file_is_422_names_the_line_and_changes_nothing(
+def test_reload_of_an_invalid_file_is_422_with_the_line_and_changes_nothing(
     exporter: RunningExporter, policy: Path
 ) -> None:
     policy.write_text("rules:\n  - {}\n")
@@ -208,12 +208,12 @@ def test_reload_of_a_wrong_file_is_422_names_the_line_and_changes_nothing(
     assert [each.name for each in policies.engine.rules] == ["tidy"]
 
 
-def test_without_a_policy_there_is_nothing_to_reload() -> None:
+def test_reload_without_a_policy_is_404() -> None:
     with running_exporter() as exporter:
         assert "--policy.file" in problem(exporter.request("POST", RELOAD), 404)["detail"]
 
 
-def test_whoever_may_act_may_reload_and_nobody_else(policy: Path, tmp_path: Path) -> None:
+def test_only_callers_that_may_act_may_reload(policy: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret")
     with running_exporter(policy_file=str(policy), action_token_file=str(token)) as exporter:
@@ -226,7 +226,7 @@ def test_whoever_may_act_may_reload_and_nobody_else(policy: Path, tmp_path: Path
 
 
 class Process:
-    """A scripted process that holds 50 MiB in its cache and never gives any of it back."""
+    """A scripted process with 50 MiB of cache that its clears do not release."""
 
     def __init__(self, exporter: RunningExporter) -> None:
         self.exporter = exporter
@@ -234,7 +234,7 @@ class Process:
         self.ran: list[str] = []
 
     def report(self) -> None:
-        """Report, and run what is asked."""
+        """Report, and record the commands of the reply."""
         self.sequence += 1
         devices = (sample(UUIDS[0], 10 * MIB, 50 * MIB),)
         results = tuple(
@@ -246,7 +246,7 @@ class Process:
         self.ran += [command["id"] for command in json.loads(answer.body).get("commands", ())]
 
 
-def test_a_rule_that_does_not_help_stops_and_the_event_says_why(tmp_path: Path) -> None:
+def test_a_rule_that_does_not_help_stops_with_an_event(tmp_path: Path) -> None:
     policy = written(tmp_path / "policy.yml", rule(cooldown="1s", stop_after={"clears": 2}))
     with running_exporter(policy_file=str(policy)) as exporter:
         process = Process(exporter)
@@ -277,7 +277,7 @@ def test_a_rule_that_does_not_help_stops_and_the_event_says_why(tmp_path: Path) 
         assert json.loads(exporter.request("POST", RELOAD).body)["rules"][0]["stopped"] == 1
 
 
-def test_a_rule_whose_action_is_refused_is_counted_and_rests(tmp_path: Path) -> None:
+def test_a_refused_action_of_a_rule_is_counted_and_has_a_cooldown(tmp_path: Path) -> None:
     group = {"action": "empty_cache", "group": True}
     policy = written(tmp_path / "policy.yml", rule(do=group))
     with running_exporter(policy_file=str(policy)) as exporter:

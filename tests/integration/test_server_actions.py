@@ -38,12 +38,12 @@ def carry_out(exporter: RunningExporter, pid: int, uuid: str) -> str:
     return command_id
 
 
-def test_a_finished_action_is_answered_200_with_what_came_back(exporter: RunningExporter) -> None:
+def test_a_finished_action_is_answered_200_with_its_results(exporter: RunningExporter) -> None:
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(exporter.act, action="empty_cache", target={"gpu": "0"}, reason="tidy")
+        pending = pool.submit(exporter.act, action="empty_cache", target={"gpu": "0"}, reason="tidy")
         eventually(lambda: len(exporter.runtime.holds))
         carry_out(exporter, 1, UUIDS[0])
-        answer = asked.result(patient(30))
+        answer = pending.result(patient(30))
     assert answer.status == 200
     action = json.loads(answer.body)
     assert (action["state"], action["freed_bytes"], action["reason"]) == ("done", 7, "tidy")
@@ -59,7 +59,7 @@ def test_a_finished_action_is_answered_200_with_what_came_back(exporter: Running
     assert action["requested_by"] == "tcp:127.0.0.1"
 
 
-def test_an_action_that_takes_longer_is_answered_202_and_can_be_asked_after(exporter: RunningExporter) -> None:
+def test_a_running_action_is_answered_202_with_its_location(exporter: RunningExporter) -> None:
     answer = exporter.act(action="empty_cache", target={"workload": "w2"}, wait_seconds=0.05)
     assert answer.status == 202
     where = answer.headers["location"]
@@ -69,7 +69,7 @@ def test_an_action_that_takes_longer_is_answered_202_and_can_be_asked_after(expo
     assert exporter.document(where)["state"] == "done"
 
 
-def test_a_dry_run_says_what_would_be_freed_and_asks_nobody(exporter: RunningExporter) -> None:
+def test_a_dry_run_shows_what_would_be_freed_and_sends_no_command_over_http(exporter: RunningExporter) -> None:
     answer = exporter.act(action="empty_cache", target={"all": True}, dry_run=True)
     assert answer.status == 200
     action = json.loads(answer.body)
@@ -78,7 +78,7 @@ def test_a_dry_run_says_what_would_be_freed_and_asks_nobody(exporter: RunningExp
     assert "commands" not in json.loads(reply.body)
 
 
-def test_a_target_that_matches_nothing_is_404_and_says_what_there_is(exporter: RunningExporter) -> None:
+def test_a_target_without_a_match_is_404_and_lists_the_processes(exporter: RunningExporter) -> None:
     detail = problem(exporter.act(action="empty_cache", target={"workload": "w9"}), 404)["detail"]
     assert "workload=w9" in detail
     assert "pid=1 workload=w1" in detail
@@ -95,7 +95,7 @@ def test_a_target_that_matches_nothing_is_404_and_says_what_there_is(exporter: R
         ("wait_seconds", {"wait_seconds": 1000}),
     ],
 )
-def test_a_wrong_request_is_422_and_leaves_no_trace(
+def test_an_invalid_request_is_422_and_is_not_recorded(
     exporter: RunningExporter, field: str, changes: dict[str, Any]
 ) -> None:
     answer = exporter.act(**{"action": "empty_cache", "target": {"all": True}, **changes})
@@ -103,7 +103,7 @@ def test_a_wrong_request_is_422_and_leaves_no_trace(
     assert exporter.document(ACTIONS) == {"actions": []}
 
 
-def test_an_action_that_is_not_allowed_is_403_and_says_where_that_was_decided() -> None:
+def test_an_action_that_is_not_allowed_is_403_and_names_the_setting() -> None:
     with running_exporter(action_allow=["reset_peak"]) as exporter:
         exporter.report(report(1, devices=(sample(),)))
         detail = problem(exporter.act(action="empty_cache", target={"all": True}), 403)["detail"]
@@ -111,7 +111,9 @@ def test_an_action_that_is_not_allowed_is_403_and_says_where_that_was_decided() 
         assert "reset_peak" in detail
 
 
-def test_the_same_idempotency_key_gets_the_same_action_and_another_request_409(exporter: RunningExporter) -> None:
+def test_an_idempotency_key_returns_the_same_action_and_conflicts_with_another_request(
+    exporter: RunningExporter,
+) -> None:
     request = {"action": "empty_cache", "target": {"pid": 1}, "wait_seconds": 0}
     first, second = (exporter.request("POST", ACTIONS, request, Idempotency_Key="k-1") for _ in range(2))
     assert (first.status, second.status) == (202, 202)
@@ -122,7 +124,7 @@ def test_the_same_idempotency_key_gets_the_same_action_and_another_request_409(e
     problem(exporter.request("POST", ACTIONS, request, Idempotency_Key="x" * 256), 422)
 
 
-def test_the_audit_log_is_newest_first_and_as_long_as_asked_for(exporter: RunningExporter) -> None:
+def test_the_audit_log_is_newest_first_and_has_a_limit(exporter: RunningExporter) -> None:
     ids = []
     for pid in (1, 2, 1):
         answer = exporter.act(action="empty_cache", target={"pid": pid}, dry_run=True)
@@ -133,24 +135,24 @@ def test_the_audit_log_is_newest_first_and_as_long_as_asked_for(exporter: Runnin
     problem(exporter.get(f"{ACTIONS}/no-such-action"), 404)
 
 
-def test_an_action_on_a_process_that_dies_ends_with_it(exporter: RunningExporter) -> None:
+def test_an_action_ends_when_its_process_exits(exporter: RunningExporter) -> None:
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
+        pending = pool.submit(exporter.act, action="empty_cache", target={"pid": 1})
         eventually(lambda: len(exporter.runtime.holds))
         exporter.report(report(1, devices=(sample(),), workload="w1", sequence=9, final=True))
-        answer = asked.result(patient(30))
+        answer = pending.result(patient(30))
     action = json.loads(answer.body)
     assert (answer.status, action["state"]) == (200, "failed")
     assert [result["outcome"] for result in action["results"]] == ["gone"]
 
 
-def test_an_action_expires_when_nobody_comes_for_it(exporter: RunningExporter) -> None:
+def test_an_action_expires_if_its_process_does_not_report(exporter: RunningExporter) -> None:
     answer = exporter.act(action="empty_cache", target={"pid": 1}, deadline_seconds=0.1, wait_seconds=10)
     action = json.loads(answer.body)
     assert (answer.status, action["state"]) == (200, "expired")
 
 
-def test_actions_need_the_token_where_there_is_one(tmp_path: Path) -> None:
+def test_actions_require_the_token_if_there_is_one(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret")
     with running_exporter(action_token_file=str(token)) as exporter:
@@ -165,7 +167,7 @@ def test_actions_need_the_token_where_there_is_one(tmp_path: Path) -> None:
         assert exporter.get(ACTIONS, Authorization="Bearer s3cret").status == 200
 
 
-def test_over_a_unix_socket_the_audit_log_names_the_user(tmp_path: Path) -> None:
+def test_the_audit_log_names_the_user_of_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     with running_exporter(unix=path) as exporter:
         exporter.report(report(1, devices=(sample(),)))
@@ -174,7 +176,7 @@ def test_over_a_unix_socket_the_audit_log_names_the_user(tmp_path: Path) -> None
         assert json.loads(answer.body)["requested_by"].startswith("unix:uid=")
 
 
-def test_a_web_page_of_another_site_can_neither_act_nor_read_the_audit_log(exporter: RunningExporter) -> None:
+def test_a_page_of_another_site_cannot_act_or_read_the_audit_log(exporter: RunningExporter) -> None:
     request = {"action": "empty_cache", "target": {"all": True}, "wait_seconds": 0}
     problem(exporter.request("POST", ACTIONS, request, Origin="http://evil.example"), 403)
     problem(exporter.request("POST", ACTIONS, request, Host="evil.example"), 403)
@@ -185,7 +187,7 @@ def test_a_web_page_of_another_site_can_neither_act_nor_read_the_audit_log(expor
     assert len(exporter.document(ACTIONS)["actions"]) == 1
 
 
-def test_an_exporter_that_stops_answers_those_who_wait() -> None:
+def test_an_exporter_that_stops_ends_waiting_requests() -> None:
     answers = []
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
         exporter.report(report(1, devices=(sample(),)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumem_exporter.server.http.connections import Limits
+from gpumem_exporter.server.http.uvicorn_server import Limits
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, read_answer, running_exporter
 from tests.support.waiting import eventually, patient
@@ -43,15 +43,15 @@ def assert_problem(answer: tuple[int, dict[str, str], bytes], status: int) -> No
     assert json.loads(answer[2])["status"] == status
 
 
-def test_a_connection_that_never_asks_is_closed(exporter: RunningExporter) -> None:
-    begun = time.monotonic()
+def test_a_connection_without_a_request_is_closed(exporter: RunningExporter) -> None:
+    started = time.monotonic()
     with connect(exporter) as sock:
         assert read_to_the_end(sock) == b""
-    assert time.monotonic() - begun > 0.3
+    assert time.monotonic() - started > 0.3
 
 
 @pytest.mark.parametrize(
-    "beginning",
+    "head",
     [
         b"GET /metrics?",
         b"GET /metrics HTTP/1.1\r\nHost: localhost\r\nX-Long: ",
@@ -59,13 +59,13 @@ def test_a_connection_that_never_asks_is_closed(exporter: RunningExporter) -> No
         b"Content-Length: 1000\r\n\r\n{",
     ],
 )
-def test_a_request_that_drips_in_is_given_up(exporter: RunningExporter, beginning: bytes) -> None:
+def test_a_slow_request_is_answered_with_408(exporter: RunningExporter, head: bytes) -> None:
     with connect(exporter) as sock:
-        sock.sendall(beginning)
+        sock.sendall(head)
         sock.settimeout(0.05)
-        begun = time.monotonic()
+        started = time.monotonic()
         answer = b""
-        while not answer and time.monotonic() - begun < patient(30):
+        while not answer and time.monotonic() - started < patient(30):
             try:
                 sock.sendall(b"x")
                 answer = sock.recv(65536)
@@ -75,11 +75,11 @@ def test_a_request_that_drips_in_is_given_up(exporter: RunningExporter, beginnin
         assert b"application/problem+json" in answer
 
 
-def test_a_held_request_is_not_one_that_drips(exporter: RunningExporter) -> None:
-    begun = time.monotonic()
+def test_a_request_that_waits_for_a_command_has_no_timeout(exporter: RunningExporter) -> None:
+    started = time.monotonic()
     answer = exporter.report(report(1, devices=(sample(),), hold_seconds=5.0))
     assert answer.status == 200
-    assert time.monotonic() - begun >= 1.0 > LIMITS.request_seconds
+    assert time.monotonic() - started >= 1.0 > LIMITS.request_seconds
 
 
 def test_a_connection_is_kept_between_requests(exporter: RunningExporter) -> None:
@@ -87,10 +87,10 @@ def test_a_connection_is_kept_between_requests(exporter: RunningExporter) -> Non
         for _ in range(3):
             sock.sendall(GET)
             assert read_answer(sock)[0] == 200
-            time.sleep(1.5 * LIMITS.request_seconds)  # what is tested is that nothing happens for so long
+            time.sleep(1.5 * LIMITS.request_seconds)  # longer than the timeout of a request
 
 
-def test_headers_up_to_the_limit_pass_and_longer_ones_do_not(exporter: RunningExporter) -> None:
+def test_headers_over_the_limit_are_answered_with_431(exporter: RunningExporter) -> None:
     for size, status in ((60_000, 200), (66_000, 431)):
         with connect(exporter) as sock:
             sock.sendall(GET[:-2] + b"X-Long: " + b"x" * size + b"\r\n\r\n")
@@ -100,7 +100,7 @@ def test_headers_up_to_the_limit_pass_and_longer_ones_do_not(exporter: RunningEx
 @pytest.mark.parametrize(
     "line", [b"X-Long: " + b"x" * 10_000_000, b"".join(b"X-%d: y\r\n" % i for i in range(1_000_000))]
 )
-def test_headers_without_end_are_cut_off(exporter: RunningExporter, line: bytes) -> None:
+def test_endless_headers_are_cut_off(exporter: RunningExporter, line: bytes) -> None:
     with connect(exporter) as sock:
         try:
             sock.sendall(GET[:-2] + line)
@@ -110,7 +110,7 @@ def test_headers_without_end_are_cut_off(exporter: RunningExporter, line: bytes)
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"hello\r\n\r\n", b"\x00" * 100])
-def test_what_is_no_http_is_answered_and_closed(exporter: RunningExporter, garbage: bytes) -> None:
+def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter, garbage: bytes) -> None:
     with connect(exporter) as sock:
         sock.sendall(garbage)
         answer = read_to_the_end(sock)
@@ -118,7 +118,7 @@ def test_what_is_no_http_is_answered_and_closed(exporter: RunningExporter, garba
     assert b"application/problem+json" in answer
 
 
-def test_requests_sent_at_once_are_answered_in_order(exporter: RunningExporter) -> None:
+def test_pipelined_requests_are_answered_in_order(exporter: RunningExporter) -> None:
     with connect(exporter) as sock:
         sock.sendall(GET + GET.replace(b"healthy", b"nothere") + GET)
         received = b""
@@ -127,7 +127,7 @@ def test_requests_sent_at_once_are_answered_in_order(exporter: RunningExporter) 
     assert [part[:3] for part in received.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404", b"200"]
 
 
-def test_when_all_connections_are_busy_one_more_is_told_to_come_again() -> None:
+def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy() -> None:
     limits = Limits(max_connections=4)
     with running_exporter(limits=limits, report_interval=20, report_expiry=60) as exporter:
         body = b'{"action":"empty_cache","target":{"all":true},"wait_seconds":60}'
@@ -146,14 +146,14 @@ def test_when_all_connections_are_busy_one_more_is_told_to_come_again() -> None:
         eventually(lambda: exporter.get("/-/healthy").status, lambda status: status == 200)
 
 
-def test_idle_connections_make_room_for_a_scrape_the_longest_idle_first() -> None:
+def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
     with running_exporter(limits=Limits(max_connections=4)) as exporter, contextlib.ExitStack() as stack:
         idle = []
         for _ in range(4):
             idle.append(stack.enter_context(connect(exporter)))
             idle[-1].sendall(GET)
             assert read_answer(idle[-1])[0] == 200
-        # A connection counts as idle after a second; until then one more is told to come again.
+        # A connection counts as idle after a second; until then a new one gets 503.
         eventually(lambda: exporter.get("/metrics").status, lambda status: status == 200)
         assert [_is_closed(sock) for sock in idle] == [True, False, False, False]
 
@@ -168,7 +168,7 @@ def _is_closed(sock: socket.socket) -> bool:
         return False
 
 
-def test_a_client_that_does_not_read_its_answer_is_dropped() -> None:
+def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
     limits = Limits(max_connections=8, unread_seconds=0.4)
     with running_exporter(limits=limits, report_interval=3600, report_expiry=7200) as exporter:
         for pid in range(1, 301):

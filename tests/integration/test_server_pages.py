@@ -6,9 +6,12 @@ import re
 import urllib.request
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from typing import Any
 
+import jsonschema
 import pytest
 
+from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually
 
@@ -50,7 +53,7 @@ def test_all_links_of_the_page_work(exporter: RunningExporter) -> None:
     assert exporter.runtime.version.encode() in answer.body
 
 
-def test_a_browser_that_has_the_page_is_not_sent_it_again(exporter: RunningExporter) -> None:
+def test_an_unchanged_page_is_not_sent_again(exporter: RunningExporter) -> None:
     first = exporter.get("/")
     again = exporter.get("/", If_None_Match=first.headers["etag"])
     assert (again.status, again.body) == (304, b"")
@@ -59,7 +62,7 @@ def test_a_browser_that_has_the_page_is_not_sent_it_again(exporter: RunningExpor
         assert gzip.decompress(packed.read()) == first.body
 
 
-def test_only_a_demo_says_that_it_is_one(exporter: RunningExporter) -> None:
+def test_only_a_demo_is_labeled_as_a_demo(exporter: RunningExporter) -> None:
     assert "demo" not in Page(exporter.get("/").body.decode()).text.lower()
     provider = ScriptedProvider()
     provider.source = "demo"
@@ -69,7 +72,7 @@ def test_only_a_demo_says_that_it_is_one(exporter: RunningExporter) -> None:
         assert demo.sample("gpumem_exporter_build_info", source="demo") == 1
 
 
-def test_the_api_describes_every_route_it_has(exporter: RunningExporter) -> None:
+def test_the_openapi_document_has_every_route(exporter: RunningExporter) -> None:
     document = exporter.document("/openapi.json")
     assert {(path, method) for path, methods in document["paths"].items() for method in methods} == {
         ("/metrics", "get"),
@@ -92,7 +95,44 @@ def test_the_api_describes_every_route_it_has(exporter: RunningExporter) -> None
     }
 
 
-def test_every_schema_that_the_description_points_to_is_in_it(exporter: RunningExporter) -> None:
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/health",
+        "/api/v1/devices",
+        "/api/v1/processes",
+        "/api/v1/events",
+        "/api/v1/live",
+        "/api/v1/actions",
+        "/api/v1/actions/{action_id}",
+    ],
+)
+def test_each_reply_has_the_described_keys_and_types(exporter: RunningExporter, path: str) -> None:
+    exporter.report(report(4711, devices=(sample(UUIDS[0]),), step=3))
+    action = json.loads(exporter.act(action="empty_cache", target={"pid": 4711}, dry_run=True).body)
+    description = exporter.document("/openapi.json")
+    answer = description["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+    schema = closed({**answer, "components": description["components"]})
+    reply = exporter.document(path.replace("{action_id}", action["id"]))
+    jsonschema.Draft202012Validator(schema).validate(reply)
+
+
+def test_errors_have_the_described_keys_and_types(exporter: RunningExporter) -> None:
+    components = exporter.document("/openapi.json")["components"]
+    schema = closed({"$ref": "#/components/schemas/Problem", "components": components})
+    for path, status in (("/nothing", 404), ("/api/v1/events?limit=0", 422)):
+        jsonschema.Draft202012Validator(schema).validate(problem(exporter.get(path), status))
+
+
+def closed(schema: Any) -> Any:
+    """The schema, but an object with described properties may have no others."""
+    if isinstance(schema, dict):
+        made = {key: closed(value) for key, value in schema.items()}
+        return {**made, "additionalProperties": False} if isinstance(schema.get("properties"), dict) else made
+    return [closed(part) for part in schema] if isinstance(schema, list) else schema
+
+
+def test_every_referenced_schema_exists(exporter: RunningExporter) -> None:
     text = exporter.get("/openapi.json").body.decode()
     schemas = json.loads(text)["components"]["schemas"]
     pointed = set(re.findall(r'"#/components/schemas/([^"]+)"', text))
@@ -101,13 +141,13 @@ def test_every_schema_that_the_description_points_to_is_in_it(exporter: RunningE
     assert "devices" in json.dumps(schemas["Report"])
 
 
-def test_no_page_loads_code_from_elsewhere(exporter: RunningExporter) -> None:
+def test_there_are_no_pages_that_load_external_code(exporter: RunningExporter) -> None:
     for path in ("/docs", "/redoc"):
         problem(exporter.get(path), 404)
 
 
 @pytest.mark.parametrize("path", ["/nope", "/metrics/", "/api/v1/reports/x", "/api/v2/devices", "//", "/health%2f"])
-def test_where_there_is_nothing_it_says_so(exporter: RunningExporter, path: str) -> None:
+def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) -> None:
     problem(exporter.get(path), 404)
 
 
@@ -121,7 +161,7 @@ def test_where_there_is_nothing_it_says_so(exporter: RunningExporter, path: str)
         ("PUT", "/", "GET"),
     ],
 )
-def test_a_wrong_method_is_told_the_right_one(
+def test_a_wrong_method_is_a_405_problem_with_the_right_one(
     exporter: RunningExporter, method: str, path: str, allowed: str | None
 ) -> None:
     answer = exporter.request(method, path)
@@ -131,7 +171,7 @@ def test_a_wrong_method_is_told_the_right_one(
 
 
 @pytest.mark.parametrize("path", ["/", "/metrics", "/health", "/api/v1/devices", "/nope"])
-def test_every_answer_keeps_browsers_from_misusing_it(exporter: RunningExporter, path: str) -> None:
+def test_every_reply_has_security_headers(exporter: RunningExporter, path: str) -> None:
     headers = exporter.get(path, Origin="http://evil.example").headers
     assert headers["x-content-type-options"] == "nosniff"
     assert headers["cross-origin-resource-policy"] == "same-origin"
@@ -140,7 +180,7 @@ def test_every_answer_keeps_browsers_from_misusing_it(exporter: RunningExporter,
     assert "server" not in headers
 
 
-def test_a_fault_of_the_exporter_is_a_problem_without_its_inside(
+def test_an_internal_error_shows_no_details(
     exporter: RunningExporter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(now_seconds: float) -> None:

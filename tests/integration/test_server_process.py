@@ -30,10 +30,10 @@ from gpumem_exporter.server import serve
 from gpumem_exporter.server.http import listeners
 provider = ScriptedProvider()
 provider.hanging.set()
-told = settings.load_settings({"web_listen_address": "127.0.0.1:0"}, {})
+loaded = settings.load_settings({"web_listen_address": "127.0.0.1:0"}, {})
 serve.configure_logging("info", "json")
-with listeners.bind(told.web_listen_address) as listeners:
-    sys.exit(serve.serve(told, listeners, provider=provider, host=ScriptedHost()))
+with listeners.bind(loaded.web_listen_address) as listeners:
+    sys.exit(serve.serve(loaded, listeners, provider=provider, host=ScriptedHost()))
 """
 
 
@@ -49,11 +49,11 @@ class Exporter:
 
 @contextlib.contextmanager
 def started(command: list[str]) -> Iterator[Exporter]:
-    """Start an exporter that logs JSON and wait until it says where it listens."""
+    """Start an exporter that logs JSON and wait until it listens."""
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=_environment())
     try:
         assert process.stderr is not None
-        # What the driver has to say may come before.
+        # Lines about the driver may come first.
         for line in iter(process.stderr.readline, ""):
             document = json.loads(line)
             if document["msg"] == "listening":
@@ -61,7 +61,7 @@ def started(command: list[str]) -> Iterator[Exporter]:
                 break
             assert document["logger"].startswith("gpumem_exporter.nvml"), line
         else:
-            raise AssertionError("it ended without listening")
+            raise AssertionError("it exited without listening")
     finally:
         process.kill()
         process.wait(patient(30))
@@ -80,7 +80,7 @@ def run_to_the_end(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_asked_to_stop_it_does_within_two_seconds_with_held_reports(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_signal_stops_the_exporter_while_reports_wait(number: signal.Signals, tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     flags = ["--web.listen-address", "127.0.0.1:0", "--web.listen-socket", str(path), "--log.format", "json"]
     flags += ["--report.interval", "60", "--report.expiry", "120"]
@@ -107,14 +107,14 @@ def test_asked_to_stop_it_does_within_two_seconds_with_held_reports(number: sign
         assert [line for line in said if not line["logger"].startswith("gpumem_exporter.nvml")] == []
 
 
-def test_asked_to_stop_it_does_with_a_driver_that_hangs() -> None:
+def test_a_signal_stops_the_exporter_while_the_driver_hangs() -> None:
     with started([sys.executable, "-c", HANGING_DRIVER]) as exporter:
         assert exporter.get("/-/ready") == 503
         exporter.process.send_signal(signal.SIGTERM)
         assert exporter.process.wait(patient(30)) == 0
 
 
-def test_an_address_in_use_is_one_line_and_exit_1() -> None:
+def test_an_address_in_use_is_a_one_line_error_with_exit_code_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         ended = run_to_the_end("--web.listen-address", f"127.0.0.1:{port}")
@@ -125,7 +125,7 @@ def test_an_address_in_use_is_one_line_and_exit_1() -> None:
     assert "--web.listen-address" in line
 
 
-def test_a_wrong_configuration_is_one_line_and_exit_2(tmp_path: Path) -> None:
+def test_an_invalid_configuration_is_a_one_line_error_with_exit_code_2(tmp_path: Path) -> None:
     file = tmp_path / "exporter.yaml"
     file.write_text("web:\n  listen-adress: ':9844'\n")
     ended = run_to_the_end("--config.file", str(file))
@@ -136,7 +136,7 @@ def test_a_wrong_configuration_is_one_line_and_exit_2(tmp_path: Path) -> None:
     assert str(file) in line
 
 
-def test_without_a_driver_it_stays_up_and_log_lines_are_what_was_asked_for() -> None:
+def test_the_exporter_runs_without_a_driver() -> None:
     port = free_port()
     command = [*SERVE, "--web.listen-address", f"127.0.0.1:{port}", "--log.format", "json"]
     with started(command) as exporter:
@@ -153,14 +153,14 @@ def test_every_address_of_the_machine_is_ipv4_and_ipv6() -> None:
             socket.create_connection((host, port), timeout=patient(30)).close()
 
 
-def test_several_addresses_are_listened_at_side_by_side() -> None:
+def test_the_exporter_listens_on_several_addresses() -> None:
     addresses = ["127.0.0.1:0", "localhost:0", *(["[::1]:0"] if _has_ipv6() else [])]
     with bind(addresses) as listeners:
         assert len(listeners.sockets) >= len(addresses)
         assert all(name.startswith("http://") for name in listeners.names())
 
 
-def test_one_address_that_cannot_be_had_frees_the_others() -> None:
+def test_if_one_address_fails_the_others_are_closed() -> None:
     port = free_port()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         wrong = f"127.0.0.1:{taken.getsockname()[1]}"
@@ -187,7 +187,7 @@ def write_a_file(path: Path) -> None:
     path.write_text("precious")
 
 
-def test_a_socket_that_a_killed_exporter_left_behind_is_taken_over(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_exporter_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     leave_a_socket_file(path)
     with bind([], str(path)) as listeners:
@@ -198,7 +198,7 @@ def test_a_socket_that_a_killed_exporter_left_behind_is_taken_over(tmp_path: Pat
     assert not path.exists()
 
 
-def test_the_folder_of_a_socket_is_open_to_everybody_whatever_the_umask_and_somebodys_own_is_left_as_it_is(
+def test_a_new_folder_of_a_socket_has_mode_0755_and_an_existing_one_keeps_its_mode(
     tmp_path: Path,
 ) -> None:
     own = tmp_path / "own"
@@ -212,7 +212,7 @@ def test_the_folder_of_a_socket_is_open_to_everybody_whatever_the_umask_and_some
     assert modes == [0o755, 0o700]
 
 
-def test_a_socket_that_somebody_answers_at_is_left_alone(tmp_path: Path) -> None:
+def test_the_socket_of_a_running_exporter_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     with bind([], str(path)):
         with pytest.raises(BindError, match=re.escape(str(path))):
@@ -222,7 +222,7 @@ def test_a_socket_that_somebody_answers_at_is_left_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("make", [write_a_file, Path.mkdir])
-def test_what_is_no_socket_is_left_alone(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_a_file_that_is_not_a_socket_is_kept(tmp_path: Path, make: Callable[[Path], None]) -> None:
     path = tmp_path / "exporter.sock"
     make(path)
     with pytest.raises(BindError, match=re.escape(str(path))):
@@ -230,14 +230,14 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path, make: Callable[[Path], 
     assert path.exists()
 
 
-def test_the_last_folder_of_the_sockets_path_is_made_and_no_more(tmp_path: Path) -> None:
+def test_only_the_last_folder_of_the_sockets_path_is_created(tmp_path: Path) -> None:
     with bind([], str(tmp_path / "gpumem" / "exporter.sock")) as listeners:
         assert Path(listeners.unix_path).exists()
     with pytest.raises(BindError, match=re.escape(str(tmp_path / "a" / "b"))):
         bind([], str(tmp_path / "a" / "b" / "exporter.sock"))
 
 
-def test_a_socket_that_was_replaced_meanwhile_is_not_removed(tmp_path: Path) -> None:
+def test_a_socket_that_another_process_replaced_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "exporter.sock"
     with bind([], str(path)):
         path.unlink()
@@ -245,7 +245,7 @@ def test_a_socket_that_was_replaced_meanwhile_is_not_removed(tmp_path: Path) -> 
     assert path.exists()
 
 
-def test_the_exporter_starts_without_what_it_does_not_need() -> None:
+def test_the_exporter_starts_without_modules_that_it_does_not_need() -> None:
     script = """
 import sys
 from gpumem_exporter.server import settings

@@ -165,6 +165,9 @@ def test_reports_need_the_token_if_one_is_set(tmp_path: Path) -> None:
         assert exporter.report(report(1), Authorization="Bearer first").status == 200
         (tmp_path / "next").write_text("second")
         (tmp_path / "next").replace(token)
+        in_force = exporter.runtime.reports_rule.token
+        assert in_force is not None
+        eventually(lambda: in_force.matches(b"second"))
         problem(exporter.report(report(1, sequence=2), Authorization="Bearer first"), 401)
         assert exporter.report(report(1, sequence=2), Authorization="Bearer second").status == 200
         assert exporter.sample("gpumem_reports_total", outcome="unauthorized") == 3

@@ -1,4 +1,4 @@
-"""The guest's HTTP against real sockets that behave well, badly, or not at all."""
+"""The HTTP client against real sockets that answer correctly, incorrectly or not at all."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.waiting import patient
 
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 2\r\n\r\nhi"
 Talk = Callable[[socket.socket, int], None]
-"""What the peer does with its nth connection."""
+"""What the server does with its nth connection."""
 
 
 @contextlib.contextmanager
 def peer(talk: Talk, family: int = socket.AF_INET, address: object = ("127.0.0.1", 0)) -> Iterator[str]:
-    """A server that does just what a test says; gives its URL."""
+    """Run a server that does what the test wants; yield its URL."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.bind(address)  # type: ignore[arg-type]
     listener.listen()
@@ -57,7 +57,7 @@ def read_request(connection: socket.socket) -> bytes:
     while b"\r\n\r\n" not in data:
         received = connection.recv(65536)
         if not received:
-            raise ConnectionError("the client has gone")
+            raise ConnectionError("the client closed the connection")
         data += received
     return data
 
@@ -97,7 +97,7 @@ def test_a_unix_socket_works_the_same(tmp_path: Path) -> None:
         assert connection.request("GET", "/").body == b"hi"
 
 
-def test_a_kept_connection_that_was_closed_meanwhile_is_opened_anew() -> None:
+def test_a_closed_persistent_connection_is_opened_again() -> None:
     def answer_once(connection: socket.socket, number: int) -> None:
         read_request(connection)
         connection.sendall(OK)
@@ -119,7 +119,7 @@ def test_a_kept_connection_that_was_closed_meanwhile_is_opened_anew() -> None:
         b"",
     ],
 )
-def test_garbage_is_no_exporter(garbage: bytes) -> None:
+def test_an_invalid_response_is_an_error(garbage: bytes) -> None:
     def talk(connection: socket.socket, number: int) -> None:
         read_request(connection)
         connection.sendall(garbage)
@@ -129,7 +129,7 @@ def test_garbage_is_no_exporter(garbage: bytes) -> None:
         connection.request("GET", "/")
 
 
-def test_an_exporter_that_hangs_is_given_up_in_time() -> None:
+def test_a_hanging_exporter_times_out() -> None:
     def hang(connection: socket.socket, number: int) -> None:
         read_request(connection)
         connection.recv(1)
@@ -138,13 +138,13 @@ def test_an_exporter_that_hangs_is_given_up_in_time() -> None:
         connection.request("GET", "/", timeout_seconds=0.05)
 
 
-def test_nobody_there_is_said_with_the_address(tmp_path: Path) -> None:
+def test_an_unreachable_address_is_named(tmp_path: Path) -> None:
     nowhere = f"unix://{tmp_path}/nowhere.sock"
     with connected(nowhere) as connection, pytest.raises(ExporterUnreachableError, match=nowhere):
         connection.request("GET", "/")
 
 
-def test_a_waiting_request_can_be_interrupted_from_another_thread_and_is_not_repeated() -> None:
+def test_another_thread_can_interrupt_a_waiting_request() -> None:
     arrived = threading.Event()
     numbers = []
 
@@ -180,7 +180,7 @@ def descriptor_of(connect: Callable[[], object], accepted: set[int]) -> int:
     return number
 
 
-def test_a_program_that_is_started_does_not_inherit_the_connection() -> None:
+def test_a_child_program_does_not_inherit_the_connection() -> None:
     accepted = set()
 
     def talk(connection: socket.socket, number: int) -> None:
@@ -217,7 +217,7 @@ def test_a_connection_whose_descriptor_was_closed_is_opened_again_by_a_later_req
     ("method", "answer"),
     [("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n"), ("GET", b"HTTP/1.1 204 No Content\r\n\r\n")],
 )
-def test_an_answer_that_has_no_body_is_not_waited_for(method: str, answer: bytes) -> None:
+def test_a_response_without_a_body_ends_with_its_headers(method: str, answer: bytes) -> None:
     def talk(connection: socket.socket, number: int) -> None:
         while True:
             read_request(connection)
@@ -227,7 +227,7 @@ def test_an_answer_that_has_no_body_is_not_waited_for(method: str, answer: bytes
         assert [connection.request(method, "/").body for _ in range(2)] == [b"", b""]
 
 
-def test_a_body_in_chunks_is_put_together() -> None:
+def test_a_chunked_body_is_joined() -> None:
     chunks = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n2;x=y\r\nde\r\n0\r\n\r\n"
 
     def talk(connection: socket.socket, number: int) -> None:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action, ActionRequest, Target
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import DEFAULT_ACTIONS, ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.core.store import Store

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import DEFAULT_ACTIONS, Action
-from gpumem_exporter.actions.policy.engine import Decision, Engine, Stop
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.policy.engine import Engine
 from gpumem_exporter.actions.policy.model import Rule
+from gpumem_exporter.actions.policy.outcomes import Stop
+from gpumem_exporter.actions.policy.rule_state import Decision
+from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import DeviceReading, NodeReading
 from gpumem_exporter.core.store import Store

@@ -17,10 +17,10 @@ from gpumem_exporter.core.samples import DeviceMemory, ProcessFacts, ProcessMemo
 from gpumem_exporter.errors import NvmlUnavailableError
 from gpumem_exporter.nvml.provider import DeviceIdentity
 from gpumem_exporter.server.app import create_app
-from gpumem_exporter.server.http.connections import Limits
 from gpumem_exporter.server.http.listeners import bind
+from gpumem_exporter.server.http.uvicorn_server import LimitedServer, Limits
 from gpumem_exporter.server.runtime import Runtime
-from gpumem_exporter.server.serve import ExporterServer
+from gpumem_exporter.server.serve import build_server
 from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.wire.http import Answer, Connection
 from gpumem_exporter.wire.protocol import REPORTS_PATH, ProcessIdentity, Report, to_wire
@@ -123,7 +123,7 @@ class RunningExporter:
     url: str
     port: int
     runtime: Runtime
-    server: ExporterServer
+    server: LimitedServer
     provider: ScriptedProvider
     host: ScriptedHost
 
@@ -204,7 +204,7 @@ def running_exporter(
     port = listeners.sockets[0].getsockname()[1]
     started = threading.Event()
     app = create_app(settings, provider=provider, host=host)
-    server = ExporterServer(app, settings, listeners, started.set, limits)
+    server = build_server(app, settings, listeners, on_started=started.set, limits=limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": list(listeners.sockets)}, name="exporter")
     thread.start()
     try:

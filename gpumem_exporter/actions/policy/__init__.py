@@ -1,1 +1,1 @@
-"""Policies: rules that ask for actions by themselves."""
+"""Policies: rules that request actions by themselves."""

@@ -1,17 +1,25 @@
-"""Reads the rules of `--policy.file`: every key and value is checked, and what is wrong is told with its line."""
+"""Reads the rules of `--policy.file`."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.actions.model import ACTIONS, ActionRequest, Target
-from gpumem_exporter.actions.policy.figures import FIELDS
 from gpumem_exporter.actions.policy.model import DEFAULT_COOLDOWN_SECONDS, FREEING, Condition, Rule, StopAfter
-from gpumem_exporter.actions.policy.values import shown_value
-from gpumem_exporter.actions.policy.yaml_nodes import NodeReader, is_scalar, line_of
+from gpumem_exporter.actions.policy.quantities import read_quantity, shown_quantity
+from gpumem_exporter.actions.policy.values import FIELDS
+from gpumem_exporter.actions.request import (
+    ACTIONS,
+    DEFAULT_DEADLINE_SECONDS,
+    ActionRequest,
+    Target,
+    invalid_fields,
+    mode_for,
+)
+from gpumem_exporter.core.yaml_file import YamlReader, is_scalar, line_of
 from gpumem_exporter.wire.protocol import MODES
 
 if TYPE_CHECKING:
@@ -25,9 +33,7 @@ _RULE_KEYS = ("name", "workloads", "when", "for", "do", "cooldown", "max_per_hou
 _DO_KEYS = ("action", "mode", "group", "collect_garbage", "fraction", "force", "deadline")
 _STOP_KEYS = ("clears", "freed_under", "still_free_after")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-
-DAY_SECONDS = 86400.0
-MAX_DEADLINE_SECONDS = 3600.0
+_DAY_SECONDS = 86400.0
 
 
 def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:
@@ -38,27 +44,27 @@ def read_policy(path: Path, *, allowed: Collection[str]) -> tuple[Rule, ...]:
         allowed: the actions of `--action.allow`.
 
     Raises:
-        ConfigurationError: one line that names the file, the line, what is wrong and what would be right.
+        ConfigurationError: the file is invalid; one line with the file, the line, the error and what is accepted.
     """
     return _Reader(path, allowed).rules()
 
 
-class _Reader(NodeReader):
+class _Reader(YamlReader):
     def __init__(self, path: Path, allowed: Collection[str]) -> None:
-        super().__init__(path)
+        super().__init__(path, "policy file")
         self._allowed = allowed
 
     def rules(self) -> tuple[Rule, ...]:
-        root = self.compose()
+        root = self.root("the key rules, with a list of them")
         listed = self.mapping(root, ("rules",), ("rules",))["rules"]
         nodes = self.sequence(listed, "rules")
         if len(nodes) > MAX_RULES:
-            self.fail(listed, f"{len(nodes)} rules; at most {MAX_RULES} are taken")
+            self.fail(listed, f"rules: {len(nodes)} rules; at most {MAX_RULES} are accepted")
         rules: dict[str, Rule] = {}
         for node in nodes:
             rule = self._rule(node)
             if rule.name in rules:
-                self.fail(node, f"the rule {rule.name!r} is there twice, first in line {rules[rule.name].line}")
+                self.fail(node, f"the rule {rule.name!r} appears twice, first in line {rules[rule.name].line}")
             rules[rule.name] = rule
         return tuple(rules.values())
 
@@ -66,96 +72,21 @@ class _Reader(NodeReader):
         given = self.mapping(node, _RULE_KEYS, ("name", "workloads", "when", "do"), "a rule")
         name = self.text(given["name"], "name")
         if not _NAME.fullmatch(name):
-            self.fail(
-                given["name"], f"name: {name[:64]!r} is not right: expected letters, digits and _ . -, at most 64"
-            )
-        asks = self._asks(given["do"])
-        seconds = {
-            key: self.number(given[key], key, "seconds", least, most)
-            for key, least, most in (("for", 0.0, DAY_SECONDS), ("cooldown", 1.0, DAY_SECONDS))
-            if key in given
-        }
+            self.fail_value(given["name"], "name", name, "letters, digits and _ . -, at most 64")
+        request = self._request(given["do"])
         return Rule(
             name=name,
             when=self._when(given["when"]),
-            asks=asks,
+            request=request,
             workloads=self._workloads(given["workloads"]),
-            for_seconds=seconds.get("for", 0.0),
-            cooldown_seconds=seconds.get("cooldown", DEFAULT_COOLDOWN_SECONDS),
+            for_seconds=self._number(given, "for", "seconds", 0.0, most=_DAY_SECONDS),
+            cooldown_seconds=self._number(
+                given, "cooldown", "seconds", DEFAULT_COOLDOWN_SECONDS, least=1.0, most=_DAY_SECONDS
+            ),
             max_per_hour=self.count(given, "max_per_hour", 12, 600),
-            stop_after=self._stop_after(given.get("stop_after"), asks.action),
+            stop_after=self._stop_after(given.get("stop_after"), request.action),
             dry_run=self.flag(given, "dry_run", default=True),
             line=line_of(node),
-        )
-
-    def _when(self, node: Node) -> tuple[Condition, ...]:
-        fields = self.mapping(node, tuple(FIELDS), (), "when")
-        if not fields:
-            self.fail(node, f"when: expected at least one of {', '.join(FIELDS)}")
-        return tuple(self._condition(field, bounds) for field, bounds in fields.items())
-
-    def _condition(self, field: str, node: Node) -> Condition:
-        unit = FIELDS[field].unit
-        bounds = self.mapping(node, ("over", "under"), (), field)
-        if not bounds:
-            self.fail(node, f"{field}: expected over, under or both")
-        read = {key: self.number(bounds[key], f"{field}: {key}", unit) for key in bounds}
-        condition = Condition(field, **read)
-        if condition.over >= condition.under:
-            self.fail(node, f"{field}: nothing is over {shown_value(condition.over, unit)} and under "
-                       f"{shown_value(condition.under, unit)}")  # fmt: skip
-        return condition
-
-    def _asks(self, node: Node) -> ActionRequest:
-        given = self.mapping(node, _DO_KEYS, ("action",), "do")
-        action = self.choice(given["action"], "action", ACTIONS)
-        if action not in self._allowed:
-            allowed = ", ".join(sorted(self._allowed)) or "none"
-            self.fail(given["action"], f"action: {action} is not allowed here; --action.allow has {allowed}")
-        group = self.flag(given, "group", default=False)
-        mode = self.choice(given["mode"], "mode", MODES) if "mode" in given else "step" if group else "now"
-        if group and mode != "step":
-            self.fail(given["mode"], f"mode: a group acts at the end of a step: step, or left out, not {mode}")
-        if action == "terminate" and (group or mode != "now"):
-            self.fail(given.get("mode", given["action"]), "mode: a process is terminated now, or not at all")
-        if ("fraction" in given) != (action == "set_memory_fraction"):
-            wrong = "is for set_memory_fraction alone" if "fraction" in given else "is missing: over 0, at most 1"
-            self.fail(given.get("fraction", node), f"fraction: {wrong}")
-        for key, owner in (("collect_garbage", "empty_cache"), ("force", "set_memory_fraction")):
-            if key in given and action != owner:
-                self.fail(given[key], f"{key}: is for {owner} alone")
-        deadline = 30.0
-        if "deadline" in given:
-            deadline = self.number(given["deadline"], "deadline", "seconds", 0.1, MAX_DEADLINE_SECONDS)
-        return ActionRequest(
-            action=action,
-            target=Target(),
-            mode=mode,
-            group=group,
-            collect_garbage=self.flag(given, "collect_garbage", default=False),
-            fraction=self.number(given["fraction"], "fraction", "ratio", 1e-6) if "fraction" in given else None,
-            force=self.flag(given, "force", default=False),
-            deadline_seconds=deadline,
-        )
-
-    def _stop_after(self, node: Node | None, action: str) -> StopAfter | None:
-        if node is None:
-            return StopAfter() if action in FREEING else None
-        if action not in FREEING:
-            self.fail(node, f"stop_after: is for {' and '.join(FREEING)} alone")
-        if is_scalar(node) and node.value == "never":
-            return None
-        given = self.mapping(node, _STOP_KEYS, (), "stop_after")
-        default = StopAfter()
-        freed, still = given.get("freed_under"), given.get("still_free_after")
-        return StopAfter(
-            clears=self.count(given, "clears", default.clears, 100),
-            freed_under_bytes=default.freed_under_bytes
-            if freed is None
-            else self.number(freed, "freed_under", "bytes", 1.0),
-            still_free_seconds=None
-            if still is None
-            else self.number(still, "still_free_after", "seconds", 1.0, DAY_SECONDS),
         )
 
     def _workloads(self, node: Node) -> tuple[str, ...]:
@@ -163,3 +94,86 @@ class _Reader(NodeReader):
         if not patterns:
             self.fail(node, 'workloads: expected names or patterns, such as [notebook-*]; ["*"] is every workload')
         return patterns
+
+    def _when(self, node: Node) -> tuple[Condition, ...]:
+        fields = self.mapping(node, tuple(FIELDS), what="when")
+        if not fields:
+            self.fail(node, f"when: expected at least one of {', '.join(FIELDS)}")
+        return tuple(self._condition(field, bounds) for field, bounds in fields.items())
+
+    def _condition(self, field: str, node: Node) -> Condition:
+        unit = FIELDS[field].unit
+        bounds = self.mapping(node, ("over", "under"), what=field)
+        if not bounds:
+            self.fail(node, f"{field}: expected over, under or both")
+        condition = Condition(field, **{key: self._quantity(bounds[key], f"{field}: {key}", unit) for key in bounds})
+        if condition.over >= condition.under:
+            over, under = shown_quantity(condition.over, unit), shown_quantity(condition.under, unit)
+            self.fail(node, f"{field}: no value is over {over} and under {under}")
+        return condition
+
+    def _request(self, node: Node) -> ActionRequest:
+        """Return the request of a rule, with a target that each decision replaces."""
+        given = self.mapping(node, _DO_KEYS, ("action",), "do")
+        action = self.choice(given["action"], "action", ACTIONS)
+        if action not in self._allowed:
+            allowed = ", ".join(sorted(self._allowed)) or "none"
+            self.fail(given["action"], f"action: {action} is not allowed here; --action.allow has {allowed}")
+        group = self.flag(given, "group", default=False)
+        request = ActionRequest(
+            action=action,
+            target=Target(all=True),
+            mode=mode_for(self.choice(given["mode"], "mode", MODES) if "mode" in given else None, group=group),
+            group=group,
+            collect_garbage=self.flag(given, "collect_garbage", default=False),
+            fraction=self._quantity(given["fraction"], "fraction", "ratio") if "fraction" in given else None,
+            force=self.flag(given, "force", default=False),
+            deadline_seconds=self._number(given, "deadline", "seconds", DEFAULT_DEADLINE_SECONDS),
+        )
+        for invalid in invalid_fields(request):
+            key = invalid.field.removesuffix("_seconds")
+            self.fail(given.get(key, node), f"{key}: {invalid.message}")
+        return request
+
+    def _stop_after(self, node: Node | None, action: str) -> StopAfter | None:
+        default = StopAfter()
+        if node is None:
+            return default if action in FREEING else None
+        if action not in FREEING:
+            self.fail(node, f"stop_after: only {' and '.join(FREEING)} accept it")
+        if is_scalar(node) and node.value == "never":
+            return None
+        given = self.mapping(node, _STOP_KEYS, what="stop_after")
+        still = given.get("still_free_after")
+        return StopAfter(
+            clears=self.count(given, "clears", default.clears, 100),
+            freed_under_bytes=self._number(given, "freed_under", "bytes", default.freed_under_bytes, least=1.0),
+            still_free_seconds=None
+            if still is None
+            else self._quantity(still, "still_free_after", "seconds", 1.0, _DAY_SECONDS),
+        )
+
+    def _number(
+        self,
+        given: Mapping[str, Node],
+        key: str,
+        unit: str,
+        default: float,
+        *,
+        least: float = 0.0,
+        most: float = inf,
+    ) -> float:
+        return self._quantity(given[key], key, unit, least, most) if key in given else default
+
+    def _quantity(self, node: Node, key: str, unit: str, least: float = 0.0, most: float = inf) -> float:
+        """Return a number with its unit, such as `4GiB`."""
+        text = self.text(node, key)
+        try:
+            value = read_quantity(text, unit)
+        except ValueError as error:
+            self.fail_value(node, key, text, str(error))
+        if value < least:
+            self.fail_value(node, key, text, f"at least {shown_quantity(least, unit)}")
+        if value > most:
+            self.fail_value(node, key, text, f"at most {shown_quantity(most, unit)}")
+        return value

@@ -1,50 +1,193 @@
-"""The figures of a policy file: `4GiB`, `5 %`, `90s`. Read and written; bytes, ratios from 0 to 1, and seconds."""
+"""The values that a rule's conditions may use, for one process on one device.
+
+An unknown value is NaN: it is neither over nor under any bound, so no condition on it is true.
+"""
 
 from __future__ import annotations
 
-import re
-from math import isfinite
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import nan
+from types import MappingProxyType
+from typing import NamedTuple
 
-__all__ = ["read_value", "shown_value"]
+from gpumem_exporter.core.ledger import fragmented_bytes
+from gpumem_exporter.core.samples import DeviceReading, ReportingProcess, Snapshot
+from gpumem_exporter.wire.protocol import DeviceSample
 
-_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z%]*)")
-_BINARY = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DECIMAL = {"kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS: dict[str, dict[str, float]] = {
-    "bytes": {"": 1, "B": 1, **_BINARY, **_DECIMAL},
-    "ratio": {"": 1, "%": 0.01},
-    "seconds": {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400},
-}
-_EXPECTED = {
-    "bytes": "expected bytes, such as 4GiB or 512MiB",
-    "ratio": "expected a part of the whole, such as 5% or 0.05",
-    "seconds": "expected a time, such as 60s, 5m or 1h",
-}
+__all__ = ["FIELDS", "Field", "IdleClock", "Observation", "observations", "workload_subject"]
 
 
-def read_value(text: str, unit: str) -> float:
-    """Read one figure; `unit` is bytes, ratio or seconds.
+class Observation(NamedTuple):
+    """One process on one device, at the time of its last sample."""
 
-    Raises:
-        ValueError: it is none; says what would be.
+    who: str
+    """One reporter session of one process. A later process with the same pid differs, and so does another program."""
+    process: ReportingProcess
+    sample: DeviceSample
+    device: DeviceReading | None
+    """None if the driver does not answer."""
+    idle_seconds: float
+    sampled_seconds: float
+
+    @property
+    def workload(self) -> str:
+        """The workload of the process."""
+        return self.process.report.process.workload
+
+    @property
+    def group(self) -> str:
+        """The workload as the subject of a rule for groups."""
+        return workload_subject(self.workload)
+
+
+def workload_subject(workload: str) -> str:
+    """Return a workload as a rule's subject; it differs from `Observation.who` of every process."""
+    return f"workload {workload}"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A value that a condition may use."""
+
+    unit: str
+    """bytes, ratio or seconds."""
+    of: Callable[[Observation], float]
+
+
+class IdleClock:
+    """Measures how long each process has been idle: no step, and nothing allocated or freed.
+
+    Releasing memory to the driver is not an activity, otherwise a clear would make an idle process a busy one. A
+    program that replays CUDA graphs, counts no steps and allocates nothing looks idle. `device_utilization_ratio` shows
+    that it is not, and the mode `idle` asks the process itself.
+
+    Args:
+        stale_seconds: after a gap of more than this between two samples the clock starts again.
     """
-    found = _NUMBER.fullmatch(text.strip())
-    factor = _UNITS[unit].get(found[2]) if found else None
-    if found is None or factor is None:
-        raise ValueError(_EXPECTED[unit])
-    value = float(found[1]) * factor
-    if not isfinite(value) or (unit == "ratio" and value > 1):
-        raise ValueError(_EXPECTED[unit])
-    return value
+
+    def __init__(self, stale_seconds: float) -> None:
+        self._stale_seconds = stale_seconds
+        self._seen: dict[str, tuple[object, float, float]] = {}
+        """The activity of each process, since when it is unchanged, and when it was last seen."""
+
+    def update(self, processes: Mapping[str, tuple[ReportingProcess, float]]) -> dict[str, float]:
+        """Return the idle seconds of each process at its last sample, and forget all other processes.
+
+        Args:
+            processes: each process with the time of its last sample.
+        """
+        seen: dict[str, tuple[object, float, float]] = {}
+        for who, (process, seconds) in processes.items():
+            activity = _activity(process)
+            known = self._seen.get(who)
+            if known is None or known[0] != activity or seconds - known[2] > self._stale_seconds:
+                seen[who] = (activity, seconds, seconds)
+            else:
+                seen[who] = (activity, known[1], seconds)
+        self._seen = seen
+        return {who: nan if activity is None else last - since for who, (activity, since, last) in seen.items()}
 
 
-def shown_value(value: float, unit: str) -> str:
-    """A figure as somebody would write it: `4.2 GiB`, `3.1 %`, `75 s`."""
-    if unit == "ratio":
-        return f"{100 * value:.3g} %"
-    if unit == "seconds":
-        return f"{value:.0f} s" if value >= 10 else f"{value:.2g} s"
-    for name, size in reversed(_BINARY.items()):
-        if abs(value) >= size:
-            return f"{value / size:.1f} {name}"
-    return f"{value:.0f} bytes"
+def observations(snapshot: Snapshot, stale_seconds: float, clock: IdleClock | None = None) -> Iterator[Observation]:
+    """Yield every process on each of its devices, except those whose last sample is stale.
+
+    Args:
+        snapshot: the state of the node.
+        stale_seconds: a sample is stale after this time.
+        clock: measures idle times; None if no condition uses them.
+    """
+    node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
+    devices = {device.uuid: device for device in node.devices if device.up} if node is not None else {}
+    oldest_seconds = snapshot.taken_seconds - stale_seconds
+    fresh = {
+        _who(process): (process, seconds)
+        for process in snapshot.processes
+        if (seconds := process.sampled_seconds) >= oldest_seconds
+    }
+    idle = clock.update(fresh) if clock is not None else {}
+    for who, (process, seconds) in fresh.items():
+        idle_seconds = idle.get(who, nan)
+        for sample in process.report.devices:
+            yield Observation(who, process, sample, devices.get(sample.uuid), idle_seconds, seconds)
+
+
+def _who(process: ReportingProcess) -> str:
+    # A text caches its hash, unlike a tuple, and this one is a key many times a second.
+    identity = process.report.process
+    return f"{identity.pid_namespace}:{identity.pid}:{identity.start_time_ticks}:{identity.session}"
+
+
+def _activity(process: ReportingProcess) -> object:
+    """Return a value that changes whenever the process does something; None if its samples do not show that."""
+    report = process.report
+    if report.step is None and any(sample.allocated_bytes is None for sample in report.devices):
+        return None
+    return (
+        report.step,
+        *(
+            (
+                sample.uuid,
+                sample.allocated_bytes,
+                sample.active_bytes,
+                sample.requested_bytes,
+                sample.segments_allocated,
+                sample.alloc_retries,
+            )
+            for sample in report.devices
+        ),
+    )
+
+
+def _known(value: float | None) -> float:
+    return nan if value is None else value
+
+
+def _slack(seen: Observation) -> float:
+    reserved, allocated = seen.sample.reserved_bytes, seen.sample.allocated_bytes
+    return nan if reserved is None or allocated is None else reserved - allocated
+
+
+def _of_reserved(part: Callable[[Observation], float]) -> Callable[[Observation], float]:
+    def ratio(seen: Observation) -> float:
+        reserved = seen.sample.reserved_bytes
+        return part(seen) / reserved if reserved else nan
+
+    return ratio
+
+
+def _fragmented(seen: Observation) -> float:
+    return _known(fragmented_bytes(seen.sample))
+
+
+def _device_free(seen: Observation) -> float:
+    memory = seen.device.memory if seen.device is not None else None
+    return nan if memory is None else memory.free_bytes
+
+
+def _device_free_ratio(seen: Observation) -> float:
+    memory = seen.device.memory if seen.device is not None else None
+    return memory.free_bytes / memory.total_bytes if memory is not None and memory.total_bytes else nan
+
+
+def _utilization(seen: Observation) -> float:
+    return nan if seen.device is None else _known(seen.device.utilization_ratio)
+
+
+FIELDS: Mapping[str, Field] = MappingProxyType(
+    {
+        "slack_bytes": Field("bytes", _slack),
+        "slack_ratio": Field("ratio", _of_reserved(_slack)),
+        "reclaimable_bytes": Field("bytes", lambda seen: _known(seen.sample.reclaimable_bytes)),
+        "fragmented_bytes": Field("bytes", _fragmented),
+        "fragmentation_ratio": Field("ratio", _of_reserved(_fragmented)),
+        "allocated_bytes": Field("bytes", lambda seen: _known(seen.sample.allocated_bytes)),
+        "reserved_bytes": Field("bytes", lambda seen: _known(seen.sample.reserved_bytes)),
+        "idle_seconds": Field("seconds", lambda seen: seen.idle_seconds),
+        "device_free_bytes": Field("bytes", _device_free),
+        "device_free_ratio": Field("ratio", _device_free_ratio),
+        "device_utilization_ratio": Field("ratio", _utilization),
+    }
+)
+"""The fields by name, in the words of the metrics: of the process on the device, except `idle_seconds` (of the process
+on all its devices) and `device_…` (of the device with all its processes)."""

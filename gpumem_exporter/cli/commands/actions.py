@@ -15,6 +15,7 @@ from gpumem_exporter.cli.action_options import (
     RequestOptions,
     TargetOptions,
     TimedOptions,
+    checked,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.main import FAILED
@@ -137,7 +138,7 @@ def build(name: str) -> typer.Typer:
 
 def _run(action: str, target: TargetOptions, request: RequestOptions, connection: ConnectionOptions) -> int:
     """Request an action, print its results, and return the exit code."""
-    body = {**request.request(action), "target": target.target()}
+    body = checked({**request.request(action), "target": target.target()})
     wait_seconds = target.wait_seconds
     if wait_seconds is None:
         wait_seconds = request.deadline_seconds + ANSWER_GRACE_SECONDS

@@ -90,11 +90,19 @@ def _driver_findings(health: dict[str, Any] | None, *, nearby: bool) -> Iterator
     nvml = (health or {}).get("nvml") or {}
     source = str((health or {}).get("source") or "") if nvml.get("up") else ""
     error = "" if nvml.get("up") else str(nvml.get("error") or "")
+    released = bool(nvml.get("released"))
     if nearby:
-        timeout = _DRIVER_TIMEOUT_SECONDS
-        yield from check_driver(_driver, exporter_source=source, exporter_error=error, timeout_seconds=timeout)
+        yield from check_driver(
+            _driver,
+            exporter_source=source,
+            exporter_error=error,
+            exporter_released=released,
+            timeout_seconds=_DRIVER_TIMEOUT_SECONDS,
+        )
     elif health is not None:
-        yield judge_driver_elsewhere(exporter_source=source, exporter_error=error or "no reason given")
+        yield judge_driver_elsewhere(
+            exporter_source=source, exporter_error=error or "no reason given", exporter_released=released
+        )
 
 
 def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: bool, nearby: bool) -> Iterator[Finding]:

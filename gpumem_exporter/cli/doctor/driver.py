@@ -12,15 +12,18 @@ from gpumem_exporter.errors import NvmlError
 if TYPE_CHECKING:
     from gpumem_exporter.nvml.provider import DeviceIdentity, Provider
 
-__all__ = ["RELEASED", "check_driver", "judge_driver_elsewhere"]
+__all__ = ["check_driver", "judge_driver_elsewhere"]
 
-RELEASED = "released on request"
-"""The start of an exporter's driver error after `release-nvml`."""
 _NO_DEMO = "run serve without --demo on a node with GPUs"
 
 
 def check_driver(
-    make_provider: Callable[[], Provider], *, exporter_source: str, exporter_error: str = "", timeout_seconds: float
+    make_provider: Callable[[], Provider],
+    *,
+    exporter_source: str,
+    exporter_error: str = "",
+    exporter_released: bool = False,
+    timeout_seconds: float,
 ) -> Iterator[Finding]:
     """Initialize NVML in this process, list the devices, and shut NVML down.
 
@@ -28,6 +31,7 @@ def check_driver(
         make_provider: makes the driver.
         exporter_source: the exporter's source of devices, `nvml` or `demo`; empty without an exporter or a driver.
         exporter_error: why the exporter has no driver; empty without an exporter.
+        exporter_released: the exporter has no driver because of `release-nvml`.
         timeout_seconds: a driver that takes longer hangs; its thread is abandoned.
     """
     answers: list[tuple[str, Sequence[DeviceIdentity]] | Exception] = []
@@ -40,19 +44,20 @@ def check_driver(
         return
     answer = answers[0]
     if isinstance(answer, Exception):
-        yield _absent(answer, exporter_source, exporter_error)
+        yield _absent(answer, exporter_source, exporter_error, WARN if exporter_released else FAIL)
         return
     version, devices = answer
     yield Finding("driver", PASS, f"NVML answers, driver {version}")
     yield from _judge_devices(devices)
 
 
-def judge_driver_elsewhere(*, exporter_source: str, exporter_error: str) -> Finding:
+def judge_driver_elsewhere(*, exporter_source: str, exporter_error: str, exporter_released: bool = False) -> Finding:
     """Judge the driver of an exporter on another machine by what that exporter reports.
 
     Args:
         exporter_source: its source of devices, `nvml` or `demo`; empty if it has none.
         exporter_error: why it has none.
+        exporter_released: it has none because of `release-nvml`.
     """
     if exporter_source == "nvml":
         return Finding("driver", PASS, "the exporter, on another machine, has a driver")
@@ -60,7 +65,7 @@ def judge_driver_elsewhere(*, exporter_source: str, exporter_error: str) -> Find
         return Finding("driver", WARN, "the exporter shows simulated devices", _NO_DEMO)
     fix = "run doctor and nvidia-smi on the exporter's machine"
     detail = f"the exporter, on another machine, has no driver: {exporter_error}"
-    return Finding("driver", _verdict(exporter_error), detail, fix)
+    return Finding("driver", WARN if exporter_released else FAIL, detail, fix)
 
 
 def _query(make_provider: Callable[[], Provider], answers: list[Any]) -> None:
@@ -75,8 +80,11 @@ def _query(make_provider: Callable[[], Provider], answers: list[Any]) -> None:
         answers.append(error)
 
 
-def _absent(error: Exception, exporter_source: str, exporter_error: str) -> Finding:
-    """Judge a driver that this process cannot use. It is not needed if the exporter has one."""
+def _absent(error: Exception, exporter_source: str, exporter_error: str, verdict: str) -> Finding:
+    """Judge a driver that this process cannot use. It is not needed if the exporter has one.
+
+    `verdict` is that of an exporter without a driver.
+    """
     here = f"not usable in this process ({error})"
     if exporter_source == "nvml":
         return Finding("driver", PASS, f"{here}, and not needed: the exporter has a driver")
@@ -84,13 +92,8 @@ def _absent(error: Exception, exporter_source: str, exporter_error: str) -> Find
         return Finding("driver", WARN, f"{here}; the exporter shows simulated devices", _NO_DEMO)
     if exporter_error and exporter_error != str(error):
         detail = f"{here} nor in the exporter: {exporter_error}"
-        return Finding("driver", _verdict(exporter_error), detail, _fix(error))
+        return Finding("driver", verdict, detail, _fix(error))
     return Finding("driver", FAIL, str(error), _fix(error))
-
-
-def _verdict(exporter_error: str) -> str:
-    """A missing driver is a failure, unless `release-nvml` closed it."""
-    return WARN if exporter_error.startswith(RELEASED) else FAIL
 
 
 def _fix(error: Exception) -> str:

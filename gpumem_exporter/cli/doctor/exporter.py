@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 from gpumem_exporter import __version__
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.doctor.driver import RELEASED
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, counted
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 from gpumem_exporter.wire.http import shown_url
@@ -65,7 +64,7 @@ def check_health(health: Mapping[str, Any]) -> Iterator[Finding]:
     problems = "; ".join(_problems(health.get("checks") or {})) or nvml.get("error") or "no reason given"
     if status == "degraded":
         fix = "" if nvml.get("up") else "the exporter attaches when the driver answers; see the line of the driver"
-        if str(nvml.get("error", "")).startswith(RELEASED):
+        if nvml.get("released"):
             fix = "run `gpumem-exporter attach-nvml` after the maintenance"
         yield Finding("health", WARN, f"degraded: {problems} ({counts}{demo})", fix)
     else:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS, RequestOptions, TimedOptions
+from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS, RequestOptions, TimedOptions, checked
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, ProcessReading, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
@@ -43,7 +43,7 @@ def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet
         PrometheusError: the query could not be evaluated.
         ActionRefusedError: the query selects too many processes, or a group cannot take part. Nothing was requested.
     """
-    body = options.request(action)
+    body = checked(options.request(action))
     prometheus = fleet.connect()
     token = fleet.token()
     found = prometheus.query(selection.query)

@@ -20,7 +20,7 @@ from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.measure.observed import Observed
 from gpumem_exporter.errors import CommandRefusedError
-from gpumem_exporter.wire.protocol import DeviceSample
+from gpumem_exporter.wire.protocol import DeviceSample, ReasonCode
 
 __all__ = ["Allocator"]
 
@@ -169,7 +169,9 @@ class Allocator:
         try:
             return torch_access.take_snapshot(self._torch)
         except (AttributeError, RuntimeError) as error:
-            raise CommandRefusedError(f"this allocator has no snapshot: {error}") from None
+            raise CommandRefusedError(
+                f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
+            ) from None
 
     def _notice_settings(self) -> str:
         settings = self.settings

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from gpumem_exporter.errors import CommandRefusedError
-from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, SnapshotBlock, SnapshotFile, SnapshotSegment
+from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH, ReasonCode, SnapshotBlock, SnapshotFile, SnapshotSegment
 
 __all__ = ["snapshot_folder", "write_file", "write_snapshot"]
 
@@ -68,7 +68,7 @@ def write_snapshot(allocator: Allocator) -> SnapshotFile:
         file = _next_file(snapshot_folder())
         size = write_file(file, taken)
     except OSError as error:
-        raise CommandRefusedError(f"the snapshot cannot be written: {error}") from None
+        raise CommandRefusedError(f"the snapshot cannot be written: {error}", ReasonCode.SNAPSHOT_NOT_WRITTEN) from None
     return _summary(allocator, taken, file, size)
 
 
@@ -81,7 +81,8 @@ def _next_file(folder: Path) -> Path:
         alone = owner.st_uid == os.getuid() and not stat.S_IMODE(owner.st_mode) & 0o077
         if not (alone and stat.S_ISDIR(owner.st_mode)):
             raise CommandRefusedError(
-                f"{folder} is not a private folder of this user; set GPUMEM_SNAPSHOT_DIR to another one"
+                f"{folder} is not a private folder of this user; set GPUMEM_SNAPSHOT_DIR to another one",
+                ReasonCode.SNAPSHOT_NOT_WRITTEN,
             )
     snapshots = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)
     for old in snapshots[: max(0, len(snapshots) + 1 - _KEPT_FILES)]:

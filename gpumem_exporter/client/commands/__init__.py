@@ -1,1 +1,1 @@
-"""Commands from the exporter: when they run, and what they do."""
+"""Commands from the exporter: what they do, and when they run."""

@@ -1,4 +1,4 @@
-"""Runs commands in the process and measures what they did: on the reporter's thread, or at the end of a step."""
+"""Runs the exporter's commands in this process and measures their effect."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from gpumem_exporter.client.allocator.snapshot_file import write_snapshot
 from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.errors import CommandRefusedError
-from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, SnapshotFile
+from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, ReasonCode, SnapshotFile
 
-__all__ = ["CAPTURING", "Executor"]
-
-CAPTURING = "a CUDA graph is being captured"
+__all__ = ["Executor", "refused_during_capture"]
 
 _REMEMBERED = 64
-"""Results kept, so that a command that is given twice is run once."""
+"""The number of results that are kept, so that a command that arrives twice runs once."""
 _NOT_SUPPORTED = "does not yet support"
-"""What torch says where an allocator (a pluggable one, cudaMallocAsync) lacks something."""
+"""In torch's message if an allocator (a pluggable one, cudaMallocAsync) lacks a feature."""
 
 
 class Executor:
-    """Runs commands, one at a time. Any thread may have one run: what it does happens in that thread.
+    """Runs commands, one at a time, in the thread that calls it.
 
     Args:
-        allocator: what is acted upon.
-        sampler: kept from sampling meanwhile.
+        allocator: the allocator that the commands act on.
+        sampler: does not sample while a command runs.
         clock: monotonic seconds.
     """
 
@@ -53,26 +51,26 @@ class Executor:
 
     @property
     def actions(self) -> tuple[str, ...]:
-        """What this reporter can be asked to do."""
+        """The actions that this reporter supports."""
         return tuple(self._runners)
 
     def known(self, command_id: str) -> CommandResult | None:
-        """The result of a command that has had one."""
+        """Return the result of a finished command; None for any other."""
         with self._results_lock:
             return self._results.get(command_id)
 
     def run(self, command: Command, *, expires_seconds: float) -> CommandResult:
-        """Run a command in this thread, or repeat the result of one that has run. Never raises.
+        """Run a command in this thread, or repeat the result of one that has run. Does not raise.
 
         Args:
-            command: what to do.
-            expires_seconds: monotonic moment from which on it is not to begin any more.
+            command: the command.
+            expires_seconds: the time from which on it must not start, on the monotonic clock.
         """
         with self._sampler.exclusively():
             return self._run_once(command, expires_seconds)
 
     def run_if_free(self, command: Command, *, expires_seconds: float) -> CommandResult | None:
-        """The same for a thread that must not wait: None if another command or a sample is under way."""
+        """Run a command like `run`, but return None if another command or a sample is running, instead of waiting."""
         lock = self._sampler.exclusively()
         if not lock.acquire(blocking=False):
             return None
@@ -82,7 +80,7 @@ class Executor:
             lock.release()
 
     def settle(self, result: CommandResult) -> CommandResult:
-        """Make this a command's result: it will not run, or has run."""
+        """Record the result of a command, so that it does not run any more."""
         with self._results_lock:
             self._results[result.id] = result
             while len(self._results) > _REMEMBERED:
@@ -94,7 +92,8 @@ class Executor:
         if known is not None:
             return known
         if self._clock() >= expires_seconds:
-            return self.settle(CommandResult(command.id, "expired", "its deadline had passed when its turn came"))
+            late = "the deadline passed before the command started"
+            return self.settle(CommandResult(command.id, "expired", late, ReasonCode.DEADLINE_PASSED))
         result = self._run(command)
         self._sampler.outdated()
         return self.settle(replace(result, step=self._sampler.step, thread_id=threading.get_native_id()))
@@ -102,25 +101,25 @@ class Executor:
     def _run(self, command: Command) -> CommandResult:
         runner = self._runners.get(command.action)
         if runner is None:
-            return CommandResult(command.id, "unsupported", f"this reporter runs {', '.join(self._runners)}")
+            supported = f"this reporter supports {', '.join(self._runners)}"
+            return CommandResult(command.id, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         if self._allocator.capturing:
             # A cudaFree from any thread breaks a capture in the default "global" mode, and so may a finalizer.
-            return CommandResult(command.id, "refused", CAPTURING)
-        begun = self._clock()
+            return refused_during_capture(command)
+        started = self._clock()
         try:
             before = self._measure(command.uuids)
-            begun = self._clock()
+            started = self._clock()
             snapshot = runner(command)
-            duration = self._clock() - begun
+            duration = self._clock() - started
             devices = tuple(self._compare(i, *measured) for i, measured in before.items() if self._allocator.uuid(i))
         except CommandRefusedError as error:
-            return CommandResult(command.id, "refused", str(error))
-        except Exception as error:  # whatever torch or a finalizer raises is this command's result
+            return CommandResult(command.id, "refused", str(error), error.reason_code)
+        except Exception as error:  # an error of torch or of a finalizer is this command's result
             if raised_by_signal_handler(error):
                 raise
-            outcome = "unsupported" if _NOT_SUPPORTED in str(error) else "failed"
-            return CommandResult(command.id, outcome, f"{type(error).__name__}: {error}"[:500], self._clock() - begun)
-        return CommandResult(command.id, "done", "", duration, devices, snapshot=snapshot)
+            return _failed(command, error, self._clock() - started)
+        return CommandResult(command.id, "done", duration_seconds=duration, devices=devices, snapshot=snapshot)
 
     def _empty_cache(self, command: Command) -> None:
         if command.collect_garbage:
@@ -140,22 +139,25 @@ class Executor:
     def _set_memory_fraction(self, command: Command) -> None:
         fraction = command.fraction
         if fraction is None or not 0 < fraction <= 1:
-            raise CommandRefusedError(f"the fraction must be over 0 and at most 1, not {fraction}")
+            raise CommandRefusedError(
+                f"invalid fraction {fraction}: it must be over 0 and at most 1", ReasonCode.INVALID_FRACTION
+            )
         devices = self._measured(command.uuids)
         for index in () if command.force else devices:
             reserved = _current(self._allocator.state(index), "reserved_bytes")
             cap = int(fraction * self._allocator.total_bytes(index))
             if reserved is not None and reserved > cap:
-                # Nothing would be given back; the next allocation that does not fit the cache would fail.
+                # The cap would release nothing, and the next allocation that does not fit the cache would fail.
                 raise CommandRefusedError(
                     f"{self._allocator.uuid(index)}: {reserved} bytes are reserved, which is more than {fraction:g} of"
-                    f" the device ({cap} bytes); clear first, or force it"
+                    f" the device ({cap} bytes); clear the cache first, or use force",
+                    ReasonCode.RESERVED_EXCEEDS_FRACTION,
                 )
         for index in devices:
             self._allocator.set_memory_fraction(index, fraction)
 
     def _measured(self, uuids: tuple[str, ...]) -> list[int]:
-        """The devices to act on; a process' devices are known to it alone, so empty means all."""
+        """Return the device indices for these uuids; all of the process's devices if there are no uuids."""
         return [index for index in self._allocator.devices() if not uuids or self._allocator.uuid(index) in uuids]
 
     def _measure(self, uuids: tuple[str, ...]) -> dict[int, tuple[DeviceState | None, int | None]]:
@@ -177,6 +179,20 @@ class Executor:
         )
 
 
+def refused_during_capture(command: Command) -> CommandResult:
+    """Return the result of a command that cannot run because a CUDA graph is being captured."""
+    return CommandResult(command.id, "refused", "a CUDA graph is being captured", ReasonCode.CUDA_GRAPH_CAPTURE)
+
+
+def _failed(command: Command, error: Exception, duration_seconds: float) -> CommandResult:
+    reason = f"{type(error).__name__}: {error}"[:500]
+    if _NOT_SUPPORTED in str(error):
+        code, outcome = ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR, "unsupported"
+    else:
+        code, outcome = ReasonCode.EXCEPTION, "failed"
+    return CommandResult(command.id, outcome, reason, code, duration_seconds)
+
+
 def _current(state: DeviceState | None, name: str, metric: str = "current") -> int | None:
     if state is None:
         return None
@@ -185,13 +201,15 @@ def _current(state: DeviceState | None, name: str, metric: str = "current") -> i
 
 
 def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
-    """What went back to the driver: the growth of the allocator's own count of freed reserved bytes.
+    """Return the bytes that were released to the driver: the growth of the allocator's counter of freed reserved bytes.
 
-    The difference of reserved would miss what another thread reserved anew in between. It is taken where there is no
-    such count (cudaMallocAsync), and where the program has set it back meanwhile (`reset_accumulated_memory_stats`).
+    The difference of the reserved bytes would miss what another thread reserved meanwhile. It is used only without the
+    counter (cudaMallocAsync), or if the program has reset the counter (`reset_accumulated_memory_stats`).
     """
-    begun, ended = _current(before, "reserved_bytes", "freed"), _current(after, "reserved_bytes", "freed")
-    if begun is not None and ended is not None and ended >= begun:
-        return ended - begun
-    held, left = _current(before, "reserved_bytes"), _current(after, "reserved_bytes")
-    return max(0, held - left) if held is not None and left is not None else None
+    freed_before, freed_after = _current(before, "reserved_bytes", "freed"), _current(after, "reserved_bytes", "freed")
+    if freed_before is not None and freed_after is not None and freed_after >= freed_before:
+        return freed_after - freed_before
+    reserved_before, reserved_after = _current(before, "reserved_bytes"), _current(after, "reserved_bytes")
+    if reserved_before is None or reserved_after is None:
+        return None
+    return max(0, reserved_before - reserved_after)

@@ -1,10 +1,9 @@
-"""Commands that wait for their moment: the end of a step, a rest, or the end of a CUDA graph capture.
+"""Keeps commands until the end of a step, an idle time or the end of a CUDA graph capture, then runs them.
 
-A command in mode `step` runs in the training thread, where it can meet neither that thread's own allocations nor a
-capture. A command in mode `idle` runs on the reporter's thread once no step runs and nothing is being allocated. A
-command in mode `now` waits only while a graph is captured: it runs on the reporter's thread after that, or
-at the end of a step if that comes first. A command that has not started by its deadline never runs: a job that hung
-must not clear its cache because it has recovered.
+A command in mode `step` runs in the training thread, so it cannot interrupt that thread's allocations or captures. A
+command in mode `idle` runs on the reporter's thread. A command in mode `now` waits only while a CUDA graph is captured:
+it runs on the reporter's thread after the capture, or at the end of a step if that comes first. A command that has not
+started by its deadline never runs: a job that hung must not clear its cache when it recovers.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from gpumem_exporter.client.commands.executor import CAPTURING
-from gpumem_exporter.wire.protocol import MODES, Command, CommandResult
+from gpumem_exporter.client.commands.executor import refused_during_capture
+from gpumem_exporter.wire.protocol import MODES, Command, CommandResult, ReasonCode
 
-__all__ = ["Waiting"]
+__all__ = ["Scheduler"]
 
 
 class Executor(Protocol):
-    """What runs commands: see `client.commands.executor`."""
+    """Runs commands: `client.commands.executor.Executor`."""
 
     @property
     def actions(self) -> tuple[str, ...]: ...
@@ -33,7 +32,7 @@ class Executor(Protocol):
 
 
 class Allocator(Protocol):
-    """What knows whether the heap moves: see `client.allocator.torch_access`."""
+    """Counts allocations: `client.allocator.torch_access.Allocator`."""
 
     @property
     def capturing(self) -> bool: ...
@@ -44,15 +43,15 @@ class Allocator(Protocol):
 
 
 class Sampler(Protocol):
-    """What knows the steps: see `client.allocator.sampler`."""
+    """Counts steps: `client.allocator.sampler.Sampler`."""
 
     @property
     def step(self) -> int | None: ...
     def steps_run(self) -> bool: ...
 
 
-_REST_SECONDS = 2.0
-"""For so long nothing is allocated or freed before a process counts as idle."""
+_IDLE_SECONDS = 2.0
+"""A process is idle after this time without an allocation or a free."""
 _MAX_WAITING = 64
 
 
@@ -62,14 +61,14 @@ class _Held:
     expires_seconds: float
 
 
-class Waiting:
-    """Holds commands and runs each at its moment. `at_step` is for the program's threads, the rest for the reporter's.
+class Scheduler:
+    """Keeps commands and runs each at its time. The user's threads call `at_step`; the reporter's thread the rest.
 
     Args:
-        executor: runs them.
-        allocator: asked whether it is captured from, and how many blocks it gave out.
-        sampler: knows the steps.
-        wake: has the next report sent now; called in the thread that ran a command.
+        executor: runs the commands.
+        allocator: tells whether a CUDA graph is being captured, and counts allocations.
+        sampler: counts steps.
+        wake: makes the reporter send its next report now; called in the thread that ran a command.
         clock: monotonic seconds.
     """
 
@@ -91,125 +90,135 @@ class Waiting:
         self._held: dict[str, _Held] = {}
         self._results: list[CommandResult] = []
         self._for_steps = False
-        """Whether a step has to look at the held commands; nearly always it has not."""
+        """Whether a command waits for a step; usually the only thing that a step checks."""
         self._counted: object = None
         self._still_since_seconds = 0.0
 
     @property
     def ids(self) -> tuple[str, ...]:
-        """What waits, for the report."""
+        """The ids of the waiting commands, for the report."""
         with self._lock:
             return tuple(self._held)
 
     def take(self, command: Command, *, expires_seconds: float) -> None:
-        """Hold a command until its moment; one that is held already, or had its result, is known."""
+        """Keep a command until its time. A command that waits already or has a result is not added again."""
         known = self._executor.known(command.id)
         if known is not None:
             self._finish(known)
         elif command.mode not in MODES:
-            self._settle(command, "unsupported", f"this reporter does not know the mode {command.mode!r}")
+            unknown = f"this reporter does not support the mode {command.mode!r}"
+            self._settle(command, "unsupported", unknown, ReasonCode.UNKNOWN_MODE)
         elif command.action not in self._executor.actions:
-            self._settle(command, "unsupported", f"this reporter runs {', '.join(self._executor.actions)}")
+            supported = f"this reporter supports {', '.join(self._executor.actions)}"
+            self._settle(command, "unsupported", supported, ReasonCode.UNKNOWN_ACTION)
         elif command.at_step is not None and (self._sampler.step or 0) >= command.at_step:
-            self._settle(command, "expired", self._passed(command.at_step))
-        else:
-            with self._lock:
-                if command.id in self._held:
-                    return
-                full = len(self._held) >= _MAX_WAITING
-                if not full:
-                    self._held[command.id] = _Held(command, expires_seconds)
-                    self._mark()
-            if full:
-                self._settle(command, "refused", f"{_MAX_WAITING} commands wait already")
-            elif command.mode == "idle":
-                self._counted = None
+            self._settle_passed(command, command.at_step)
+        elif not self._add(command, expires_seconds):
+            self._settle(command, "refused", f"{_MAX_WAITING} commands wait already", ReasonCode.QUEUE_FULL)
+
+    def _add(self, command: Command, expires_seconds: float) -> bool:
+        """Return False if there is no room."""
+        with self._lock:
+            if command.id in self._held:
+                return True
+            if len(self._held) >= _MAX_WAITING:
+                return False
+            self._held[command.id] = _Held(command, expires_seconds)
+            self._mark()
+        if command.mode == "idle":
+            self._counted = None
+        return True
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Let these never run, as far as they have not begun."""
+        """Drop the commands with these ids that have not started."""
         for command_id in ids:
             held = self._claim(command_id)
             if held is not None:
-                self._settle(held.command, "refused", "cancelled: not every rank of the group could take part")
+                self._settle(held.command, "refused", "the exporter withdrew the command", ReasonCode.CANCELLED)
 
     def at_step(self, step: int) -> None:
-        """The end of a step, in the thread that made it. Costs nothing where nothing waits for a step."""
+        """Run the commands for this step, in the thread that ended it; usually there are none."""
         if self._for_steps:
             self._run_at_step(step)
 
     def look(self) -> None:
-        """On the reporter's thread: expire commands that are too late, and run those whose moment has come."""
+        """On the reporter's thread: expire late commands, and run those whose time has come."""
         now = self._clock()
         for held in self._list():
             if now >= held.expires_seconds and self._claim(held.command.id) is not None:
-                self._settle(held.command, "expired", self._too_late(held.command))
+                self._settle_late(held.command)
         for held in [held for held in self._list() if held.command.mode == "now"]:
             if not self._allocator.capturing and self._claim(held.command.id) is not None:
                 self._finish(self._executor.run(held.command, expires_seconds=held.expires_seconds))
         idle = [held for held in self._list() if held.command.mode == "idle"]
-        if idle and self._resting(now):
+        if idle and self._idle(now):
             for held in idle:
                 if not self._allocator.capturing and self._claim(held.command.id) is not None:
                     self._finish(self._executor.run(held.command, expires_seconds=held.expires_seconds))
             self._counted = None
 
     def take_results(self) -> tuple[CommandResult, ...]:
-        """What has come of commands since this was asked last."""
+        """Return the results since the last call."""
         with self._lock:
             results, self._results = tuple(self._results), []
         return results
 
     def _run_at_step(self, step: int) -> None:
         for held in self._list():
-            command = held.command
-            if command.mode == "idle" or (command.at_step is not None and command.at_step > step):
-                continue
-            if self._clock() >= held.expires_seconds:
-                continue  # the reporter's thread says so
-            if command.at_step is not None and command.at_step < step:
-                if self._claim(command.id) is not None:
-                    self._settle(command, "expired", self._passed(command.at_step))
-                    self._wake()
-                continue
-            if self._allocator.capturing:
-                if command.at_step is not None and self._claim(command.id) is not None:
-                    self._settle(command, "refused", CAPTURING)
-                    self._wake()
-                continue
-            if self._claim(command.id) is None:
-                continue
-            try:
-                result = self._executor.run_if_free(command, expires_seconds=held.expires_seconds)
-                if result is None and command.at_step is None:
-                    with self._lock:  # the reporter's thread is at it: the next step will do
-                        self._held[command.id] = held
-                        self._mark()
-                    continue
-                if result is None:
-                    result = self._executor.run(command, expires_seconds=held.expires_seconds)
-            except BaseException as error:  # a signal's handler of the program has raised it, which goes on
-                self._settle(command, "failed", f"a signal ended it: {type(error).__name__}")
-                self._wake()
-                raise
-            self._finish(result)
-            self._wake()
+            # The reporter's thread expires the late ones.
+            if held.command.mode != "idle" and self._clock() < held.expires_seconds:
+                self._try_at_step(held, step)
 
-    def _resting(self, now: float) -> bool:
-        """Nothing has run or moved for a while. Looks at the allocator only when no step runs."""
+    def _try_at_step(self, held: _Held, step: int) -> None:
+        command, at_step = held.command, held.command.at_step
+        if at_step is not None and at_step > step:
+            return
+        if at_step is not None and at_step < step:
+            if self._claim(command.id) is not None:
+                self._settle_passed(command, at_step)
+                self._wake()
+        elif self._allocator.capturing:
+            if at_step is not None and self._claim(command.id) is not None:
+                self._finish(self._executor.settle(refused_during_capture(command)))
+                self._wake()
+        elif self._claim(command.id) is not None:
+            self._run_claimed(held)
+
+    def _run_claimed(self, held: _Held) -> None:
+        command, expires_seconds = held.command, held.expires_seconds
+        try:
+            result = self._executor.run_if_free(command, expires_seconds=expires_seconds)
+            if result is None and command.at_step is None:
+                with self._lock:  # the reporter's thread runs a command or samples: try after the next step
+                    self._held[command.id] = held
+                    self._mark()
+                return
+            if result is None:
+                result = self._executor.run(command, expires_seconds=expires_seconds)
+        except BaseException as error:  # from the user's signal handler: it continues to the user's code
+            interrupted = f"a signal handler raised {type(error).__name__}"
+            self._settle(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
+            self._wake()
+            raise
+        self._finish(result)
+        self._wake()
+
+    def _idle(self, now: float) -> bool:
+        """Return whether no step has run and nothing was allocated for some seconds."""
         if self._sampler.steps_run() or self._allocator.flushing:
             self._counted = None
             return False
         counted = tuple(self._allocator.allocations(index) for index in self._allocator.devices())
         if counted != self._counted:
             self._counted, self._still_since_seconds = counted, now
-        return now - self._still_since_seconds >= _REST_SECONDS
+        return now - self._still_since_seconds >= _IDLE_SECONDS
 
     def _list(self) -> list[_Held]:
         with self._lock:
             return list(self._held.values())
 
     def _claim(self, command_id: str) -> _Held | None:
-        """Whoever gets it is the one who runs it, or ends it."""
+        """Take a command out. Only the thread that gets it runs or ends it."""
         with self._lock:
             held = self._held.pop(command_id, None)
             self._mark()
@@ -218,22 +227,25 @@ class Waiting:
     def _mark(self) -> None:
         self._for_steps = any(held.command.mode != "idle" for held in self._held.values())
 
-    def _settle(self, command: Command, outcome: str, reason: str) -> None:
-        result = CommandResult(command.id, outcome, reason, step=self._sampler.step)
+    def _settle(self, command: Command, outcome: str, reason: str, code: ReasonCode) -> None:
+        result = CommandResult(command.id, outcome, reason, code, step=self._sampler.step)
         self._finish(self._executor.settle(result))
 
     def _finish(self, result: CommandResult) -> None:
         with self._lock:
             self._results.append(result)
 
-    def _passed(self, at_step: int) -> str:
-        return f"step {at_step} had passed: {self._sampler.step} have ended"
+    def _settle_passed(self, command: Command, at_step: int) -> None:
+        passed = f"step {at_step} has passed: {self._sampler.step} steps have ended"
+        self._settle(command, "expired", passed, ReasonCode.STEP_PASSED)
 
-    def _too_late(self, command: Command) -> str:
+    def _settle_late(self, command: Command) -> None:
         if command.mode == "now":
-            return f"{CAPTURING}, until the deadline"
-        if command.mode == "idle":
-            return "the process was not idle before the deadline"
-        if command.at_step is not None:
-            return f"step {command.at_step} did not end before the deadline"
-        return "no step ended before the deadline"
+            late, code = "a CUDA graph was being captured until the deadline", ReasonCode.CUDA_GRAPH_CAPTURE
+        elif command.mode == "idle":
+            late, code = "the process was not idle before the deadline", ReasonCode.NOT_IDLE
+        elif command.at_step is not None:
+            late, code = f"step {command.at_step} did not end before the deadline", ReasonCode.NO_STEP_ENDED
+        else:
+            late, code = "no step ended before the deadline", ReasonCode.NO_STEP_ENDED
+        self._settle(command, "expired", late, code)

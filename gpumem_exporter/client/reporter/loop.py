@@ -9,7 +9,7 @@ from dataclasses import replace
 from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
-from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.commands.scheduler import Scheduler
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.phases import current_phase
@@ -63,7 +63,7 @@ class ReportLoop:
         self._errors = errors
         self.sampler = Sampler(allocator, swallow=lambda error: errors.note("cannot sample at a step", error))
         self._executor = Executor(allocator, self.sampler)
-        self._waiting = Waiting(self._executor, allocator, self.sampler, wake=wakeup.wake)
+        self._waiting = Scheduler(self._executor, allocator, self.sampler, wake=wakeup.wake)
         self.sampler.at_step = self._waiting.at_step
         self._identity = current_process(
             settings, torch_version=allocator.torch_version, allocator_settings=allocator.settings

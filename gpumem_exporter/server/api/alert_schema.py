@@ -1,8 +1,8 @@
-"""What Alertmanager's webhook sends (version 4 of its message), and which action an alert of it asks for.
+"""Alertmanager's webhook message (version 4), and the action that an alert requests.
 
-Everything is read that makes a difference; what a later Alertmanager adds is left alone. What an alert says to the
-exporter stands in its labels or annotations whose names begin with `gpumem_`: there, a name that is not known is
-refused, since a mistyped one would widen what is acted on.
+Unknown fields of the message are ignored, because a later Alertmanager may add some. An alert requests an action with
+labels or annotations whose names start with `gpumem_`. An unknown name with this prefix is rejected, because a mistyped
+one could widen the target.
 """
 
 from __future__ import annotations
@@ -13,40 +13,55 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from gpumem_exporter.server.api.action_schema import ActionBody
+from gpumem_exporter.actions.request import (
+    MAX_REASON_LENGTH,
+    ActionRequest,
+    Target,
+    invalid_fields,
+    mode_for,
+    pid_of,
+)
 from gpumem_exporter.server.http.problems import ProblemError, field_errors
 
-__all__ = ["ALERT_KEYS", "AlertBody", "AlertRequestError", "AlertsBody", "WantedAction", "read_alerts", "wanted_action"]
+__all__ = [
+    "ALERT_KEYS",
+    "AlertBody",
+    "AlertRequestError",
+    "AlertsBody",
+    "RequestedAction",
+    "read_alerts",
+    "requested_action",
+]
 
 MAX_ALERTS = 1000
 DEFAULT_COOLDOWN_SECONDS = 300.0
 MAX_COOLDOWN_SECONDS = 30 * 86400.0
-MAX_REASON_LENGTH = 1000
 PREFIX = "gpumem_"
+_TARGET = "target_"
 
 
-class _Read(BaseModel):
-    """No text counts as a number; what is not known is left alone."""
+class _Lenient(BaseModel):
+    """No text is accepted as a number; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
 
-class AlertBody(_Read):
+class AlertBody(_Lenient):
     """One alert of a message."""
 
     status: Literal["firing", "resolved"]
     labels: dict[str, str]
     annotations: dict[str, str] = Field(default_factory=dict)
-    starts_at: Annotated[str, Field(alias="startsAt", pattern=r"^[ -~]{1,64}$", description="when it began to fire")]
+    starts_at: Annotated[str, Field(alias="startsAt", pattern=r"^[ -~]{1,64}$", description="the start of the firing")]
     fingerprint: Annotated[str, Field(pattern=r"^[0-9A-Za-z_-]{1,64}$", description="of its labels")]
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The alert's name for people."""
         return self.labels.get("alertname", self.fingerprint)
 
 
-class AlertsBody(_Read):
+class AlertsBody(_Lenient):
     """A message of Alertmanager's webhook."""
 
     version: Literal["4"]
@@ -54,23 +69,23 @@ class AlertsBody(_Read):
 
 
 class AlertRequestError(Exception):
-    """What an alert asks for is not right; says why."""
+    """The action that an alert requests is invalid; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
-class WantedAction:
-    """What an alert asks for."""
+class RequestedAction:
+    """The action that an alert requests."""
 
-    action: ActionBody
+    request: ActionRequest
     cooldown_seconds: float
-    """For how long another firing of the same alert is not acted on."""
+    """The exporter does not act on another firing of the same alert for this time."""
 
 
 def read_alerts(body: bytes) -> AlertsBody:
     """Read a message.
 
     Raises:
-        ProblemError: 422, which names each field that is wrong.
+        ProblemError: 422, with each invalid field.
     """
     try:
         return AlertsBody.model_validate_json(body)
@@ -78,62 +93,64 @@ def read_alerts(body: bytes) -> AlertsBody:
         raise ProblemError.invalid(field_errors(error.errors(include_url=False, include_input=False))) from None
 
 
-def wanted_action(alert: AlertBody) -> WantedAction | None:
-    """The action that an alert asks for; None for one that asks for none.
+def requested_action(alert: AlertBody) -> RequestedAction | None:
+    """Return the action that an alert requests; None if it requests none.
 
     Raises:
-        AlertRequestError: it asks for something that is not right.
+        AlertRequestError: the request is invalid.
     """
-    said = _said(alert)
-    if "action" not in said:
+    texts = _texts(alert)
+    if "action" not in texts:
         return None
-    document: dict[str, Any] = {"target": {}, "wait_seconds": 0.0}
-    cooldown_seconds = DEFAULT_COOLDOWN_SECONDS
-    for name, text in said.items():
-        read = _READERS.get(name)
-        if read is None:
-            known = ", ".join(f"{PREFIX}{each}" for each in _READERS)
-            raise AlertRequestError(f"{PREFIX}{name[:64]} is not known; there is {known}")
-        try:
-            value = read(text)
-        except ValueError as error:
-            raise AlertRequestError(f"{PREFIX}{name}: {text[:64]!r} is not right: expected {error}") from None
-        if name == "cooldown_seconds":
-            cooldown_seconds = value
-        elif name.startswith("target_"):
-            document["target"][name.removeprefix("target_")] = value
-        else:
-            document[name] = value
-    reason = f"alert {alert.name[:128]} ({alert.fingerprint})"
-    if "reason" in document:
-        reason = f"{reason}: {document['reason']}"
-    document["reason"] = reason[:MAX_REASON_LENGTH]
-    try:
-        body = ActionBody.model_validate(document)
-    except ValidationError as error:
-        errors = field_errors(error.errors(include_url=False, include_input=False))
-    else:
-        errors = list(body.contradictions())
-        if not errors:
-            return WantedAction(body, cooldown_seconds)
-    raise AlertRequestError("; ".join(f"{PREFIX}{each.field.replace('.', '_')}: {each.message}" for each in errors))
+    values = {name: _read(name, text) for name, text in texts.items()}
+    cooldown_seconds = values.pop("cooldown_seconds", DEFAULT_COOLDOWN_SECONDS)
+    target = {name.removeprefix(_TARGET): values.pop(name) for name in tuple(values) if name.startswith(_TARGET)}
+    values["mode"] = mode_for(values.get("mode"), group=values.get("group", False))
+    values["reason"] = _reason(alert, values.get("reason", ""))
+    request = ActionRequest(target=Target(**target), **values)
+    invalid = invalid_fields(request)
+    if invalid:
+        raise AlertRequestError("; ".join(f"{_key(each.field)}: {each.message}" for each in invalid))
+    return RequestedAction(request, cooldown_seconds)
 
 
-def _said(alert: AlertBody) -> dict[str, str]:
-    """What the alert says to the exporter, without the prefix; empty texts are what a template without a value gives.
+def _texts(alert: AlertBody) -> dict[str, str]:
+    """Return the labels and annotations for the exporter, without the prefix.
+
+    A template without a value produces an empty text, so empty texts are left out.
 
     Raises:
-        AlertRequestError: a label and an annotation say different things.
+        AlertRequestError: a label and an annotation have different values.
     """
-    said: dict[str, str] = {}
-    for where in (alert.labels, alert.annotations):
-        for key, text in where.items():
+    texts: dict[str, str] = {}
+    for source in (alert.labels, alert.annotations):
+        for key, text in source.items():
             name = key.removeprefix(PREFIX)
             if name == key or not text.strip():
                 continue
-            if said.setdefault(name, text.strip()) != text.strip():
+            if texts.setdefault(name, text.strip()) != text.strip():
                 raise AlertRequestError(f"{key}: the label and the annotation differ")
-    return said
+    return texts
+
+
+def _read(name: str, text: str) -> Any:
+    read = _READERS.get(name)
+    if read is None:
+        known = ", ".join(f"{PREFIX}{each}" for each in _READERS)
+        raise AlertRequestError(f"{PREFIX}{name[:64]} is unknown; the names are {known}")
+    try:
+        return read(text)
+    except ValueError as error:
+        raise AlertRequestError(f"{PREFIX}{name}: {text[:64]!r} is invalid: expected {error}") from None
+
+
+def _reason(alert: AlertBody, given: str) -> str:
+    reason = f"alert {alert.name[:128]} ({alert.fingerprint})"
+    return (f"{reason}: {given}" if given else reason)[:MAX_REASON_LENGTH]
+
+
+def _key(field: str) -> str:
+    return PREFIX + field.replace(".", "_")
 
 
 def _flag(text: str) -> bool:
@@ -152,12 +169,8 @@ def _number(text: str) -> float:
 def _cooldown(text: str) -> float:
     seconds = _number(text)
     if not 0 <= seconds <= MAX_COOLDOWN_SECONDS:
-        raise ValueError(f"seconds, at most {MAX_COOLDOWN_SECONDS:.0f}")
+        raise ValueError(f"seconds from 0 to {MAX_COOLDOWN_SECONDS:.0f}")
     return seconds
-
-
-def _pid(text: str) -> int | str:
-    return int(text) if text.isascii() and text.isdecimal() and len(text) < 11 else text
 
 
 _READERS: Mapping[str, Callable[[str], Any]] = {
@@ -167,7 +180,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "reason": str,
     "target_gpu": str,
     "target_uuid": str,
-    "target_pid": _pid,
+    "target_pid": pid_of,
     "target_workload": str,
     "target_rank": str,
     "target_all": _flag,
@@ -178,6 +191,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "dry_run": _flag,
     "cooldown_seconds": _cooldown,
 }
+"""How to read each value, by name without the prefix."""
 
 ALERT_KEYS = frozenset(f"{PREFIX}{name}" for name in _READERS)
-"""The labels and annotations by which an alert says what it asks for."""
+"""The labels and annotations with which an alert requests an action."""

@@ -1,8 +1,7 @@
-"""Answering for actions: each is on the disk before a process hears of it, and its end before its caller does.
+"""Records actions on disk: each before a process gets a command of it, and its end before the caller gets the reply.
 
-Only where `--storage.path` names a folder: what is in memory alone answers for nothing after a restart. Then an action
-that the exporter before this one had begun, and not seen the end of, has failed: its processes are told to forget it
-where it still waits there, and whatever became of it elsewhere is not known.
+This needs `--storage.path`; otherwise actions are only in memory. After a restart, an action without a recorded end has
+failed. The processes that keep its command forget it; whether other processes have run it is unknown.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ from typing import TypeVar
 
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
+from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_asked
 from gpumem_exporter.server.api.event_writes import read_events, wait_until_kept
+from gpumem_exporter.wire.protocol import ReasonCode
 
 __all__ = ["Audit"]
 
 T = TypeVar("T")
 
-RESTARTED = "the exporter was restarted before its answer came; whether it was done is not known"
-_RECALLED_SECONDS = 7200.0
-"""Twice the longest deadline of an action."""
+_RESTARTED = "the exporter restarted before the result arrived; the action may have been done"
+_RECALLED_SECONDS = 2 * MAX_DEADLINE_SECONDS
 _RETRY_SECONDS = 1.0
 _WAIT_SECONDS = 5.0
 _PAGE = 500
@@ -37,13 +37,13 @@ _log = logging.getLogger(__name__)
 
 
 class Audit:
-    """Writes actions down and finds them again. For the event loop.
+    """Records actions and reads them after a restart. For the event loop.
 
     Args:
-        events: where they are written.
-        durable: they outlive this process.
+        events: stores the records.
+        durable: whether the records are on disk.
         wall_clock: seconds of the Unix epoch.
-        on_lost: told of each action whose end a restart has cut off.
+        on_lost: called with each action that a restart has interrupted.
     """
 
     def __init__(
@@ -61,61 +61,61 @@ class Audit:
         self._ends: dict[str, Future[bool]] = {}
         self._recalled = asyncio.Event()
 
-    async def write_down(self, asked: SubmittedAction) -> None:
-        """An action begins: return when that is on the disk, or when the disk fails."""
-        await wait_until_kept(self._events.log, self._events.action_asked(asked))
+    async def record(self, submitted: SubmittedAction) -> None:
+        """Record a new action; return when it is on disk, or when the disk fails."""
+        await wait_until_kept(self._events.log, self._events.action_asked(submitted))
 
     def finished(self, action: Action) -> None:
-        """An action has ended."""
-        kept = self._events.action_finished(action)
-        if kept is not None and self.durable:
+        """Record the end of an action."""
+        stored = self._events.action_finished(action)
+        if stored is not None and self.durable:
             self._ends = {known: end for known, end in self._ends.items() if not end.done()}
-            self._ends[action.id] = kept
+            self._ends[action.id] = stored
 
-    async def kept(self, action: Action) -> None:
-        """Return when an action's end is on the disk, or when the disk fails."""
+    async def wait_until_stored(self, action: Action) -> None:
+        """Return when the end of an action is on disk, or when the disk fails."""
         end = self._ends.get(action.id)
         if end is not None:
             await wait_until_kept(self._events.log, end)
 
-    async def recalled(self) -> None:
-        """Return when the actions of before are known; not later than after some seconds."""
+    async def wait_until_recalled(self) -> None:
+        """Return when the dispatcher knows the actions before the restart, after some seconds at the latest."""
         if self.durable and not self._recalled.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._recalled.wait(), _WAIT_SECONDS)
 
     async def recall(self, dispatcher: Dispatcher) -> None:
-        """Have the dispatcher know the actions of before. The disk is asked until it answers."""
+        """Give the dispatcher the actions before the restart. Retries while the disk fails."""
         if not self.durable:
             return
-        begun = self._wall_clock()
+        since_unix_seconds = self._wall_clock() - _RECALLED_SECONDS
         try:
             while True:
                 try:
-                    events = await self._read(begun - _RECALLED_SECONDS)
+                    events = await self._read(since_unix_seconds)
                 except StorageError:
-                    await asyncio.sleep(_RETRY_SECONDS)  # the log says by itself what is wrong with it
-                    continue
-                break
-            self._tell(dispatcher, events)
-        except Exception:  # noqa: BLE001 - it would be the same the next time, and nobody waits for this task
-            _log.exception("the actions before this start cannot be recalled")
+                    await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
+                else:
+                    break
+            self._restore(dispatcher, events)
+        except Exception:  # noqa: BLE001 - another attempt would fail in the same way
+            _log.exception("cannot recall the actions before this start")
         finally:
             self._recalled.set()
 
-    def _tell(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
-        asked = dict(_readable(events, "action_asked", read_asked))
-        ended = dict(_readable(events, "action", read_action))
-        have_ended = {event.detail.get("id") for event in events if event.type == "action"}
-        known = [(action, asked.get(id_)) for id_, action in ended.items()]
-        for id_, one in asked.items():
-            if id_ not in have_ended and dispatcher.get(id_) is None:
+    def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
+        submitted = dict(_readable(events, "action_asked", read_asked))
+        finished = dict(_readable(events, "action", read_action))
+        ended_ids = {event.detail.get("id") for event in events if event.type == "action"}
+        known = [(action, submitted.get(action_id)) for action_id, action in finished.items()]
+        for action_id, one in submitted.items():
+            if action_id not in ended_ids and dispatcher.get(action_id) is None:
                 lost = _lost(one)
                 known.append((lost, one))
                 self._on_lost(lost)
                 self.finished(lost)
-        for action, how in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
-            dispatcher.recall(action, how)
+        for action, origin in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
+            dispatcher.recall(action, origin)
 
     async def _read(self, since_unix_seconds: float) -> list[Event]:
         query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
@@ -129,18 +129,18 @@ class Audit:
 
 
 def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:
-    """What can be read of these; another version of the exporter may have written what this one cannot."""
+    """Yield what can be read, by action id. Another version of the exporter may have written other events."""
     for event in events:
         if event.type == type_:
             try:
                 yield event.detail["id"], read(event)
-            except Exception:  # noqa: BLE001 - told, and the others are read
-                _log.exception("an action of before cannot be read", extra={"fields": {"event": event.id}})
+            except Exception:  # noqa: BLE001 - the other events are still read
+                _log.exception("cannot read a recorded action", extra={"fields": {"event": event.id}})
 
 
-def _lost(asked: SubmittedAction) -> Action:
+def _lost(submitted: SubmittedAction) -> Action:
     results = tuple(
-        ActionResult(pid=pid, workload=workload, rank=rank, gpu="", uuid="", outcome="failed", reason=RESTARTED)
-        for pid, workload, rank in asked.processes
+        ActionResult(pid, workload, rank, "", "", "failed", _RESTARTED, ReasonCode.EXPORTER_RESTARTED)
+        for pid, workload, rank in submitted.processes
     )
-    return replace(asked.action, state="failed", results=results)
+    return replace(submitted.action, state="failed", results=results)

@@ -1,16 +1,23 @@
-"""What the exporter knows, as JSON documents. Pure: one snapshot in, plain dictionaries out; unknown is null."""
+"""The JSON documents of devices and processes. Pure: each is built from one snapshot; unknown values are null."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
-from gpumem_exporter.actions.model import gpu_labels
+from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
+from gpumem_exporter.server.api.state_schema import (
+    DeviceDocument,
+    DevicesDocument,
+    ProcessDeviceDocument,
+    ProcessDocument,
+    ProcessesDocument,
+)
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
@@ -20,8 +27,8 @@ _FACTS = ("user", "container_id", "k8s_pod_uid", "k8s_namespace", "k8s_pod", "k8
 _JOBS = ("slurm_job_id", "ray_job_id")
 
 
-def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
-    """Every device the driver lists, with its memory and its ledger."""
+def devices_document(snapshot: Snapshot, source: str) -> DevicesDocument:
+    """Return every device that the driver lists, with its memory and its ledger."""
     node = snapshot.node
     ledgers = node_ledgers(snapshot)
     return {
@@ -29,14 +36,14 @@ def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
         "taken_unix_seconds": node.taken_unix_seconds if node else None,
         "nvml": {
             "up": bool(node and node.up),
-            "error": node.error if node else "the driver has not answered lately",
+            "error": node.error if node else "the driver has not answered recently",
             "driver_version": node.driver_version if node else "",
         },
         "devices": [_device(device, ledgers.get(device.uuid)) for device in (node.devices if node else ())],
     }
 
 
-def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any]:
+def _device(device: DeviceReading, ledger: DeviceLedger | None) -> DeviceDocument:
     memory = device.memory
     return {
         "gpu": device.gpu,
@@ -63,17 +70,17 @@ def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any
 
 @dataclass(slots=True)
 class SeenProcess:
-    """One process, from whichever sides know it."""
+    """A process, with what its reporter, the driver and the host report about it."""
 
     host_pid: int | None
     pid: int | str
-    """What it is called; see `core.naming`."""
+    """Its name; see `core.naming`."""
     reporter: ReportingProcess | None = None
     silent: SilentReporter | None = None
     shares: dict[str, ProcessShare] = field(default_factory=dict)
-    """By uuid, of the devices that the driver lists it on."""
+    """By uuid, for the devices on which the driver lists it."""
     facts: ProcessFacts | None = None
-    """What the host says of this very process."""
+    """The host's description of this process."""
 
     @property
     def state(self) -> str:
@@ -82,26 +89,26 @@ class SeenProcess:
 
     @property
     def command(self) -> str | None:
-        """Program and script: by the host's word, else by its own."""
+        """Program and script, as the host reports them, otherwise as the reporter does."""
         own = self.reporter.report.process.command if self.reporter else None
         return (self.facts.command if self.facts else "") or own
 
     @property
     def last_report_unix_seconds(self) -> float | None:
-        """None for one that never reported."""
+        """None if the process never reported."""
         if self.reporter is not None:
             return self.reporter.received_unix_seconds
         return self.silent.last_report_unix_seconds if self.silent is not None else None
 
 
-def processes_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
-    """Every process that reports, that did, or that the driver lists."""
+def processes_document(snapshot: Snapshot, source: str) -> ProcessesDocument:
+    """Return every process that reports, that is silent, or that the driver lists."""
     gpus = gpu_labels(snapshot)
     return {"source": source, "processes": [_process(one, gpus, snapshot) for one in seen_processes(snapshot)]}
 
 
 def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
-    """Every process that reports, that did, or that the driver lists."""
+    """Return every process that reports, that is silent, or that the driver lists."""
     facts = snapshot.node.facts if snapshot.node else {}
     names = Names.of(snapshot)
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
@@ -121,18 +128,18 @@ def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
 
 
 def _facts(one: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
-    """What the host says of this very process, not of another that had or has its pid."""
+    """Return the host's description, unless it is of another process that used the same pid."""
     found = facts.get(one.host_pid) if one.host_pid is not None else None
     known = one.reporter or one.silent
     return found if found is None or known is None or known.start_time_ticks == found.start_time_ticks else None
 
 
-def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
+def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> ProcessDocument:
     reporter, silent, facts = one.reporter, one.silent, one.facts
     report = reporter.report if reporter else None
     identity = report.process if report else None
     known = reporter or silent
-    return {
+    document = {
         "pid": one.pid,
         "own_pid": known.key.pid if known else None,
         "host_pid": one.host_pid,
@@ -156,9 +163,10 @@ def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> d
         "actions": list(report.actions) if report else [],
         "devices": _process_devices(one, gpus),
     }
+    return cast("ProcessDocument", document)
 
 
-def _process_devices(one: SeenProcess, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
+def _process_devices(one: SeenProcess, gpus: Mapping[str, str]) -> list[ProcessDeviceDocument]:
     report = one.reporter.report if one.reporter else None
     samples = {sample.uuid: sample for sample in report.devices} if report else {}
     step = report.step if report else None
@@ -168,7 +176,7 @@ def _process_devices(one: SeenProcess, gpus: Mapping[str, str]) -> list[dict[str
 
 def _process_device(
     uuid: str, gpu: str | None, sample: DeviceSample | None, share: ProcessShare | None, step: int | None
-) -> dict[str, Any]:
+) -> ProcessDeviceDocument:
     document: dict[str, Any] = {
         "gpu": gpu,
         "uuid": uuid,
@@ -182,4 +190,4 @@ def _process_device(
         document[name] = dict(value) if isinstance(value, Mapping) else value
     if sample is None:
         document["phase_peak_bytes"] = document["component_bytes"] = {}
-    return document
+    return cast("ProcessDeviceDocument", document)

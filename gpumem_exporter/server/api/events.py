@@ -2,41 +2,110 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
+from fastapi import Query as QueryParameters
+from pydantic import AfterValidator, AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events import EVENT_TYPES
-from gpumem_exporter.server.api.event_query import DEFAULT_LISTED, MAX_LISTED, events_document, read_query
+from gpumem_exporter.events import EVENT_TYPES, Event, EventLog, Page, Query
 from gpumem_exporter.server.api.event_writes import read_events
-from gpumem_exporter.server.api.state import json_response
-from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.runtime import Runtime
+from gpumem_exporter.server.http.problems import ProblemError, problems
+from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH
 
-__all__ = ["events_router"]
+__all__ = ["EventParameters", "events_document", "events_router"]
+
+MAX_LISTED = 1000
 
 
-def events_router(runtime: Runtime) -> APIRouter:
-    """The route of events."""
+def _split(values: object) -> object:
+    return [part.strip() for value in values for part in str(value).split(",")] if isinstance(values, list) else values
+
+
+def _known_types(values: Sequence[str]) -> tuple[str, ...]:
+    if not set(values) <= set(EVENT_TYPES):
+        raise ValueError(f"must be one or more of {', '.join(EVENT_TYPES)}, separated by commas")
+    return tuple(dict.fromkeys(values))
+
+
+def _restore_plus(value: object) -> object:
+    """Replace the space that an unescaped `+` of a time zone becomes in a query."""
+    return value.replace(" ", "+") if isinstance(value, str) else value
+
+
+class EventParameters(BaseModel):
+    """The parameters of a query for events."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: int | None = Field(None, ge=0, le=2**63 - 1, description="only events with a greater id")
+    since: Annotated[AwareDatetime, BeforeValidator(_restore_plus)] | None = Field(
+        None, description="only events at or after this time: Unix seconds, or RFC 3339"
+    )
+    type: Annotated[tuple[str, ...], BeforeValidator(_split), AfterValidator(_known_types)] = Field(
+        (),
+        description="only events of these types, separated by commas",
+        json_schema_extra={"items": {"type": "string", "enum": list(EVENT_TYPES)}},
+    )
+    pid: str | None = Field(
+        None,
+        pattern=r"^[0-9]{1,10}(@[0-9]{1,20})?$",
+        description="only events about this process, as its `pid` label names it; an action is about each target",
+    )
+    limit: int = Field(100, ge=1, le=MAX_LISTED, description="the maximum number of events; a page may have fewer")
+
+    def query(self) -> Query:
+        """Return the query for the event log."""
+        since = None if self.since is None else self.since.timestamp()
+        return Query(self.after, since, self.type, self.pid, self.limit)
+
+
+class EventDocument(TypedDict):
+    """An event. Values that are unknown or that do not apply are null."""
+
+    id: Annotated[int, Field(description="increases from event to event, also after a restart")]
+    type: Annotated[str, Field(json_schema_extra={"enum": list(EVENT_TYPES)})]
+    time: Annotated[str, Field(description="when it happened, in RFC 3339")]
+    unix_seconds: float
+    gpu: str | None
+    uuid: str | None
+    pid: Annotated[int | str | None, Field(description="the `pid` label of the process' series")]
+    workload: str | None
+    rank: str | None
+    detail: Annotated[dict[str, Any], Field(description="values that depend on the type")]
+
+
+class EventsDocument(TypedDict):
+    """A page of events. `next_after` is the `after` of the next request; `more`: there are more events now."""
+
+    events: list[EventDocument]
+    next_after: int
+    more: bool
+
+
+def events_router(log: EventLog) -> APIRouter:
+    """Return the route of events."""
     router = APIRouter(tags=["events"])
 
-    @router.get(EVENTS_PATH, response_class=Response, responses=_ANSWERS, openapi_extra=_QUERY)
-    async def events(request: Request) -> Response:
-        """What happened, in the order in which the exporter learnt of it.
+    @router.get(EVENTS_PATH, response_model=EventsDocument, responses=problems(401, 403, 422, 503))
+    async def events(parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
+        """What happened, in the order in which the exporter recorded it.
 
-        Without `after` and `since` these are the last `limit` events; with one of them, the first `limit` that match.
-        `after=<next_after>` goes on where an answer ended, whether `more` says that there is something or it is yet to
-        happen. Who may read this is who may read the audit log.
+        Without `after` and `since`, the reply has the last `limit` events. With one of them, it has the first `limit`
+        events that match; `after=<next_after>` continues from there. The callers that may read the audit log may read
+        events.
 
-        What is shown here is on the disk, where `--storage.path` names a folder: it is here again after the exporter
-        was killed. A report that tells of an out-of-memory error is answered when that is on the disk as well, or after
-        a second, if the disk fails: `/health` says so then, and the event waits in memory.
+        With `--storage.path`, events are on disk and survive a restart. The reply to a report with an out-of-memory
+        error waits up to one second until the event is on disk. If the disk fails, the event stays in memory and
+        `/health` reports the error.
         """
-        query = read_query(request.query_params.multi_items())
         try:
-            page = await read_events(runtime.events.log, query)
+            page = await read_events(log, parameters.query())
         except StorageError as error:
             raise ProblemError(503, f"the events cannot be read: {error}", {"Retry-After": "1"}) from None
         return json_response(events_document(page))
@@ -44,77 +113,21 @@ def events_router(runtime: Runtime) -> APIRouter:
     return router
 
 
-def _problem(text: str) -> dict[str, Any]:
+def events_document(page: Page) -> EventsDocument:
+    """Return a page of events as JSON."""
+    return {"events": [_event(event) for event in page.events], "next_after": page.next_after, "more": page.more}
+
+
+def _event(event: Event) -> EventDocument:
     return {
-        "description": text,
-        "content": {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}},
+        "id": event.id,
+        "type": event.type,
+        "time": iso_time(event.time_unix_seconds),
+        "unix_seconds": event.time_unix_seconds,
+        "gpu": event.gpu,
+        "uuid": event.uuid,
+        "pid": event.pid,
+        "workload": event.workload,
+        "rank": event.rank,
+        "detail": dict(event.detail),
     }
-
-
-_TEXT = {"type": ["string", "null"]}
-_EVENT: dict[str, Any] = {
-    "type": "object",
-    "required": ["id", "type", "time", "unix_seconds", "gpu", "uuid", "pid", "workload", "rank", "detail"],
-    "properties": {
-        "id": {"type": "integer", "description": "rises from event to event, also over a restart; says nothing else"},
-        "type": {"type": "string", "enum": list(EVENT_TYPES)},
-        "time": {"type": "string", "format": "date-time", "description": "when it happened"},
-        "unix_seconds": {"type": "number", "description": "the same, exactly"},
-        "gpu": _TEXT,
-        "uuid": _TEXT,
-        "pid": {"type": ["integer", "string", "null"], "description": "the pid that the process' series carry"},
-        "workload": _TEXT,
-        "rank": _TEXT,
-        "detail": {
-            "type": "object",
-            "description": "by type. oom: what was requested, what was free, and in `allocator` the device's allocator "
-            "at that moment, in PyTorch's words. process_ended: `reason`, and in `devices` the last row of the ledger "
-            "for each device. device_lost: `error`. action: `id`, and what became of each process in `results`.",
-        },
-    },
-}
-_PAGE = {
-    "type": "object",
-    "required": ["events", "next_after", "more"],
-    "properties": {
-        "events": {"type": "array", "items": _EVENT},
-        "next_after": {"type": "integer", "description": "`after` of the next request"},
-        "more": {"type": "boolean", "description": "the next request will find something"},
-    },
-}
-_ANSWERS: dict[int | str, dict[str, Any]] = {
-    200: {"description": "a page of events", "content": {"application/json": {"schema": _PAGE}}},
-    401: _problem("no token, or a wrong one"),
-    403: _problem("not from here"),
-    422: _problem("a parameter is not right"),
-    503: _problem("the disk does not answer"),
-}
-
-
-def _parameter(name: str, schema: dict[str, Any], description: str, **more: Any) -> dict[str, Any]:
-    return {"name": name, "in": "query", "schema": schema, "description": description, **more}
-
-
-_QUERY: dict[str, Any] = {
-    "parameters": [
-        _parameter("after", {"type": "integer", "minimum": 0}, "those that were learnt of after the one with this id"),
-        _parameter("since", {"type": "string"}, "those that happened then or later: Unix seconds, or RFC 3339"),
-        _parameter(
-            "type",
-            {"type": "array", "items": {"type": "string", "enum": list(EVENT_TYPES)}},
-            "of these types, with commas between them",
-            style="form",
-            explode=False,
-        ),
-        _parameter(
-            "pid",
-            {"type": "string"},
-            "about this process, as its `pid` label has it; an action is about each that it was meant for",
-        ),
-        _parameter(
-            "limit",
-            {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": DEFAULT_LISTED},
-            "how many at most; fewer come where they are large",
-        ),
-    ]
-}

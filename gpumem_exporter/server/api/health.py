@@ -1,45 +1,86 @@
-"""`/health`, and Prometheus' own `/-/healthy` and `/-/ready`."""
+"""`/health`, and the `/-/healthy` and `/-/ready` of Prometheus' own exporters."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from fastapi import APIRouter, Response
 from fastapi.responses import PlainTextResponse
+from typing_extensions import TypedDict
 
-from gpumem_exporter.server.api.health_document import health_document
-from gpumem_exporter.server.api.state import json_response
-from gpumem_exporter.server.runtime import Runtime
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.events import EventLog, EventLogStatus
+from gpumem_exporter.nvml.poller import Poller, PollerStatus
+from gpumem_exporter.server.http.replies import json_response
 
-__all__ = ["health_router"]
+__all__ = ["Health", "HealthDocument", "health_document", "health_router"]
 
-_HEALTH: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "ok, or degraded: no driver, a lost device, events that cannot be kept",
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    },
-    503: {
-        "description": "failing: the exporter cannot do its work",
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    },
-}
+Status = Literal["ok", "degraded", "failing"]
+_RANKS: tuple[Status, ...] = ("ok", "degraded", "failing")
 
 
-def health_router(runtime: Runtime) -> APIRouter:
-    """The routes that say how the exporter is."""
+class Check(TypedDict):
+    """The state of one part of the exporter."""
+
+    status: Status
+    detail: str
+
+
+class NvmlState(TypedDict):
+    """Whether the driver answers; otherwise why not. `released`: `release-nvml` is in force."""
+
+    up: bool
+    error: str
+    released: bool
+
+
+class HealthDocument(TypedDict):
+    """The reply of `GET /health`; `status` is that of the worst check."""
+
+    status: Status
+    version: str
+    source: str
+    nvml: NvmlState
+    devices: int
+    processes: int
+    checks: dict[str, Check]
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Computes the health of the exporter from its poller and its event log."""
+
+    poller: Poller
+    log: EventLog
+    source: str
+    version: str
+
+    def document(self, snapshot: Snapshot) -> HealthDocument:
+        """Return the reply of `GET /health` for this snapshot."""
+        return health_document(
+            snapshot,
+            self.poller.status(snapshot.taken_seconds),
+            self.log.status(),
+            source=self.source,
+            version=self.version,
+        )
+
+
+def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:
+    """Return the routes that report the exporter's health."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/health", response_class=Response, responses=_HEALTH)
-    async def health() -> Response:
-        """How the exporter and the driver are, with one check for each part."""
-        now = runtime.clock()
-        document = health_document(
-            runtime.store.snapshot(now),
-            runtime.poller.status(now),
-            runtime.events.log.status(),
-            source=runtime.source,
-            version=runtime.version,
-        )
+    @router.get(
+        "/health",
+        response_model=HealthDocument,
+        response_description="`ok`, or `degraded`: no driver, a lost device, or events that cannot be stored",
+        responses={503: {"model": HealthDocument, "description": "`failing`: the exporter cannot do its work"}},
+    )
+    async def show() -> Response:
+        """The health of the exporter and the driver, with one check for each part."""
+        document = health.document(snapshot())
         return json_response(document, 503 if document["status"] == "failing" else 200)
 
     @router.get("/-/healthy", response_class=PlainTextResponse)
@@ -48,12 +89,91 @@ def health_router(runtime: Runtime) -> APIRouter:
         return PlainTextResponse("gpumem-exporter is healthy.\n")
 
     @router.get(
-        "/-/ready", response_class=PlainTextResponse, responses={503: {"description": "the first poll is not done"}}
+        "/-/ready", response_class=PlainTextResponse, responses={503: {"description": "the first poll is not complete"}}
     )
     async def ready() -> PlainTextResponse:
-        """The first poll is done, whether or not it found a driver."""
-        if runtime.poller.status(runtime.clock()).polls == 0:
-            return PlainTextResponse("gpumem-exporter is not ready: the first poll is not done.\n", 503)
+        """The first poll is complete, whether or not it found a driver."""
+        if health.poller.status(snapshot().taken_seconds).polls == 0:
+            return PlainTextResponse("gpumem-exporter is not ready: the first poll is not complete.\n", 503)
         return PlainTextResponse("gpumem-exporter is ready.\n")
 
     return router
+
+
+def health_document(
+    snapshot: Snapshot, poller: PollerStatus, events: EventLogStatus, *, source: str, version: str
+) -> HealthDocument:
+    """Return the exporter's state. A restart may fix `failing`; `degraded` is a fault of the node."""
+    node = snapshot.node
+    checks = {
+        "poller": _poller_check(poller),
+        "nvml": _nvml_check(snapshot, poller),
+        "devices": _devices_check(snapshot),
+        "reports": _reports_check(snapshot),
+        "events": _events_check(events),
+    }
+    up = bool(node and node.up)
+    return {
+        "status": max((check["status"] for check in checks.values()), key=_RANKS.index),
+        "version": version,
+        "source": source,
+        "nvml": {
+            "up": up,
+            "error": "" if up else checks["nvml"]["detail"],
+            "released": not up and poller.release is not None,
+        },
+        "devices": len(node.devices) if node else 0,
+        "processes": len(snapshot.processes),
+        "checks": checks,
+    }
+
+
+def _poller_check(poller: PollerStatus) -> Check:
+    if not poller.alive:
+        return _check("failing", f"the poller has stopped{': ' + poller.error if poller.error else ''}")
+    if poller.stuck:
+        busy = f" for {poller.busy_seconds:.0f} s" if poller.busy_seconds is not None else ""
+        return _check("failing", f"the driver has not answered a poll{busy}")
+    return _check("ok", f"{poller.polls} polls" if poller.polls else "the first poll is running")
+
+
+def _nvml_check(snapshot: Snapshot, poller: PollerStatus) -> Check:
+    node = snapshot.node
+    if node is None:
+        return _check("degraded", poller.error or "the driver has not answered recently")
+    if not node.up:
+        return _check("degraded", node.error or "the driver does not answer")
+    return _check("ok", f"driver {node.driver_version}" if node.driver_version else "")
+
+
+def _devices_check(snapshot: Snapshot) -> Check:
+    node = snapshot.node
+    if node is None or not node.up:
+        return _check("ok", "unknown")
+    lost = [f"{device.gpu or device.uuid}: {device.error}" for device in node.devices if not device.up]
+    if lost:
+        return _check("degraded", f"{len(lost)} of {len(node.devices)} do not answer ({'; '.join(lost)})")
+    if not node.devices:
+        return _check("degraded", "the driver lists no device")
+    return _check("ok", f"{len(node.devices)} answer")
+
+
+def _reports_check(snapshot: Snapshot) -> Check:
+    silent = f", {len(snapshot.silent)} silent" if snapshot.silent else ""
+    return _check("ok", f"{len(snapshot.processes)} processes report{silent}")
+
+
+def _events_check(events: EventLogStatus) -> Check:
+    lost = f"; {events.waiting} waiting, {events.dropped} dropped" if events.waiting or events.dropped else ""
+    if events.error:
+        return _check("degraded", events.error + lost)
+    if not events.alive:
+        return _check("degraded", f"the event log has stopped{lost}")
+    if not events.prompt:
+        return _check("degraded", f"{events.where} has not answered for {events.busy_seconds or 0:.0f} s{lost}")
+    damaged = f"; a damaged file was renamed to {events.damaged_file}" if events.damaged_file else ""
+    return _check("ok", f"stored in {events.where}{damaged}{lost}")
+
+
+def _check(status: Status, detail: str) -> Check:
+    return {"status": status, "detail": detail}

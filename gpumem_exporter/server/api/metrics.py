@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope, Send
 
 from gpumem_exporter.collectors.exposition import CONTENT_TYPE_OPENMETRICS, CONTENT_TYPE_TEXT, Exposition
 from gpumem_exporter.core.samples import Snapshot
-from gpumem_exporter.server.http.negotiation import accepts_gzip, prefers_openmetrics
 from gpumem_exporter.server.http.problems import problem_response
+from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 
 __all__ = ["MetricsRoute"]
 

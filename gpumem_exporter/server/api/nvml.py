@@ -1,83 +1,146 @@
-"""`/api/v1/nvml/release` and `/attach`: for a driver's maintenance below a running exporter.
+"""`/api/v1/nvml/release` and `/attach`: driver maintenance while the exporter runs.
 
-The guard has decided who may.
+The request guard has authorized the caller.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Body, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
 from gpumem_exporter.actions.caller import Caller
+from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.nvml.open_driver_files import open_driver_files
-from gpumem_exporter.server.api.nvml_schema import NvmlBody, driver_state, nvml_document, read_nvml_request
-from gpumem_exporter.server.api.state import json_response
-from gpumem_exporter.server.runtime import Runtime
+from gpumem_exporter.nvml.poller import Poller, PollerStatus
+from gpumem_exporter.server.api.audit import Audit
+from gpumem_exporter.server.http.held_requests import Holds
+from gpumem_exporter.server.http.problems import problems
+from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import NVML_PATH
 
 __all__ = ["nvml_router"]
 
-_LOOK_AGAIN_SECONDS = 0.02
+MAX_WAIT_SECONDS = 60.0
+_RECHECK_SECONDS = 0.02
 
 _log = logging.getLogger(__name__)
 
-_OBJECT = {"application/json": {"schema": {"type": "object"}}}
-_PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
-_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {"description": "done; `held` is what of the driver this process has open", "content": _OBJECT},
-    202: {"description": "the driver has not let it happen yet; it will happen when it does", "content": _OBJECT},
-    401: {"description": "no token, or a wrong one", "content": _PROBLEM},
-    403: {"description": "not from here", "content": _PROBLEM},
-    422: {"description": "the request is not right", "content": _PROBLEM},
-}
-_BODY: dict[str, Any] = {
-    "requestBody": {"content": {"application/json": {"schema": {"$ref": "#/components/schemas/NvmlBody"}}}}
-}
+NvmlState = Literal["attached", "absent", "attaching", "releasing", "released"]
 
 
-def nvml_router(runtime: Runtime) -> APIRouter:
-    """The routes that let the driver go and take it up again."""
+class NvmlBody(BaseModel):
+    """A request to release or attach NVML."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    reason: Annotated[str, Field(max_length=1000)] = Field("", description="for the audit log")
+    wait_seconds: float = Field(10.0, ge=0, le=MAX_WAIT_SECONDS, description="how long the reply may take")
+
+
+class NvmlDocument(TypedDict):
+    """The state of NVML. `absent`: the exporter tries to attach and finds no driver."""
+
+    state: NvmlState
+    error: str
+    requested_by: str | None
+    requested: str | None
+    reason: str | None
+    held: Annotated[
+        list[str] | None, Field(description="the driver's files that the exporter has open; null if unknown")
+    ]
+
+
+_ROUTE: dict[str, Any] = {
+    "response_model": NvmlDocument,
+    "response_description": "the request is complete",
+    "responses": {
+        202: {"model": NvmlDocument, "description": "the driver does not answer yet; the request stays in force"},
+        **problems(401, 403, 415, 422),
+    },
+}
+_Request = Annotated[NvmlBody, Body(default_factory=NvmlBody)]
+
+
+def nvml_router(
+    *, poller: Poller, dispatcher: Dispatcher, audit: Audit, holds: Holds, clock: Callable[[], float]
+) -> APIRouter:
+    """Return the routes that release and attach NVML.
+
+    Args:
+        poller: the only user of NVML.
+        dispatcher: lists the requests among the recent actions.
+        audit: stores the requests as events.
+        holds: the requests that wait.
+        clock: monotonic seconds.
+    """
     router = APIRouter(tags=["nvml"])
-    poller = runtime.poller
 
-    @router.post(NVML_PATH + "/release", response_class=Response, responses=_RESPONSES, openapi_extra=_BODY)
-    async def release(request: Request) -> Response:
-        """Let the driver go: shut NVML down and unload its library, until it is asked for again."""
-        body = read_nvml_request(await request.body())
-        if poller.status(runtime.clock()).release is None:
-            _record(runtime, "nvml_release", request.state.caller, body)
-        poller.release(str(request.state.caller), body.reason)
-        return await _answer(request, body)
+    @router.post(NVML_PATH + "/release", **_ROUTE)
+    async def release(request: Request, body: _Request) -> Response:
+        """Release NVML: shut it down and unload its library until it is attached again."""
+        caller: Caller = request.state.caller
+        if poller.status(clock()).release is None:
+            record("nvml_release", caller, body.reason)
+        poller.release(str(caller), body.reason)
+        return await reply(request, body)
 
-    @router.post(NVML_PATH + "/attach", response_class=Response, responses=_RESPONSES, openapi_extra=_BODY)
-    async def attach(request: Request) -> Response:
-        """Take a released driver up again, or look for a missing one at once."""
-        body = read_nvml_request(await request.body())
-        if poller.status(runtime.clock()).release is not None:
-            _record(runtime, "nvml_attach", request.state.caller, body)
+    @router.post(NVML_PATH + "/attach", **_ROUTE)
+    async def attach(request: Request, body: _Request) -> Response:
+        """Attach released NVML again, or retry at once if there is no driver."""
+        caller: Caller = request.state.caller
+        if poller.status(clock()).release is not None:
+            record("nvml_attach", caller, body.reason)
         poller.attach()
-        return await _answer(request, body)
+        return await reply(request, body)
 
-    async def _answer(request: Request, body: NvmlBody) -> Response:
-        await runtime.holds.until(_settled(runtime, body.wait_seconds), request.receive)
-        status = poller.status(runtime.clock())
-        document = nvml_document(status, await asyncio.to_thread(_held))
-        return json_response(document, 202 if driver_state(status) in ("releasing", "attaching") else 200)
+    def record(action: str, caller: Caller, reason: str) -> None:
+        fields = {"action": action, "requested_by": str(caller), "reason": reason}
+        _log.info("driver maintenance requested", extra={"fields": fields})
+        audit.finished(dispatcher.note(action, requested_by=caller, reason=reason))
+
+    async def reply(request: Request, body: NvmlBody) -> Response:
+        await holds.until(_applied(lambda: poller.status(clock()), body.wait_seconds), request.receive)
+        document = _document(poller.status(clock()), await asyncio.to_thread(_held))
+        return json_response(document, 202 if document["state"] in ("releasing", "attaching") else 200)
 
     return router
 
 
-async def _settled(runtime: Runtime, wait_seconds: float) -> None:
-    """Until the poller has done what was asked of it, or the time is over."""
+async def _applied(status: Callable[[], PollerStatus], wait_seconds: float) -> None:
+    """Wait until the poller's thread has applied the request or the time is over."""
     loop = asyncio.get_running_loop()
     end = loop.time() + wait_seconds
     while True:  # the poller is a thread, and may hang
-        if runtime.poller.status(runtime.clock()).request_applied or loop.time() >= end:
+        if status().request_applied or loop.time() >= end:
             return
-        await asyncio.sleep(_LOOK_AGAIN_SECONDS)
+        await asyncio.sleep(_RECHECK_SECONDS)
+
+
+def _state(poller: PollerStatus) -> NvmlState:
+    if poller.release is not None:
+        return "released" if poller.request_applied else "releasing"
+    if not poller.request_applied or poller.polls == 0:
+        return "attaching"
+    return "absent" if poller.error else "attached"
+
+
+def _document(poller: PollerStatus, held: Sequence[str] | None) -> NvmlDocument:
+    release = poller.release
+    return {
+        "state": _state(poller),
+        "error": poller.error,
+        "requested_by": release.requested_by if release else None,
+        "requested": iso_time(release.requested_unix_seconds) if release else None,
+        "reason": release.reason if release else None,
+        "held": None if held is None else list(held),
+    }
 
 
 def _held() -> tuple[str, ...] | None:
@@ -85,12 +148,3 @@ def _held() -> tuple[str, ...] | None:
         return open_driver_files()
     except OSError:
         return None
-
-
-def _record(runtime: Runtime, action: str, caller: Caller, body: NvmlBody) -> None:
-    """Write it down where actions are written down."""
-    _log.info(
-        "driver released on request" if action == "nvml_release" else "driver attached on request",
-        extra={"fields": {"action": action, "requested_by": str(caller), "reason": body.reason}},
-    )
-    runtime.events.action_finished(runtime.dispatcher.note(action, requested_by=caller, reason=body.reason))

@@ -1,42 +1,46 @@
-"""`POST /-/reload`: the policy file is read again. The guard has decided who may."""
+"""`POST /-/reload`: read the policy file again. The request guard has authorized the caller."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastapi import APIRouter, Request, Response
+from typing_extensions import TypedDict
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.server.api.state import json_response
-from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.runtime import Runtime
+from gpumem_exporter.server.http.problems import ProblemError, problems
+from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.security.request_guard import RELOAD_PATH
+
+if TYPE_CHECKING:
+    from gpumem_exporter.server.background.policy_runner import PolicyRunner
 
 __all__ = ["policy_router"]
 
-_PROBLEM = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
-_RESPONSES: dict[int | str, dict[str, Any]] = {
-    200: {
-        "description": "the rules that are in force now",
-        "content": {"application/json": {"schema": {"type": "object"}}},
-    },
-    401: {"description": "no token, or a wrong one", "content": _PROBLEM},
-    403: {"description": "not from here", "content": _PROBLEM},
-    404: {"description": "there is nothing to reload", "content": _PROBLEM},
-    422: {"description": "the file is not right; nothing has changed", "content": _PROBLEM},
-}
+
+class RuleDocument(TypedDict):
+    """A rule in force; `stopped` is the number of processes or workloads where it has stopped."""
+
+    name: str
+    dry_run: bool
+    stopped: int
 
 
-def policy_router(runtime: Runtime) -> APIRouter:
-    """The route that reloads."""
-    policies = runtime.policies
+class RulesDocument(TypedDict):
+    """The rules in force."""
+
+    rules: list[RuleDocument]
+
+
+def policy_router(policies: PolicyRunner | None) -> APIRouter:
+    """Return the route that reloads the policy; `policies` is None without `--policy.file`."""
     router = APIRouter(tags=["policy"])
 
-    @router.post(RELOAD_PATH, response_class=Response, responses=_RESPONSES)
+    @router.post(RELOAD_PATH, response_model=RulesDocument, responses=problems(401, 403, 404, 422))
     async def reload(request: Request) -> Response:
-        """Read the policy file again; one that is not right changes nothing."""
+        """Read the policy file again. An invalid file changes nothing."""
         if policies is None:
-            raise ProblemError(404, "there is nothing to reload: the exporter was started without --policy.file")
+            raise ProblemError(404, "nothing to reload: the exporter was started without --policy.file")
         try:
             rules = await policies.reload(str(request.state.caller))
         except ConfigurationError as error:

@@ -14,9 +14,11 @@ from pathlib import Path
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.policy.engine import Decision, Engine, Stop
+from gpumem_exporter.actions.policy.engine import Engine
 from gpumem_exporter.actions.policy.file import read_policy
 from gpumem_exporter.actions.policy.model import Rule
+from gpumem_exporter.actions.policy.outcomes import Stop
+from gpumem_exporter.actions.policy.rule_state import Decision
 from gpumem_exporter.collectors.instruments import Instruments
 from gpumem_exporter.core.samples import ProcessKey, Snapshot
 from gpumem_exporter.errors import ActionRefusedError, ConfigurationError
@@ -139,7 +141,7 @@ class PolicyRunner:
         )
 
     def _under_way(self) -> set[ProcessKey]:
-        own = {decision.sighting.process.key for decision in self._running.values()}
+        own = {decision.observation.process.key for decision in self._running.values()}
         return {*self._dispatcher.under_way(), *own}
 
     def _submit(self, decision: Decision, now: float) -> str:

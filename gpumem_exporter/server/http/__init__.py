@@ -1,1 +1,1 @@
-"""HTTP as the exporter speaks it: listeners, limits of connections, content negotiation, problem documents."""
+"""HTTP: listeners, the server with its limits, content negotiation, problem documents."""

@@ -1,4 +1,4 @@
-"""What `--web.listen-address` takes: `host:port`, `[ipv6]:port`, or `:port` for every address of the machine."""
+"""The addresses of `--web.listen-address`: `host:port`, `[ipv6]:port`, or `:port` for every address of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HOST_NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
 
 @dataclass(frozen=True, slots=True)
 class ListenAddress:
-    """A TCP address to listen at. An empty host is every address of the machine, IPv4 and IPv6."""
+    """A TCP address to listen on. An empty host means every IPv4 and IPv6 address of the machine."""
 
     host: str
     port: int
@@ -23,10 +23,10 @@ class ListenAddress:
 
 
 def parse_listen_address(text: str) -> ListenAddress:
-    """Read one address. Port 0 lets the kernel choose.
+    """Parse an address. With port 0 the kernel chooses the port.
 
     Raises:
-        ValueError: says what would be right.
+        ValueError: the message lists the accepted forms.
     """
     wrong = ValueError("expected HOST:PORT, [IPV6]:PORT or :PORT")
     host, separator, port = text.strip().rpartition(":")
@@ -43,5 +43,5 @@ def parse_listen_address(text: str) -> ListenAddress:
 
 
 def is_loopback(host: str) -> bool:
-    """The address, as the kernel spells a peer's, is this machine's own loopback."""
+    """Return whether the address of a peer is a loopback address of this machine."""
     return host == "::1" or host.startswith(("127.", "::ffff:127."))

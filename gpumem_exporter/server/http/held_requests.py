@@ -1,4 +1,4 @@
-"""Requests that are held open until something happens: they end with the client, and with the exporter."""
+"""Requests that wait for a result. They end when the client disconnects and when the exporter stops."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 class Ended(Enum):
-    """Why a hold ended without its result."""
+    """Why a wait ended without its result."""
 
-    GONE = "the client went away"
+    GONE = "the client disconnected"
     RELEASED = "the exporter stops"
 
 
@@ -26,7 +26,7 @@ RELEASED: Final = Ended.RELEASED
 
 
 class Holds:
-    """All requests that are being held. For the event loop."""
+    """All requests that wait. Used on the event loop only."""
 
     def __init__(self) -> None:
         self._released = False
@@ -36,31 +36,31 @@ class Holds:
         return len(self._waiting)
 
     async def until(self, awaited: Coroutine[Any, Any, T], receive: Receive) -> T | Literal[Ended.GONE, Ended.RELEASED]:
-        """Wait for `awaited`, which is cancelled when the client goes away or the exporter stops.
+        """Wait for `awaited`; cancel it when the client disconnects or the exporter stops.
 
         Args:
-            awaited: what is waited for; must bear cancelling, and have an end of its own.
-            receive: the request's; its body must have been read.
+            awaited: must have a timeout of its own.
+            receive: the ASGI `receive` of the request, whose body has been read.
         """
         if self._released:
             awaited.close()
             return RELEASED
-        # uvicorn does not cancel the handler of a client that has gone, it only says so to whoever asks.
+        # uvicorn does not cancel the handler of a client that disconnected; `receive` reports it.
         waiting = asyncio.ensure_future(awaited)
-        gone = asyncio.ensure_future(_disconnected(receive))
+        disconnected = asyncio.ensure_future(_disconnected(receive))
         self._waiting.add(waiting)
         try:
-            await asyncio.wait((waiting, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((waiting, disconnected), return_when=asyncio.FIRST_COMPLETED)
             if waiting.done() and not waiting.cancelled():
                 return waiting.result()
             return RELEASED if self._released else GONE
         finally:
             self._waiting.discard(waiting)
             waiting.cancel()
-            gone.cancel()
+            disconnected.cancel()
 
     def release(self) -> None:
-        """End every hold now, and each later one at once: the exporter stops."""
+        """End every wait now and each later one at once, because the exporter stops."""
         self._released = True
         for task in self._waiting:
             task.cancel()

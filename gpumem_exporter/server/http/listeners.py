@@ -1,4 +1,4 @@
-"""The sockets that the exporter listens on, bound before anything else is started."""
+"""The sockets that the exporter listens on. They are bound before anything else starts."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ __all__ = ["BindError", "Listeners", "bind"]
 
 BACKLOG = 1024
 PROBE_SECONDS = 1.0
-_TAKEN = "; if that is no exporter, --web.listen-address gives this one another"
+_IN_USE = "; if an exporter is not running already, choose another --web.listen-address"
 _NO_IPV6 = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL)
 
 
 class BindError(GpumemError):
-    """An address cannot be listened at; the message is one line."""
+    """The exporter cannot listen on an address; the message is one line."""
 
 
 @dataclass(slots=True)
 class Listeners:
-    """Bound sockets, and what they are called. A context that closes them."""
+    """Bound sockets and their URLs. A context manager that closes them."""
 
     sockets: list[socket.socket] = field(default_factory=list)
     unix_path: str = ""
     _unix_inode: tuple[int, int] | None = None
 
     def names(self, *, tls: bool = False) -> tuple[str, ...]:
-        """Where clients find them: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
+        """Return the URLs for clients: `http://127.0.0.1:9844`, `unix:///run/gpumem/exporter.sock`.
 
         Args:
-            tls: the TCP addresses speak https.
+            tls: the TCP addresses use TLS.
         """
         scheme = "https" if tls else "http"
         return tuple(
@@ -53,7 +53,7 @@ class Listeners:
         self.close()
 
     def close(self) -> None:
-        """Close them all; the unix socket's file goes if it is still this one's."""
+        """Close all sockets, and delete the unix socket's file unless another process replaced it."""
         for sock in self.sockets:
             sock.close()
         if self._unix_inode is not None:
@@ -63,17 +63,17 @@ class Listeners:
             self._unix_inode = None
 
     def add_unix(self, path: str) -> None:
-        """Listen at a unix socket.
+        """Listen on a unix socket.
 
-        Its mode is 0666: who may do what is decided for each request, by the peer's credentials or a token. A file
-        that a killed exporter left behind is removed, one that somebody still answers at is not.
+        Its mode is 0666: each request is authorized by the credentials of the peer or by a token. The file of a killed
+        exporter is replaced; that of a running one is not.
 
         Raises:
-            BindError: it cannot be.
+            BindError: the socket cannot be created.
         """
         try:
-            _make_folder(Path(path).parent)
-            _remove_stale(path)
+            _create_folder(Path(path).parent)
+            _remove_unused_socket(path)
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self.sockets.append(sock)
             sock.bind(path)
@@ -82,13 +82,13 @@ class Listeners:
             Path(path).chmod(0o666)
             sock.listen(BACKLOG)
         except OSError as error:
-            raise BindError(f"cannot listen at {path}: {_reason(error)}") from error
+            raise BindError(f"cannot listen on {path}: {_reason(error)}") from error
 
     def add_tcp(self, address: ListenAddress) -> None:
-        """Listen at a TCP address; without a host, at every IPv4 and IPv6 address of the machine.
+        """Listen on a TCP address; without a host, on every IPv4 and IPv6 address of the machine.
 
         Raises:
-            BindError: it cannot be.
+            BindError: the address cannot be bound.
         """
         try:
             if not address.host:
@@ -98,8 +98,8 @@ class Listeners:
             for family, _, _, _, where in dict.fromkeys(found):
                 self._listen(family, where)
         except OSError as error:
-            mend = _TAKEN if error.errno == errno.EADDRINUSE else ""
-            raise BindError(f"cannot listen at {address}: {_reason(error)}{mend}") from error
+            fix = _IN_USE if error.errno == errno.EADDRINUSE else ""
+            raise BindError(f"cannot listen on {address}: {_reason(error)}{fix}") from error
 
     def _add_every_address(self, port: int) -> None:
         try:
@@ -124,10 +124,10 @@ class Listeners:
 
 
 def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
-    """Listen at every address.
+    """Listen on every address.
 
     Raises:
-        BindError: one of them cannot be listened at; none is then.
+        BindError: one of the addresses cannot be bound; then all sockets are closed.
     """
     listeners = Listeners()
     try:
@@ -141,22 +141,22 @@ def bind(addresses: Iterable[str], unix_path: str = "") -> Listeners:
     return listeners
 
 
-def _make_folder(folder: Path) -> None:
-    """Whoever may reach a socket is not for the umask to say: with root's 077 nobody else would find it."""
+def _create_folder(folder: Path) -> None:
+    """Create the folder with mode 0755 whatever the umask: with root's 077 no other user could reach the socket."""
     try:
         folder.mkdir()
     except FileExistsError:
-        return  # somebody's own, with the mode that they gave it
+        return  # it keeps its mode
     folder.chmod(0o755)
 
 
-def _remove_stale(path: str) -> None:
+def _remove_unused_socket(path: str) -> None:
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise OSError(0, "there is a file that is no socket")
+        raise OSError(0, "the file exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(PROBE_SECONDS)
         try:
@@ -166,7 +166,7 @@ def _remove_stale(path: str) -> None:
             return
         except FileNotFoundError:
             return
-    raise OSError(0, "another process answers there")
+    raise OSError(0, "another process listens there")
 
 
 def _inode(path: str) -> tuple[int, int]:

@@ -11,32 +11,63 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from typing_extensions import NotRequired, TypedDict
 
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
-__all__ = ["FieldError", "ProblemError", "field_errors", "install_problem_handlers", "problem_response"]
+__all__ = [
+    "FieldError",
+    "Problem",
+    "ProblemError",
+    "field_errors",
+    "install_problem_handlers",
+    "problem_response",
+    "problems",
+]
 
 MEDIA_TYPE = "application/problem+json"
 MAX_FIELD_ERRORS = 20
 
+_DESCRIPTIONS = {
+    401: "no token or password, or a wrong one",
+    403: "the caller or the action is not allowed",
+    404: "not found",
+    409: "the request conflicts with the current state",
+    413: "the body is too long",
+    415: "the body is not JSON",
+    422: "the request is invalid; nothing has changed",
+    429: "too many requests; `Retry-After` says when to try again",
+    503: "temporarily unavailable; `Retry-After` says when to try again",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class FieldError:
-    """One field of a request's body that is wrong, by its dotted path."""
+    """An invalid field of a request, by its dotted path."""
 
     field: str
     message: str
 
 
+class Problem(TypedDict):
+    """RFC 9457 problem details; `errors` lists the invalid fields of the request."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    errors: NotRequired[list[FieldError]]
+
+
 @dataclass(slots=True)
 class ProblemError(Exception):
-    """A request that is answered with a problem document.
+    """A request whose reply is a problem document.
 
     Attributes:
         status: the HTTP status.
-        detail: what is wrong with this request, and the mend where there is one.
-        headers: headers of the answer.
-        errors: the fields that are wrong.
+        detail: what is wrong with this request, and how to fix it if that is known.
+        headers: headers of the reply.
+        errors: the invalid fields.
     """
 
     status: int
@@ -46,20 +77,20 @@ class ProblemError(Exception):
 
     @classmethod
     def invalid(cls, errors: Sequence[FieldError]) -> ProblemError:
-        """A body that is JSON but not what the route takes."""
+        """Return the problem of a request with invalid fields."""
         first = f"{errors[0].field}: {errors[0].message}" if errors[0].field else errors[0].message
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
         return cls(422, first + more, errors=tuple(errors[:MAX_FIELD_ERRORS]))
 
     def response(self) -> Response:
-        """The answer."""
+        """Return the reply."""
         return problem_response(self.status, self.detail, headers=self.headers, errors=self.errors)
 
 
 def problem_response(
     status: int, detail: str, *, headers: Mapping[str, str] | None = None, errors: Iterable[FieldError] = ()
 ) -> Response:
-    """Build a problem document. `type` is `about:blank`: the status says all that a type would."""
+    """Return a problem document. Its `type` is `about:blank`: the status is the only type."""
     document: dict[str, Any] = {
         "type": "about:blank",
         "title": HTTPStatus(status).phrase,
@@ -77,16 +108,23 @@ def problem_response(
     )
 
 
+def problems(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the OpenAPI descriptions of a route's problem replies."""
+    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    return {status: {"description": _DESCRIPTIONS[status], "content": content} for status in statuses}
+
+
 def field_errors(errors: Iterable[Any], *, skip: int = 0) -> list[FieldError]:
-    """Turn pydantic's errors into ours.
+    """Convert pydantic's errors.
 
     Args:
-        errors: what `ValidationError.errors()` gives.
-        skip: how many leading parts of the location are not the body's.
+        errors: the result of `ValidationError.errors()`.
+        skip: the number of leading parts of a location that are not the request's, such as `body`.
     """
     found = []
     for error in errors:
         message = str(error["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
+        message = message.replace("Extra inputs are not permitted", "is not a known field")
         if error["type"] == "json_invalid":
             found.append(FieldError("", f"the body is not JSON: {error.get('ctx', {}).get('error', message)}"))
             continue
@@ -95,30 +133,33 @@ def field_errors(errors: Iterable[Any], *, skip: int = 0) -> list[FieldError]:
 
 
 def install_problem_handlers(app: FastAPI) -> None:
-    """Make every error that the application's routes end in a problem document."""
+    """Turn every error of the application's routes into a problem document."""
+    app.add_exception_handler(ProblemError, _problem)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(Exception, _server_error)
 
-    async def problem(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ProblemError)  # noqa: S101 - the type that it is registered for
-        return error.response()
 
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)  # noqa: S101
-        detail = str(error.detail)
-        if error.status_code == 404 and detail == "Not Found":
-            detail = f"there is nothing at {request.url.path}; / lists what there is"
-        elif error.status_code == 405:
-            allowed = (error.headers or {}).get("Allow", "")
-            detail = f"{request.url.path} does not take {request.method}" + (f", only {allowed}" if allowed else "")
-        return problem_response(error.status_code, detail, headers=error.headers)
+async def _problem(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ProblemError)  # noqa: S101 - registered for this type
+    return error.response()
 
-    async def validation_error(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)  # noqa: S101
-        return ProblemError.invalid(field_errors(error.errors(), skip=1)).response()
 
-    async def server_error(*_: object) -> Response:
-        return problem_response(500, "the exporter failed to answer; its log says why")
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)  # noqa: S101 - registered for this type
+    detail = str(error.detail)
+    if error.status_code == 404 and detail == "Not Found":
+        detail = f"no such path: {request.url.path}; see / for the routes"
+    elif error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        detail = f"{request.url.path} does not accept {request.method}" + (f", only {allowed}" if allowed else "")
+    return problem_response(error.status_code, detail, headers=error.headers)
 
-    app.add_exception_handler(ProblemError, problem)
-    app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
-    app.add_exception_handler(Exception, server_error)
+
+async def _validation_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)  # noqa: S101 - registered for this type
+    return ProblemError.invalid(field_errors(error.errors(), skip=1)).response()
+
+
+async def _server_error(*_: object) -> Response:
+    return problem_response(500, "internal error; see the exporter's log")

@@ -1,1 +1,1 @@
-"""Who may do what: the request guard, access rules, tokens, users and TLS."""
+"""Authentication and authorization: the request guard, access rules, tokens, users and TLS."""

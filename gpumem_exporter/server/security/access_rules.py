@@ -1,4 +1,4 @@
-"""Who asks, and whether they may. Pure: decided from the connection and the headers alone."""
+"""The caller of a request and its rights. Pure: derived from the connection and the headers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["OwnNames", "Peer", "PeerCredentials", "Rule"]
 
 
 class PeerCredentials(NamedTuple):
-    """SO_PEERCRED of a unix connection, in the exporter's own namespaces. Pid 0: a process it cannot see."""
+    """SO_PEERCRED of a unix connection, in the exporter's namespaces. Pid 0: a process it cannot see."""
 
     pid: int
     uid: int
@@ -34,14 +34,14 @@ class Peer:
 
     @classmethod
     def of(cls, scope: Mapping[str, Any]) -> Peer:
-        """The peer of an ASGI request."""
+        """Return the peer of an ASGI request."""
         client = scope.get("client")
-        # A socket that listens for both families calls an IPv4 peer by its IPv6-mapped address.
+        # A socket for both address families reports an IPv4 peer by its IPv6-mapped address.
         host = client[0].removeprefix("::ffff:") if client else ""
         return cls(host, scope.get("state", {}).get("peer_credentials"))
 
     def caller(self, *, token: bool = False) -> Caller:
-        """The peer as the caller of an action, with the right token or without."""
+        """Return the peer as the caller of an action, authenticated by a token or not."""
         if self.credentials is not None:
             return Caller(CallerKind.UNIX, uid=self.credentials.uid, pid=self.credentials.pid, token=token)
         return Caller(CallerKind.TCP if self.host else CallerKind.UNKNOWN, host=self.host, token=token)
@@ -49,13 +49,13 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Who may use a route.
+    """The callers that may use a group of routes.
 
     Args:
-        what: what is done there, for messages: "actions".
-        flag: the flag that names the token file.
-        token: the token, which is then asked of everybody; without one, loopback and the socket's owner may.
-        owner_uid: the uid that the exporter runs as.
+        what: the subject of the routes, for messages: "actions".
+        flag: the flag of the token file.
+        token: required from every caller; None admits loopback, root and the exporter's own uid.
+        owner_uid: the uid of the exporter.
     """
 
     what: str
@@ -67,13 +67,13 @@ class Rule:
         """Admit a request and return its caller.
 
         Raises:
-            ProblemError: 401 for a missing or wrong token, 403 if this exporter has no token; says what to do.
+            ProblemError: 401 for a missing or wrong token; 403 if the exporter has no token and the caller no right.
         """
         if self.token is not None:
-            if self.opened_by(headers):
+            if self.matches_token(headers):
                 return peer.caller(token=True)
             bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
-            wrong = "the token is not right" if bearer else "a token is needed"
+            wrong = "wrong token" if bearer else "a token is required"
             raise ProblemError(
                 401,
                 f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
@@ -84,7 +84,7 @@ class Rule:
                 return peer.caller()
             raise ProblemError(
                 403,
-                f"{self.what} are open to the socket's owner (uid {self.owner_uid}) and root, not to uid "
+                f"{self.what} are allowed for the exporter's uid {self.owner_uid} and root, not for uid "
                 f"{peer.credentials.uid}; start the exporter with {self.flag} and send that token as "
                 "`Authorization: Bearer TOKEN`",
             )
@@ -93,28 +93,28 @@ class Rule:
         through = "through a proxy" if is_loopback(peer.host) else f"from {peer.host or 'an unknown peer'}"
         raise ProblemError(
             403,
-            f"{self.what} are open to this machine's loopback and to the unix socket's owner, not {through}; start the "
+            f"{self.what} are allowed over loopback and the unix socket, not {through}; start the "
             f"exporter with {self.flag} and send that token as `Authorization: Bearer TOKEN`",
         )
 
-    def opened_by(self, headers: Mapping[bytes, bytes]) -> bool:
-        """Whether a request brings this rule's token."""
+    def matches_token(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Return whether a request has this rule's token."""
         scheme, _, presented = headers.get(b"authorization", b"").partition(b" ")
         return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
 
 
 _FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
-"""Whoever sends one of these was spoken for by a proxy: the loopback address is the proxy's, not the caller's."""
+"""Headers of proxies: the loopback address is then the proxy's, not the caller's."""
 
 
 _LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))
 
 
 class OwnNames:
-    """The names under which the exporter is reached: what `Host` and `Origin` may say.
+    """The names of the exporter that `Host` and `Origin` may have.
 
-    A page of another site that resolves its own name to this machine's address (DNS rebinding) gives itself away by
-    that name. An IP address cannot be rebound, so every IP address is fine.
+    In a DNS rebinding attack, another site's name resolves to this machine's address; the name reveals the attack. An
+    IP address cannot be rebound, so every IP address is accepted.
 
     Args:
         names: the machine's names and those of `--web.listen-address`.
@@ -124,7 +124,7 @@ class OwnNames:
         self._names = frozenset(name.lower().rstrip(".") for name in names if name) | _LOOPBACK_NAMES
 
     def __contains__(self, authority: object) -> bool:
-        """Whether `host` or `host:port`, as a `Host` header has it, is the exporter's."""
+        """Return whether the `host` or `host:port` of a `Host` header is the exporter's."""
         if not isinstance(authority, str):
             return False
         host = _host_of(authority).lower().rstrip(".")
@@ -137,7 +137,7 @@ class OwnNames:
         return True
 
     def require_own_page(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse a request that the browser says another site's page has made.
+        """Refuse a request that a browser marks as made by another site's page.
 
         Raises:
             ProblemError: 403.
@@ -148,13 +148,13 @@ class OwnNames:
             host = headers.get(b"host", b"").decode("latin-1").lower()
             if not separator or scheme not in ("http", "https") or authority != host:
                 raise ProblemError(
-                    403, f"requests from the web page {_shown(origin)} are refused: it is not the exporter's"
+                    403, f"requests from the web page {_shown(origin)} are refused: it is not a page of the exporter"
                 )
         if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
             raise ProblemError(403, "requests from other sites' web pages are refused")
 
     def require_own_host(self, headers: Mapping[bytes, bytes]) -> None:
-        """Refuse a request that was sent to another name.
+        """Refuse a request for another host name.
 
         Raises:
             ProblemError: 403.
@@ -163,7 +163,7 @@ class OwnNames:
         if host and host.decode("latin-1") not in self:
             raise ProblemError(
                 403,
-                f"the Host {_shown(host)} is not this exporter's: use its IP address, its machine's name or a token",
+                f"the Host {_shown(host)} is not this exporter's: use its IP address, the machine's name or a token",
             )
 
 

@@ -1,4 +1,4 @@
-"""Lets in over TCP whom `--web.config.file` names, before anything else looks at a request."""
+"""Basic authentication over TCP with the users of `--web.config.file`."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = ["BasicAuth"]
 
-_ASK = {"WWW-Authenticate": 'Basic realm="gpumem-exporter", charset="UTF-8"'}
-_ASK_AGAIN = {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'}
-"""To whoever sent a token: a browser would ask the user for a password, and the page has asked for a token."""
+_CHALLENGE_BASIC = {"WWW-Authenticate": 'Basic realm="gpumem-exporter", charset="UTF-8"'}
+_CHALLENGE_BEARER = {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'}
+"""For a request with a token, so that a browser does not ask for a password after the page asked for a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class BasicAuth:
-    """The middleware: every route over TCP is for the users alone, as in Prometheus' own exporters.
+    """Middleware that restricts every route over TCP to the users, as Prometheus' own exporters do.
 
-    The unix socket is not asked: the kernel says who is there. One header carries either a password or a token, so
-    whoever brings a token that a route takes needs no password: the token of actions opens every route, since who may
-    act may look, and the token of reports the route that takes them. A password opens nothing that needs a token.
+    The unix socket is exempt: the kernel identifies its clients. A request has either a password or a token in its
+    one `Authorization` header. The token of actions opens every route, the token of reports only their route. A
+    password does not replace a token.
 
     Args:
-        app: what the request goes to once it is let in.
+        app: the next application.
         access: the users.
-        reports: whose token lets reports in.
-        actions: whose token lets everything in.
-        on_report_refused: told `unauthorized` for a report that got no further.
+        reports: the rule whose token admits reports.
+        actions: the rule whose token admits every request.
+        on_report_refused: called with `unauthorized` for a refused report.
     """
 
     app: ASGIApp
@@ -44,7 +44,7 @@ class BasicAuth:
     on_report_refused: Callable[[str], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with a problem."""
+        """Pass on an admitted request; answer others with a problem."""
         if scope["type"] == "http" and len(self.access.users) and Peer.of(scope).credentials is None:
             try:
                 await self._admit(scope["path"], dict(scope["headers"]))
@@ -56,17 +56,17 @@ class BasicAuth:
         await self.app(scope, receive, send)
 
     async def _admit(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        if self.actions.opened_by(headers) or (path == REPORTS_PATH and self.reports.opened_by(headers)):
+        if self.actions.matches_token(headers) or (path == REPORTS_PATH and self.reports.matches_token(headers)):
             return
         scheme, _, encoded = headers.get(b"authorization", b"").partition(b" ")
-        needed = "a name and a password are needed, by basic authentication"
+        reason = "basic authentication with a name and a password is required"
         if scheme.lower() == b"basic":
             if await self.access.users.admit(_decoded(encoded)):
                 return
-            needed = "the name or the password is not right"
+            reason = "wrong name or password"
         if scheme.lower() == b"bearer":
-            raise ProblemError(401, "the token is not one that opens this route", _ASK_AGAIN)
-        raise ProblemError(401, f"{needed}; the exporter's --web.config.file says whose", _ASK)
+            raise ProblemError(401, "the token does not open this route", _CHALLENGE_BEARER)
+        raise ProblemError(401, f"{reason}; the users are those of the exporter's --web.config.file", _CHALLENGE_BASIC)
 
 
 def _decoded(encoded: bytes) -> bytes:

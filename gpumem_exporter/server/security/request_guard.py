@@ -1,8 +1,7 @@
-"""What a request passes before a route that acts sees it: who asks, from which page, with what body.
+"""Checks requests before the routes that change something or show events: caller, web page, size of the body.
 
-The other routes only show what is known, to whoever can reach them. Pure ASGI. A body is read here, whole and bounded,
-so that no route can be made to buffer more than its limit; the route finds it in its first `receive()`, and
-`http.disconnect` after it.
+The other routes are readable by every client. Pure ASGI. The guard reads the whole body within its limit. The route
+gets it from its first `receive()`, then `http.disconnect`.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ NVML_PATH = "/api/v1/nvml"
 RELOAD_PATH = "/-/reload"
 
 MAX_REPORT_BYTES = 1 << 20
-"""64 devices with 64 phases and components each take about a third of it."""
+"""Three times the size of a report of 64 devices with 64 phases and components each."""
 MAX_ALERTS_BYTES = 1 << 20
-"""Alertmanager sends a group's alerts in one body, at about a KiB each."""
+"""Alertmanager sends the alerts of a group in one body, about 1 KiB each."""
 MAX_BODY_BYTES = 64 << 10
-"""For a request for an action."""
+"""The limit of the other routes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +46,11 @@ class Guard:
     """The middleware.
 
     Args:
-        app: what the request goes to once it has passed.
-        own_names: what `Host` and `Origin` may say.
-        reports: who may report.
-        actions: who may act, and read the audit log and the events.
-        on_report_refused: told the outcome (`unauthorized`, `too_large`, `invalid`) of a report that got no further.
+        app: the next application.
+        own_names: the names that `Host` and `Origin` may have.
+        reports: the rule for reports.
+        actions: the rule for actions, the audit log and events.
+        on_report_refused: called with the outcome of a refused report: `unauthorized`, `too_large` or `invalid`.
     """
 
     app: ASGIApp
@@ -61,14 +60,14 @@ class Guard:
     on_report_refused: Callable[[str], None]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or answer it with a problem."""
+        """Pass on an admitted request; answer others with a problem."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
         path, method = scope["path"], scope["method"]
         is_report = path == REPORTS_PATH
         try:
-            rule = self.reports if is_report else self.actions if _needs_leave(path) else None
+            rule = self.reports if is_report else self.actions if _is_restricted(path) else None
             if rule is not None:
                 self._admit(scope, rule)
                 if method == "POST":
@@ -78,47 +77,47 @@ class Guard:
                 self.on_report_refused(_OUTCOMES.get(problem.status, "invalid"))
             await problem.response()(scope, receive, send)
             return
-        except _GoneError:
+        except _DisconnectedError:
             return
         if method == "HEAD":
-            scope = {**scope, "method": "GET"}  # the server knows that it sends no body
+            scope = {**scope, "method": "GET"}  # the server sends no body
         await self.app(scope, receive, send)
 
     def _admit(self, scope: Scope, rule: Rule) -> None:
         headers = dict(scope["headers"])
         self.own_names.require_own_page(headers)
         if rule.token is None:
-            # Whoever has the token is no web page, and may call the exporter by a name that only its network knows.
+            # A client with the token is not a web page, and may use any name of the exporter.
             self.own_names.require_own_host(headers)
         scope.setdefault("state", {})["caller"] = rule.admit(Peer.of(scope), headers)
-        # A reload takes no body, whatever a client calls the one that it does not send.
+        # A reload has no body, so its Content-Type does not matter.
         if scope["method"] == "POST" and scope["path"] != RELOAD_PATH:
             media_type = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
             if media_type != b"application/json":
-                raise ProblemError(415, "send JSON, with `Content-Type: application/json`")
+                raise ProblemError(415, "expected JSON with `Content-Type: application/json`")
             if headers.get(b"content-encoding", b"identity").lower() != b"identity":
-                raise ProblemError(415, "send the body as it is, without Content-Encoding")
+                raise ProblemError(415, "expected a body without Content-Encoding")
 
 
 _LIMITS = {REPORTS_PATH: MAX_REPORT_BYTES, ALERTS_PATH: MAX_ALERTS_BYTES}
 _OUTCOMES = {401: "unauthorized", 403: "unauthorized", 413: "too_large"}
 
 
-class _GoneError(Exception):
-    """The client went away while it was sending."""
+class _DisconnectedError(Exception):
+    """The client disconnected before its body was complete."""
 
 
-def _needs_leave(path: str) -> bool:
+def _is_restricted(path: str) -> bool:
     return path in (ACTIONS_PATH, ALERTS_PATH, EVENTS_PATH, RELOAD_PATH) or path.startswith(
         (ACTIONS_PATH + "/", NVML_PATH + "/")
     )
 
 
 async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
-    """Read the whole body, but never more than its limit."""
-    too_large = ProblemError(413, f"the body is longer than {limit} bytes, which is the most that this route takes")
+    """Read the whole body, up to its limit."""
+    too_large = ProblemError(413, f"the body is longer than {limit} bytes, the maximum of this route")
     for name, value in scope["headers"]:
-        # The server has checked that the figure is one; a body that is longer than it says is cut off by the parser.
+        # The parser cuts off a body that is longer than its Content-Length.
         if name == b"content-length" and (not value.isdigit() or len(value) > 18 or int(value) > limit):
             raise too_large
     message = await receive()
@@ -127,7 +126,7 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
     body = bytearray()
     while True:
         if message["type"] == "http.disconnect":
-            raise _GoneError
+            raise _DisconnectedError
         body += message.get("body", b"")
         if len(body) > limit:
             raise too_large
@@ -137,14 +136,14 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> bytes:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A `receive` that gives the body once, then whatever the connection says."""
-    given = False
+    """Return a `receive` that first returns the body, then the messages of the connection."""
+    replayed_once = False
 
     async def replayed() -> Message:
-        nonlocal given
-        if given:
+        nonlocal replayed_once
+        if replayed_once:
             return await receive()
-        given = True
+        replayed_once = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replayed

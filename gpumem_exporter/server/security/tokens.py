@@ -1,23 +1,26 @@
-"""Tokens in files, read anew when the file changes, so that a secret is rotated without a restart."""
+"""Tokens in files, which are read again when they change, so that a token is rotated without a restart."""
 
 from __future__ import annotations
 
 import hmac
 import logging
+import threading
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["MAX_TOKEN_BYTES", "TokenFile"]
+__all__ = ["MAX_TOKEN_BYTES", "TokenFile", "TokenRefresher"]
 
 MAX_TOKEN_BYTES = 4096
+REFRESH_SECONDS = 1.0
 
 _log = logging.getLogger(__name__)
 
 
 class TokenFile:
-    """The token in a file: its one line, without the white space around it. For one thread.
+    """The token in a file: its only line, without the white space around it.
 
-    The file is looked at with one `stat` a comparison and read again when size, time or inode differ (a mounted
-    Kubernetes secret is replaced, not written). While it cannot be read, the last token that could be stays in force.
+    `refresh` reads the file again if its size, time or inode changed: a mounted Kubernetes secret is replaced, not
+    written. If it cannot be read, the last token stays in force. Comparing a token never touches the disk.
 
     Args:
         path: the file.
@@ -30,11 +33,11 @@ class TokenFile:
         self._unreadable = False
 
     def read(self) -> bytes:
-        """Read the token now.
+        """Read the token now. May block on the disk.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: it holds no token.
+            ValueError: the file does not contain a token.
         """
         status = self.path.stat()
         with self.path.open("rb") as file:
@@ -43,17 +46,17 @@ class TokenFile:
         if not token:
             raise ValueError("the file is empty")
         if len(text) > MAX_TOKEN_BYTES or b"\n" in token or b"\0" in token:
-            raise ValueError(f"the file holds more than one line of at most {MAX_TOKEN_BYTES} bytes")
+            raise ValueError(f"expected one line of at most {MAX_TOKEN_BYTES} bytes in the file")
         self._token = token
         self._seen = (status.st_mtime_ns, status.st_size, status.st_ino)
         return token
 
     def matches(self, presented: bytes) -> bool:
-        """Whether this is the token, compared in a time that does not tell how much of it was right."""
-        self._refresh()
+        """Return whether this is the token. The comparison takes constant time."""
         return bool(self._token) and hmac.compare_digest(presented, self._token)
 
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
+        """Read the file if it changed. May block on the disk."""
         try:
             status = self.path.stat()
             if self._seen != (status.st_mtime_ns, status.st_size, status.st_ino):
@@ -69,3 +72,31 @@ class TokenFile:
                     extra={"fields": {"file": str(self.path), "error": str(error)}},
                 )
             self._unreadable = True
+
+
+class TokenRefresher:
+    """Refreshes token files once a second in a daemon thread, so that a hung mount delays neither requests nor exit.
+
+    Args:
+        files: the files; `start` reads them for the first time.
+    """
+
+    def __init__(self, files: Sequence[TokenFile]) -> None:
+        self._files = files
+        self._stopped = threading.Event()
+
+    def start(self) -> None:
+        """Read the files, then refresh them until `stop`."""
+        for file in self._files:
+            file.refresh()
+        if self._files:
+            threading.Thread(target=self._run, name="gpumem-tokens", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread; does not wait for it."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(REFRESH_SECONDS):
+            for file in self._files:
+                file.refresh()

@@ -1,7 +1,7 @@
 """Reads the file of `--web.config.file`: the web configuration of Prometheus' exporter-toolkit.
 
-Its format is https://prometheus.io/docs/prometheus/latest/configuration/https/. What of it is not done here is refused
-by name: a setting that is there and does nothing would be believed.
+Its format is https://prometheus.io/docs/prometheus/latest/configuration/https/. Settings of that format that this
+exporter does not support are errors.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from gpumem_exporter.actions.policy.yaml_nodes import NodeReader, is_mapping, is_scalar, line_of
+from gpumem_exporter.core.yaml_file import YamlReader, is_mapping, is_scalar, line_of
 
 if TYPE_CHECKING:
     from yaml.nodes import Node
@@ -31,9 +31,9 @@ CLIENT_AUTH_TYPES: tuple[ClientAuthType, ...] = (
 VERSIONS: tuple[Version, ...] = ("TLS12", "TLS13")
 
 _KEYS = ("tls_server_config", "basic_auth_users")
-_KEYS_ELSEWHERE = ("http_server_config", "rate_limit")
+_KEYS_UNSUPPORTED = ("http_server_config", "rate_limit")
 _TLS_KEYS = ("cert_file", "key_file", "min_version", "max_version", "client_auth_type", "client_ca_file")
-_TLS_KEYS_ELSEWHERE = (
+_TLS_KEYS_UNSUPPORTED = (
     "cert",
     "key",
     "client_ca",
@@ -45,12 +45,12 @@ _TLS_KEYS_ELSEWHERE = (
 
 _HASH = re.compile(r"\$2[aby]\$(?P<cost>\d\d)\$[./A-Za-z0-9]{53}")
 _COSTS = range(4, 16)
-"""bcrypt takes 4 to 31; each step doubles the time, and at 15 one login takes seconds."""
+"""bcrypt permits 4 to 31. Each step doubles the time; at 15, one login takes seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """How the TCP addresses speak TLS."""
+    """The TLS settings of the TCP addresses."""
 
     cert_file: Path
     key_file: Path
@@ -64,7 +64,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class WebConfig:
-    """What the file says."""
+    """The content of the file."""
 
     tls: Tls | None
     users: Mapping[str, bytes] = field(repr=False)
@@ -72,40 +72,41 @@ class WebConfig:
 
 
 def read_web_config(path: Path) -> WebConfig:
-    """Read the file; the files that it names are not opened. May block on the disk.
+    """Read the file, without the files that it refers to. May block on the disk.
 
     Raises:
-        ConfigurationError: one line that names the file, the line, what is wrong and what would be right.
+        ConfigurationError: one line with the file, the line, the error and the accepted values.
     """
-    return _Reader(path, "web configuration file", f"{' or '.join(_KEYS)}, or {{}} for neither").web_config()
+    return _Reader(path, "web configuration file").web_config()
 
 
-class _Reader(NodeReader):
+class _Reader(YamlReader):
     def web_config(self) -> WebConfig:
-        given = self._known(self.compose(), "the file", _KEYS, (), _KEYS_ELSEWHERE)
+        root = self.root(f"{' or '.join(_KEYS)}, or {{}} for neither")
+        given = self._known(root, "the file", _KEYS, (), _KEYS_UNSUPPORTED)
         return WebConfig(
             tls=self._tls(given["tls_server_config"]) if "tls_server_config" in given else None,
             users=self._users(given["basic_auth_users"]) if "basic_auth_users" in given else {},
         )
 
     def _known(
-        self, node: Node, what: str, keys: Sequence[str], required: Sequence[str], elsewhere: Sequence[str]
+        self, node: Node, what: str, keys: Sequence[str], required: Sequence[str], unsupported: Sequence[str]
     ) -> dict[str, Node]:
-        """The values of a mapping; what Prometheus' own exporters know and this one does not is told from a typo."""
+        """Return the values of a mapping. Keys that only Prometheus' exporters support have their own error."""
         for key, _ in node.value if is_mapping(node) else ():
-            if is_scalar(key) and key.value in elsewhere:
+            if is_scalar(key) and key.value in unsupported:
                 self.fail(key, f"{what}: {key.value} is not supported by this exporter; it takes {', '.join(keys)}")
         return self.mapping(node, keys, required, what)
 
     def _tls(self, node: Node) -> Tls:
         what = "tls_server_config"
-        given = self._known(node, what, _TLS_KEYS, ("cert_file", "key_file"), _TLS_KEYS_ELSEWHERE)
+        given = self._known(node, what, _TLS_KEYS, ("cert_file", "key_file"), _TLS_KEYS_UNSUPPORTED)
         versions = {
             key: self.choice(given[key], f"{what}: {key}", VERSIONS) if key in given else default
             for key, default in (("min_version", "TLS12"), ("max_version", "TLS13"))
         }
         if versions["min_version"] > versions["max_version"]:
-            self.fail(given["max_version"], f"{what}: no version is from TLS13 to TLS12")
+            self.fail(given["max_version"], f"{what}: min_version TLS13 is greater than max_version TLS12")
         auth_type = (
             self.choice(given["client_auth_type"], f"{what}: client_auth_type", CLIENT_AUTH_TYPES)
             if "client_auth_type" in given
@@ -115,9 +116,7 @@ class _Reader(NodeReader):
             wanted = " or ".join(CLIENT_AUTH_TYPES[1:])
             self.fail(given["client_ca_file"], f"{what}: client_ca_file is for client_auth_type {wanted}")
         if auth_type != "NoClientCert" and "client_ca_file" not in given:
-            self.fail(
-                given["client_auth_type"], f"{what}: client_auth_type {auth_type} needs client_ca_file, whom to believe"
-            )
+            self.fail(given["client_auth_type"], f"{what}: client_auth_type {auth_type} needs client_ca_file")
         return Tls(
             cert_file=self._file(given["cert_file"], "cert_file"),
             key_file=self._file(given["key_file"], "key_file"),
@@ -142,12 +141,12 @@ class _Reader(NodeReader):
         for key, value in node.value:
             name = str(key.value) if is_scalar(key) else ""
             if not name or ":" in name or not name.isprintable():
-                self.fail(key, f"{what}: expected a name without a colon, as basic authentication has it")
+                self.fail(key, f"{what}: expected a name without a colon")
             if name in users:
-                self.fail(key, f"{what}: the name {name[:64]!r} is there twice")
+                self.fail(key, f"{what}: the name {name[:64]!r} is repeated")
             found = _HASH.fullmatch(value.value) if is_scalar(value) else None
             if found is None or int(found["cost"]) not in _COSTS:
-                # What stands there may be the password itself: it is not shown.
+                # The value is not shown, because it may be the password itself.
                 self.fail(
                     value,
                     f"{what}: {name[:64]!r}: expected the password's bcrypt hash of a cost from {_COSTS[0]} to "

@@ -1,1 +1,1 @@
-"""The live page: its parts, its document, and the stream that keeps it current."""
+"""The live page: its files, its content, and the stream that updates it."""

@@ -1,15 +1,12 @@
-"""The last ten minutes of each device, in memory: what the live page draws as a line. For the event loop.
+"""The last ten minutes of each device in memory, for the chart of the live page. Used on the event loop only.
 
-A point is what one poll of the driver said. Where there was none there is no point, and a device that could not be read
-has a hole at that moment: nothing is filled in between.
+A point is the result of one poll. A device that could not be read has a gap at that point; no value is interpolated.
 """
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left
-from dataclasses import dataclass, field
-from typing import Any
+from collections import deque
+from typing import Any, NamedTuple
 
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.samples import Snapshot
@@ -18,30 +15,23 @@ __all__ = ["SPAN_SECONDS", "History"]
 
 SPAN_SECONDS = 600.0
 STEP_SECONDS = 2.0
-"""At most one point in each."""
-MAX_DEVICES = 256
-"""More than any node has; where MIG devices come and go, those that have gone make room."""
-
-_HOLE = -1
-_MIB = 20
+"""The history has at most one point per step."""
 
 
-@dataclass(slots=True)
-class _Line:
-    """One device's bytes at each of the moments; `_HOLE` where they are not known."""
-
-    in_use: array[int]
-    allocated: array[int] = field(default_factory=lambda: array("q"))
+class _Point(NamedTuple):
+    seconds: float
+    devices: dict[str, tuple[int, int]]
+    """Bytes in use and allocated bytes of each readable device, in MiB."""
 
 
 class History:
-    """A ring of points for each device: some 5 KB a device.
+    """The points of all devices.
 
     Args:
-        span_seconds: how far back it reaches.
-        step_seconds: at most one point is kept in each of these.
-        reading_expiry_seconds: for how long a poll is believed. Two points that are further apart than three steps, and
-            than this, have a hole between them.
+        span_seconds: the age of the oldest point.
+        step_seconds: the history has at most one point per step.
+        reading_expiry_seconds: the maximum age of a valid reading. Two points that are further apart than this and than
+            three steps have a gap between them.
     """
 
     def __init__(
@@ -54,75 +44,47 @@ class History:
         self.span_seconds = span_seconds
         self.gap_seconds = max(3 * step_seconds, reading_expiry_seconds)
         self._step_seconds = step_seconds
-        self._seconds: array[float] = array("d")
-        self._lines: dict[str, _Line] = {}
+        self._points: deque[_Point] = deque()
 
     def take(self, snapshot: Snapshot) -> None:
-        """Keep a point of the last poll, if one is due; called about once a second."""
+        """Add a point from the last poll if one is due; called about once a second."""
         node = snapshot.node
         if node is None:
             return
         step = self._step_seconds
-        if self._seconds and node.taken_seconds // step <= self._seconds[-1] // step:
+        if self._points and node.taken_seconds // step <= self._points[-1].seconds // step:
             return
-        self._forget_before(node.taken_seconds - self.span_seconds)
-        points = {
-            uuid: (ledger.total_bytes - ledger.categories["free"], ledger.categories["torch_allocated"])
+        while self._points and self._points[0].seconds < node.taken_seconds - self.span_seconds:
+            self._points.popleft()
+        devices = {
+            uuid: (_mib(ledger.total_bytes - ledger.categories["free"]), _mib(ledger.categories["torch_allocated"]))
             for uuid, ledger in node_ledgers(snapshot).items()
             if uuid
         }
-        self._make_room(points)
-        self._seconds.append(node.taken_seconds)
-        for uuid, line in self._lines.items():
-            in_use, allocated = points.get(uuid, (_HOLE, _HOLE))
-            line.in_use.append(in_use)
-            line.allocated.append(allocated)
+        self._points.append(_Point(node.taken_seconds, devices))
 
     def newest(self) -> dict[str, Any] | None:
-        """The last point as JSON: `seconds` on the exporter's clock, and `[in use, in tensors]` in MiB by device."""
-        if not self._seconds:
+        """Return the last point as JSON: `seconds` of the exporter's clock, `[in use, allocated]` in MiB by device."""
+        if not self._points:
             return None
-        points = {uuid: (line.in_use[-1], line.allocated[-1]) for uuid, line in self._lines.items()}
-        return {
-            "seconds": round(self._seconds[-1], 3),
-            "devices": {uuid: [_mib(value) for value in point] for uuid, point in points.items() if point[0] != _HOLE},
-        }
+        seconds, devices = self._points[-1]
+        return {"seconds": round(seconds, 3), "devices": {uuid: list(values) for uuid, values in devices.items()}}
 
     def document(self) -> dict[str, Any]:
-        """All points as JSON, in MiB; null is a hole."""
+        """Return all points as JSON, in MiB; null is a gap."""
+        gap = (None, None)
+        uuids = dict.fromkeys(uuid for point in self._points for uuid in point.devices)
+        lines = {uuid: [point.devices.get(uuid, gap) for point in self._points] for uuid in uuids}
         return {
             "span_seconds": self.span_seconds,
             "gap_seconds": self.gap_seconds,
-            "seconds": [round(seconds, 3) for seconds in self._seconds],
+            "seconds": [round(point.seconds, 3) for point in self._points],
             "devices": {
-                uuid: {
-                    "in_use": [_mib(value) for value in line.in_use],
-                    "allocated": [_mib(value) for value in line.allocated],
-                }
-                for uuid, line in self._lines.items()
+                uuid: {"in_use": [in_use for in_use, _ in line], "allocated": [allocated for _, allocated in line]}
+                for uuid, line in lines.items()
             },
         }
 
-    def _forget_before(self, seconds: float) -> None:
-        old = bisect_left(self._seconds, seconds)
-        if not old:
-            return
-        del self._seconds[:old]
-        for uuid, line in list(self._lines.items()):
-            del line.in_use[:old]
-            del line.allocated[:old]
-            if all(value == _HOLE for value in line.in_use):
-                del self._lines[uuid]
 
-    def _make_room(self, points: dict[str, tuple[int, int]]) -> None:
-        for uuid in points:
-            if uuid not in self._lines:
-                holes = array("q", [_HOLE]) * len(self._seconds)
-                self._lines[uuid] = _Line(holes, holes[:])
-        gone = [uuid for uuid in self._lines if uuid not in points]
-        for uuid in gone[: max(0, len(self._lines) - MAX_DEVICES)]:
-            del self._lines[uuid]
-
-
-def _mib(value: int) -> int | None:
-    return None if value == _HOLE else value >> _MIB
+def _mib(size: int) -> int:
+    return size >> 20

@@ -1,7 +1,7 @@
-"""What the live page shows, as one JSON document. Pure: one snapshot in, a plain dictionary out; unknown is null.
+"""The state of the node for the live page. Pure: built from one snapshot; unknown values are null.
 
-It says no more than `/api/v1/devices`, `/api/v1/processes` and `/health`, in a form that is short enough to be sent
-once a second: a process is a row, its values in the order of `COLUMNS`.
+It has the content of `/api/v1/devices`, `/api/v1/processes` and `/health`, but is short enough to be sent each second:
+a process is a row of values in the order of `COLUMNS`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from gpumem_exporter.actions.model import gpu_labels
+from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import fragmented_bytes
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.documents import SeenProcess, devices_document, seen_processes
+from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["COLUMNS", "live_document"]
@@ -23,51 +24,47 @@ COLUMNS = (
     *("gpu", "uuid", "used_bytes", "non_torch_bytes"),
     *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "fragmented_bytes"),
 )
-"""A row is a process on a device; a process of which no device is known has one row, with null for the device.
-`clears`: it reports, and its reporter can run `empty_cache`."""
+"""A row is a process on a device. A process without a known device has one row, with null for the device.
+`clears`: the process reports, and its reporter can run `empty_cache`."""
 
 
 def live_document(
     snapshot: Snapshot,
     *,
-    source: str,
-    version: str,
-    health: dict[str, Any],
+    health: HealthDocument,
     page: str,
     allowed_actions: tuple[str, ...],
     newest: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """The state of the node for the live page.
+    """Return the state of the node.
 
     Args:
-        snapshot: all that is known.
-        source: `nvml` or `demo`.
-        version: the exporter's.
-        health: what `/health` says.
-        page: the digest of the page that can read this.
-        allowed_actions: those of `--action.allow`.
+        snapshot: the current state.
+        health: the document of `/health`.
+        page: the digest of the page that can read this document.
+        allowed_actions: the actions of `--action.allow`.
         newest: the last point of the history.
     """
-    state = devices_document(snapshot, source)
-    state["version"] = version
-    state["page"] = page
-    state["nvml"]["error"] = health["nvml"]["error"]
-    state["status"] = health["status"]
-    state["troubles"] = [
-        {"part": name, "status": check["status"], "detail": check["detail"]}
-        for name, check in health["checks"].items()
-        if check["status"] != "ok"
-    ]
-    state["allowed_actions"] = list(allowed_actions)
-    state["newest"] = newest
-    state["columns"] = COLUMNS
+    devices = devices_document(snapshot, health["source"])
     gpus = gpu_labels(snapshot)
-    state["processes"] = [row for process in seen_processes(snapshot) for row in _rows(process, gpus)]
-    return state
+    return {
+        **devices,
+        "nvml": {**devices["nvml"], "error": health["nvml"]["error"]},
+        "version": health["version"],
+        "page": page,
+        "status": health["status"],
+        "failed_checks": [
+            {"part": name, **check} for name, check in health["checks"].items() if check["status"] != "ok"
+        ],
+        "allowed_actions": allowed_actions,
+        "newest": newest,
+        "columns": COLUMNS,
+        "processes": [row for process in seen_processes(snapshot) for row in _rows(process, gpus)],
+    }
 
 
 def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
-    """Built by hand: a node has hundreds of rows, and whoever reports waits meanwhile."""
+    """Build the rows of a process by hand: a node has hundreds of rows, and reports wait meanwhile."""
     facts = process.facts
     samples: dict[str, DeviceSample] = {}
     clears = False
@@ -76,7 +73,7 @@ def _rows(process: SeenProcess, gpus: dict[str, str]) -> Iterator[list[Any]]:
         report = process.reporter.report
         workload, rank = report.process.workload, report.process.rank
         samples = {sample.uuid: sample for sample in report.devices}
-        # A reporter that does not say what it can run can run everything.
+        # A reporter that lists no actions supports all of them.
         clears = not report.actions or "empty_cache" in report.actions
     elif process.silent is not None:
         workload, rank = process.silent.workload, process.silent.rank

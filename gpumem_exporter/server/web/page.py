@@ -1,19 +1,24 @@
-"""The live page, put together from its parts in `page/`: one document with its style and its script in it.
+"""`GET /`: the live page, one document with its style and its script.
 
-There is nothing else to load, so the policy that goes with it allows these two by their hashes, the exporter's own API
-to be asked, and nothing more.
+The page loads nothing else. Its Content-Security-Policy allows the style and the script by their hashes, requests to
+the exporter's own API, and nothing more.
 """
 
 from __future__ import annotations
 
 import base64
+import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 
-__all__ = ["SCRIPTS", "STYLES", "Page"]
+from fastapi import APIRouter, Request, Response
+
+from gpumem_exporter.server.http.replies import accepts_gzip
+
+__all__ = ["SCRIPTS", "STYLES", "Page", "page_router"]
 
 STYLES = ("theme.css", "layout.css", "devices.css", "processes.css", "dialog.css")
 SCRIPTS = (
@@ -21,7 +26,7 @@ SCRIPTS = (
     "ledger.js",
     "history.js",
     "access.js",
-    "troubles.js",
+    "warnings.js",
     "devices.js",
     "processes.js",
     "events.js",
@@ -29,17 +34,17 @@ SCRIPTS = (
     "connection.js",
     "main.js",
 )
-"""One after the other, in one module: each may use what stands in those before it."""
+"""Joined in this order into one module: each script may use the names of those before it."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """The page of one exporter, read once it is asked for.
+    """The page of one exporter. Its files are read at the first request.
 
     Args:
-        version: the exporter's.
-        demo: its devices are simulated.
-        telemetry_path: where its metrics are.
+        version: the exporter's version.
+        demo: whether the devices are simulated.
+        telemetry_path: the path of the metrics.
     """
 
     version: str
@@ -48,19 +53,17 @@ class Page:
 
     @cached_property
     def body(self) -> bytes:
-        """HTML."""
+        """The page as HTML."""
         return self._without_digest.replace("<!--page-->", self.digest).encode()
 
     @cached_property
     def compressed(self) -> bytes:
-        """The same with gzip."""
-        import gzip
-
+        """The body compressed with gzip."""
         return gzip.compress(self.body, mtime=0)
 
     @cached_property
     def headers(self) -> Mapping[str, str]:
-        """What the browser must know of it."""
+        """The headers of the reply."""
         policy = {
             "default-src": "'none'",
             "script-src": _hash(self._script),
@@ -83,7 +86,7 @@ class Page:
 
     @cached_property
     def digest(self) -> str:
-        """Tells one page from another: an open page that is not the exporter's any more loads itself anew."""
+        """Identifies the page: an open page with another digest than the exporter's reloads itself."""
         return hashlib.sha256(self._without_digest.encode()).hexdigest()[:16]
 
     @cached_property
@@ -110,8 +113,24 @@ class Page:
         return "".join(_read(name) for name in SCRIPTS)
 
 
+def page_router(page: Page) -> APIRouter:
+    """Return the route of the page."""
+    router = APIRouter(include_in_schema=False)
+
+    @router.get("/")
+    async def show(request: Request) -> Response:
+        if request.headers.get("if-none-match") == page.headers["ETag"]:
+            return Response(status_code=304, headers=page.headers)
+        if accepts_gzip(request.headers.get("accept-encoding", "")):
+            headers = {**page.headers, "Content-Encoding": "gzip"}
+            return Response(page.compressed, headers=headers, media_type="text/html")
+        return Response(page.body, headers=page.headers, media_type="text/html")
+
+    return router
+
+
 def _read(name: str) -> str:
-    from importlib.resources import files  # half a megabyte that an exporter at which nobody looks does not need
+    from importlib.resources import files  # costs 0.5 MB, which an exporter without a viewer does not need
 
     return files("gpumem_exporter.server.web").joinpath("static", name).read_text(encoding="utf-8")
 

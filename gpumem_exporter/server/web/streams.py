@@ -1,4 +1,4 @@
-"""One rendering of the state for everybody who follows it; nothing runs while nobody does. For the event loop."""
+"""Renders the state once for all streams that follow it. Nothing runs without a stream. Used on the event loop only."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _log = logging.getLogger(__name__)
 
 
 class TooManyStreamsError(Exception):
-    """There is no room for another stream."""
+    """The maximum number of streams is open."""
 
 
 class Rendering(NamedTuple):
-    """The state at one moment, rendered."""
+    """The rendered state."""
 
     seconds: float
     """On the exporter's monotonic clock."""
     moment: bytes
-    """When that was, as JSON: the only part that differs where nothing has changed."""
+    """The time as JSON: the only part that differs if the state is unchanged."""
     state: bytes
     """JSON."""
 
 
 class Streams:
-    """Renders the state once a second while somebody follows it.
+    """Renders the state once a second while a stream follows it.
 
-    Nothing is queued: a follower is given the newest state when it asks, and whoever is slow to ask misses some.
+    Nothing is queued: a follower gets the newest state, and a slow one misses some states.
 
     Args:
-        render: the state as it is now, for `json.dumps`.
+        render: returns the current state, for `json.dumps`.
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
         interval_seconds: between two renderings.
-        max_streams: how many may follow.
+        max_streams: the maximum number of streams.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Streams:
         return self._followers
 
     def latest(self) -> Rendering:
-        """The state of now; where somebody follows it, or has just asked, what they were given."""
+        """Return the current state, or the last rendering if it is recent."""
         known = self._rendering
         if known is not None and (
             self._ticker is not None or self._clock() - known.seconds < self._interval_seconds / 2
@@ -78,13 +78,13 @@ class Streams:
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[Follower]:
-        """Take part until the block ends.
+        """Follow the state until the block ends.
 
         Raises:
-            TooManyStreamsError: there is no room.
+            TooManyStreamsError: the maximum number of streams is open.
         """
         if self._followers >= self._max_streams:
-            raise TooManyStreamsError(f"{self._followers} streams are open, and no more are served")
+            raise TooManyStreamsError(f"{self._followers} streams are open, the maximum")
         self._followers += 1
         if self._ticker is None:
             self._rendering = None
@@ -106,7 +106,7 @@ class Streams:
         while True:
             try:
                 self._refresh()
-            except Exception:  # noqa: BLE001 - the next one may succeed, and whoever follows sees that none came
+            except Exception:  # noqa: BLE001 - the next one may succeed
                 _log.exception("the state cannot be rendered")
             ticked, self._ticked = self._ticked, asyncio.Event()
             ticked.set()
@@ -119,20 +119,20 @@ class Streams:
         known = self._rendering
         body = state.encode("utf-8", "replace")
         if known is not None and known.state == body:
-            body = known.state  # one object for one state: followers tell by it that nothing changed
+            body = known.state  # followers compare the identity of the object
         self._rendering = Rendering(now, json.dumps(moment).encode(), body)
         return self._rendering
 
 
 class Follower:
-    """One of those that follow; from `Streams.follow`."""
+    """A stream that follows the state; from `Streams.follow`."""
 
     def __init__(self, after: Callable[[Rendering | None], Awaitable[Rendering]]) -> None:
         self._after = after
         self._seen: Rendering | None = None
 
     async def next(self) -> tuple[Rendering, bool]:
-        """The next rendering, and whether its state is another than that of the one before it."""
+        """Wait for the next rendering; return it and whether the state changed."""
         before = self._seen
         self._seen = newest = await self._after(before)
         return newest, before is None or before.state is not newest.state

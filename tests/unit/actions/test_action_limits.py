@@ -20,7 +20,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_a_minutes_worth_may_come_at_once_and_then_it_comes_as_the_minute_passes(bench: Bench) -> None:
+def test_a_full_minute_of_actions_may_come_at_once_and_refills_over_the_minute(bench: Bench) -> None:
     for _ in range(6):
         bench.take()
     with pytest.raises(TooManyActionsError, match=r"^me\b.*\b6\b") as caught:
@@ -30,10 +30,10 @@ def test_a_minutes_worth_may_come_at_once_and_then_it_comes_as_the_minute_passes
     bench.take()
     with pytest.raises(TooManyActionsError):
         bench.take()
-    bench.take("somebody else")
+    bench.take("another caller")
 
 
-def test_a_process_is_asked_so_often_whoever_asks_and_a_refused_action_counts_for_nobody(bench: Bench) -> None:
+def test_the_limit_of_a_process_counts_all_callers_and_a_refused_action_counts_for_none(bench: Bench) -> None:
     for caller in ("a", "b", "c"):
         bench.take(caller, 1)
     for _ in range(10):
@@ -43,7 +43,7 @@ def test_a_process_is_asked_so_often_whoever_asks_and_a_refused_action_counts_fo
         bench.take("d", 2)  # neither the caller's nor the other process' share has been touched
 
 
-def test_an_hour_of_silence_gives_no_more_than_a_minutes_worth(bench: Bench) -> None:
+def test_unused_actions_do_not_accumulate_beyond_a_minute(bench: Bench) -> None:
     bench.take()
     bench.now += 3600
     for _ in range(6):
@@ -52,7 +52,7 @@ def test_an_hour_of_silence_gives_no_more_than_a_minutes_worth(bench: Bench) -> 
         bench.take()
 
 
-def test_only_so_many_are_remembered(bench: Bench) -> None:
+def test_the_number_of_remembered_callers_and_processes_is_limited(bench: Bench) -> None:
     def spend() -> None:
         for number in range(6):
             bench.take("first", 1 if number < 3 else 2)
@@ -67,6 +67,6 @@ def test_only_so_many_are_remembered(bench: Bench) -> None:
         bench.take("caller 4095")
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.01, "1"), (1.0, "1"), (9.2, "10")])
-def test_when_to_come_again_is_told_in_whole_seconds(seconds: float, said: str) -> None:
-    assert retry_after(seconds) == said
+@pytest.mark.parametrize(("seconds", "header"), [(0.01, "1"), (1.0, "1"), (9.2, "10")])
+def test_retry_after_is_in_whole_seconds(seconds: float, header: str) -> None:
+    assert retry_after(seconds) == header

@@ -25,7 +25,7 @@ USER = Caller(CallerKind.UNIX, uid=1000, pid=42)
     ],
     ids=lambda value: str(value),
 )
-def test_a_caller_has_one_spelling_and_shares_its_limit_with_its_other_processes(
+def test_a_caller_has_one_text_and_shares_its_limit_with_its_other_processes(
     caller: Caller, spelled: str, share: str, anonymous: bool
 ) -> None:
     assert (str(caller), caller.share, caller.anonymous) == (spelled, share, anonymous)

@@ -1,4 +1,4 @@
-"""Taking an action back, and a group's step that somebody else has chosen."""
+"""Cancelling an action, and the requested step of a group."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.model import Action, Target
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
-from gpumem_exporter.wire.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 from tests.support.builders import MIB, UUIDS, sample
 from tests.support.dispatching import Bench, Ranks, run
 
@@ -22,12 +23,12 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def answer_why(ranks: Ranks, process: ReportingProcess, action: Action, outcome: str, reason: str) -> None:
-    result = CommandResult(action.id, outcome, reason)
+def refuse(ranks: Ranks, process: ReportingProcess, action: Action, code: ReasonCode) -> None:
+    result = CommandResult(action.id, "refused", f"because of {code}", code)
     ranks.dispatcher.take_results(replace(process, report=replace(process.report, results=(result,))))
 
 
-def test_what_nobody_has_fetched_is_taken_back_at_once_and_says_by_whom(ranks: Ranks) -> None:
+def test_a_command_that_was_not_fetched_is_cancelled_at_once_and_names_the_caller(ranks: Ranks) -> None:
     action = ranks.ask(mode="step")
     cancelled = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
     assert cancelled is not None
@@ -37,21 +38,21 @@ def test_what_nobody_has_fetched_is_taken_back_at_once_and_says_by_whom(ranks: R
     assert run(ranks.dispatcher.commands(ranks.first, 0)) == ()
 
 
-def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_whom(ranks: Ranks) -> None:
+def test_a_waiting_command_is_recalled_and_its_result_names_the_caller(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask_group()
         for process in (ranks.first, ranks.second):
             await ranks.dispatcher.commands(process, 0)
-        held = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
-        answer = asyncio.create_task(ranks.dispatcher.commands(held[0], 5))
+        waiting = [ranks.says(process, action.id) for process in (ranks.first, ranks.second)]
+        answer = asyncio.create_task(ranks.dispatcher.commands(waiting[0], 5))
         await asyncio.sleep(0)
         under_way = ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
         assert under_way is not None
         assert not under_way.finished
         assert await answer == ()
-        for process in held:
+        for process in waiting:
             assert ranks.dispatcher.cancelled(process) == (action.id,)
-            answer_why(ranks, process, action, "refused", "cancelled: not every rank could take part")
+            refuse(ranks, process, action, ReasonCode.CANCELLED)
         (finished,) = ranks.finished
         assert {(row.rank, row.outcome, row.reason) for row in finished.results} == {
             ("0", "refused", "cancelled by policy:alice"),
@@ -61,17 +62,17 @@ def test_what_waits_in_a_process_is_told_to_be_forgotten_and_its_result_says_by_
     run(scenario())
 
 
-def test_what_was_refused_or_done_before_the_cancellation_came_keeps_its_own_result(ranks: Ranks) -> None:
+def test_a_result_from_before_the_cancellation_is_kept(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask(mode="step")
         for process in (ranks.first, ranks.second):
             await ranks.dispatcher.commands(process, 0)
         ranks.dispatcher.cancel(action.id, requested_by=Caller.policy("alice"))
-        answer_why(ranks, ranks.first, action, "refused", "a CUDA graph is being captured")
+        refuse(ranks, ranks.first, action, ReasonCode.CUDA_GRAPH_CAPTURE)
         ranks.answer(ranks.second, action, "done", freed=7)
         (finished,) = ranks.finished
         assert {(row.outcome, row.reason) for row in finished.results} == {
-            ("refused", "a CUDA graph is being captured"),
+            ("refused", "because of cuda_graph_capture"),
             ("done", ""),
         }
         assert finished.freed_bytes == 7
@@ -85,10 +86,10 @@ def test_cancelling_again_or_after_the_end_changes_nothing(ranks: Ranks) -> None
     again = ranks.ask(mode="step")
     first = ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("alice"))
     assert ranks.dispatcher.cancel(again.id, requested_by=Caller.policy("bob")) == first
-    assert ranks.dispatcher.cancel("nobody", requested_by=Caller.policy("alice")) is None
+    assert ranks.dispatcher.cancel("unknown", requested_by=Caller.policy("alice")) is None
 
 
-def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> None:
+def test_a_requested_step_is_used(ranks: Ranks) -> None:
     action = ranks.ask_group(at_step=123)
     assert action.at_step == 123
     (command,) = run(ranks.dispatcher.commands(ranks.first, 0))
@@ -96,7 +97,7 @@ def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "asked", "said"),
+    ("changes", "group", "message"),
     [
         ({}, {"at_step": 50}, r"pid 1 \(rank 0\).*\b50\b.*\b50\b"),
         ({}, {"at_step": 10_000}, r"\b10000\b.*\b995\.2 s.*\b30 s"),
@@ -104,16 +105,16 @@ def test_a_step_that_was_chosen_elsewhere_is_taken_as_it_is(ranks: Ranks) -> Non
         ({"step": None}, {"at_step": 123}, r"pid 2 \(rank 1\).*\bsteps"),
     ],
 )
-def test_a_step_that_was_chosen_elsewhere_is_refused_where_a_rank_cannot_act_after_it(
-    ranks: Ranks, changes: dict[str, Any], asked: dict[str, Any], said: str
+def test_a_requested_step_is_refused_if_a_rank_cannot_act_after_it(
+    ranks: Ranks, changes: dict[str, Any], group: dict[str, Any], message: str
 ) -> None:
     ranks.rank(2, "1", **{"step": 48, **changes})
-    with pytest.raises(GroupIncompleteError, match=said):
-        ranks.ask_group(**asked)
+    with pytest.raises(GroupIncompleteError, match=message):
+        ranks.ask_group(**group)
     assert ranks.dispatcher.recent() == ()
 
 
-def test_a_cap_is_for_the_devices_that_are_meant_alone() -> None:
+def test_a_memory_fraction_applies_only_to_the_target_devices() -> None:
     bench = Bench()
     bench.put(1, rank="0", devices=(sample(UUIDS[0], 8 * MIB), sample(UUIDS[1], 2 * MIB)))
     bench.ask("set_memory_fraction", Target(uuid=UUIDS[1], pid=1), fraction=0.5)

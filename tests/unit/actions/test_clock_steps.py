@@ -12,7 +12,7 @@ import pytest
 import gpumem_exporter
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import ActionRequest, Target
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import DeviceMemory, ProcessMemory
 from gpumem_exporter.core.store import Store
@@ -48,7 +48,7 @@ def clocks() -> Clocks:
 
 
 @STEPS
-def test_neither_reports_nor_readings_expire_sooner_or_later(clocks: Clocks, step_seconds: float) -> None:
+def test_a_set_clock_does_not_change_when_reports_and_readings_expire(clocks: Clocks, step_seconds: float) -> None:
     store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=9)
     store.put_reading(dataclasses.replace(node(device()), taken_seconds=clocks.monotonic()))
     sent = report(7, devices=(sample(),))
@@ -66,7 +66,9 @@ def test_neither_reports_nor_readings_expire_sooner_or_later(clocks: Clocks, ste
 
 
 @STEPS
-def test_an_actions_deadline_and_duration_are_not_moved(clocks: Clocks, step_seconds: float) -> None:
+def test_a_set_clock_does_not_change_the_deadline_and_duration_of_an_action(
+    clocks: Clocks, step_seconds: float
+) -> None:
     store = Store(report_expiry_seconds=1000, reading_expiry_seconds=5, max_processes=9)
     sent = report(7, devices=(sample(),), actions=("empty_cache",))
     store.put_report(sent, host_pid=7, now_seconds=clocks.monotonic(), now_unix_seconds=clocks.wall())
@@ -127,7 +129,7 @@ class OneGpu:
 
 
 @STEPS
-def test_a_reading_is_dated_by_the_wall_clock_and_measured_by_the_other(clocks: Clocks, step_seconds: float) -> None:
+def test_a_reading_has_the_wall_time_and_a_monotonic_duration(clocks: Clocks, step_seconds: float) -> None:
     driver = OneGpu()
     reader = NodeReader(driver, NobodyHost(), clock=clocks.monotonic, wall_clock=clocks.wall)
 
@@ -142,7 +144,7 @@ def test_a_reading_is_dated_by_the_wall_clock_and_measured_by_the_other(clocks: 
 
 
 @STEPS
-def test_a_missing_driver_is_sought_no_sooner_and_no_later(clocks: Clocks, step_seconds: float) -> None:
+def test_a_set_clock_does_not_change_when_a_missing_driver_is_retried(clocks: Clocks, step_seconds: float) -> None:
     driver = OneGpu()
     driver.missing = True
     reader = NodeReader(driver, NobodyHost(), clock=clocks.monotonic, wall_clock=clocks.wall)
@@ -154,7 +156,7 @@ def test_a_missing_driver_is_sought_no_sooner_and_no_later(clocks: Clocks, step_
     assert reader.read().up
 
 
-def test_the_client_does_not_look_at_the_wall_clock() -> None:
+def test_the_client_does_not_use_the_wall_clock() -> None:
     root = Path(gpumem_exporter.__file__).parent
     looked_at = []
     for module in sorted((root / "client").rglob("*.py")):

@@ -10,10 +10,12 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import (
     ANSWER_GRACE_SECONDS,
     GROUP_ANSWER_SECONDS,
-    GROUP_LEAD_SECONDS,
 )
+from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
 from gpumem_exporter.actions.limits import RateLimits
-from gpumem_exporter.actions.model import ActionRequest, SubmittedAction, Target
+from gpumem_exporter.actions.model import SubmittedAction
+from gpumem_exporter.actions.request import ActionRequest, Target
+from gpumem_exporter.actions.targets import select_listed
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.errors import (
     ActionNotAllowedError,
@@ -22,7 +24,7 @@ from gpumem_exporter.errors import (
     TargetNotFoundError,
     TooManyActionsError,
 )
-from gpumem_exporter.wire.protocol import CommandResult
+from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
 from tests.support.builders import MIB, UUIDS, NobodyHost, device, node, sample
 from tests.support.dispatching import EVERYBODY, Bench, Ranks, run
 
@@ -52,6 +54,13 @@ def test_an_action_is_done_when_every_process_has_answered(bench: Bench) -> None
     run(scenario())
 
 
+def test_a_process_is_under_way_from_the_request_to_its_result(bench: Bench) -> None:
+    action = bench.ask(target=Target(pid=1))
+    assert bench.dispatcher.under_way() == {bench.first.key}
+    bench.answer(bench.first, action)
+    assert bench.dispatcher.under_way() == set()
+
+
 def test_a_held_request_gets_a_command_as_soon_as_there_is_one(bench: Bench) -> None:
     async def scenario() -> None:
         held = asyncio.create_task(bench.dispatcher.commands(bench.first, 1000))
@@ -64,12 +73,12 @@ def test_a_held_request_gets_a_command_as_soon_as_there_is_one(bench: Bench) -> 
     run(scenario())
 
 
-def test_a_held_request_ends_with_nothing_when_its_time_is_over(bench: Bench) -> None:
+def test_a_held_request_ends_without_commands_after_its_timeout(bench: Bench) -> None:
     assert run(bench.dispatcher.commands(bench.first, 0.001)) == ()
     assert bench.dispatcher.held() == 0
 
 
-def test_a_command_is_given_again_until_its_result_has_come(bench: Bench) -> None:
+def test_a_command_is_sent_again_until_its_result_arrives(bench: Bench) -> None:
     async def scenario() -> None:
         action = bench.ask(target=Target(pid=1))
         first = await bench.dispatcher.commands(bench.first, 0)  # say that this reply was lost
@@ -117,7 +126,7 @@ def test_a_command_does_not_reach_a_later_process_with_the_same_pid(bench: Bench
     run(scenario())
 
 
-def test_results_of_another_process_or_of_nobody_s_command_are_ignored(bench: Bench) -> None:
+def test_results_of_another_process_or_of_an_unknown_command_are_ignored(bench: Bench) -> None:
     action = bench.ask(target=Target(pid=1))
     bench.answer(bench.second, action, freed=99)
     bench.answer(bench.first, dataclasses.replace(action, id="unknown"), freed=99)
@@ -126,7 +135,7 @@ def test_results_of_another_process_or_of_nobody_s_command_are_ignored(bench: Be
     assert (current.state, current.results) == ("queued", ())
 
 
-def test_what_nobody_asked_for_before_the_deadline_expires(bench: Bench) -> None:
+def test_a_command_that_was_not_fetched_before_the_deadline_expires(bench: Bench) -> None:
     action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
     bench.now += 29.9
     bench.dispatcher.expire()
@@ -136,10 +145,10 @@ def test_what_nobody_asked_for_before_the_deadline_expires(bench: Bench) -> None
     bench.dispatcher.expire()
     (expired,) = bench.finished
     assert (expired.id, expired.state) == (action.id, "expired")
-    assert {row.outcome for row in expired.results} == {"expired"}
+    assert {(row.outcome, row.reason_code) for row in expired.results} == {("expired", ReasonCode.NOT_FETCHED)}
 
 
-def test_a_delivered_command_may_answer_a_little_after_its_deadline(bench: Bench) -> None:
+def test_the_result_of_a_delivered_command_may_arrive_shortly_after_the_deadline(bench: Bench) -> None:
     async def scenario() -> None:
         action = bench.ask(target=Target(pid=1), deadline_seconds=30.0)
         (command,) = await bench.dispatcher.commands(bench.first, 0)
@@ -153,29 +162,31 @@ def test_a_delivered_command_may_answer_a_little_after_its_deadline(bench: Bench
     run(scenario())
 
 
-def test_a_delivered_command_that_never_answers_expires_and_says_so(bench: Bench) -> None:
+def test_a_delivered_command_without_a_result_expires(bench: Bench) -> None:
     async def scenario() -> None:
         bench.ask(target=Target(pid=1), deadline_seconds=30.0)
         await bench.dispatcher.commands(bench.first, 0)
         bench.now += 30.0 + ANSWER_GRACE_SECONDS
         bench.dispatcher.expire()
         (finished,) = bench.finished
-        assert {row.outcome for row in finished.results} == {"expired"}
-        assert finished.results[0].reason
+        assert {(row.outcome, row.reason_code) for row in finished.results} == {("expired", ReasonCode.NO_RESULT)}
 
     run(scenario())
 
 
-def test_a_process_that_has_gone_is_named_and_the_others_still_count(bench: Bench) -> None:
+def test_an_exited_process_is_named_and_the_others_still_count(bench: Bench) -> None:
     action = bench.ask()
     bench.dispatcher.process_gone(bench.first.key, "it ended")
     bench.answer(bench.second, action, freed=5)
     (finished,) = bench.finished
     assert (finished.state, finished.freed_bytes) == ("failed", 5)
-    assert {(row.pid, row.outcome) for row in finished.results} == {(1, "gone"), (2, "done")}
+    assert {(row.pid, row.outcome, row.reason_code) for row in finished.results} == {
+        (1, "gone", ReasonCode.PROCESS_EXITED),
+        (2, "done", None),
+    }
 
 
-def test_a_dry_run_says_what_would_come_back_and_gives_no_command(bench: Bench) -> None:
+def test_a_dry_run_shows_what_would_be_freed_and_sends_no_command(bench: Bench) -> None:
     action = bench.ask(dry_run=True)
     assert (action.state, action.freed_bytes) == ("done", 4 * MIB + MIB + 16 * MIB)
     row = action.results[0]
@@ -183,7 +194,7 @@ def test_a_dry_run_says_what_would_come_back_and_gives_no_command(bench: Bench) 
     assert run(bench.dispatcher.commands(bench.first, 0)) == ()
 
 
-def test_a_dry_run_of_a_garbage_collection_does_not_pretend_to_know(bench: Bench) -> None:
+def test_a_dry_run_of_a_garbage_collection_has_no_freed_bytes(bench: Bench) -> None:
     action = bench.ask("collect_garbage", dry_run=True)
     assert {row.freed_bytes for row in action.results} == {action.freed_bytes} == {None}
 
@@ -199,24 +210,24 @@ def test_targets_narrow_each_other(bench: Bench) -> None:
     assert pids(workload="train") == {1, 2}
 
 
-def test_a_clear_of_one_device_tells_of_every_device_it_will_touch(bench: Bench) -> None:
+def test_a_clear_of_one_device_shows_every_device_of_the_process(bench: Bench) -> None:
     action = bench.ask(target=Target(gpu="0"), dry_run=True)
     assert {row.gpu for row in action.results} == {"0", "1"}
     reset = bench.ask("reset_peak", Target(gpu="0"), dry_run=True)
     assert {row.gpu for row in reset.results} == {"0"}
 
 
-def test_a_target_that_matches_nothing_is_told_what_there_is(bench: Bench) -> None:
+def test_a_target_without_a_match_is_an_error_that_lists_the_processes(bench: Bench) -> None:
     with pytest.raises(TargetNotFoundError, match=r"pid=9.*pid=1 workload=train rank=0; pid=2 workload=train rank=1"):
         bench.ask(target=Target(pid=9))
 
 
-def test_an_action_that_is_not_allowed_is_refused_and_the_allowed_are_named(bench: Bench) -> None:
+def test_an_action_that_is_not_allowed_is_refused_with_the_allowed_ones(bench: Bench) -> None:
     with pytest.raises(ActionNotAllowedError, match=r"\bterminate\b.*--action\.allow\b.*\bcollect_garbage\b"):
         bench.ask("terminate")
 
 
-def test_a_reporter_that_cannot_run_an_action_says_so_at_once(bench: Bench) -> None:
+def test_an_action_that_a_reporter_does_not_support_ends_at_once(bench: Bench) -> None:
     old = bench.put(3, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
     action = bench.ask("reset_peak", Target(pid=old.key.pid))
     (row,) = action.results
@@ -225,7 +236,7 @@ def test_a_reporter_that_cannot_run_an_action_says_so_at_once(bench: Bench) -> N
     assert bench.finished == [action]
 
 
-def test_one_process_that_cannot_does_not_end_the_action_for_the_others(bench: Bench) -> None:
+def test_a_process_without_support_does_not_end_the_action_for_the_others(bench: Bench) -> None:
     bench.put(1, devices=(sample(UUIDS[0]),), actions=("empty_cache",))
     action = bench.ask("reset_peak")
     assert action.state == "queued"
@@ -233,7 +244,7 @@ def test_one_process_that_cannot_does_not_end_the_action_for_the_others(bench: B
     assert bench.finished[0].state == "failed"
 
 
-def test_a_repeated_request_with_the_same_key_is_the_first_one_s_action(bench: Bench) -> None:
+def test_a_repeated_request_with_the_same_key_returns_the_first_action(bench: Bench) -> None:
     first = bench.ask(idempotency_key="k")
     assert bench.ask(idempotency_key="k").id == first.id
     with pytest.raises(IdempotencyConflictError):
@@ -241,7 +252,7 @@ def test_a_repeated_request_with_the_same_key_is_the_first_one_s_action(bench: B
     assert bench.ask(idempotency_key="other").id != first.id
 
 
-def test_actions_are_remembered_newest_first_and_boundedly() -> None:
+def test_the_last_actions_are_listed_newest_first() -> None:
     bench = Bench()
     bench.dispatcher = bench.build(kept_actions=3)
     ids = []
@@ -252,9 +263,9 @@ def test_actions_are_remembered_newest_first_and_boundedly() -> None:
     assert bench.dispatcher.get(ids[0]) is None
 
 
-def test_waiting_for_an_action_that_never_was_is_an_error(bench: Bench) -> None:
+def test_waiting_for_an_unknown_action_is_an_error(bench: Bench) -> None:
     with pytest.raises(KeyError):
-        run(bench.dispatcher.wait("nobody", 0))
+        run(bench.dispatcher.wait("unknown", 0))
 
 
 @pytest.fixture
@@ -262,7 +273,7 @@ def ranks() -> Ranks:
     return Ranks()
 
 
-def test_a_group_is_every_rank_of_the_workload_at_one_step_that_none_has_reached(ranks: Ranks) -> None:
+def test_a_group_is_every_rank_of_the_workload_at_a_step_that_no_rank_has_ended(ranks: Ranks) -> None:
     async def scenario() -> None:
         ranks.now += 1.0  # the last samples are a second old: rank 0 may be at step 60 by now
         action = ranks.ask_group()
@@ -274,7 +285,7 @@ def test_a_group_is_every_rank_of_the_workload_at_one_step_that_none_has_reached
     run(scenario())
 
 
-def test_slow_steps_are_two_steps_ahead_and_none_is_behind_its_deadline(ranks: Ranks) -> None:
+def test_a_group_step_is_two_steps_ahead_and_before_the_deadline(ranks: Ranks) -> None:
     ranks.rank(1, "0", 50, step_seconds=10.0)
     with pytest.raises(GroupIncompleteError, match=r"\b98\b.*\b480\.0 s.*\b30 s"):
         ranks.ask_group()  # rank 1 makes fifty steps within the lead, for which rank 0 takes minutes
@@ -287,7 +298,7 @@ def test_slow_steps_are_two_steps_ahead_and_none_is_behind_its_deadline(ranks: R
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"modes": ("now",)}, r"pid 2 \(rank 1\).*\bnow\b"),
         ({"actions": ("reset_peak",)}, r"pid 2 \(rank 1\).*\breset_peak\b"),
@@ -296,25 +307,27 @@ def test_slow_steps_are_two_steps_ahead_and_none_is_behind_its_deadline(ranks: R
         ({"workload": "another"}, r"\banother, train\b"),
     ],
 )
-def test_a_group_with_a_rank_that_cannot_does_not_begin(ranks: Ranks, changes: dict[str, Any], said: str) -> None:
+def test_a_group_with_a_rank_that_cannot_take_part_does_not_start(
+    ranks: Ranks, changes: dict[str, Any], message: str
+) -> None:
     ranks.rank(2, "1", **{"step": 48, **changes})
-    with pytest.raises(GroupIncompleteError, match=said):
+    with pytest.raises(GroupIncompleteError, match=message):
         ranks.ask_group(target=EVERYBODY)
     assert ranks.dispatcher.recent() == ()
 
 
-def test_what_a_process_holds_is_not_given_to_it_again(ranks: Ranks) -> None:
+def test_a_command_that_a_process_keeps_is_not_sent_again(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask(mode="step")
         assert len(await ranks.dispatcher.commands(ranks.first, 0)) == 1
-        told = ranks.says(ranks.first, action.id)
-        assert await ranks.dispatcher.commands(told, 0) == ()
-        assert ranks.dispatcher.cancelled(told) == ()
+        reported = ranks.says(ranks.first, action.id)
+        assert await ranks.dispatcher.commands(reported, 0) == ()
+        assert ranks.dispatcher.cancelled(reported) == ()
 
     run(scenario())
 
 
-def test_a_group_that_one_rank_does_not_answer_is_called_off_and_says_which(ranks: Ranks) -> None:
+def test_a_group_is_withdrawn_if_a_rank_does_not_answer_and_the_result_names_it(ranks: Ranks) -> None:
     async def scenario() -> None:
         action = ranks.ask_group()
         await ranks.dispatcher.commands(ranks.first, 0)
@@ -329,12 +342,12 @@ def test_a_group_that_one_rank_does_not_answer_is_called_off_and_says_which(rank
         (finished,) = ranks.finished
         assert {row.rank: row.outcome for row in finished.results} == {"0": "refused", "1": "expired"}
         (silent,) = (row for row in finished.results if row.rank == "1")
-        assert silent.reason
+        assert silent.reason_code == ReasonCode.GROUP_RANK_LATE
 
     run(scenario())
 
 
-def test_a_group_is_called_off_when_a_rank_goes_or_refuses(ranks: Ranks) -> None:
+def test_a_group_is_withdrawn_if_a_rank_exits_or_refuses(ranks: Ranks) -> None:
     async def scenario() -> None:
         for end in ("gone", "refused"):
             action = ranks.ask_group()
@@ -356,24 +369,24 @@ def test_a_command_of_an_exporter_that_has_been_restarted_is_cancelled(ranks: Ra
     assert ranks.dispatcher.cancelled(ranks.says(ranks.first, "before")) == ("before",)
 
 
-def test_no_process_hears_of_an_action_before_it_is_written_down(bench: Bench) -> None:
+def test_no_process_gets_a_command_before_the_action_is_recorded(bench: Bench) -> None:
     async def scenario() -> None:
-        written = asyncio.Event()
-        asked: list[SubmittedAction] = []
+        recorded = asyncio.Event()
+        submitted: list[SubmittedAction] = []
 
-        async def write_down(one: SubmittedAction) -> None:
-            asked.append(one)
-            await written.wait()
+        async def record(one: SubmittedAction) -> None:
+            submitted.append(one)
+            await recorded.wait()
 
-        bench.dispatcher = bench.build(before_release=write_down)
+        bench.dispatcher = bench.build(before_release=record)
         action = bench.ask(idempotency_key="k", reason="room")
         answer = asyncio.create_task(bench.dispatcher.commands(bench.first, 5))
         await asyncio.sleep(0)
         assert await bench.dispatcher.commands(bench.second, 0) == ()
-        written.set()
+        recorded.set()
         assert [command.id for command in await answer] == [action.id]
         assert [command.id for command in await bench.dispatcher.commands(bench.second, 0)] == [action.id]
-        (one,) = asked
+        (one,) = submitted
         assert (one.action.id, one.request.reason, one.idempotency_key) == (action.id, "room", "k")
         assert one.processes == ((1, "train", "0"), (2, "train", "1"))
 
@@ -390,7 +403,7 @@ def test_a_recalled_action_is_found_by_its_id_and_by_its_key(bench: Bench) -> No
         bench.ask("reset_peak", idempotency_key="k")
 
 
-def test_whoever_asks_too_often_is_told_when_to_come_again(bench: Bench) -> None:
+def test_the_limit_of_a_caller_says_when_to_retry(bench: Bench) -> None:
     bench.dispatcher = bench.build(limits=RateLimits(per_caller=2, per_process=100, clock=lambda: bench.now))
     for _ in range(2):
         bench.ask()
@@ -410,7 +423,7 @@ def test_whoever_asks_too_often_is_told_when_to_come_again(bench: Bench) -> None
         ("set_memory_fraction", Target(pid=1, gpu="1"), (UUIDS[1],)),
     ],
 )
-def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_another(
+def test_a_command_for_every_device_has_no_uuids(
     bench: Bench, action: str, target: Target, uuids: tuple[str, ...]
 ) -> None:
     bench.ask(action, target)
@@ -418,15 +431,15 @@ def test_what_is_about_every_device_names_none_since_a_process_may_have_come_to_
     assert command.uuids == uuids
 
 
-def test_a_target_of_an_empty_device_is_nobody_also_among_those_who_do_not_report(bench: Bench) -> None:
+def test_an_empty_device_selects_no_process(bench: Bench) -> None:
     bench.store.put_reading(node(device(UUIDS[0], gpu="0", processes={900: MIB}), taken=bench.now))
     snapshot = bench.store.snapshot(bench.now)
-    assert [listed.pid for listed in Target(gpu="0").select_listed(snapshot)] == [900]
-    assert list(Target(gpu="").select_listed(snapshot)) == []
-    assert list(Target(uuid="").select_listed(snapshot)) == []
+    assert [listed.pid for listed in select_listed(Target(gpu="0"), snapshot)] == [900]
+    assert list(select_listed(Target(gpu=""), snapshot)) == []
+    assert list(select_listed(Target(uuid=""), snapshot)) == []
 
 
-def test_of_a_group_whose_ranks_do_not_answer_each_has_one_result(ranks: Ranks) -> None:
+def test_each_late_rank_of_a_group_has_one_result(ranks: Ranks) -> None:
     async def scenario() -> None:
         third = ranks.rank(3, "2", 48)
         action = ranks.ask_group()
@@ -441,25 +454,25 @@ def test_of_a_group_whose_ranks_do_not_answer_each_has_one_result(ranks: Ranks) 
     run(scenario())
 
 
-def test_who_is_to_be_ended_lives_on_if_that_is_cancelled_before_it_is_written_down(bench: Bench) -> None:
+def test_a_termination_that_is_cancelled_before_it_is_recorded_does_not_happen(bench: Bench) -> None:
     class Deadly(Terminator):
         ended: ClassVar[list[int]] = []
 
-        def objection(self, host_pid: int | None, start_time_ticks: int) -> str:
-            return ""
+        def refusal(self, action_id: str, host_pid: int | None, start_time_ticks: int) -> None:
+            return None
 
         async def end(self, action_id: str, host_pid: int, start_time_ticks: int) -> CommandResult:
             self.ended.append(host_pid)
             return CommandResult(action_id, "done")
 
     async def scenario() -> None:
-        written = asyncio.Event()
+        recorded = asyncio.Event()
         bench.dispatcher = bench.build(
-            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: written.wait()
+            allowed=frozenset(("terminate",)), terminator=Deadly(NobodyHost()), before_release=lambda _: recorded.wait()
         )
         action = bench.ask("terminate", Target(pid=1))
         bench.dispatcher.cancel(action.id, requested_by=Caller.policy("me"))
-        written.set()
+        recorded.set()
         finished = await bench.dispatcher.wait(action.id, 5)
         assert {row.outcome for row in finished.results} == {"refused"}
         assert Deadly.ended == []
@@ -467,7 +480,7 @@ def test_who_is_to_be_ended_lives_on_if_that_is_cancelled_before_it_is_written_d
     run(scenario())
 
 
-def test_what_is_recalled_pushes_out_nothing_of_this_run(bench: Bench) -> None:
+def test_a_recalled_action_does_not_displace_one_of_this_run(bench: Bench) -> None:
     bench.dispatcher = bench.build(kept_actions=2)
     old = dataclasses.replace(bench.ask(dry_run=True), id="before")
     new = bench.ask(dry_run=True, idempotency_key="k")

@@ -15,7 +15,9 @@ from gpumem_exporter.actions.lifecycle import (
     TerminationPart,
     advanced,
 )
-from gpumem_exporter.actions.model import Action, ActionResult, Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.targets import SelectedProcess
 from gpumem_exporter.wire.protocol import Command
 from tests.support.builders import reporting
 
@@ -31,25 +33,25 @@ LEGAL: dict[Any, set[Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("state", "to"),
-    [*itertools.product(ActionState, ActionState), *itertools.product(PartState, PartState)],
-    ids=lambda state: state.name,
-)
-def test_a_state_is_followed_only_by_the_states_of_the_table(state: Any, to: Any) -> None:
-    if to in LEGAL.get(state, set()):
-        assert advanced(state, to) is to
-    else:
-        with pytest.raises(IllegalTransitionError, match=f"{to.name}.*{state.name}"):
-            advanced(state, to)
+def test_a_state_is_followed_only_by_the_states_of_the_table() -> None:
+    pairs: list[tuple[Any, Any]] = [
+        *itertools.product(ActionState, ActionState),
+        *itertools.product(PartState, PartState),
+    ]
+    for state, to in pairs:
+        if to in LEGAL.get(state, set()):
+            assert advanced(state, to) is to
+        else:
+            with pytest.raises(IllegalTransitionError, match=f"{to.name}.*{state.name}"):
+                advanced(state, to)
 
 
 def command_part() -> CommandPart:
     command = Command(id="a", action="empty_cache", deadline_seconds=30.0)
-    return CommandPart(command, 1, reporting(1), (), deadline_seconds=30.0)
+    return CommandPart(command, SelectedProcess(1, reporting(1), ()), deadline_seconds=30.0)
 
 
-def test_a_command_may_be_delivered_and_held_twice_because_replies_get_lost() -> None:
+def test_a_command_may_be_delivered_and_held_twice() -> None:
     part = command_part()
     for step, state in (
         (part.deliver, PartState.DELIVERED),
@@ -65,14 +67,14 @@ def test_a_command_may_be_delivered_and_held_twice_because_replies_get_lost() ->
 
 
 @pytest.mark.parametrize("step", [CommandPart.deliver, CommandPart.hold, CommandPart.recall, CommandPart.end])
-def test_a_part_that_has_ended_takes_no_further_step(step: Callable[[CommandPart], None]) -> None:
+def test_an_ended_part_has_no_further_transition(step: Callable[[CommandPart], None]) -> None:
     part = command_part()
     part.end()
     with pytest.raises(IllegalTransitionError):
         step(part)
 
 
-def test_a_command_that_was_not_handed_out_cannot_be_recalled() -> None:
+def test_a_command_that_was_not_delivered_cannot_be_recalled() -> None:
     with pytest.raises(IllegalTransitionError):
         command_part().recall()
 

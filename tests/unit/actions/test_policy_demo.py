@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpumem_exporter.actions.model import DEFAULT_ACTIONS
 from gpumem_exporter.actions.policy.file import read_policy
+from gpumem_exporter.actions.request import DEFAULT_ACTIONS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
 from tests.support.policy_demo import START, DemoBench
 
 SECONDS = 250.0
-"""Long enough for three clears of the fragmented workload, and for the stop of the one where nothing helps."""
+"""Long enough for three clears of the fragmented workload, and for the stop where clearing does not help."""
 
 
 def running(program: str) -> str:
@@ -27,7 +27,7 @@ def running(program: str) -> str:
 HOARDER = running("notebook")
 FRAGMENTED = running("varying_length_training")
 UNHELPED = running("pipeline_training")
-"""Its slack is what its next step needs: whatever is given back is taken again at once."""
+"""Its next step needs its slack: it reserves released memory again at once."""
 
 POLICY = f"""
 rules:
@@ -80,10 +80,10 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def acted(bench: DemoBench) -> Iterator[tuple[str, str]]:
     """Which rule acted on which workload, each time."""
     for _, decision in bench.decided:
-        yield decision.rule.name, decision.sighting.process.report.process.workload
+        yield decision.rule.name, decision.observation.process.report.process.workload
 
 
-def test_it_clears_the_hoarder_and_the_fragmented_one_and_leaves_the_steady_ones_alone(runs: Runs) -> None:
+def test_the_policy_clears_the_hoarder_and_the_fragmented_workload_only(runs: Runs) -> None:
     assert len({workload.name for workload in DEMO_WORKLOADS}) == 10
     assert set(acted(runs.real)) == {("hoarded", HOARDER), ("fragmented", FRAGMENTED), ("slack", UNHELPED)}
     freed: dict[str, int] = {}
@@ -95,7 +95,7 @@ def test_it_clears_the_hoarder_and_the_fragmented_one_and_leaves_the_steady_ones
     assert freed["policy:fragmented"] > 1 << 30
 
 
-def test_it_stops_clearing_the_one_where_clearing_does_not_help(runs: Runs) -> None:
+def test_a_rule_stops_where_clearing_does_not_help(runs: Runs) -> None:
     (stop,) = runs.real.stops
     assert stop.rule.name == "slack"
     assert {result.workload for result in stop.action.results} == {UNHELPED}
@@ -104,7 +104,7 @@ def test_it_stops_clearing_the_one_where_clearing_does_not_help(runs: Runs) -> N
     assert runs.real.engine.stopped("slack") == 1
 
 
-def test_each_rule_keeps_its_rests(runs: Runs) -> None:
+def test_each_rule_keeps_its_cooldown(runs: Runs) -> None:
     times: dict[str, list[float]] = {}
     for seconds, decision in runs.real.decided:
         times.setdefault(decision.rule.name, []).append(seconds)
@@ -113,7 +113,7 @@ def test_each_rule_keeps_its_rests(runs: Runs) -> None:
         assert all(gap >= rule.cooldown_seconds for gap in gaps), (rule.name, times[rule.name])
 
 
-def test_a_dry_run_does_nothing_and_predicts_the_same_list(runs: Runs) -> None:
+def test_a_dry_run_changes_nothing_and_predicts_the_same_actions(runs: Runs) -> None:
     assert set(acted(runs.dry)) == set(acted(runs.real))
     assert first_at(runs.dry, "hoarded") == first_at(runs.real, "hoarded") > START
     assert all(action.dry_run for action in runs.dry.finished)
@@ -126,6 +126,6 @@ def first_at(bench: DemoBench, rule: str) -> float:
 
 
 def books(bench: DemoBench) -> dict[str, int]:
-    """What the driver says of each device."""
+    """The used bytes of each device, from the driver."""
     devices = bench.node.provider.devices()
     return {device.uuid: bench.node.provider.read_memory(device.uuid).used_bytes for device in devices}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_exporter.actions.model import ACTIONS, DEFAULT_ACTIONS
-from gpumem_exporter.actions.policy.figures import FIELDS
 from gpumem_exporter.actions.policy.file import MAX_RULES, read_policy
 from gpumem_exporter.actions.policy.model import Condition, Rule, StopAfter
-from gpumem_exporter.actions.policy.yaml_nodes import MAX_POLICY_BYTES
+from gpumem_exporter.actions.policy.values import FIELDS
+from gpumem_exporter.actions.request import ACTIONS, DEFAULT_ACTIONS
+from gpumem_exporter.core.yaml_file import MAX_FILE_BYTES
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.settings import load_settings
 from tests.support.paths import REPOSITORY
@@ -41,7 +41,7 @@ def refusal(tmp_path: Path, text: str, allowed: tuple[str, ...] = DEFAULT_ACTION
     return message.removeprefix(str(tmp_path / "policy.yml"))
 
 
-def test_a_rule_says_all_that_it_can(tmp_path: Path) -> None:
+def test_a_rule_with_every_key_is_read(tmp_path: Path) -> None:
     (rule,) = read(
         tmp_path,
         """\
@@ -68,22 +68,27 @@ rules:
         Condition("device_free_ratio", under=0.05),
         Condition("idle_seconds", over=90.0, under=7200.0),
     )
-    asks = rule.asks
-    assert (asks.action, asks.mode, asks.collect_garbage, asks.deadline_seconds) == ("empty_cache", "idle", True, 120.0)
+    request = rule.request
+    assert (request.action, request.mode, request.collect_garbage, request.deadline_seconds) == (
+        "empty_cache",
+        "idle",
+        True,
+        120.0,
+    )
     assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (90.0, 3600.0, 6)
     assert rule.stop_after == StopAfter(2, 1e9, 30.0)
     assert rule.dry_run is False
 
 
-def test_a_rule_that_says_the_least_is_a_dry_run_and_has_brakes(tmp_path: Path) -> None:
+def test_a_minimal_rule_is_a_dry_run_with_default_limits(tmp_path: Path) -> None:
     (rule,) = read(tmp_path, MINIMAL)
     assert rule.dry_run is True
-    assert (rule.asks.mode, rule.asks.group) == ("now", False)
+    assert (rule.request.mode, rule.request.group) == ("now", False)
     assert (rule.for_seconds, rule.cooldown_seconds, rule.max_per_hour) == (0.0, 300.0, 12)
     assert rule.stop_after == StopAfter(3, 64 << 20, None)
 
 
-def test_no_stop_is_asked_for_by_name_and_is_not_there_for_what_frees_nothing(tmp_path: Path) -> None:
+def test_stop_after_may_be_never_and_applies_only_to_actions_that_free_memory(tmp_path: Path) -> None:
     (never,) = read(tmp_path, MINIMAL + "    stop_after: never\n")
     (snapshot,) = read(tmp_path, MINIMAL.replace("empty_cache", "snapshot"))
     assert never.stop_after is None
@@ -92,20 +97,20 @@ def test_no_stop_is_asked_for_by_name_and_is_not_there_for_what_frees_nothing(tm
 
 def test_a_group_acts_at_a_step(tmp_path: Path) -> None:
     (rule,) = read(tmp_path, MINIMAL.replace("empty_cache}", "empty_cache, group: true}"))
-    assert (rule.asks.mode, rule.asks.group) == ("step", True)
+    assert (rule.request.mode, rule.request.group) == ("step", True)
 
 
-def test_a_policy_may_have_no_rules_yet(tmp_path: Path) -> None:
+def test_a_policy_may_have_no_rules(tmp_path: Path) -> None:
     assert read(tmp_path, "rules: []\n") == ()
 
 
-def test_the_example_is_right_and_every_rule_of_it_is_a_dry_run() -> None:
+def test_the_example_is_valid_and_every_rule_in_it_is_a_dry_run() -> None:
     rules = read_policy(EXAMPLE, allowed=DEFAULT_ACTIONS)
     assert len(rules) >= 3
     assert all(rule.dry_run for rule in rules)
 
 
-def test_the_example_names_every_field_and_key() -> None:
+def test_the_example_has_every_field_and_key() -> None:
     text = EXAMPLE.read_text()
     assert [name for name in FIELDS if name not in text] == []
     for key in ("for", "cooldown", "max_per_hour", "stop_after", "still_free_after", "dry_run", "group", "deadline"):
@@ -149,17 +154,8 @@ def test_the_example_names_every_field_and_key() -> None:
         (lambda text: text.replace("empty_cache", "terminate"), 5, ("terminate", "--action.allow", "empty_cache")),
         (lambda text: text.replace("empty_cache", "empty_cache, mode: later"), 5, ("mode: 'later'", "now, step, idle")),
         (lambda text: text.replace("empty_cache", "empty_cache, mode: now, group: true"), 5, ("mode", "group")),
-        (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction:",)),
-        (
-            lambda text: text.replace("empty_cache", "empty_cache, fraction: 0.5"),
-            5,
-            ("fraction", "set_memory_fraction"),
-        ),
-        (
-            lambda text: text.replace("empty_cache", "snapshot, collect_garbage: true"),
-            5,
-            ("collect_garbage", "empty_cache"),
-        ),
+        (lambda text: text.replace("empty_cache", "set_memory_fraction"), 5, ("fraction: is missing",)),
+        (lambda text: text.replace("empty_cache", "empty_cache, deadline: 2h"), 5, ("deadline: 7200.0", "3600")),
         (lambda text: text.replace("action: empty_cache", "mode: now"), 5, ("'action'",)),
         (lambda text: text + text.removeprefix("rules:\n"), 6, ("'r'", "line 2")),
         (lambda text: text + "rule: 1\n", 6, ("'rule'", "rules")),
@@ -172,7 +168,7 @@ def test_the_example_names_every_field_and_key() -> None:
         (lambda text: "rules:\n" + "  - {}\n" * (MAX_RULES + 1), 2, ("100",)),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line_and_what_would_be_right(
+def test_an_error_has_the_line_the_value_and_what_is_accepted(
     tmp_path: Path, spoil: object, line: int, named: tuple[str, ...]
 ) -> None:
     message = refusal(tmp_path, spoil(MINIMAL))  # type: ignore[operator]
@@ -180,30 +176,30 @@ def test_what_is_wrong_is_named_with_its_line_and_what_would_be_right(
     assert [part for part in named if part not in message] == [], message
 
 
-def test_terminate_is_for_now_alone_where_it_is_allowed(tmp_path: Path) -> None:
+def test_an_allowed_terminate_has_only_the_mode_now(tmp_path: Path) -> None:
     terminate = MINIMAL.replace("empty_cache", "terminate")
     (rule,) = read(tmp_path, terminate, ACTIONS)
-    assert rule.asks.action == "terminate"
+    assert rule.request.action == "terminate"
     assert "now" in refusal(tmp_path, terminate.replace("terminate}", "terminate, mode: step}"), ACTIONS)
 
 
 @pytest.mark.parametrize("content", [b"", b"# nothing\n", b"\xff\xfe\x00", b"a: " + b"[" * 1000, b"\x00"])
-def test_a_file_without_rules_or_without_sense_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_an_empty_or_unreadable_file_is_an_error_in_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "policy.yml"
     path.write_bytes(content)
     with pytest.raises(ConfigurationError, match=r"^[^\n]+$"):
         read_policy(path, allowed=DEFAULT_ACTIONS)
 
 
-def test_a_file_that_is_not_there_or_too_long_is_named(tmp_path: Path) -> None:
+def test_a_missing_or_too_long_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=rf"no\.yml'.*{os.strerror(errno.ENOENT)}"):
         read_policy(tmp_path / "no.yml", allowed=DEFAULT_ACTIONS)
-    (tmp_path / "long.yml").write_text("#" * (MAX_POLICY_BYTES + 1))
-    with pytest.raises(ConfigurationError, match=str(MAX_POLICY_BYTES)):
+    (tmp_path / "long.yml").write_text("#" * (MAX_FILE_BYTES + 1))
+    with pytest.raises(ConfigurationError, match=str(MAX_FILE_BYTES)):
         read_policy(tmp_path / "long.yml", allowed=DEFAULT_ACTIONS)
 
 
-def test_the_settings_check_the_file_and_its_actions_before_anything_starts(tmp_path: Path) -> None:
+def test_the_settings_check_the_file_and_its_actions(tmp_path: Path) -> None:
     path = tmp_path / "policy.yml"
     path.write_text(MINIMAL)
     assert load_settings({"policy.file": str(path)}, {}).policy_file == str(path)
@@ -223,9 +219,9 @@ def test_the_settings_check_the_file_and_its_actions_before_anything_starts(tmp_
         (("",), "x", False),
     ],
 )
-def test_a_rule_is_for_the_workloads_that_it_names(
+def test_a_rule_concerns_the_workloads_that_match_its_patterns(
     tmp_path: Path, patterns: tuple[str, ...], workload: str, concerned: bool
 ) -> None:
     (rule,) = read(tmp_path, MINIMAL)
-    rule = Rule("r", rule.when, rule.asks, patterns)
+    rule = Rule("r", rule.when, rule.request, patterns)
     assert rule.concerns(workload) is concerned

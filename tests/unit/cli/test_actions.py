@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gpumem_exporter.cli.action_options import ClearOptions, FractionOptions, RequestOptions, TargetOptions
+from gpumem_exporter.cli.action_options import ClearOptions, FractionOptions, RequestOptions, TargetOptions, checked
 from gpumem_exporter.cli.commands.actions import exit_code
 from gpumem_exporter.cli.render.action_tables import action_tables, summary
 from gpumem_exporter.errors import ConfigurationError
@@ -86,15 +86,16 @@ def test_the_request_has_every_option() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        *((RequestOptions(deadline_seconds=it), "--deadline") for it in (0.0, -1.0, float("inf"), float("nan"))),
+        *((RequestOptions(deadline_seconds=it), "--deadline") for it in (0.0, -1.0, 3601.0, float("nan"))),
         (ClearOptions(mode="soon"), r"--mode soon\b.*\bnow\b.*\bstep\b.*\bidle\b"),
         (ClearOptions(mode="now", group=True), r"--mode now\b"),
         (FractionOptions(fraction=1.5), r"\bF 1\.5\b.*\b0\b.*\b1\b"),
     ],
 )
 def test_an_invalid_option_is_an_error(options: RequestOptions, message: str) -> None:
+    action = "set_memory_fraction" if isinstance(options, FractionOptions) else "empty_cache"
     with pytest.raises(ConfigurationError, match=message):
-        options.request("x")
+        checked(options.request(action))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.doctor.driver import RELEASED, check_driver, judge_driver_elsewhere
+from gpumem_exporter.cli.doctor.driver import check_driver, judge_driver_elsewhere
 from gpumem_exporter.cli.doctor.exporter import (
     check_auth,
     check_clock,
@@ -121,12 +121,19 @@ def test_no_driver_here_fails_unless_the_exporter_does_without(source: str, verd
     assert bool(finding.fix) == (verdict != PASS)
 
 
-@pytest.mark.parametrize(("reason", "verdict"), [("driver not loaded", FAIL), (f"{RELEASED} by ada (upgrade)", WARN)])
+@pytest.mark.parametrize(("released", "verdict"), [(False, FAIL), (True, WARN)])
 def test_no_driver_here_nor_at_the_exporter_names_both_and_one_that_was_released_is_no_failure(
-    reason: str, verdict: str
+    released: bool, verdict: str
 ) -> None:
     provider: Any = _Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1"))
-    (finding,) = check_driver(lambda: provider, exporter_source="", exporter_error=reason, timeout_seconds=30.0)
+    reason = "why the exporter has none"
+    (finding,) = check_driver(
+        lambda: provider,
+        exporter_source="",
+        exporter_error=reason,
+        exporter_released=released,
+        timeout_seconds=30.0,
+    )
     assert finding.verdict == verdict
     assert "libnvidia-ml.so.1" in finding.detail
     assert reason in finding.detail
@@ -145,11 +152,12 @@ def test_one_reason_that_both_have_for_no_driver_is_told_once() -> None:
         ("nvml", "", PASS),
         ("demo", "", WARN),
         ("", "driver not loaded", FAIL),
-        ("", f"{RELEASED} by ada (upgrade)", WARN),
+        ("", "released by ada (upgrade)", WARN),
     ],
 )
 def test_an_exporter_on_another_machine_answers_for_its_own_driver(source: str, reason: str, verdict: str) -> None:
-    finding = judge_driver_elsewhere(exporter_source=source, exporter_error=reason)
+    released = "released" in reason
+    finding = judge_driver_elsewhere(exporter_source=source, exporter_error=reason, exporter_released=released)
     assert (finding.check, finding.verdict) == ("driver", verdict)
     assert reason in finding.detail
     assert bool(finding.fix) == (verdict != PASS)
@@ -286,7 +294,7 @@ def test_the_text_of_each_finding() -> None:
     stranger = _process(40000, "unreported", command=None)
     checks = {"nvml": {"status": "failing", "detail": "the driver is away"}}
     degraded = {"status": "degraded", "devices": 8, "processes": 2, "checks": checks}
-    released = {**degraded, "nvml": {"up": False, "error": f"{RELEASED} by ada"}}
+    released = {**degraded, "nvml": {"up": False, "error": "released by ada", "released": True}}
     elsewhere = {"exporter_namespace": None, "own_namespace": None, "driver_up": True}
     findings = [
         *_driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])),

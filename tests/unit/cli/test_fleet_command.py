@@ -40,7 +40,7 @@ def test_each_command_has_a_help(command: str, capsys: pytest.CaptureFixture[str
         (["clear", "--query", "up"], "Prometheus", "--prometheus URL"),
         (["clear", "--query", "up", "--parallel", "0"], "--parallel", "fleet clear --help"),
         (["clear", "--query", "up", "--max-processes", "0"], "--max-processes", "fleet clear --help"),
-        (["clear", "--query", "up", "--group", "--mode", "now"], "--mode now", "leave out"),
+        (["clear", "--query", "up", "--group", "--mode", "now"], "--mode now", "step"),
         (["clear", "--query", "up", "--deadline", "nan"], "--deadline nan", "over 0"),
         (["fraction", "1.5", "--query", "up"], "F 1.5", "at most 1"),
         (["terminate", "--query", "up", "--group"], "--group", "fleet terminate --help"),

@@ -49,7 +49,7 @@ def test_the_help_of_each_command_shows_examples(command: str, capsys: pytest.Ca
         (["--verbose", "info"], "--verbose", "--help"),
         (["info", "--jsn"], "--jsn", "--json"),
         (["info", "now"], "now", "info --help"),
-        (["clear", "--pid", "many", "--all"], "--pid", "integer"),
+        (["clear", "--pid", "many"], "--pid many", "integer"),
         (["clear", "--pid", "0"], "--pid", "1"),
         (["clear", "--pid"], "--pid", "gpumem-exporter clear --help"),
         (["clear"], "target", "--all"),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.client.allocator.sampler import Sampler
-from gpumem_exporter.client.commands.executor import CAPTURING, Executor
+from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.wire.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
 
@@ -104,7 +104,7 @@ def test_a_command_that_came_too_late_is_not_run(bench: Bench) -> None:
 def test_nothing_is_done_while_a_graph_is_being_captured(bench: Bench) -> None:
     bench.allocator.capturing = True
     result = bench.run()
-    assert (result.outcome, result.reason) == ("refused", CAPTURING)
+    assert (result.outcome, result.reason_code) == ("refused", "cuda_graph_capture")
     assert bench.allocator.cleared == 0
 
 

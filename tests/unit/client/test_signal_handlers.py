@@ -12,7 +12,7 @@ import pytest
 from gpumem_exporter.client import oom_guard
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
-from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.commands.scheduler import Scheduler
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
@@ -113,7 +113,7 @@ def test_a_command_interrupted_by_a_signal_handler_fails_and_the_error_goes_on()
     allocator: Any = FakeAllocator()
     allocator.empty_cache = interrupted
     sampler = Sampler(allocator, swallow=lambda error: None)
-    waiting = Waiting(Executor(allocator, sampler), allocator, sampler, wake=lambda: None)
+    waiting = Scheduler(Executor(allocator, sampler), allocator, sampler, wake=lambda: None)
     sampler.at_step = waiting.at_step
     waiting.take(Command("a", "empty_cache", 30.0, mode="step"), expires_seconds=float("inf"))
     with pytest.raises(TooLateError):

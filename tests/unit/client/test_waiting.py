@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.client.allocator.sampler import Sampler
-from gpumem_exporter.client.commands.executor import CAPTURING, Executor
-from gpumem_exporter.client.commands.scheduler import Waiting
+from gpumem_exporter.client.commands.executor import Executor
+from gpumem_exporter.client.commands.scheduler import Scheduler
 from gpumem_exporter.wire.protocol import Command, CommandResult
 from tests.support.fake_allocator import FakeAllocator
 
@@ -23,7 +23,7 @@ class Bench:
         self.allocator: Any = FakeAllocator()
         self.sampler = Sampler(self.allocator, swallow=lambda error: None, clock=lambda: self.now)
         self.executor = Executor(self.allocator, self.sampler, clock=lambda: self.now)
-        self.waiting = Waiting(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
+        self.waiting = Scheduler(self.executor, self.allocator, self.sampler, wake=self.wake, clock=lambda: self.now)
         self.sampler.at_step = self.waiting.at_step
 
     def wake(self) -> None:
@@ -96,7 +96,7 @@ def test_during_a_capture_a_step_waits_for_the_next_but_one_of_a_number_is_refus
     bench.allocator.capturing = True
     bench.steps(2)
     result = bench.result()
-    assert (result.id, result.outcome, result.reason) == ("b", "refused", CAPTURING)
+    assert (result.id, result.outcome, result.reason_code) == ("b", "refused", "cuda_graph_capture")
     bench.allocator.capturing = False
     bench.steps()
     assert bench.result().step == 3
@@ -132,12 +132,15 @@ def test_a_step_never_waits_for_a_command_that_another_thread_runs(bench: Bench)
 
 
 @pytest.mark.parametrize(
-    ("mode", "at_step", "named"),
-    [("step", None, "step"), ("step", 9, "step 9 "), ("idle", None, "idle"), ("now", None, CAPTURING)],
+    ("mode", "at_step", "code"),
+    [
+        ("step", None, "no_step_ended"),
+        ("step", 9, "no_step_ended"),
+        ("idle", None, "not_idle"),
+        ("now", None, "cuda_graph_capture"),
+    ],
 )
-def test_what_has_not_begun_by_its_deadline_never_does(
-    bench: Bench, mode: str, at_step: int | None, named: str
-) -> None:
+def test_what_has_not_begun_by_its_deadline_never_does(bench: Bench, mode: str, at_step: int | None, code: str) -> None:
     bench.allocator.capturing = mode == "now"
     bench.take(mode, at_step=at_step)
     bench.now += 30.0
@@ -145,14 +148,14 @@ def test_what_has_not_begun_by_its_deadline_never_does(
     assert bench.allocator.cleared == 0
     bench.waiting.look()
     result = bench.result()
-    assert result.outcome == "expired"
-    assert named in result.reason
+    assert (result.outcome, result.reason_code) == ("expired", code)
 
 
 def test_what_is_cancelled_does_not_run(bench: Bench) -> None:
     bench.take()
-    bench.waiting.cancel(("nobody", "a"))
-    assert bench.result().outcome == "refused"
+    bench.waiting.cancel(("unknown", "a"))
+    result = bench.result()
+    assert (result.outcome, result.reason_code) == ("refused", "cancelled")
     bench.steps()
     assert bench.allocator.cleared == 0
 

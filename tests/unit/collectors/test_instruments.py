@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry
 
-from gpumem_exporter.actions.model import Action, ActionResult, Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.collectors.instruments import Instruments
 
 

@@ -7,7 +7,8 @@ import re
 
 import pytest
 
-from gpumem_exporter.actions.model import Target
+from gpumem_exporter.actions.request import Target
+from gpumem_exporter.actions.targets import select_reporting
 from gpumem_exporter.collectors.view import View
 from gpumem_exporter.core.ledger import node_ledgers
 from gpumem_exporter.core.naming import Names, json_pid
@@ -54,14 +55,14 @@ def test_page_documents_and_targets_use_the_same_name() -> None:
     }
     assert [json_pid(name) for name in page] == [*documents] == ["1@11", "1@12", 8, "70@12"]
     for pid, document in documents.items():
-        ((name, process, _),) = Target(pid=pid).select(AMBIGUOUS)
+        ((name, process, _),) = select_reporting(Target(pid=pid), AMBIGUOUS)
         assert name == pid
         assert process.key == (document["pid_namespace"], document["own_pid"])
 
 
 @pytest.mark.parametrize("pid", [1, 70, "1@13", "8@12", 11])
 def test_a_pid_that_is_not_a_name_matches_no_process(pid: int | str) -> None:
-    assert list(Target(pid=pid).select(AMBIGUOUS)) == []
+    assert list(select_reporting(Target(pid=pid), AMBIGUOUS)) == []
 
 
 def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:
@@ -70,7 +71,7 @@ def test_a_process_whose_pid_was_reused_has_no_name_and_is_no_target() -> None:
     assert names(known(old, p70=0)) == ["70"], "the host hides the start time"
     replaced = known(old, listed={70: 9 * MIB}, p70=1001)
     assert names(replaced) == []
-    assert list(Target(all=True).select(replaced)) == []
+    assert list(select_reporting(Target(all=True), replaced)) == []
     (document,) = processes_document(replaced, "nvml")["processes"]
     assert (document["pid"], document["state"], document["workload"]) == (70, "unreported", None)
 
@@ -89,7 +90,7 @@ def test_the_later_of_two_reporters_with_one_host_pid_has_the_name() -> None:
     first = dataclasses.replace(in_namespace(11), host_pid=70, received_seconds=1.0)
     second = dataclasses.replace(in_namespace(12), host_pid=70, received_seconds=2.0)
     for order in ((first, second), (second, first)):
-        ((_, process, _),) = Target(pid=70).select(known(*order))
+        ((_, process, _),) = select_reporting(Target(pid=70), known(*order))
         assert process is second
 
 

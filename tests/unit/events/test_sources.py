@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import Action, ActionResult, Target
+from gpumem_exporter.actions.model import Action, ActionResult
+from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import DeviceReading, NodeReading, ProcessFacts
 from gpumem_exporter.events.actions import MAX_RESULTS, action_event
 from gpumem_exporter.events.devices import device_changes

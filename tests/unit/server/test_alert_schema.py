@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.actions.model import ActionRequest, Target
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.server.api.alert_schema import (
     ALERT_KEYS,
     MAX_ALERTS,
     AlertBody,
     AlertRequestError,
     read_alerts,
-    wanted_action,
+    requested_action,
 )
 from gpumem_exporter.server.http.problems import ProblemError
 from tests.support.paths import REPOSITORY
@@ -48,18 +48,18 @@ def alert(labels: dict[str, str] | None = None, **annotations: str) -> AlertBody
 
 
 def request(labels: dict[str, str] | None = None, **annotations: str) -> ActionRequest:
-    wanted = wanted_action(alert(labels, **annotations))
+    wanted = requested_action(alert(labels, **annotations))
     assert wanted is not None
-    return wanted.action.request()
+    return wanted.request
 
 
-def test_a_message_of_alertmanager_is_read_as_it_is_sent() -> None:
+def test_a_message_of_alertmanager_is_read() -> None:
     (read,) = read_alerts(json.dumps(MESSAGE).encode()).alerts
     assert (read.status, read.name, read.fingerprint) == ("firing", "Hoarded", "0123456789abcdef")
     assert read.starts_at == FIRING["startsAt"]
 
 
-def test_what_a_later_alertmanager_adds_is_left_alone() -> None:
+def test_fields_of_a_later_alertmanager_are_ignored() -> None:
     later = {**MESSAGE, "new": 1, "alerts": [{**FIRING, "newer": [], "annotations": None, "labels": {}}]}
     later["alerts"][0].pop("annotations")
     assert read_alerts(json.dumps(later).encode()).alerts[0].name == FIRING["fingerprint"]
@@ -86,7 +86,7 @@ def test_what_a_later_alertmanager_adds_is_left_alone() -> None:
         (lambda m: m["alerts"][0].update(fingerprint="a b"), "alerts.0.fingerprint"),
     ],
 )
-def test_a_malformed_message_is_refused_by_the_field_that_is_wrong(spoil: Any, field: str) -> None:
+def test_an_invalid_message_is_refused_with_the_invalid_field(spoil: Any, field: str) -> None:
     message = json.loads(json.dumps(MESSAGE))
     spoil(message)
     with pytest.raises(ProblemError) as refused:
@@ -95,19 +95,19 @@ def test_a_malformed_message_is_refused_by_the_field_that_is_wrong(spoil: Any, f
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"null", b"\xff", b"3"])
-def test_what_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(ProblemError) as refused:
         read_alerts(body)
     assert refused.value.status == 422
 
 
-def test_an_alert_that_names_no_action_asks_for_none() -> None:
-    assert wanted_action(alert()) is None
-    assert wanted_action(alert({"gpumem_action": " "}, gpumem_target_pid="4")) is None
+def test_an_alert_without_an_action_requests_none() -> None:
+    assert requested_action(alert()) is None
+    assert requested_action(alert({"gpumem_action": " "}, gpumem_target_pid="4")) is None
 
 
-def test_labels_and_annotations_say_what_is_asked_for() -> None:
-    asked = request(
+def test_labels_and_annotations_request_an_action() -> None:
+    requested = request(
         {"gpumem_action": "empty_cache", "gpumem_target_workload": "train"},
         gpumem_mode="step",
         gpumem_target_pid="4711",
@@ -119,20 +119,20 @@ def test_labels_and_annotations_say_what_is_asked_for() -> None:
         gpumem_dry_run="true",
         gpumem_reason="slack is 5 GiB",
     )
-    assert asked == ActionRequest(
+    assert requested == ActionRequest(
         "empty_cache",
         Target(gpu="0", uuid="GPU-1", pid=4711, workload="train", rank="3"),
         mode="step",
         collect_garbage=True,
         deadline_seconds=60.0,
         dry_run=True,
-        reason=asked.reason,
+        reason=requested.reason,
     )
-    assert asked.reason.endswith(": slack is 5 GiB")
-    assert "Hoarded (0123456789abcdef)" in asked.reason
+    assert requested.reason.endswith(": slack is 5 GiB")
+    assert "Hoarded (0123456789abcdef)" in requested.reason
 
 
-def test_a_group_a_fraction_and_everybody_can_be_asked_for_as_well() -> None:
+def test_an_alert_can_request_a_group_a_fraction_and_every_process() -> None:
     grouped = request(gpumem_action="empty_cache", gpumem_group="true", gpumem_target_workload="train")
     assert (grouped.group, grouped.mode) == (True, "step")
     capped = request(
@@ -142,23 +142,23 @@ def test_a_group_a_fraction_and_everybody_can_be_asked_for_as_well() -> None:
     assert request(gpumem_action="snapshot", gpumem_target_pid="1@4026532007").target.pid == "1@4026532007"
 
 
-def test_an_empty_text_is_what_a_template_without_a_value_gives_and_says_nothing() -> None:
-    asked = request(gpumem_action="empty_cache", gpumem_target_pid="7", gpumem_target_rank="", gpumem_mode=" ")
-    assert (asked.target, asked.mode) == (Target(pid=7), "now")
+def test_an_empty_text_is_ignored() -> None:
+    requested = request(gpumem_action="empty_cache", gpumem_target_pid="7", gpumem_target_rank="", gpumem_mode=" ")
+    assert (requested.target, requested.mode) == (Target(pid=7), "now")
 
 
-def test_the_same_in_a_label_and_an_annotation_is_no_contradiction() -> None:
+def test_a_label_and_an_annotation_may_have_the_same_value() -> None:
     assert request({"gpumem_action": "snapshot"}, gpumem_action="snapshot", gpumem_target_pid="7").action == "snapshot"
 
 
-def test_a_long_reason_is_cut_for_the_audit_log() -> None:
-    asked = request(gpumem_action="snapshot", gpumem_target_pid="7", gpumem_reason="x" * 5000)
-    assert len(asked.reason) == 1000
+def test_a_long_reason_is_shortened() -> None:
+    requested = request(gpumem_action="snapshot", gpumem_target_pid="7", gpumem_reason="x" * 5000)
+    assert len(requested.reason) == 1000
 
 
-def test_another_firing_is_not_acted_on_for_five_minutes_unless_the_alert_says_otherwise() -> None:
-    asks = {"gpumem_action": "snapshot", "gpumem_target_pid": "7"}
-    usual, other = wanted_action(alert(asks)), wanted_action(alert(asks, gpumem_cooldown_seconds="60"))
+def test_the_default_cooldown_is_five_minutes() -> None:
+    labels = {"gpumem_action": "snapshot", "gpumem_target_pid": "7"}
+    usual, other = requested_action(alert(labels)), requested_action(alert(labels, gpumem_cooldown_seconds="60"))
     assert usual is not None
     assert other is not None
     assert (usual.cooldown_seconds, other.cooldown_seconds) == (300.0, 60.0)
@@ -184,21 +184,21 @@ def test_another_firing_is_not_acted_on_for_five_minutes_unless_the_alert_says_o
         ({"gpumem_target_pid": "7", "gpumem_wait_seconds": "3"}, ("gpumem_wait_seconds", "gpumem_target_pid,")),
     ],
 )
-def test_what_is_asked_for_wrongly_is_named_as_the_alert_has_it(
+def test_an_invalid_request_is_refused_with_the_name_of_the_label(
     annotations: dict[str, str], named: tuple[str, ...]
 ) -> None:
     with pytest.raises(AlertRequestError) as refused:
-        wanted_action(alert({"gpumem_action": "empty_cache"}, **annotations))
+        requested_action(alert({"gpumem_action": "empty_cache"}, **annotations))
     message = str(refused.value)
     assert [part for part in named if part not in message] == [], message
 
 
-def test_an_action_that_there_is_not_is_named() -> None:
+def test_an_unknown_action_is_refused() -> None:
     with pytest.raises(AlertRequestError, match=r"gpumem_action: .*'clear'.*\bempty_cache\b"):
-        wanted_action(alert(gpumem_action="clear", gpumem_target_all="true"))
+        requested_action(alert(gpumem_action="clear", gpumem_target_all="true"))
 
 
-def test_the_example_names_every_key() -> None:
+def test_the_example_has_every_key() -> None:
     text = (REPOSITORY / "deploy" / "alertmanager" / "gpumem-receiver.example.yml").read_text()
     shown = set(re.findall(r"gpumem_[a-z_]+", text)) | {
         f"gpumem_target{part}" for part in re.findall(r" (_[a-z]+)\b", text)

@@ -1,4 +1,4 @@
-"""Actions of before a start: what cannot be recalled is told, and keeps nobody waiting."""
+"""Actions before a restart: an action that cannot be recalled is logged and delays no request."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_row_that_cannot_be_read_is_told_and_keeps_no_request_waiting(caplog: 
 
     async def recall() -> bool:
         await audit.recall(dispatcher)
-        waiting = asyncio.ensure_future(audit.recalled())
+        waiting = asyncio.ensure_future(audit.wait_until_recalled())
         await asyncio.sleep(0)
         return waiting.done()
 

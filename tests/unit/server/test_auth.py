@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from gpumem_exporter.server.http.problems import ProblemError
 from gpumem_exporter.server.security.access_rules import OwnNames, Peer, PeerCredentials, Rule
-from gpumem_exporter.server.security.tokens import TokenFile
+from gpumem_exporter.server.security.tokens import TokenFile, TokenRefresher
+from tests.support.waiting import patient
 
 OWNER = 1000
 LOCAL = Peer("127.0.0.1", None)
@@ -23,7 +25,9 @@ def rule(token: TokenFile | None = None) -> Rule:
 
 def token_file(path: Path, text: str) -> TokenFile:
     path.write_text(text)
-    return TokenFile(path)
+    token = TokenFile(path)
+    token.refresh()
+    return token
 
 
 def refusal(of: Rule, caller: Peer, headers: dict[bytes, bytes] | None = None) -> ProblemError:
@@ -33,23 +37,23 @@ def refusal(of: Rule, caller: Peer, headers: dict[bytes, bytes] | None = None) -
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "::ffff:127.0.0.1"])
-def test_without_a_token_this_machine_may(host: str) -> None:
+def test_without_a_token_file_loopback_is_admitted(host: str) -> None:
     assert str(rule().admit(Peer(host, None), {})) == f"tcp:{host}"
 
 
 @pytest.mark.parametrize("host", ["10.0.0.5", "::ffff:10.0.0.5", "fe80::1", "0.0.0.0", "::", ""])
-def test_without_a_token_another_machine_may_not_and_is_told_the_mend(host: str) -> None:
+def test_without_a_token_file_another_machine_is_refused_with_the_flag_to_set(host: str) -> None:
     problem = refusal(rule(), Peer(host, None))
     assert problem.status == 403
     assert "--action.token-file" in problem.detail
 
 
 @pytest.mark.parametrize("uid", [0, OWNER])
-def test_without_a_token_the_owner_of_the_socket_and_root_may(uid: int) -> None:
+def test_without_a_token_file_root_and_the_exporters_uid_are_admitted(uid: int) -> None:
     assert str(rule().admit(unix(uid), {})) == f"unix:uid={uid}:pid=42"
 
 
-def test_without_a_token_another_user_of_the_socket_may_not() -> None:
+def test_without_a_token_file_another_uid_is_refused() -> None:
     problem = refusal(rule(), unix(1001))
     assert problem.status == 403
     assert "1001" in problem.detail
@@ -57,12 +61,12 @@ def test_without_a_token_another_user_of_the_socket_may_not() -> None:
 
 
 @pytest.mark.parametrize("header", [b"x-forwarded-for", b"forwarded", b"via"])
-def test_a_proxy_on_this_machine_does_not_lend_its_address(header: bytes) -> None:
+def test_a_request_through_a_local_proxy_is_refused(header: bytes) -> None:
     assert refusal(rule(), LOCAL, {header: b"10.0.0.5"}).status == 403
 
 
 @pytest.mark.parametrize("caller", [LOCAL, REMOTE, unix(0), unix(OWNER)])
-def test_with_a_token_everybody_needs_it(tmp_path: Path, caller: Peer) -> None:
+def test_with_a_token_file_every_caller_needs_the_token(tmp_path: Path, caller: Peer) -> None:
     guarded = rule(token_file(tmp_path / "token", "right\n"))
     problem = refusal(guarded, caller)
     assert problem.status == 401
@@ -73,22 +77,23 @@ def test_with_a_token_everybody_needs_it(tmp_path: Path, caller: Peer) -> None:
 @pytest.mark.parametrize(
     "value", [b"", b"right", b"Basic right", b"Bearer", b"Bearer ", b"Bearer wrong", b"Bearer right2", b"Bearer \xff"]
 )
-def test_what_is_not_the_token_does_not_open(tmp_path: Path, value: bytes) -> None:
+def test_a_wrong_token_is_refused(tmp_path: Path, value: bytes) -> None:
     guarded = rule(token_file(tmp_path / "token", "right"))
     assert refusal(guarded, REMOTE, {b"authorization": value}).status == 401
 
 
-def test_the_audit_log_says_where_a_token_came_from(tmp_path: Path) -> None:
+def test_the_caller_of_a_token_includes_the_peer(tmp_path: Path) -> None:
     guarded = rule(token_file(tmp_path / "token", "right"))
     assert str(guarded.admit(REMOTE, {b"authorization": b"bearer right"})) == "token@10.0.0.5"
     assert str(guarded.admit(unix(7), {b"authorization": b"Bearer right"})) == "token@unix:uid=7:pid=42"
 
 
-def test_a_replaced_token_file_counts_from_the_next_request_on(tmp_path: Path) -> None:
+def test_a_replaced_token_is_in_force_after_the_next_refresh(tmp_path: Path) -> None:
     token = token_file(tmp_path / "token", "old")
     assert token.matches(b"old")
     (tmp_path / "next").write_text("new")
     (tmp_path / "next").replace(tmp_path / "token")
+    token.refresh()
     assert not token.matches(b"old")
     assert token.matches(b"new")
 
@@ -97,12 +102,34 @@ def test_a_token_stays_in_force_while_its_file_is_away(tmp_path: Path) -> None:
     token = token_file(tmp_path / "token", "old")
     assert token.matches(b"old")
     (tmp_path / "token").unlink()
+    token.refresh()
     assert token.matches(b"old")
     assert not token.matches(b"")
 
 
-def test_a_token_file_that_was_never_readable_lets_nobody_in(tmp_path: Path) -> None:
+def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> None:
+    token = token_file(tmp_path / "token", "right")
+    refreshing, hung = threading.Event(), threading.Event()
+
+    class HungFile(TokenFile):
+        def refresh(self) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                refreshing.set()
+                hung.wait()
+
+    refresher = TokenRefresher([HungFile(tmp_path / "other"), token])
+    refresher.start()
+    try:
+        assert refreshing.wait(patient(10))
+        assert token.matches(b"right")
+        refresher.stop()
+    finally:
+        hung.set()
+
+
+def test_a_token_file_that_was_never_readable_matches_nothing(tmp_path: Path) -> None:
     token = TokenFile(tmp_path / "token")
+    token.refresh()
     assert not token.matches(b"")
     assert not token.matches(b"x")
 
@@ -125,7 +152,7 @@ NAMES = OwnNames(["node-7", "gpu.example.org", ""])
         "gpu.example.org",
     ],
 )
-def test_an_own_name_or_any_ip_address_is_a_right_host(host: str) -> None:
+def test_own_names_and_ip_addresses_are_accepted_as_host(host: str) -> None:
     NAMES.require_own_host({b"host": host.encode()})
 
 
@@ -133,14 +160,14 @@ def test_an_own_name_or_any_ip_address_is_a_right_host(host: str) -> None:
     "host",
     ["evil.example", "evil.example:9844", "localhost.evil.example", "127.0.0.1.evil.example", "node-77", "[", ":1"],
 )
-def test_a_name_that_somebody_else_may_point_here_is_no_right_host(host: str) -> None:
+def test_a_name_that_another_site_could_resolve_to_this_machine_is_refused(host: str) -> None:
     with pytest.raises(ProblemError) as caught:
         NAMES.require_own_host({b"host": host.encode()})
     assert caught.value.status == 403
 
 
 @pytest.mark.parametrize(
-    ("headers", "fine"),
+    ("headers", "accepted"),
     [
         ({b"host": b"localhost:9844"}, True),
         ({b"host": b"localhost:9844", b"origin": b"http://localhost:9844"}, True),
@@ -155,8 +182,8 @@ def test_a_name_that_somebody_else_may_point_here_is_no_right_host(host: str) ->
         ({b"host": b"localhost:9844", b"sec-fetch-site": b"none"}, True),
     ],
 )
-def test_only_the_exporters_own_page_may_ask_through_a_browser(headers: dict[bytes, bytes], fine: bool) -> None:
-    if fine:
+def test_a_browser_may_send_requests_only_from_the_exporters_page(headers: dict[bytes, bytes], accepted: bool) -> None:
+    if accepted:
         NAMES.require_own_page(headers)
     else:
         with pytest.raises(ProblemError):
@@ -166,5 +193,5 @@ def test_only_the_exporters_own_page_may_ask_through_a_browser(headers: dict[byt
 @pytest.mark.parametrize(
     ("peer", "name"), [("::ffff:127.0.0.1", "tcp:127.0.0.1"), ("::1", "tcp:::1"), ("10.0.0.5", "tcp:10.0.0.5")]
 )
-def test_an_ipv4_caller_is_called_by_its_ipv4_address_on_a_socket_for_both_families(peer: str, name: str) -> None:
+def test_an_ipv4_peer_keeps_its_ipv4_address_on_a_socket_for_both_families(peer: str, name: str) -> None:
     assert str(Peer.of({"client": (peer, 4711)}).caller()) == name

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ProcessKey, SilentReporter, Snapshot
@@ -33,7 +32,7 @@ def by_pid(document: dict[str, Any]) -> dict[int, Any]:
     return {process["pid"]: process for process in document["processes"]}
 
 
-def test_each_process_is_there_once_whoever_knows_it() -> None:
+def test_each_process_is_listed_once() -> None:
     processes = by_pid(processes_document(one_of_each(), "nvml"))
     assert {pid: process["state"] for pid, process in processes.items()} == {
         100: "reporting",
@@ -44,7 +43,7 @@ def test_each_process_is_there_once_whoever_knows_it() -> None:
     assert [processes[pid]["reporting"] for pid in (100, 200, 300, 400)] == [True, False, False, True]
 
 
-def test_a_reporting_process_has_the_figures_of_driver_allocator_and_host() -> None:
+def test_a_reporting_process_has_the_values_of_driver_allocator_and_host() -> None:
     process = by_pid(processes_document(one_of_each(), "nvml"))[100]
     assert process["user"] == "ada"
     assert process["k8s_pod"] == "p"
@@ -67,7 +66,7 @@ def test_a_reporting_process_has_the_figures_of_driver_allocator_and_host() -> N
     }
 
 
-def test_the_error_of_a_plan_is_there_once_the_peak_can_have_been_reached() -> None:
+def test_the_error_of_a_plan_appears_after_the_second_step() -> None:
     planned = DeviceSample(UUIDS[0], reserved_peak_bytes=400, planned_reserved_peak_bytes=500)
     for step, error in ((None, None), (1, None), (2, 0.25)):
         snapshot = Snapshot(10.0, None, (reporting(100, devices=(planned,), step=step),))
@@ -75,7 +74,7 @@ def test_the_error_of_a_plan_is_there_once_the_peak_can_have_been_reached() -> N
         assert (on_device["planned_reserved_peak_bytes"], on_device["plan_error_ratio"]) == (500, error)
 
 
-def test_what_is_unknown_is_null_and_never_zero() -> None:
+def test_unknown_values_are_null() -> None:
     processes = by_pid(processes_document(one_of_each(), "nvml"))
     unreported = processes[300]
     assert unreported["workload"] is None
@@ -90,7 +89,7 @@ def test_what_is_unknown_is_null_and_never_zero() -> None:
     assert processes[200]["devices"][0]["used_bytes"] == 100 * MIB
 
 
-def test_a_device_has_its_memory_and_a_ledger_that_adds_up() -> None:
+def test_the_ledger_of_a_device_adds_up_to_its_memory() -> None:
     document = devices_document(one_of_each(), "demo")
     assert document["source"] == "demo"
     first, lost = document["devices"]
@@ -98,7 +97,7 @@ def test_a_device_has_its_memory_and_a_ledger_that_adds_up() -> None:
     assert (lost["up"], lost["error"], lost["memory"], lost["ledger"]) == (False, "lost", None, None)
 
 
-def test_without_a_driver_the_documents_say_so_and_keep_what_reports() -> None:
+def test_without_a_driver_the_reporting_processes_are_listed() -> None:
     snapshot = dataclasses.replace(one_of_each(), node=None)
     document = devices_document(snapshot, "nvml")
     assert document["nvml"]["up"] is False
@@ -108,7 +107,3 @@ def test_without_a_driver_the_documents_say_so_and_keep_what_reports() -> None:
     assert set(processes) == {100, 200, 400}
     assert processes[100]["devices"][0]["gpu"] is None
     assert processes[100]["devices"][0]["reserved_bytes"] == 160 * MIB
-
-
-def test_both_documents_are_plain_json() -> None:
-    json.dumps([devices_document(one_of_each(), "nvml"), processes_document(one_of_each(), "nvml")], allow_nan=False)

@@ -26,7 +26,7 @@ HOST = (b"host", b"localhost:9844")
 
 @dataclass
 class Exchange:
-    """One request through the guard, and what came of it."""
+    """One request through the guard, and its outcome."""
 
     status: int = 0
     headers: dict[bytes, bytes] = field(default_factory=dict)
@@ -75,7 +75,10 @@ def pass_through(
         elif message["body"]:
             exchange.problem = json.loads(message["body"])
 
-    rule = Rule("things", "--x.token-file", TokenFile(token) if token else None, 1000)
+    token_file = TokenFile(token) if token else None
+    if token_file is not None:
+        token_file.refresh()
+    rule = Rule("things", "--x.token-file", token_file, 1000)
     guard = Guard(route, OwnNames(["node-7"]), rule, rule, exchange.outcomes.append)
     scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "client": (client, 1)}
     asyncio.run(guard(scope, receive, send))
@@ -83,7 +86,7 @@ def pass_through(
 
 
 @pytest.mark.parametrize("path", [REPORTS, ACTIONS_PATH])
-def test_a_right_request_reaches_its_route_with_its_whole_body(path: str) -> None:
+def test_an_admitted_request_reaches_its_route_with_its_whole_body(path: str) -> None:
     exchange = pass_through(path, chunks=(b'{"a"', b":1}", b""))
     assert exchange.status == 200
     assert exchange.seen == [b'{"a":1}']
@@ -103,7 +106,7 @@ def test_a_right_request_reaches_its_route_with_its_whole_body(path: str) -> Non
         ({"headers": [HOST, JSON, (b"content-encoding", b"gzip")]}, 415),
     ],
 )
-def test_what_a_web_page_or_a_stranger_could_send_is_refused_before_its_body_is_read(
+def test_a_request_of_a_web_page_or_another_machine_is_refused_before_its_body_is_read(
     path: str, changed: dict[str, Any], status: int
 ) -> None:
     exchange = pass_through(path, **changed)
@@ -115,13 +118,13 @@ def test_what_a_web_page_or_a_stranger_could_send_is_refused_before_its_body_is_
     assert exchange.received == 0
 
 
-def test_parameters_of_the_media_type_are_fine() -> None:
+def test_the_media_type_may_have_parameters() -> None:
     headers = [HOST, (b"content-type", b"Application/JSON; charset=utf-8")]
     assert pass_through(REPORTS, headers=headers).status == 200
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/health", "/", "/api/v1/devices"])
-def test_what_only_shows_is_open_to_whoever_can_reach_it_under_any_name(path: str) -> None:
+def test_readable_routes_are_open_to_every_client_under_any_name(path: str) -> None:
     headers = [(b"host", b"gpumem.monitoring.svc:9844"), (b"origin", b"http://grafana.example")]
     assert pass_through(path, method="GET", headers=headers, client="10.0.0.5").status == 200
 
@@ -133,7 +136,7 @@ def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) ->
     assert pass_through(path, method="GET", headers=[HOST]).status == 200
 
 
-def test_whoever_has_the_token_may_use_a_name_that_only_its_network_knows(tmp_path: Path) -> None:
+def test_a_client_with_the_token_may_use_any_host_name(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("right")
     host = (b"host", b"node-7.cluster.example:9844")
@@ -151,21 +154,21 @@ def test_a_body_at_its_limit_passes_and_one_byte_more_does_not(path: str, limit:
 
 
 @pytest.mark.parametrize("length", [b"1048577", b"99999999999999999999999", b"x", b"-1"])
-def test_a_body_that_says_it_is_too_long_is_not_read_at_all(length: bytes) -> None:
+def test_a_body_with_a_too_large_content_length_is_not_read(length: bytes) -> None:
     exchange = pass_through(REPORTS, headers=[HOST, JSON, (b"content-length", length)])
     assert exchange.status == 413
     assert exchange.received == 0
     assert exchange.outcomes == ["too_large"]
 
 
-def test_a_body_without_a_length_is_given_up_as_soon_as_it_is_too_long() -> None:
+def test_a_body_without_a_length_is_read_up_to_the_limit() -> None:
     exchange = pass_through(REPORTS, chunks=(b"x" * 300_000,) * 30)
     assert exchange.status == 413
     assert exchange.received == 4
     assert exchange.seen == []
 
 
-def test_a_client_that_goes_away_while_sending_reaches_no_route_and_gets_no_answer() -> None:
+def test_a_client_that_disconnects_while_sending_reaches_no_route() -> None:
     exchange = pass_through(REPORTS, chunks=(b'{"a"',), cut_off=True)
     assert exchange.seen == []
     assert exchange.status == 0

@@ -8,8 +8,8 @@ import pytest
 
 from gpumem_exporter.core.samples import DeviceReading, ProcessKey, SilentReporter, Snapshot
 from gpumem_exporter.events import EventLogStatus
-from gpumem_exporter.nvml.poller import PollerStatus
-from gpumem_exporter.server.api.health_document import health_document
+from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
+from gpumem_exporter.server.api.health import health_document
 from tests.support.builders import UUIDS, device, node, reporting
 
 WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, last_finished_seconds=1.0, stuck=False, error="")
@@ -21,24 +21,30 @@ def health(snapshot: Snapshot, **poller: Any) -> dict[str, Any]:
     return health_document(snapshot, dataclasses.replace(WELL, **poller), KEEPING, source="nvml", version="1.2.3")
 
 
-def test_a_node_where_all_is_well_is_ok() -> None:
+def test_a_healthy_node_is_ok() -> None:
     snapshot = Snapshot(0.0, node(device(UUIDS[0]), device(UUIDS[1], gpu="1")), (reporting(),))
     document = health(snapshot)
     assert document["status"] == "ok"
-    assert document["nvml"] == {"up": True, "error": ""}
+    assert document["nvml"] == {"up": True, "error": "", "released": False}
     assert (document["devices"], document["processes"]) == (2, 1)
     assert (document["version"], document["source"]) == ("1.2.3", "nvml")
     assert {check["status"] for check in document["checks"].values()} == {"ok"}
 
 
-def test_no_driver_is_degraded_and_says_why() -> None:
+def test_a_missing_driver_is_degraded_with_the_reason() -> None:
     down = dataclasses.replace(node(up=False), error="libnvidia-ml.so.1 is not there")
     document = health(Snapshot(0.0, down))
     assert document["status"] == "degraded"
-    assert document["nvml"] == {"up": False, "error": "libnvidia-ml.so.1 is not there"}
+    assert document["nvml"] == {"up": False, "error": "libnvidia-ml.so.1 is not there", "released": False}
 
 
-def test_before_the_first_poll_it_is_degraded() -> None:
+def test_a_release_of_nvml_is_a_flag_for_programs() -> None:
+    down = dataclasses.replace(node(up=False), error="released on request by ada")
+    document = health(Snapshot(0.0, down), release=ReleaseRequest("ada", 0.0))
+    assert document["nvml"]["released"] is True
+
+
+def test_the_node_is_degraded_before_the_first_poll() -> None:
     document = health(Snapshot(0.0, None), polls=0)
     assert document["status"] == "degraded"
     assert document["nvml"]["up"] is False
@@ -56,13 +62,13 @@ def test_a_lost_device_is_degraded_and_named() -> None:
     ("poller", "said"),
     [({"alive": False, "error": "boom"}, "boom"), ({"stuck": True, "busy_seconds": 61.0}, "61 s")],
 )
-def test_a_poller_that_cannot_go_on_is_failing(poller: dict[str, Any], said: str) -> None:
+def test_a_stopped_or_stuck_poller_is_failing(poller: dict[str, Any], said: str) -> None:
     document = health(Snapshot(0.0, None), **poller)
     assert document["status"] == "failing"
     assert said in document["checks"]["poller"]["detail"]
 
 
-def test_a_reporter_that_fell_silent_is_told_and_is_nobodys_failure() -> None:
+def test_a_silent_reporter_is_counted_and_no_failure() -> None:
     silent = SilentReporter(ProcessKey(1, 2), 2, 3, "w", "0", 0.0)
     document = health(Snapshot(0.0, node(device()), silent=(silent,)))
     assert document["status"] == "ok"
@@ -73,11 +79,11 @@ def test_a_reporter_that_fell_silent_is_told_and_is_nobodys_failure() -> None:
     ("events", "named"),
     [
         ({"error": "/e/events.db: disk full", "waiting": 3, "dropped": 2}, r"/e/events.db: disk full\b.*\b3\b.*\b2\b"),
-        ({"alive": False}, "events"),
+        ({"alive": False}, "event log has stopped"),
         ({"busy_seconds": 7.2}, r"\b7 s\b"),
     ],
 )
-def test_events_that_cannot_be_kept_are_degraded_and_said_why(events: dict[str, Any], named: str) -> None:
+def test_events_that_cannot_be_stored_are_degraded_with_the_reason(events: dict[str, Any], named: str) -> None:
     document = health_document(
         Snapshot(0.0, node(device())), WELL, dataclasses.replace(KEEPING, **events), source="nvml", version="1"
     )
@@ -87,7 +93,7 @@ def test_events_that_cannot_be_kept_are_degraded_and_said_why(events: dict[str, 
     assert re.search(named, check["detail"])
 
 
-def test_a_damaged_file_that_was_put_aside_is_told_and_no_trouble() -> None:
+def test_a_renamed_damaged_file_is_shown_and_no_failure() -> None:
     events = dataclasses.replace(KEEPING, damaged_file="/e/events.db.damaged")
     document = health_document(Snapshot(0.0, node(device())), WELL, events, source="nvml", version="1")
     assert document["status"] == "ok"

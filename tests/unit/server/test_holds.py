@@ -9,7 +9,7 @@ from gpumem_exporter.server.http.held_requests import GONE, RELEASED, Holds
 
 
 class Client:
-    """The far end of a request: silent until it goes."""
+    """A client that is silent until it disconnects."""
 
     def __init__(self) -> None:
         self.gone = asyncio.Event()
@@ -24,7 +24,7 @@ async def soon(condition: Any) -> None:
         await asyncio.sleep(0)
 
 
-def test_what_is_waited_for_is_handed_on() -> None:
+def test_a_wait_returns_its_result() -> None:
     async def scenario() -> None:
         holds, client = Holds(), Client()
         result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -41,7 +41,7 @@ def test_what_is_waited_for_is_handed_on() -> None:
     asyncio.run(scenario())
 
 
-def test_a_client_that_goes_ends_its_own_wait_and_no_other() -> None:
+def test_a_disconnect_ends_only_the_wait_of_that_client() -> None:
     async def scenario() -> None:
         holds, going, staying = Holds(), Client(), Client()
         cancelled = asyncio.Event()
@@ -66,7 +66,7 @@ def test_a_client_that_goes_ends_its_own_wait_and_no_other() -> None:
     asyncio.run(scenario())
 
 
-def test_an_exporter_that_stops_lets_every_wait_go_and_begins_none() -> None:
+def test_release_ends_every_wait_and_each_later_one() -> None:
     async def scenario() -> None:
         holds = Holds()
         waits = [asyncio.ensure_future(holds.until(asyncio.Event().wait(), Client().receive)) for _ in range(3)]
@@ -78,7 +78,7 @@ def test_an_exporter_that_stops_lets_every_wait_go_and_begins_none() -> None:
     asyncio.run(scenario())
 
 
-def test_what_goes_wrong_in_the_wait_is_not_swallowed() -> None:
+def test_an_error_during_the_wait_is_raised() -> None:
     async def scenario() -> None:
         async def awaited() -> None:
             raise LookupError("boom")

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
-from gpumem_exporter.actions.model import Action, ActionRequest, Target
+from gpumem_exporter.actions.model import Action
+from gpumem_exporter.actions.request import ActionRequest, Target
 from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.store import Store

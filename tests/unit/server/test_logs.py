@@ -31,7 +31,7 @@ def test_logfmt_is_one_line_of_keys_and_values() -> None:
     )
 
 
-def test_whatever_somebody_sends_stays_within_its_value() -> None:
+def test_a_value_cannot_break_out_of_its_quotes() -> None:
     line = LogfmtFormatter().format(
         record("x", {"reason": 'a" level=error\nts=now \x1b[31m \x9b32m', "exception_text": "=\\"})
     )

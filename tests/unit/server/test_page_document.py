@@ -5,11 +5,16 @@ import json
 from typing import Any
 
 from gpumem_exporter.core.samples import ProcessKey, SilentReporter, Snapshot
+from gpumem_exporter.server.api.health import HealthDocument
 from gpumem_exporter.server.web.live_document import COLUMNS, live_document
 from tests.support.builders import MIB, UUIDS, device, node, reporting, sample
 
 A, B = UUIDS[:2]
-HEALTH = {
+HEALTH: HealthDocument = {
+    "version": "1",
+    "source": "demo",
+    "devices": 1,
+    "processes": 0,
     "status": "degraded",
     "nvml": {"up": True, "error": ""},
     "checks": {
@@ -22,8 +27,6 @@ HEALTH = {
 def document(snapshot: Snapshot) -> dict[str, Any]:
     made = live_document(
         snapshot,
-        source="demo",
-        version="1",
         health=HEALTH,
         page="digest",
         allowed_actions=("empty_cache",),
@@ -36,7 +39,7 @@ def rows(snapshot: Snapshot) -> list[dict[str, Any]]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in document(snapshot)["processes"]]
 
 
-def test_a_process_has_a_row_for_each_of_its_devices() -> None:
+def test_a_process_has_one_row_per_device() -> None:
     process = reporting(7, devices=(sample(A, 50 * MIB, 9 * MIB, 1 * MIB), sample(B)), rank="3")
     reading = node(device(A, used=80 * MIB, processes={7: 70 * MIB, 8: 10 * MIB}), device(B, gpu="1", processes={}))
     first, second, other = rows(Snapshot(0.0, reading, (process,)))
@@ -52,14 +55,14 @@ def test_a_process_has_a_row_for_each_of_its_devices() -> None:
     assert (other["pid"], other["state"], other["allocated_bytes"], other["clears"]) == (8, "unreported", None, False)
 
 
-def test_a_silent_reporter_keeps_one_row_without_figures() -> None:
+def test_a_silent_process_has_one_row_without_values() -> None:
     silent = SilentReporter(ProcessKey(1, 9), None, 1000, "train", "0", 42.0)
     (row,) = rows(Snapshot(0.0, None, (), (silent,)))
     assert (row["pid"], row["state"], row["last_report_unix_seconds"]) == (9, "silent", 42.0)
     assert {row[name] for name in ("gpu", "uuid", "used_bytes", "allocated_bytes")} == {None}
 
 
-def test_a_process_whose_reporter_cannot_clear_is_not_offered_one() -> None:
+def test_a_process_clears_if_its_reporter_supports_it() -> None:
     able = reporting(7, devices=(sample(A),), actions=("empty_cache",))
     unable = reporting(8, devices=(sample(A),), actions=("reset_peak",))
     older = reporting(9, devices=(sample(A),))
@@ -67,9 +70,9 @@ def test_a_process_whose_reporter_cannot_clear_is_not_offered_one() -> None:
     assert found == {7: True, 8: False, 9: True}
 
 
-def test_what_is_not_well_is_said_and_what_is_well_is_not() -> None:
+def test_only_failed_checks_are_listed() -> None:
     made = document(Snapshot(0.0, node(device(A))))
-    assert made["troubles"] == [{"part": "events", "status": "degraded", "detail": "the disk is full"}]
+    assert made["failed_checks"] == [{"part": "events", "status": "degraded", "detail": "the disk is full"}]
     assert (made["status"], made["source"], made["page"], made["allowed_actions"]) == (
         "degraded",
         "demo",
@@ -78,7 +81,7 @@ def test_what_is_not_well_is_said_and_what_is_well_is_not() -> None:
     )
 
 
-def test_a_category_that_is_not_known_is_not_there() -> None:
+def test_an_unknown_category_is_absent() -> None:
     unlisted = dataclasses.replace(device(A, used=5 * MIB, reserved=None), processes=None)
     (shown,) = document(Snapshot(0.0, node(unlisted)))["devices"]
     assert {"non_torch", "other_processes", "driver_reserved"}.isdisjoint(shown["ledger"])

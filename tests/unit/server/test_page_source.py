@@ -30,7 +30,7 @@ def test_only_its_own_style_and_script_are_allowed(tag: str, directive: str) -> 
     assert policy(PAGE)[directive] == f"'sha256-{digest}'"
 
 
-def test_nothing_else_is_allowed_but_asking_the_exporter() -> None:
+def test_the_policy_allows_only_requests_to_the_exporter() -> None:
     allowed = policy(PAGE)
     assert (
         allowed["default-src"]
@@ -43,13 +43,13 @@ def test_nothing_else_is_allowed_but_asking_the_exporter() -> None:
     assert "unsafe" not in PAGE.headers["Content-Security-Policy"]
 
 
-def test_it_names_nothing_outside_of_the_exporter() -> None:
+def test_the_page_has_no_external_urls() -> None:
     text = PAGE.body.decode().replace("http://www.w3.org/2000/svg", "")
     assert re.findall(r"https?://[^\s'\"]+", text) == []
     assert re.findall(r"\b(?:src|srcset|action)=|@import|url\(", text) == []
 
 
-def test_its_script_never_makes_markup_out_of_text() -> None:
+def test_the_script_never_creates_markup_from_text() -> None:
     assert (
         re.findall(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", between(PAGE, "script")
@@ -59,35 +59,29 @@ def test_its_script_never_makes_markup_out_of_text() -> None:
 
 
 @pytest.mark.parametrize("table", ["EVENT_WORDS", "EVENT_NAMES"])
-def test_it_has_words_for_every_event(table: str) -> None:
+def test_each_event_type_has_a_text(table: str) -> None:
     (entries,) = re.findall(rf"const {table} = {{\n(.*?)\n}};", between(PAGE, "script"), flags=re.DOTALL)
     assert set(re.findall(r"^  (\w+):", entries, flags=re.MULTILINE)) == set(EVENT_TYPES)
 
 
-def test_no_part_of_it_is_left_out() -> None:
+def test_the_page_includes_every_static_file() -> None:
     folder = files("gpumem_exporter.server.web").joinpath("static")
     there = {file.name for file in folder.iterdir() if not file.name.startswith("_")}
     assert there == {*STYLES, *SCRIPTS, "index.html", "demo.html"}
     assert "<!--" not in PAGE.body.decode()
 
 
-def test_what_it_is_told_is_text() -> None:
+def test_settings_are_escaped() -> None:
     page = Page("1.2.3", demo=False, telemetry_path='/<b onclick="x">')
     assert "<b " not in page.body.decode()
     assert "&lt;b onclick=&quot;x&quot;&gt;" in page.body.decode()
 
 
-def test_only_a_demo_says_so() -> None:
-    demo = Page("1.2.3", demo=True, telemetry_path="/metrics")
-    assert '<aside class="demo"' in demo.body.decode()
-    assert '<aside class="demo"' not in PAGE.body.decode()
-
-
-def test_it_says_which_page_it_is_and_another_version_is_another_page() -> None:
+def test_the_digest_differs_for_each_version_and_setting() -> None:
     assert f'<meta name="page" content="{PAGE.digest}">' in PAGE.body.decode()
     others = (
         Page("1.2.4", demo=False, telemetry_path="/metrics"),
-        Page("1.2.3", demo=True, telemetry_path="/metrics"),  # an open page of it must not go on without saying so
+        Page("1.2.3", demo=True, telemetry_path="/metrics"),
         Page("1.2.3", demo=False, telemetry_path="/other"),
     )
     assert (
@@ -95,6 +89,6 @@ def test_it_says_which_page_it_is_and_another_version_is_another_page() -> None:
     )
 
 
-def test_compressed_it_is_the_same_and_small() -> None:
+def test_the_compressed_page_is_small() -> None:
     assert gzip.decompress(PAGE.compressed) == PAGE.body
     assert len(PAGE.compressed) < 24_000

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.server.web.streams import Streams, TooManyStreamsError
+from gpumem_exporter.server.web.streams import Streams
 
 
 class State:
@@ -31,20 +31,20 @@ class State:
         )
 
 
-def test_nothing_is_rendered_while_nobody_follows() -> None:
+def test_nothing_is_rendered_without_a_follower() -> None:
     async def scenario() -> None:
         state = State()
         streams = state.streams(interval_seconds=60.0)
         with streams.follow() as follower:
             await follower.next()
         assert state.renderings == 1
-        await asyncio.sleep(0)  # for the one that was cancelled to end
+        await asyncio.sleep(0)  # until the cancelled task ends
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(scenario())
 
 
-def test_all_who_follow_are_given_the_same_rendering() -> None:
+def test_all_followers_get_the_same_rendering() -> None:
     async def scenario() -> None:
         state = State()
         streams = state.streams(interval_seconds=60.0)
@@ -72,7 +72,7 @@ def test_an_unchanged_state_is_told_apart_from_a_changed_one() -> None:
     asyncio.run(scenario())
 
 
-def test_whoever_is_slow_misses_states_and_is_given_the_newest_as_a_change() -> None:
+def test_a_slow_follower_misses_states_and_gets_the_newest() -> None:
     async def scenario() -> None:
         state = State()
         streams = state.streams()
@@ -91,20 +91,7 @@ def test_whoever_is_slow_misses_states_and_is_given_the_newest_as_a_change() -> 
     asyncio.run(scenario())
 
 
-def test_there_is_room_for_so_many_and_for_another_when_one_has_gone() -> None:
-    async def scenario() -> None:
-        streams = State().streams(max_streams=2)
-        with streams.follow():
-            with streams.follow(), pytest.raises(TooManyStreamsError), streams.follow():
-                pass
-            with streams.follow():
-                assert len(streams) == 2
-        assert len(streams) == 0
-
-    asyncio.run(scenario())
-
-
-def test_who_follows_first_after_a_pause_is_given_no_old_state() -> None:
+def test_the_first_follower_after_a_pause_gets_a_new_state() -> None:
     async def scenario() -> None:
         state = State()
         streams = state.streams(interval_seconds=60.0)
@@ -117,7 +104,7 @@ def test_who_follows_first_after_a_pause_is_given_no_old_state() -> None:
     asyncio.run(scenario())
 
 
-def test_whoever_asks_once_shares_what_is_rendered_anyway() -> None:
+def test_a_single_request_shares_a_recent_rendering() -> None:
     async def scenario() -> None:
         state = State()
         streams = state.streams(interval_seconds=1.0)
@@ -134,7 +121,7 @@ def test_whoever_asks_once_shares_what_is_rendered_anyway() -> None:
     asyncio.run(scenario())
 
 
-def test_a_rendering_that_fails_is_told_of_and_the_next_one_is_tried(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_rendering_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         state = State()
         state.broken = True

@@ -24,7 +24,7 @@ def written(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_nothing_given_is_what_the_contract_says() -> None:
+def test_the_defaults() -> None:
     assert load_settings({}, {}).model_dump() == {
         "web_listen_address": (":9844",),
         "web_listen_socket": "",
@@ -48,7 +48,7 @@ def test_nothing_given_is_what_the_contract_says() -> None:
     }
 
 
-def test_one_rule_gives_each_setting_its_three_names() -> None:
+def test_one_rule_derives_the_names_of_each_setting() -> None:
     names = {field: (setting_key(field), environment_name(setting_key(field))) for field in Settings.model_fields}
     assert names["web_listen_address"] == ("web.listen-address", "GPUMEM_WEB_LISTEN_ADDRESS")
     assert names["report_max_processes"] == ("report.max-processes", "GPUMEM_REPORT_MAX_PROCESSES")
@@ -56,14 +56,14 @@ def test_one_rule_gives_each_setting_its_three_names() -> None:
 
 
 @pytest.mark.parametrize("text", ["web.config.file: {}", "web: {{config.file: {}}}", "web: {{config: {{file: {}}}}}"])
-def test_the_web_configuration_is_named_in_the_file_as_by_its_flag(tmp_path: Path, text: str) -> None:
+def test_the_key_of_the_web_configuration_is_web_config_file(tmp_path: Path, text: str) -> None:
     web = written(tmp_path / "web.yml", "{}")
     file = written(tmp_path / "c.yaml", text.format(web))
     assert load_settings({"config.file": file}, {}).web_config_file == web
     assert load_settings({"web_config_file": web}, {}) == load_settings({}, {"GPUMEM_WEB_CONFIG_FILE": web})
 
 
-def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path: Path) -> None:
+def test_flags_environment_file_and_defaults_have_this_precedence(tmp_path: Path) -> None:
     file = written(
         tmp_path / "c.yaml", "collect.interval: 2\nreport.interval: 3\nreport.expiry: 60\nlog.level: warning\n"
     )
@@ -78,12 +78,12 @@ def test_a_flag_beats_the_environment_beats_the_file_beats_the_default(tmp_path:
     assert settings.log_format == "logfmt"
 
 
-def test_the_file_may_be_named_by_the_environment(tmp_path: Path) -> None:
+def test_the_environment_can_name_the_configuration_file(tmp_path: Path) -> None:
     file = written(tmp_path / "c.yaml", "report.max-processes: 7\n")
     assert load_settings({}, {"GPUMEM_CONFIG_FILE": file}).report_max_processes == 7
 
 
-def test_flags_may_be_named_by_their_fields() -> None:
+def test_a_flag_can_be_given_by_its_field_name() -> None:
     assert load_settings({"report_max_processes": "7"}, {}).report_max_processes == 7
 
 
@@ -98,13 +98,13 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     assert load_settings({"config.file": written(tmp_path / "c.yaml", "# nothing\n")}, {}) == load_settings({}, {})
 
 
-def test_several_values_come_as_repeated_flags_or_between_commas() -> None:
+def test_several_values_are_repeated_or_separated_by_commas() -> None:
     by_flag = load_settings({"web.listen-address": [":1", "127.0.0.1:2"]}, {})
     by_environment = load_settings({}, {"GPUMEM_WEB_LISTEN_ADDRESS": ":1, 127.0.0.1:2"})
     assert by_flag.web_listen_address == by_environment.web_listen_address == (":1", "127.0.0.1:2")
 
 
-def test_no_action_may_be_allowed_at_all() -> None:
+def test_action_allow_can_be_none() -> None:
     assert load_settings({"action.allow": ["none"]}, {}).action_allow == ()
     assert load_settings({}, {"GPUMEM_ACTION_ALLOW": "none"}).action_allow == ()
 
@@ -122,7 +122,7 @@ def test_no_action_may_be_allowed_at_all() -> None:
         ({"web.listen-address": ":70000"}, ("--web.listen-address", "':70000'", "HOST:PORT")),
         ({"web.listen-address": "::1:9844"}, ("--web.listen-address", "[IPV6]:PORT")),
         ({"web.listen-address": ","}, ("--web.listen-address", "address")),
-        ({"web.listen-address": ":1,:1"}, ("--web.listen-address", "twice")),
+        ({"web.listen-address": ":1,:1"}, ("--web.listen-address", "repeated")),
         ({"web.listen-address": 9844}, ("--web.listen-address", "9844", "text")),
         ({"web.listen-socket": "run/x.sock"}, ("--web.listen-socket", "absolute")),
         ({"web.listen-socket": "/" + "x" * 107}, ("--web.listen-socket", "107 bytes")),
@@ -137,17 +137,17 @@ def test_no_action_may_be_allowed_at_all() -> None:
         ({"web.listen-adress": ":1"}, ("--web.listen-adress",)),
     ],
 )
-def test_a_wrong_flag_is_named_with_its_value_and_what_would_be_right(
+def test_an_invalid_flag_is_an_error_with_its_value_and_the_accepted_ones(
     flags: dict[str, Any], named: tuple[str, ...]
 ) -> None:
     text = refused(flags)
     assert [part for part in named if part not in text] == [], text
 
 
-def test_a_wrong_value_is_laid_at_the_door_of_its_source(tmp_path: Path) -> None:
+def test_an_error_names_the_source_of_the_value(tmp_path: Path) -> None:
     assert refused({}, {"GPUMEM_COLLECT_INTERVAL": "x"}).startswith("GPUMEM_COLLECT_INTERVAL: 'x'")
     file = written(tmp_path / "c.yaml", "collect:\n  interval: [1]\n")
-    assert refused({"config.file": file}).startswith(f"{file}: collect.interval: [1]")
+    assert refused({"config.file": file}).startswith(f"{file}:2: collect.interval: [1]")
 
 
 @pytest.mark.parametrize(
@@ -157,22 +157,23 @@ def test_a_wrong_value_is_laid_at_the_door_of_its_source(tmp_path: Path) -> None
         ("web:\n  listen-adress: ':1'", ("'web.listen-adress'",)),
         ("zzz: 1", ("'zzz'", "web.listen-address")),
         ("config.file: x", ("'config.file'",)),
-        ("collect.interval: 1\ncollect:\n  interval: 1", ("'collect.interval'",)),
+        ("collect.interval: 1\ncollect:\n  interval: 1", (":3: ", "'collect.interval'", "line 1")),
         ("collect.interval:", (": collect.interval:",)),
         ("- 1", ("keys",)),
         ("a: [", ("YAML",)),
-        ("a: !!python/object/apply:os.system [true]", ("YAML",)),
+        ("log.level: !!python/object/apply:os.system [true]", (":1: log.level:", "YAML")),
+        ("log: {level: {a: 1}}", (":1: log.level:", "value")),
         ("\x00", ("YAML",)),
     ],
 )
-def test_a_wrong_file_is_refused_by_name(tmp_path: Path, text: str, named: tuple[str, ...]) -> None:
+def test_an_error_in_the_configuration_file_names_the_file(tmp_path: Path, text: str, named: tuple[str, ...]) -> None:
     file = written(tmp_path / "c.yaml", text)
     message = refused({"config.file": file})
     assert message.startswith(file)
     assert [part for part in named if part not in message] == [], message
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_missing_configuration_file(tmp_path: Path) -> None:
     assert str(tmp_path / "no.yaml") in refused({"config.file": str(tmp_path / "no.yaml")})
 
 

@@ -1,4 +1,4 @@
-"""The metrics page, the lists and the live page tell the same of the same moment, whatever that moment is like."""
+"""The metrics, the JSON documents and the live page show the same values of one snapshot, for random snapshots."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gpumem_exporter.server.web.live_document import COLUMNS, live_document
 from tests.support.exposition_builders import exposition
 from tests.support.random_snapshots import SNAPSHOTS
 
-HEALTH: dict[str, Any] = {"nvml": {"error": ""}, "status": "ok", "checks": {}}
-FIGURES = {
+HEALTH: Any = {"version": "1", "source": "nvml", "nvml": {"error": ""}, "status": "ok", "checks": {}}
+VALUES = {
     "gpumem_process_memory_used_bytes": "used_bytes",
     "gpumem_torch_non_torch_bytes": "non_torch_bytes",
     "gpumem_torch_allocated_bytes": "allocated_bytes",
@@ -24,11 +24,11 @@ FIGURES = {
     "gpumem_torch_reclaimable_bytes": "reclaimable_bytes",
     "gpumem_torch_fragmented_bytes": "fragmented_bytes",
 }
-"""What all three tell of a process on a device."""
+"""The values of a process on a device that all three show."""
 
 
 def possible(known: Snapshot) -> Snapshot:
-    """The part of it that a driver and reporters could have said: each device and process once, no contradictions."""
+    """The part that a driver and reporters can report: each device and process once, no contradictions."""
     processes = {process.key: _possible_process(process) for process in known.processes}
     return dataclasses.replace(
         known,
@@ -59,18 +59,16 @@ def _possible_process(process: ReportingProcess) -> ReportingProcess:
 
 @given(SNAPSHOTS.map(possible))
 @settings(deadline=None, max_examples=100)
-def test_every_figure_is_the_same_wherever_it_is_told(known: Snapshot) -> None:
+def test_a_value_is_the_same_everywhere(known: Snapshot) -> None:
     page: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(exposition().render(known, openmetrics=False).decode()):
         for sample in family.samples:
             page.setdefault(sample.name, []).append((sample.labels, sample.value))
     processes, devices = processes_document(known, "nvml")["processes"], devices_document(known, "nvml")["devices"]
-    live = live_document(known, source="nvml", version="1", health=HEALTH, page="", allowed_actions=(), newest=None)[
-        "processes"
-    ]
+    live = live_document(known, health=HEALTH, page="", allowed_actions=(), newest=None)["processes"]
     rows = [dict(zip(COLUMNS, row, strict=True)) for row in live]
 
-    for name, key in FIGURES.items():
+    for name, key in VALUES.items():
         shown = {(labels["pid"], labels["uuid"]): value for labels, value in page.get(name, ())}
         listed = {
             (str(one["pid"]), on["uuid"]): on[key] for one in processes for on in one["devices"] if on[key] is not None

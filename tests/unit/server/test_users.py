@@ -16,17 +16,17 @@ BOB = bcrypt.hashpw("pässword".encode(), bcrypt.gensalt(5)).replace(b"$2b$", b"
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[bytes, bytes]]]:
-    """What bcrypt was asked."""
-    asked: list[tuple[bytes, bytes]] = []
+    """The calls of bcrypt."""
+    calls: list[tuple[bytes, bytes]] = []
     real: Callable[[bytes, bytes], bool] = bcrypt.checkpw
 
     def check(password: bytes, hashed: bytes) -> bool:
         assert threading.current_thread() is not threading.main_thread()
-        asked.append((password, hashed))
+        calls.append((password, hashed))
         return real(password, hashed)
 
     monkeypatch.setattr(bcrypt, "checkpw", check)
-    return asked
+    return calls
 
 
 def admitted(users: Users, *credentials: bytes) -> list[bool]:
@@ -53,11 +53,11 @@ def admitted(users: Users, *credentials: bytes) -> list[bool]:
         (b"\xff\xfe:secret", False),
     ],
 )
-def test_a_name_with_its_own_password_is_let_in_and_nothing_else(credentials: bytes, right: bool) -> None:
+def test_only_a_name_with_its_own_password_is_admitted(credentials: bytes, right: bool) -> None:
     assert admitted(Users({"ada": ADA, "bob": BOB}), credentials) == [right]
 
 
-def test_bcrypt_is_asked_once_about_what_it_lets_in_and_each_time_about_what_it_does_not(
+def test_right_credentials_are_verified_once_and_wrong_ones_each_time(
     checks: list[tuple[bytes, bytes]],
 ) -> None:
     users = Users({"ada": ADA})
@@ -65,12 +65,12 @@ def test_bcrypt_is_asked_once_about_what_it_lets_in_and_each_time_about_what_it_
     assert [password for password, _ in checks] == [b"secret", b"wrong", b"wrong"]
 
 
-def test_an_unknown_name_costs_what_the_dearest_known_one_does(checks: list[tuple[bytes, bytes]]) -> None:
+def test_an_unknown_name_takes_as_long_as_the_slowest_known_one(checks: list[tuple[bytes, bytes]]) -> None:
     assert admitted(Users({"ada": ADA, "bob": BOB}), b"eve:secret") == [False]
     assert checks == [(b"secret", BOB)]
 
 
-def test_connections_that_come_together_ask_bcrypt_once(checks: list[tuple[bytes, bytes]]) -> None:
+def test_simultaneous_connections_are_verified_once(checks: list[tuple[bytes, bytes]]) -> None:
     async def ask(users: Users) -> list[bool]:
         return await asyncio.gather(*(users.admit(b"ada:secret") for _ in range(MAX_WAITING)))
 
@@ -78,7 +78,7 @@ def test_connections_that_come_together_ask_bcrypt_once(checks: list[tuple[bytes
     assert len(checks) == 1
 
 
-def test_logins_beyond_those_that_may_wait_are_put_off_and_those_known_are_not() -> None:
+def test_logins_beyond_the_limit_are_refused_and_known_ones_are_not() -> None:
     async def ask(users: Users) -> list[bool | BaseException]:
         assert await users.admit(b"ada:secret")
         guesses = (users.admit(b"ada:%d" % number) for number in range(MAX_WAITING + 1))

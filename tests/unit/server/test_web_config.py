@@ -33,14 +33,14 @@ def authority() -> trustme.CA:
 
 @pytest.fixture
 def folder(tmp_path: Path, authority: trustme.CA) -> Path:
-    """Where a certificate and its key lie."""
+    """A folder with a certificate and its key."""
     issue(authority, tmp_path)
     trust(authority, tmp_path)
     return tmp_path
 
 
 def refusal(folder: Path, text: str) -> str:
-    """Why `serve` does not start with this file; without the file's own name."""
+    """The error of `serve` for this file, without the name of the file."""
     path = folder / "web.yml"
     path.write_text(text)
     with pytest.raises(ConfigurationError) as refused:
@@ -51,7 +51,7 @@ def refusal(folder: Path, text: str) -> str:
     return message.removeprefix(str(path))
 
 
-def test_paths_are_from_the_files_own_folder(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     (tmp_path / "web.yml").write_text("tls_server_config: {cert_file: a/tls.crt, key_file: /k/tls.key}\n")
     tls = read_web_config(tmp_path / "web.yml").tls
     assert tls is not None
@@ -59,7 +59,7 @@ def test_paths_are_from_the_files_own_folder(tmp_path: Path) -> None:
     assert (tls.min_version, tls.max_version, tls.client_auth_type) == ("TLS12", "TLS13", "NoClientCert")
 
 
-def test_each_setting_of_tls_is_one_of_the_context(folder: Path) -> None:
+def test_the_tls_settings_are_applied(folder: Path) -> None:
     (folder / "web.yml").write_text(
         TLS + ", min_version: TLS13, client_auth_type: VerifyClientCertIfGiven, client_ca_file: authority.crt}\n"
     )
@@ -111,11 +111,11 @@ def test_without_certificates_there_is_no_tls(tmp_path: Path, text: str) -> None
         (f"basic_auth_users: {{ada: {HASH.replace('$04$', '$31$')}}}", r"'ada': .*\b4 to 15\b.*htpasswd -nBC 10"),
     ],
 )
-def test_what_is_not_right_is_told_with_its_line(folder: Path, text: str, named: str) -> None:
+def test_an_error_has_its_line(folder: Path, text: str, named: str) -> None:
     assert re.search(named, refusal(folder, text))
 
 
-def test_a_password_in_the_place_of_its_hash_is_not_shown(tmp_path: Path) -> None:
+def test_a_password_in_place_of_a_hash_is_not_shown(tmp_path: Path) -> None:
     message = refusal(tmp_path, "basic_auth_users:\n  ada: hunter2\n")
     assert re.match(":2: basic_auth_users: 'ada': .*bcrypt", message)
     assert "hunter2" not in message
@@ -134,7 +134,7 @@ def test_a_password_in_the_place_of_its_hash_is_not_shown(tmp_path: Path) -> Non
         ({"authority.crt": b"-----BEGIN CERTIFICATE-----\n"}, ("client_ca_file '{}/authority.crt': ",)),
     ],
 )
-def test_a_file_of_the_certificate_that_is_not_right_is_named(
+def test_an_invalid_certificate_or_key_file_is_named(
     folder: Path, broken: dict[str, bytes | None], named: tuple[str, ...]
 ) -> None:
     for name, content in broken.items():
@@ -148,7 +148,7 @@ def test_a_file_of_the_certificate_that_is_not_right_is_named(
     assert [part for part in named if part.format(folder) not in message] == [], message
 
 
-def test_the_key_of_another_certificate_is_not_taken(folder: Path, authority: trustme.CA) -> None:
+def test_the_key_of_another_certificate_is_refused(folder: Path, authority: trustme.CA) -> None:
     issue(authority, folder, "other")
     message = refusal(folder, "tls_server_config: {cert_file: tls.crt, key_file: other.key}")
     assert f"'{folder}/tls.crt'" in message
@@ -156,7 +156,7 @@ def test_the_key_of_another_certificate_is_not_taken(folder: Path, authority: tr
     assert message.endswith("key values mismatch")  # in OpenSSL's words
 
 
-def test_users_without_the_package_that_they_need_are_refused_with_the_mend(
+def test_users_without_bcrypt_are_refused_with_the_command_to_install_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -164,13 +164,13 @@ def test_users_without_the_package_that_they_need_are_refused_with_the_mend(
     assert "pip install 'gpumem-exporter[web]'" in message
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"'{tmp_path}/none'.*{os.strerror(errno.ENOENT)}"):
         load_settings({"web.config.file": str(tmp_path / "none")}, {})
 
 
 @pytest.mark.tools
-def test_the_example_is_taken_here_and_by_prometheus(folder: Path) -> None:
+def test_the_example_is_valid_here_and_for_prometheus(folder: Path) -> None:
     promtool = shutil.which("promtool")
     assert promtool, "promtool is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
     shutil.copy(EXAMPLE, folder / "web.yml")
@@ -181,7 +181,7 @@ def test_the_example_is_taken_here_and_by_prometheus(folder: Path) -> None:
     assert checked.returncode == 0, checked.stderr
 
 
-def test_the_examples_keys_that_are_left_out_are_keys(folder: Path) -> None:
+def test_the_commented_keys_of_the_example_are_valid(folder: Path) -> None:
     shutil.copy(folder / "authority.crt", folder / "clients.crt")
     lines = EXAMPLE.read_text().replace("  # client_", "  client_")
     (folder / "web.yml").write_text(lines)

@@ -1,4 +1,4 @@
-// Asking the exporter. Its token, where it wants one, lives in this closure alone: no storage, no address has it.
+// Requests to the exporter. The token is stored only in this closure, not in any storage or URL.
 
 class Refusal extends Error {
   constructor(status, detail) {
@@ -11,10 +11,10 @@ const access = (() => {
   let token = "";
 
   /**
-   * Ask, and return the answer's status and document. Refusal: the exporter's own words; any other error: no answer.
-   * `acts`: the token goes with it. It takes the place of the password by which the browser may read this page.
+   * Send a request; return the status and the document. Throws Refusal with the exporter's detail, or another error if
+   * there is no reply. `acts`: send the token, which replaces the password with which the browser reads this page.
    */
-  async function ask(path, { method = "GET", body, headers = {}, seconds = 10, acts = true } = {}) {
+  async function request(path, { method = "GET", body, headers = {}, seconds = 10, acts = true } = {}) {
     const sent = { Accept: "application/json", ...headers };
     if (token && acts) sent.Authorization = `Bearer ${token}`;
     if (body !== undefined) sent["Content-Type"] = "application/json";
@@ -36,16 +36,16 @@ const access = (() => {
     try {
       return String((await answer.json()).detail);
     } catch {
-      return `the exporter answered ${answer.status}`;
+      return `the exporter replied with status ${answer.status}`;
     }
   }
 
-  /** False for what no header can carry. */
+  /** Return false if the text cannot be sent in a header. */
   function setToken(text) {
     const usable = /^[\x21-\x7e]+$/.test(text);
     if (usable) token = text;
     return usable;
   }
 
-  return { ask, setToken, hasToken: () => token !== "" };
+  return { request, setToken, hasToken: () => token !== "" };
 })();

@@ -1,18 +1,18 @@
-// A clear: what it would free, the question, what it did free. The dialog is modal; the browser keeps the focus in it.
+// The dialog of a clear: a dry run, the confirmation, the results. It is modal, so the browser keeps the focus in it.
 
 const CLEAR = "empty_cache";
 const WAIT_SECONDS = 10;
 const EXPLANATION =
-  "PyTorch gives back memory that it caches and that no tensor uses. The programs go on; they ask the driver again when they need more.";
+  "PyTorch releases cached memory that no tensor uses. The processes continue, and allocate from the driver again when they need memory.";
 
 const clearing = (() => {
   const dialog = $("dialog");
-  let attempt = 0; // what an earlier dialog still waits for is not shown in a later one
+  let attempt = 0; // a reply for an earlier dialog is not shown in a later one
   let target = null;
   let next = null;
 
-  function begin(what, name) {
-    target = what;
+  function open(newTarget, name) {
+    target = newTarget;
     attempt += 1;
     setText($("dialog-title"), `Clear ${name}`);
     setText($("dialog-text"), EXPLANATION);
@@ -21,7 +21,7 @@ const clearing = (() => {
     return preview();
   }
 
-  /** What there is to say: a state of the dialog, whole. */
+  /** Show one state of the dialog; everything not given is empty. */
   function show({ status = "", error = "", action = null, results = "", confirm = "", cancel = "Cancel", then = null, token = false }) {
     setText($("dialog-status"), status);
     setText($("dialog-error"), error);
@@ -40,27 +40,27 @@ const clearing = (() => {
   async function preview() {
     const mine = attempt;
     if (app.view !== null && !app.view.allowed_actions.includes(CLEAR)) {
-      show({ error: `Clears are switched off here: ${CLEAR} is not among --action.allow.`, cancel: "Close" });
+      show({ error: `Clearing is disabled: --action.allow does not include ${CLEAR}.`, cancel: "Close" });
       return;
     }
-    show({ status: "Asking what it would free…" });
-    let asked;
+    show({ status: "Estimating…" });
+    let reply;
     try {
-      asked = await access.ask("/api/v1/actions", { method: "POST", body: { action: CLEAR, target, dry_run: true } });
+      reply = await access.request("/api/v1/actions", { method: "POST", body: { action: CLEAR, target, dry_run: true } });
     } catch (error) {
       if (mine === attempt) explain(error, preview);
       return;
     }
     app.events.refresh(true);
     if (mine !== attempt) return;
-    const action = asked.document;
+    const action = reply.document;
     const freed = freedBytes(action);
     const status =
       freed === null
-        ? `What it would free in ${processCount(action)} cannot be known beforehand.`
-        : `It would free ${freed} in ${processCount(action)}.`;
+        ? `The result for ${processCount(action)} is unknown in advance.`
+        : `This would free ${freed} in ${processCount(action)}.`;
     const confirm = action.freed_bytes > 0 ? `Free ${freed}` : "Clear anyway";
-    show({ status, action, results: "What it would free", confirm, then: run });
+    show({ status, action, results: "Expected results", confirm, then: run });
     $("dialog-confirm").focus();
   }
 
@@ -68,22 +68,22 @@ const clearing = (() => {
     const mine = attempt;
     show({ status: "Clearing…", cancel: "Close" });
     try {
-      const body = { action: CLEAR, target, wait_seconds: WAIT_SECONDS, reason: "asked for on the live page" };
+      const body = { action: CLEAR, target, wait_seconds: WAIT_SECONDS, reason: "requested on the live page" };
       const headers = { "Idempotency-Key": randomKey() };
-      let answer = await access.ask("/api/v1/actions", { method: "POST", body, headers, seconds: WAIT_SECONDS + 5 });
-      while (answer.status === 202 || isUnderWay(answer.document)) {
+      let answer = await access.request("/api/v1/actions", { method: "POST", body, headers, seconds: WAIT_SECONDS + 5 });
+      while (answer.status === 202 || isRunning(answer.document)) {
         if (mine !== attempt) return;
         await new Promise((resolve) => setTimeout(resolve, 500));
-        answer = await access.ask(`/api/v1/actions/${encodeURIComponent(answer.document.id)}`);
+        answer = await access.request(`/api/v1/actions/${encodeURIComponent(answer.document.id)}`);
       }
       app.events.refresh(true);
       if (mine !== attempt) return;
       const action = answer.document;
       const failed = action.results.filter((result) => result.outcome !== "done").length;
-      const rest = failed > 0 ? ` Of ${action.results.length} results ${failed} were not done.` : "";
+      const rest = failed > 0 ? ` ${failed} of ${action.results.length} results are not done.` : "";
       const freed = freedBytes(action);
-      const status = freed === null ? `What came back of ${processCount(action)} is not known.${rest}` : `Freed ${freed} in ${processCount(action)}.${rest}`;
-      show({ status, action, results: "What it freed", cancel: "Close" });
+      const status = freed === null ? `The memory that ${processCount(action)} freed is unknown.${rest}` : `Freed ${freed} in ${processCount(action)}.${rest}`;
+      show({ status, action, results: "Results", cancel: "Close" });
       $("dialog-cancel").focus();
     } catch (error) {
       if (mine === attempt) explain(error, run);
@@ -92,14 +92,14 @@ const clearing = (() => {
 
   function explain(error, again) {
     if (error instanceof Refusal && error.status === 401) {
-      const said = access.hasToken() ? { error: sentence(error.message) } : { status: "The exporter wants its token for this." };
-      show({ ...said, token: true, confirm: "Use this token", then: () => takeToken(again) });
+      const text = access.hasToken() ? { error: sentence(error.message) } : { status: "The exporter requires a token." };
+      show({ ...text, token: true, confirm: "Use token", then: () => takeToken(again) });
       $("token").focus();
     } else if (error instanceof Refusal) {
       show({ error: sentence(error.message), cancel: "Close" });
       $("dialog-cancel").focus();
     } else {
-      show({ error: "The exporter did not answer.", confirm: "Try again", then: again });
+      show({ error: "The exporter did not reply.", confirm: "Try again", then: again });
     }
   }
 
@@ -107,7 +107,7 @@ const clearing = (() => {
     const usable = access.setToken($("token").value.trim());
     $("token").value = "";
     if (usable) return again();
-    setText($("dialog-error"), "That is no token: it is empty, or has characters that none can have.");
+    setText($("dialog-error"), "Invalid token: it is empty or has characters that a token cannot have.");
     $("token").focus();
     return undefined;
   }
@@ -124,14 +124,14 @@ const clearing = (() => {
     $("token").value = "";
     $("dialog-results").replaceChildren();
   });
-  return { begin };
+  return { open };
 })();
 
-function isUnderWay(action) {
+function isRunning(action) {
   return action.state === "queued" || action.state === "running";
 }
 
-/** How much an action frees or has freed, in words; null where that is known of none of its results. */
+/** Return the freed bytes of an action as text; null if no result has them. */
 function freedBytes(action) {
   const least = action.results.some((result) => result.freed_bytes === null) ? "at least " : "";
   return action.freed_bytes === null ? null : least + bytes(action.freed_bytes);
@@ -142,7 +142,7 @@ function processCount(action) {
   return count === 1 ? "1 process" : `${count} processes`;
 }
 
-/** Also where the page comes over plain HTTP, where `randomUUID` is not. */
+/** Return a random key; `crypto.randomUUID` does not exist over plain HTTP. */
 function randomKey() {
   return Array.from(crypto.getRandomValues(new Uint8Array(16)), (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
@@ -155,7 +155,7 @@ function resultsTable(action) {
     const change = action.dry_run
       ? bytes(result.reserved_before_bytes)
       : `${bytes(result.reserved_before_bytes)} → ${bytes(result.reserved_after_bytes)}`;
-    const outcome = result.reason ? `${result.outcome}: ${tamed(result.reason)}` : result.outcome;
+    const outcome = result.reason ? `${result.outcome}: ${safe(result.reason)}` : result.outcome;
     const name = processName(result.workload, result.rank, result.pid);
     const cells = [result.gpu || "–", change, bytes(result.freed_bytes), ...(action.dry_run ? [] : [outcome])];
     return h("tr", {}, h("th", { scope: "row" }, name), ...cells.map((cell) => h("td", {}, cell)));

@@ -1,4 +1,4 @@
-// How the state comes: by server-sent events, else by asking again and again. Without either the exporter is lost.
+// Receives the state by server-sent events, or by polling if those fail. If both fail, the exporter is lost.
 
 const LIVE = "/api/v1/live";
 const SILENCE_SECONDS = 6;
@@ -7,7 +7,7 @@ const LOST_POLL_SECONDS = 1;
 const STREAM_RETRY_SECONDS = { first: 2, last: 60 };
 
 class Connection {
-  /** `on`: what is called with the history, a state, a moment, and the mode: "live", "polling", "lost" or "waiting". */
+  /** `on`: callbacks for the history, a state, a time, and the mode: "live", "polling", "lost" or "waiting". */
   constructor(on) {
     this.on = on;
     this.stream = null;
@@ -21,7 +21,7 @@ class Connection {
     if (!document.hidden) this.open();
   }
 
-  /** A page that nobody sees needs nothing: a browser has six connections to one exporter for all of its tabs. */
+  /** Disconnect a hidden page: a browser has only six connections to one exporter for all tabs. */
   pause() {
     this.stream?.close();
     this.stream = null;
@@ -30,7 +30,7 @@ class Connection {
     this.polls += 1;
   }
 
-  /** What was known when the page was last seen is not shown as if it were known now. */
+  /** Reconnect; hide values that are older than a few seconds. */
   resume() {
     if (this.stream !== null) return;
     if (Date.now() - this.heard > SILENCE_SECONDS * 1000) this.on.mode("waiting");
@@ -69,7 +69,7 @@ class Connection {
     else this.on.moment(moment);
   }
 
-  /** A stream that says nothing is as good as none: a proxy may hold it back, or the machine be gone. */
+  /** Fall back to polling if the stream is silent: a proxy may buffer it, or the machine may be down. */
   watch() {
     const since = Math.max(this.heard, this.opened ?? 0);
     if (this.stream !== null && Date.now() - since > SILENCE_SECONDS * 1000) this.fallBack();
@@ -86,12 +86,12 @@ class Connection {
   async poll() {
     clearTimeout(this.timer);
     this.polls += 1;
-    const mine = this.polls; // another one has taken over where it is no longer the last
+    const mine = this.polls; // a later poll has replaced this one if the numbers differ
     let wait = POLL_SECONDS;
     try {
-      const { document } = await access.ask(LIVE, { seconds: SILENCE_SECONDS, acts: false });
+      const { document } = await access.request(LIVE, { seconds: SILENCE_SECONDS, acts: false });
       if (mine !== this.polls) return;
-      if (this.lost) this.retryAt = 0; // it is back, and so will its streams be
+      if (this.lost) this.retryAt = 0; // the exporter is back: try a stream at once
       this.lost = false;
       this.on.history(document.history);
       this.hear("polling", document.moment, document.state);

@@ -1,4 +1,4 @@
-// A card for each device, and the bar of the whole node above them.
+// A card per device, and the bar of the whole node above them.
 
 class DeviceCard {
   constructor(uuid) {
@@ -8,11 +8,11 @@ class DeviceCard {
     this.model = h("p", { class: "faint model" });
     this.error = h("p", { class: "error" });
     this.bar = new LedgerBar();
-    this.figures = new LedgerFigures(false);
+    this.amounts = new LedgerValues(false);
     this.chart = new Chart();
     this.button = h("button", { type: "button", class: "act", "aria-describedby": "access" });
-    this.button.addEventListener("click", () => clearing.begin({ uuid: this.uuid }, this.title.textContent));
-    this.known = h("div", { class: "known" }, this.bar.element, this.figures.element, this.chart.element, this.button);
+    this.button.addEventListener("click", () => clearing.open({ uuid: this.uuid }, this.title.textContent));
+    this.known = h("div", { class: "known" }, this.bar.element, this.amounts.element, this.chart.element, this.button);
     this.element = h("li", { class: "device" }, h("div", { class: "head" }, this.title, this.free), this.model, this.error, this.known);
   }
 
@@ -20,20 +20,20 @@ class DeviceCard {
     const { memory, ledger } = device;
     setText(this.title, gpuName(device.gpu, device.uuid));
     const of = [device.name];
-    if (!device.name.includes(device.mig_profile)) of.push(`MIG ${device.mig_profile}`); // the driver's name may have it
-    if (device.utilization_ratio !== null) of.push(`busy ${percent(device.utilization_ratio)}`);
-    if (memory?.of_host) of.push("the host's memory");
+    if (!device.name.includes(device.mig_profile)) of.push(`MIG ${device.mig_profile}`); // the driver's name may include it
+    if (device.utilization_ratio !== null) of.push(`utilization ${percent(device.utilization_ratio)}`);
+    if (memory?.of_host) of.push("host memory");
     setText(this.model, of.filter(Boolean).join(" · "));
-    const unread = device.up ? "The driver does not give its memory." : device.error;
+    const unread = device.up ? "The driver does not report its memory." : device.error;
     setText(this.error, ledger === null ? unread : "");
     setHidden(this.error, ledger !== null);
     setHidden(this.known, ledger === null);
-    setText(this.free, ledger === null ? "not known" : `${bytes(ledger.free)} of ${bytes(memory.total_bytes)} free`);
+    setText(this.free, ledger === null ? "unknown" : `${bytes(ledger.free)} of ${bytes(memory.total_bytes)} free`);
     const level = ledger === null ? "down" : levelOf(ledger.free / memory.total_bytes);
     setAttribute(this.element, "data-level", level);
     if (ledger === null) return;
     this.bar.update(ledger, memory.total_bytes);
-    this.figures.update(ledger);
+    this.amounts.update(ledger);
     this.chart.update(view.history, device.uuid, memory.total_bytes, view.moment.clock_seconds);
     const reporting = view.reports(device.uuid);
     setHidden(this.button, !reporting);
@@ -49,9 +49,9 @@ class Devices {
   constructor() {
     this.cards = new Map();
     this.bar = new LedgerBar();
-    this.figures = new LedgerFigures(true);
+    this.amounts = new LedgerValues(true);
     this.sum = h("p", { class: "sum" });
-    $("node").append(this.sum, this.bar.element, this.figures.element);
+    $("node").append(this.sum, this.bar.element, this.amounts.element);
   }
 
   update(view) {
@@ -68,7 +68,7 @@ class Devices {
     const present = new Set(cards.map(([key]) => key));
     for (const key of this.cards.keys()) if (!present.has(key)) this.cards.delete(key);
     arrange($("devices"), cards.map(([, card]) => card.element));
-    const none = view.nvml.up ? "The driver has no device." : "The driver does not answer, so its devices are not known.";
+    const none = view.nvml.up ? "The driver lists no device." : "The driver does not answer, so the devices are unknown.";
     setText($("no-devices"), none);
     setHidden($("no-devices"), cards.length > 0);
     this.updateNode(view);
@@ -82,9 +82,9 @@ class Devices {
     if (known.length === 0) return;
     const devices = known.length === 1 ? "1 device" : `${known.length} devices`;
     const left = view.devices.length - known.length;
-    const without = left > 0 ? `, without the ${left} that cannot be read` : "";
+    const without = left > 0 ? `, without ${left} that cannot be read` : "";
     setText(this.sum, `${bytes(total)} on ${devices}${without}; ${bytes(ledger.free)} free`);
     this.bar.update(ledger, total);
-    this.figures.update(ledger);
+    this.amounts.update(ledger);
   }
 }

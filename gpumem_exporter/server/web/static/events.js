@@ -1,4 +1,4 @@
-// The last events. They are for who may act: asking for them tells whether that is the viewer.
+// The last events. Their request also shows whether the viewer may act.
 
 const SHOWN_EVENTS = 40;
 const EVENTS_EVERY_SECONDS = 3;
@@ -12,8 +12,8 @@ const EVENT_WORDS = {
   process_ended: (event) => `${processName(event.workload, event.rank, event.pid)}: ${event.detail.reason}`,
   action_asked: ({ detail }) => actionInWords(detail, detail.processes.length + detail.processes_left_out, ""),
   action: ({ detail }) => {
-    const told = detail.freed_bytes !== null && detail.action !== "reset_peak";
-    const freed = told ? `, freed ${bytes(detail.freed_bytes)}` : "";
+    const counts = detail.freed_bytes !== null && detail.action !== "reset_peak";
+    const freed = counts ? `, freed ${bytes(detail.freed_bytes)}` : "";
     return actionInWords(detail, new Set(detail.results.map((result) => result.pid)).size, `: ${detail.state}${freed}`);
   },
   policy_stopped: ({ detail }) => `${detail.rule}: ${detail.reason}`,
@@ -21,18 +21,18 @@ const EVENT_WORDS = {
 const EVENT_NAMES = {
   oom: "out of memory",
   device_lost: "device lost",
-  device_returned: "device back",
-  process_started: "started",
-  process_ended: "ended",
-  action_asked: "action asked",
-  action: "action",
+  device_returned: "device returned",
+  process_started: "process started",
+  process_ended: "process ended",
+  action_asked: "action requested",
+  action: "action finished",
   policy_stopped: "rule stopped",
 };
 
-function actionInWords(detail, processes, became) {
+function actionInWords(detail, processes, outcome) {
   const on = processes === 1 ? "1 process" : `${processes} processes`;
   const reason = detail.reason ? ` (${detail.reason})` : "";
-  return `${detail.action} on ${on}${became}, by ${detail.requested_by}${reason}`;
+  return `${detail.action} on ${on}${outcome}, by ${detail.requested_by}${reason}`;
 }
 
 class Events {
@@ -40,32 +40,32 @@ class Events {
     this.events = [];
     this.after = null;
     this.elements = new Map();
-    this.asked = -Infinity;
-    this.asking = false;
+    this.requested = -Infinity;
+    this.requesting = false;
   }
 
-  /** Whether the viewer may act: "open", "token" (one is needed) or "refused"; null while that is not known. */
+  /** Whether the viewer may act: "open", "token" (a token is required) or "refused"; null while unknown. */
   access = null;
   detail = "";
 
-  /** Ask for what happened since, now and then. */
+  /** Request new events, at most every few seconds. */
   async refresh(force = false) {
     const now = performance.now() / 1000;
     const pause = this.access === "token" || this.access === "refused" ? REFUSED_EVERY_SECONDS : EVENTS_EVERY_SECONDS;
-    if (this.asking || (!force && now - this.asked < pause)) return;
-    this.asking = true;
-    this.asked = now;
+    if (this.requesting || (!force && now - this.requested < pause)) return;
+    this.requesting = true;
+    this.requested = now;
     try {
       const since = this.after === null ? "" : `&after=${this.after}`;
-      const { document: page } = await access.ask(`/api/v1/events?limit=${SHOWN_EVENTS}${since}`);
+      const { document: page } = await access.request(`/api/v1/events?limit=${SHOWN_EVENTS}${since}`);
       this.take(page);
       this.allow("open", "");
     } catch (error) {
-      // No answer at all is the connection's business, and a disk that fails is said elsewhere.
+      // The connection shows a missing reply; a warning shows a failing disk.
       if (error instanceof Refusal && error.status === 401) this.allow("token", error.message);
       else if (error instanceof Refusal && error.status === 403) this.allow("refused", error.message);
     } finally {
-      this.asking = false;
+      this.requesting = false;
     }
   }
 
@@ -79,10 +79,10 @@ class Events {
     this.show();
   }
 
-  /** Another exporter's events may have smaller numbers: whoever connects anew asks anew. */
+  /** Request all events again: after a reconnect, another exporter may have smaller ids. */
   forget() {
     this.after = null;
-    this.asked = -Infinity;
+    this.requested = -Infinity;
   }
 
   take({ events, next_after: after }) {
@@ -93,8 +93,8 @@ class Events {
 
   show() {
     const refused = this.access === "token" || this.access === "refused";
-    setText($("events-note"), refused ? `Events are for those who may act. ${sentence(this.detail)}` : "");
-    if (!refused && this.events.length === 0) setText($("events-note"), "Nothing has happened since the exporter began to keep events.");
+    setText($("events-note"), refused ? `Events need the same rights as actions. ${sentence(this.detail)}` : "");
+    if (!refused && this.events.length === 0) setText($("events-note"), "No events yet.");
     setHidden($("events-note"), !refused && this.events.length > 0);
     const ids = new Set(this.events.map(({ id }) => id));
     for (const id of this.elements.keys()) if (!ids.has(id)) this.elements.delete(id);
@@ -109,11 +109,11 @@ class Events {
       const where = event.gpu || event.uuid ? h("span", { class: "where" }, `${gpuName(event.gpu, event.uuid)},`) : "";
       const time = h("time", { datetime: event.time });
       const kind = h("span", { class: "kind" }, EVENT_NAMES[event.type] ?? event.type);
-      const said = h("span", { class: "words" }, tamed(words));
-      known = { element: h("li", { "data-type": event.type }, time, " ", kind, " ", where, " ", said), time };
+      const text = h("span", { class: "words" }, safe(words));
+      known = { element: h("li", { "data-type": event.type }, time, " ", kind, " ", where, " ", text), time };
       this.elements.set(event.id, known);
     }
-    setText(known.time, dayAndTime(event.unix_seconds, app.moment.unix_seconds)); // a day ends meanwhile
+    setText(known.time, dayAndTime(event.unix_seconds, app.moment.unix_seconds)); // the day may end meanwhile
     return known.element;
   }
 }

@@ -1,4 +1,4 @@
-// Figures as text, and elements. Everything that a report says is text: nothing here, or later, takes markup.
+// Values as text, and elements. Names from reports are only ever inserted as text, never as markup.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 const NBSP = "\u00a0";
@@ -6,7 +6,7 @@ const SVG = "http://www.w3.org/2000/svg";
 
 const $ = (id) => document.getElementById(id);
 
-/** An amount in the unit that fits it, and how many decimals it is shown with. */
+/** Return the amount in its unit, and the number of decimals to show. */
 function scaled(value) {
   let amount = Math.abs(value);
   let unit = 0;
@@ -17,7 +17,7 @@ function scaled(value) {
   return { amount, unit, decimals: unit === 0 || amount >= 99.95 ? 0 : 1 };
 }
 
-/** `1.5 GiB`, `−3.0 KiB`, `0`; what is not known is said so. */
+/** `1.5 GiB`, `−3.0 KiB`, `0` or `unknown`. */
 function bytes(value) {
   if (value === null || value === undefined) return "unknown";
   if (value === 0) return "0";
@@ -25,7 +25,7 @@ function bytes(value) {
   return `${value < 0 ? "−" : ""}${amount.toFixed(decimals)}${NBSP}${UNITS[unit]}`;
 }
 
-/** The bytes that are shown for these bytes: two that look alike are alike. */
+/** Return the bytes that the shown text stands for: equal texts give equal numbers. */
 function roundedBytes(value) {
   const { amount, unit, decimals } = scaled(value);
   return Math.sign(value) * Math.round(amount * 10 ** decimals) * 1024 ** unit * 10 ** (1 - decimals);
@@ -40,13 +40,13 @@ function twoDigits(number) {
   return String(number).padStart(2, "0");
 }
 
-/** The viewer's local time of day of a moment in Unix seconds. */
+/** Return the viewer's local time of day. */
 function timeOfDay(unixSeconds) {
   const date = new Date(unixSeconds * 1000);
   return [date.getHours(), date.getMinutes(), date.getSeconds()].map(twoDigits).join(":");
 }
 
-/** The same, with the day where that is not the day of now. */
+/** Return the local time, with the day unless it is today. */
 function dayAndTime(unixSeconds, nowUnix) {
   const date = new Date(unixSeconds * 1000);
   const today = date.toDateString() === new Date(nowUnix * 1000).toDateString();
@@ -61,7 +61,7 @@ function duration(seconds) {
   return `${Math.floor(seconds / 86400)}${NBSP}d`;
 }
 
-/** An element; attributes that are null are left out, children that are no nodes become text. */
+/** Create an element. Attributes that are null are left out; children that are not nodes become text. */
 function h(tag, attributes = {}, ...children) {
   return filled(document.createElement(tag), attributes, children);
 }
@@ -78,7 +78,7 @@ function filled(element, attributes, children) {
   return element;
 }
 
-/** Change a text only where it changes: an untouched node costs no layout, and no screen reader reads it again. */
+/** Set the text only if it differs: an unchanged node needs no layout, and no screen reader reads it again. */
 function setText(element, text) {
   const node = element.firstChild;
   if (node === null) {
@@ -88,7 +88,7 @@ function setText(element, text) {
   }
 }
 
-/** A text that hundreds of others stand beside: what it is is known here, as asking the document costs more. */
+/** A text that remembers its value, because reading hundreds of them from the document is slow. */
 class Text {
   constructor(element) {
     this.element = element;
@@ -110,7 +110,7 @@ function setAttribute(element, name, value) {
   if (element.getAttribute(name) !== value) element.setAttribute(name, value);
 }
 
-/** Let `parent` have these children in this order, moving as few as possible: each move costs layout. */
+/** Give `parent` these children in this order with as few moves as possible, because each move needs layout. */
 function arrange(parent, elements) {
   const wanted = new Set(elements);
   const places = new Map();
@@ -118,7 +118,7 @@ function arrange(parent, elements) {
     if (wanted.has(child)) places.set(child, places.size);
     else child.remove();
   }
-  const staying = longestRise(elements.map((element) => places.get(element) ?? -1));
+  const staying = longestIncrease(elements.map((element) => places.get(element) ?? -1));
   let next = null;
   for (let i = elements.length - 1; i >= 0; i -= 1) {
     if (!staying.has(i)) parent.insertBefore(elements[i], next);
@@ -126,9 +126,9 @@ function arrange(parent, elements) {
   }
 }
 
-/** Where the longest rising subsequence stands; below zero is what cannot be in it. Those of `arrange` need no move. */
-function longestRise(places) {
-  const ends = []; // the place in `places` of the smallest end of a rise of each length
+/** Return the indexes of the longest increasing subsequence; negative numbers are never part of it. */
+function longestIncrease(places) {
+  const ends = []; // the index of the smallest last element of an increase of each length
   const before = new Array(places.length).fill(-1);
   for (let i = 0; i < places.length; i += 1) {
     if (places[i] < 0) continue;
@@ -146,17 +146,17 @@ function longestRise(places) {
   return found;
 }
 
-// Control characters, and those that turn the direction of whatever stands behind them: of a pid, say.
-const UNRULY = /[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
+// Control characters, and those that reverse the direction of the text that follows, such as a pid.
+const UNSAFE = /[\p{Cc}\p{Zl}\p{Zp}\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]/gu;
 
-/** What others call themselves, harmless to what it is shown beside. */
-function tamed(text) {
-  return text.replace(UNRULY, "\ufffd");
+/** Replace characters that would change the text around a name. */
+function safe(text) {
+  return text.replace(UNSAFE, "\ufffd");
 }
 
-/** Who a process is, in words. */
+/** Return the name of a process. */
 function processName(workload, rank, pid) {
-  const name = workload ? tamed(rank ? `${workload} rank ${rank}` : workload) : "";
+  const name = workload ? safe(rank ? `${workload} rank ${rank}` : workload) : "";
   if (pid === null || pid === undefined) return name || "a process";
   return name ? `${name} (pid ${pid})` : `pid ${pid}`;
 }

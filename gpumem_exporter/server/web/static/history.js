@@ -1,15 +1,15 @@
-// The last ten minutes. Points come from the exporter; a hole in them stays one.
+// The last ten minutes. Points come from the exporter; gaps are not filled.
 
-const WIDTH = 6000; // so fine that a path needs no decimals, which cost it most of its time
+const WIDTH = 6000; // fine enough for paths without decimals, which are slow
 const HEIGHT = 600;
-const REDRAW_SECONDS = 10; // where no new point comes, the old ones still move into the past
+const REDRAW_SECONDS = 10; // without a new point, the old ones still move to the left
 
 class History {
   constructor() {
     this.replace({ span_seconds: 600, gap_seconds: 6, seconds: [], devices: {} });
   }
 
-  /** Forget all, and take what the exporter has. */
+  /** Replace all points by the exporter's. */
   replace(document) {
     this.span = document.span_seconds;
     this.gap = document.gap_seconds;
@@ -18,7 +18,7 @@ class History {
     this.version = (this.version ?? 0) + 1;
   }
 
-  /** Take the newest point, if it is new; whatever it does not name has a hole there. */
+  /** Add the newest point if it is new; devices that it lacks get a gap. */
   add(newest) {
     const length = this.seconds.length;
     if (newest === null || (length > 0 && newest.seconds <= this.seconds[length - 1])) return;
@@ -28,8 +28,8 @@ class History {
     this.seconds.push(newest.seconds);
     for (const uuid of Object.keys(newest.devices)) {
       if (!this.devices.has(uuid)) {
-        const holes = new Array(length).fill(null);
-        this.devices.set(uuid, { in_use: holes, allocated: holes.slice() });
+        const gaps = new Array(length).fill(null);
+        this.devices.set(uuid, { in_use: gaps, allocated: gaps.slice() });
       }
     }
     for (const [uuid, line] of this.devices) {
@@ -43,28 +43,28 @@ class History {
     this.version += 1;
   }
 
-  /** Since when each point of a device's MiB in use, null for a hole, has been such; null where the last is not. */
-  since(uuid, isSuch) {
+  /** Return since when every point of a device (MiB in use, null for a gap) matches; null if the last does not. */
+  since(uuid, matches) {
     const values = this.devices.get(uuid)?.in_use;
     if (values === undefined) return null;
     const { seconds } = this;
     const last = seconds.length - 1;
     const joins = (i) => i === last || seconds[i + 1] - seconds[i] <= this.gap;
     let first = last + 1;
-    while (first > 0 && joins(first - 1) && isSuch(values[first - 1])) first -= 1;
+    while (first > 0 && joins(first - 1) && matches(values[first - 1])) first -= 1;
     if (first > last) return null;
     return { seconds: seconds[first], orBefore: first === 0 || !joins(first - 1) };
   }
 }
 
-/** Since when that is, in words: ` (since 12:53:08)`, or at least for how long; empty where it is not known. */
+/** Return ` (since 12:53:08)` or ` (for at least 5 min)`; empty if unknown. */
 function sinceInWords(since, moment) {
   if (since === null) return "";
   const seconds = moment.clock_seconds - since.seconds;
   return since.orBefore ? ` (for at least ${duration(seconds)})` : ` (since ${timeOfDay(moment.unix_seconds - seconds)})`;
 }
 
-/** One device's last ten minutes: what is in use as an area, what is in tensors as a line in it. */
+/** The chart of a device's last ten minutes: memory in use as an area, allocated memory as a line. */
 class Chart {
   constructor() {
     this.area = svg("path", { class: "area" });
@@ -103,13 +103,13 @@ function captionOf(history, line, now) {
     if (value < low) low = value;
     if (value > high) high = value;
   }
-  if (first === null) return "nothing is known of the last 10 min";
+  if (first === null) return "no data for the last 10 min";
   const span = duration(now - first);
   const [from, to] = [bytes(low * 2 ** 20), bytes(high * 2 ** 20)];
   return from === to ? `${to} in use for ${span}` : `${from} to ${to} in use in ${span}`;
 }
 
-/** A line through the points, and the area below it, broken wherever one is missing. */
+/** Return a line through the points and the area below it, with gaps where points are missing. */
 function pathOf(history, values, { start, perSecond, perMib }) {
   let line = "";
   let area = "";

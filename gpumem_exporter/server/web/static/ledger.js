@@ -1,17 +1,17 @@
-// A ledger as a stacked bar, and as figures. The categories and their order are those of `gpumem_ledger_bytes`.
+// A ledger as a stacked bar and as a list. The categories and their order are those of `gpumem_ledger_bytes`.
 
 const CATEGORIES = [
-  ["torch_allocated", "tensors", "held by living tensors"],
-  ["torch_reclaimable", "reclaimable", "cached, and a clear gives it back"],
-  ["torch_fragmented", "fragmented", "cached, and no clear is known to give it back"],
+  ["torch_allocated", "allocated", "in tensors"],
+  ["torch_reclaimable", "reclaimable", "cached; a clear releases it"],
+  ["torch_fragmented", "fragmented", "cached; a clear cannot release it"],
   ["non_torch", "non-torch", "CUDA context, NCCL, libraries"],
-  ["other_processes", "other processes", "of processes without a reporter"],
-  ["driver_reserved", "driver", "held back by the driver"],
-  ["unattributed", "unattributed", "used, and owned by no known process"],
-  ["free", "free", "not in use"],
+  ["other_processes", "other processes", "processes without a reporter"],
+  ["driver_reserved", "driver reserved", "kept by driver and firmware"],
+  ["unattributed", "unattributed", "used by no known process"],
+  ["free", "free", "used by no process"],
 ];
 
-/** The bar. A part below zero has no width: it is an overlap of the others, and shown as one, before what is free. */
+/** The bar. A negative category has no width; it is drawn as an overlap of the others, before the free part. */
 class LedgerBar {
   constructor() {
     this.parts = new Map();
@@ -53,15 +53,15 @@ class LedgerBar {
   }
 }
 
-/** The figures, each with its colour; `words` adds what each category means. */
-class LedgerFigures {
+/** The list of categories with their colors; `words` adds their meaning. */
+class LedgerValues {
   constructor(words) {
-    this.element = h("dl", { class: words ? "figures words" : "figures" });
+    this.element = h("dl", { class: words ? "amounts words" : "amounts" });
     this.values = new Map();
     for (const [category, name, meaning] of CATEGORIES) {
       const value = h("dd", { "data-category": category });
       const term = h("dt", {}, h("span", { class: `swatch ${category}`, "aria-hidden": "true" }), name);
-      const entry = h("div", { class: "figure", title: meaning }, term, value);
+      const entry = h("div", { class: "amount", title: meaning }, term, value);
       if (words) term.append(h("span", { class: "meaning" }, meaning));
       this.values.set(category, { entry, value, shown: undefined });
       this.element.append(entry);
@@ -80,7 +80,7 @@ class LedgerFigures {
   }
 }
 
-/** The sum of several ledgers. A category that one of them does not know is not known of all. */
+/** Return the sum of ledgers. A category that is unknown in one of them is unknown in the sum. */
 function sumOfLedgers(ledgers) {
   const sum = {};
   for (const [category] of CATEGORIES) {

@@ -1,8 +1,8 @@
-// The page as a whole: takes what comes and has it shown.
+// The page: receives states and shows them.
 
 const MODES = { waiting: "connecting", live: "live", polling: `polling every ${POLL_SECONDS}${NBSP}s`, lost: "lost" };
 
-/** A state as the parts of the page want it. */
+/** Convert a state for the parts of the page. */
 function viewOf(moment, state, history, events) {
   const names = state.columns;
   const rows = state.processes.map((values) => {
@@ -32,13 +32,13 @@ const app = {
   view: null,
   history: new History(),
   events: new Events(),
-  troubles: new Troubles(),
+  warnings: new Warnings(),
   devices: new Devices(),
   processes: new Processes(),
 
   start() {
     setText($("place"), location.host);
-    $("clear-all").addEventListener("click", () => clearing.begin({ all: true }, "all processes"));
+    $("clear-all").addEventListener("click", () => clearing.open({ all: true }, "all processes"));
     $("filter").value = "";
     this.connection = new Connection({
       history: (document) => this.history.replace(document),
@@ -56,7 +56,7 @@ const app = {
     else this.show();
   },
 
-  /** Nothing has changed, but time has passed. */
+  /** The state is unchanged, but time has passed. */
   at(moment) {
     this.moment = moment;
     this.show();
@@ -65,10 +65,10 @@ const app = {
   show() {
     if (document.hidden || this.state === undefined) return;
     performance.clearMeasures("refresh");
-    performance.mark("refresh begins");
+    performance.mark("refresh started");
     this.refresh();
-    performance.measure("refresh", "refresh begins");
-    performance.clearMarks("refresh begins");
+    performance.measure("refresh", "refresh started");
+    performance.clearMarks("refresh started");
     this.events.refresh().then(() => this.showAccess());
   },
 
@@ -79,11 +79,11 @@ const app = {
     setText($("moment"), timeOfDay(moment.unix_seconds));
     const driver = state.nvml.driver_version;
     setText($("place"), driver ? `${location.host} · driver ${driver}` : location.host);
-    const why = state.nvml.up ? "" : `NVML is down, so devices are not shown: ${state.nvml.error || "no reason is known"}`;
+    const why = state.nvml.up ? "" : `NVML is down, so devices are not shown: ${state.nvml.error || "unknown reason"}`;
     setText($("degraded"), why);
     setHidden($("degraded"), why === "");
     setHidden($("clear-all"), !view.rows.some((row) => row.clears));
-    this.troubles.update(view);
+    this.warnings.update(view);
     this.devices.update(view);
     this.processes.update(view);
   },
@@ -92,10 +92,10 @@ const app = {
     const { access: may, detail } = this.events;
     const off = this.view !== null && !this.view.allowed_actions.includes(CLEAR);
     const words = {
-      token: "To clear, the exporter's token is needed: the buttons ask for it.",
-      refused: `Clearing is not open to you here. ${sentence(detail)}`,
+      token: "Clearing requires the exporter's token; the buttons ask for it.",
+      refused: `You may not clear. ${sentence(detail)}`,
     };
-    const text = off ? `Clears are switched off here: ${CLEAR} is not among --action.allow.` : (words[may] ?? "");
+    const text = off ? `Clearing is disabled: --action.allow does not include ${CLEAR}.` : (words[may] ?? "");
     setText($("access"), text);
     setHidden($("access"), text === "");
     setAttribute(document.body, "data-access", off || may === "refused" ? "refused" : (may ?? "unknown"));
@@ -111,23 +111,23 @@ const app = {
     const lost = mode === "lost";
     const stale = lost || mode === "waiting";
     $("main").toggleAttribute("data-stale", stale);
-    const seen = this.moment && `Last seen ${timeOfDay(this.moment.unix_seconds)}; no figures are shown until it answers again.`;
-    const when = seen ?? "It has not answered yet.";
-    setText($("lost"), lost ? `Lost the exporter. ${when}` : "");
+    const seen = this.moment && `Last reply at ${timeOfDay(this.moment.unix_seconds)}; values are hidden until the next reply.`;
+    const when = seen ?? "No reply yet.";
+    setText($("lost"), lost ? `Connection to the exporter lost. ${when}` : "");
     setHidden($("lost"), !lost);
     $("clear-all").disabled = stale;
     if (before === "lost" || before === "waiting") this.events.forget();
   },
 };
 
-/** The exporter has another version of this page; but one that cannot be had is tried for once, not for ever. */
+/** Return whether the page has not yet reloaded for this version, so that it never reloads in a loop. */
 function isFirstTry(page) {
   try {
     if (sessionStorage.getItem("page") === page) return false;
     sessionStorage.setItem("page", page);
     return true;
   } catch {
-    return false; // a browser that stores nothing would try for ever
+    return false; // without storage it would reload in a loop
   }
 }
 

@@ -1,11 +1,11 @@
-// The processes: one row for each on each device. Rows are kept and only what changed in them is written.
+// The processes: one row per process and device. Rows are reused; only changed cells are written.
 
 const FRESH_SECONDS = 5;
 const SORT_SECONDS = 5;
 
-const FIGURES = [
+const AMOUNTS = [
   ["used_bytes", "Used"],
-  ["allocated_bytes", "Tensors"],
+  ["allocated_bytes", "Allocated"],
   ["reclaimable_bytes", "Reclaimable"],
   ["fragmented_bytes", "Fragmented"],
   ["non_torch_bytes", "Non-torch"],
@@ -18,8 +18,8 @@ const NAMES = [
   ["user", "User"],
   ["pod", "Pod"],
 ];
-const ORDERS = [...NAMES, ...FIGURES, ["last_report_unix_seconds", "Last report"]];
-const DESCENDS = new Set([...FIGURES.map(([key]) => key), "last_report_unix_seconds"]);
+const ORDERS = [...NAMES, ...AMOUNTS, ["last_report_unix_seconds", "Last report"]];
+const DESCENDS = new Set([...AMOUNTS.map(([key]) => key), "last_report_unix_seconds"]);
 
 function podOf(row) {
   return row.k8s_pod ? (row.k8s_namespace ? `${row.k8s_namespace}/${row.k8s_pod}` : row.k8s_pod) : "";
@@ -36,12 +36,12 @@ class ProcessRow {
     for (const [name, title] of NAMES) {
       this.cell(name, title, name === "workload" ? { role: "rowheader", tag: "th", scope: "row" } : {});
     }
-    for (const [name, title] of FIGURES) this.cell(name, title, { class: "figure" });
+    for (const [name, title] of AMOUNTS) this.cell(name, title, { class: "amount" });
     this.cell("last", "Last report", {});
     const last = h("td", { role: "cell", class: "row-act" });
     this.button = h("button", { type: "button", class: "act small", "aria-describedby": "access" }, "Clear…");
     this.button.addEventListener("click", () => {
-      clearing.begin({ pid: this.data.pid }, processName(this.data.workload, this.data.rank, this.data.pid));
+      clearing.open({ pid: this.data.pid }, processName(this.data.workload, this.data.rank, this.data.pid));
     });
     last.append(this.button);
     this.element.append(last);
@@ -59,7 +59,7 @@ class ProcessRow {
     if (before === null || NAMES.some(([name]) => before[name] !== data[name]) || before.command !== data.command) {
       this.name(data);
     }
-    for (const [name] of FIGURES) {
+    for (const [name] of AMOUNTS) {
       if (before !== null && before[name] === data[name]) continue;
       const cell = this.cells.get(name);
       const unknown = data[name] === null;
@@ -72,15 +72,15 @@ class ProcessRow {
   }
 
   name(data) {
-    const text = { ...data, workload: data.workload || data.command || "(no name)", gpu: data.gpu ?? "–" };
-    for (const [name] of NAMES) this.cells.get(name).set(tamed(String(text[name] ?? "")));
+    const text = { ...data, workload: data.workload || data.command || "(unnamed)", gpu: data.gpu ?? "–" };
+    for (const [name] of NAMES) this.cells.get(name).set(safe(String(text[name] ?? "")));
     this.cells.get("workload").element.title = data.command ?? "";
     this.button.setAttribute("aria-label", `Clear ${processName(data.workload, data.rank, data.pid)}…`);
     const words = [data.workload, data.command, data.user, data.pod, data.pid, `gpu ${data.gpu}`, data.rank && `rank ${data.rank}`];
     this.words = words.filter((word) => word !== null && word !== "").join(" ").toLowerCase();
   }
 
-  /** Show it where it has all of these words; returns whether it has. */
+  /** Show the row if it has all of these words; return whether it has. */
   filter(wanted) {
     const shown = wanted.every((word) => this.words.includes(word));
     if (this.shown !== shown) this.element.hidden = !shown;
@@ -114,7 +114,7 @@ class Processes {
 
   heading(column, title) {
     const button = h("button", { type: "button" }, title);
-    const heading = h("th", { role: "columnheader", scope: "col", class: DESCENDS.has(column) && column.endsWith("_bytes") ? "figure" : null }, button);
+    const heading = h("th", { role: "columnheader", scope: "col", class: DESCENDS.has(column) && column.endsWith("_bytes") ? "amount" : null }, button);
     button.addEventListener("click", () => {
       const { column: before, descending } = this.order;
       this.order = { column, descending: before === column ? !descending : DESCENDS.has(column) };
@@ -126,14 +126,14 @@ class Processes {
 
   update(view) {
     this.round += 1;
-    let came = false;
+    let added = false;
     for (const data of view.rows) {
       const key = `${data.pid} ${data.uuid}`;
       let row = this.rows.get(key);
       if (row === undefined) {
         row = new ProcessRow(key);
         this.rows.set(key, row);
-        came = true;
+        added = true;
       }
       row.round = this.round;
       row.update(data, view.moment.unix_seconds);
@@ -143,11 +143,11 @@ class Processes {
       row.element.remove();
       this.rows.delete(key);
     }
-    this.sort(came);
+    this.sort(added);
     this.show();
   }
 
-  /** Rows stay where they are for some seconds, and under somebody's pointer or focus, unless they must move. */
+  /** Rows stay in place for some seconds, and while they have the pointer or the focus, unless they must move. */
   sort(must) {
     for (const [column, heading] of this.headings) {
       const sorted = column === this.order.column ? (this.order.descending ? "descending" : "ascending") : "none";
@@ -183,12 +183,12 @@ class Processes {
   }
 }
 
-/** As precise as what is shown, so that no row moves for a difference that nobody sees. */
+/** Return a value as precise as the shown text, so that no row moves for an invisible difference. */
 function sortable(column, value) {
   return column.endsWith("_bytes") && value !== null ? roundedBytes(value) : (value ?? "");
 }
 
-/** What is not known comes last, either way. */
+/** Unknown values come last in both orders. */
 function compare(a, b, descending) {
   const x = a.place;
   const y = b.place;

@@ -1,17 +1,31 @@
-"""What a scraper's `Accept` and `Accept-Encoding` ask for (RFC 9110, sections 12.4.2 and 12.5)."""
+"""JSON replies, and the content negotiation of `Accept` and `Accept-Encoding` (RFC 9110, section 12)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 
-__all__ = ["accepts_gzip", "prefers_openmetrics"]
+from fastapi import Response
+
+__all__ = ["accepts_gzip", "json_response", "prefers_openmetrics"]
 
 _OPENMETRICS = "application/openmetrics-text"
 _TEXT_RANGES = ("text/plain", "text/*", "*/*")
+"""From the most specific range to the least."""
+
+
+def json_response(document: Mapping[str, object], status: int = 200) -> Response:
+    """Return a JSON reply that caches do not store."""
+    return Response(
+        json.dumps(document, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace"),
+        status_code=status,
+        headers={"Cache-Control": "no-store"},
+        media_type="application/json",
+    )
 
 
 def prefers_openmetrics(accept: str) -> bool:
-    """Whether OpenMetrics 1.0.0 is wanted at least as much as plain text, which is what whoever does not say gets."""
+    """Return whether the client ranks OpenMetrics 1.0.0 at least as high as plain text, which is the default."""
     openmetrics = 0.0
     text: dict[str, float] = {}
     for name, parameters, quality in _choices(accept):
@@ -20,19 +34,18 @@ def prefers_openmetrics(accept: str) -> bool:
             openmetrics = max(openmetrics, quality)
         elif name in _TEXT_RANGES and version in ("", "0.0.4"):
             text[name] = max(text.get(name, 0.0), quality)
-    # The most specific range that fits counts.
     plain = next((text[name] for name in _TEXT_RANGES if name in text), 0.0)
     return openmetrics > 0 and openmetrics >= plain
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Whether the body may be compressed with gzip."""
+    """Return whether the body may be compressed with gzip."""
     qualities = {name: quality for name, _, quality in _choices(accept_encoding)}
     return qualities.get("gzip", qualities.get("x-gzip", qualities.get("*", 0.0))) > 0
 
 
 def _choices(header: str) -> Iterator[tuple[str, dict[str, str], float]]:
-    """Each element with its parameters and its quality; one that cannot be read is left out."""
+    """Yield name, parameters and quality of each element; skip elements with an invalid quality."""
     for element in header.split(","):
         name, *rest = (part.strip() for part in element.split(";"))
         if not name:

@@ -1,24 +1,24 @@
-// What a person on call should see first, in words and with its figures; the worst first.
+// Warnings for a person on call, the most severe first.
 
 const LEVELS = ["critical", "warning", "note"];
-const SHOWN_TROUBLES = 8;
+const SHOWN_WARNINGS = 8;
 const OOM_SECONDS = 600;
-const LASTING_SECONDS = 10; // a cache that comes and goes with each step is no trouble
+const LASTING_SECONDS = 10; // a cache that changes with each step is no warning
 
-function troublesOf(view) {
+function warningsOf(view) {
   const found = [];
   const add = (level, key, text, mustLast = false) => found.push({ level, key, text, mustLast });
-  for (const device of view.devices) troublesOfDevice(device, view, add);
-  troublesOfReporters(view, add);
-  troublesOfEvents(view, add);
-  for (const { part, status, detail } of view.troubles) {
+  for (const device of view.devices) warningsOfDevice(device, view, add);
+  warningsOfReporters(view, add);
+  warningsOfEvents(view, add);
+  for (const { part, status, detail } of view.failed_checks) {
     if (part !== "nvml" && part !== "devices") add(status === "failing" ? "critical" : "warning", part, `${part}: ${detail}`);
   }
   found.sort((a, b) => LEVELS.indexOf(a.level) - LEVELS.indexOf(b.level));
   return found;
 }
 
-function troublesOfDevice(device, view, add) {
+function warningsOfDevice(device, view, add) {
   const name = gpuName(device.gpu, device.uuid);
   if (!device.up) {
     const since = sinceInWords(view.history.since(device.uuid, (mib) => mib === null), view.moment);
@@ -30,7 +30,7 @@ function troublesOfDevice(device, view, add) {
   const total = device.memory.total_bytes;
   const { free, torch_reclaimable: reclaimable, unattributed } = ledger;
   const rows = view.rows.filter((row) => row.uuid === device.uuid);
-  // Of some allocators it cannot be known what of their cache a clear gives back: the ledger has it as fragmented.
+  // If the reclaimable part of a cache is unknown, the ledger counts the whole cache as fragmented.
   const unsplit = rows.some((row) => row.reclaimable_bytes === null && row.reserved_bytes > (row.allocated_bytes ?? 0));
   const fragmented = unsplit ? rows.reduce((sum, row) => sum + (row.fragmented_bytes ?? 0), 0) : ledger.torch_fragmented;
   const who = ({ workload, command, rank, pid }) => processName(workload || command, rank, pid);
@@ -44,7 +44,7 @@ function troublesOfDevice(device, view, add) {
       reclaimable >= 0.01 * total
         ? `Clearing would free ${unsplit ? "at least " : ""}${bytes(reclaimable)}${most("reclaimable_bytes", reclaimable)}.`
         : unsplit
-          ? "What clearing would free is not known."
+          ? "The reclaimable memory is unknown."
           : `Clearing would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
     const [level, word, left] = free < 0.05 * total ? ["critical", "full", 0.05] : ["warning", "nearly full", 0.1];
     const leastMib = Math.floor(((1 - left) * total) / 2 ** 20);
@@ -54,32 +54,32 @@ function troublesOfDevice(device, view, add) {
     const text = `${name} is ${word}${since}: ${bytes(free)} of ${bytes(total)} free${whose}. ${help}`;
     add(level, `full ${device.uuid}`, text);
   } else if (reclaimable >= 0.2 * total) {
-    const text = `${name} caches ${bytes(reclaimable)} that no tensor uses${most("reclaimable_bytes", reclaimable)}. Clearing gives it back.`;
+    const text = `${name}: ${bytes(reclaimable)} is reclaimable${most("reclaimable_bytes", reclaimable)}. Clearing frees it.`;
     add("note", `cached ${device.uuid}`, text, true);
   }
   if (fragmented >= 0.1 * total) {
-    const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes", fragmented)}. Clearing cannot give it back.`;
+    const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes", fragmented)}. Clearing cannot free it.`;
     add("warning", `fragmented ${device.uuid}`, text, true);
   }
-  // As with the alert: nothing can be said where the driver keeps to itself what others hold, or the memory is the host's.
+  // As in the alert: no warning if the driver hides the memory of other processes, or if the memory is the host's.
   const hidden = rows.some((row) => row.state !== "reporting" && row.used_bytes === null);
   const ownersKnown = ledger.other_processes !== undefined && !hidden && !device.memory.of_host;
   if (ownersKnown && unattributed >= 0.02 * total) {
-    const text = `${name}: ${bytes(unattributed)} is used, and no process that the driver lists owns it.`;
+    const text = `${name}: ${bytes(unattributed)} is unattributed: used by no process that the driver lists.`;
     add("warning", `unattributed ${device.uuid}`, text, true);
   }
 }
 
-function troublesOfReporters(view, add) {
+function warningsOfReporters(view, add) {
   const silent = new Map();
   for (const row of view.rows) if (row.state === "silent") silent.set(row.pid, row);
   if (silent.size === 0) return;
   const names = [...silent.values()].slice(0, 3).map((row) => processName(row.workload, row.rank, row.pid));
   const more = silent.size > 3 ? ` and ${silent.size - 3} more` : "";
-  add("warning", "silent", `No report lately from ${names.join(", ")}${more}: what they hold is not known.`);
+  add("warning", "silent", `No recent report from ${names.join(", ")}${more}: their allocated memory is unknown.`);
 }
 
-function troublesOfEvents(view, add) {
+function warningsOfEvents(view, add) {
   const ooms = new Map();
   for (const event of view.events) {
     if (event.type !== "oom" || view.moment.unix_seconds - event.unix_seconds > OOM_SECONDS) continue;
@@ -94,20 +94,20 @@ function troublesOfEvents(view, add) {
   }
 }
 
-/** What failed, against what there was. */
+/** Describe the failed request and the memory at that time. */
 function oomInWords(event) {
   const { requested_bytes: requested, device_free_bytes: free, limit_bytes: limit, allocator } = event.detail;
   const who = processName(event.workload, event.rank, event.pid);
-  const asked = requested === null ? `${who} asked for more than there was` : `${who} asked for ${bytes(requested)}`;
+  const asked = requested === null ? `${who} requested more than was available` : `${who} requested ${bytes(requested)}`;
   const had = [];
   if (free !== null && free !== undefined) had.push(`${bytes(free)} was free`);
   const reserved = allocator?.reserved_bytes ?? null;
-  if (free >= requested && limit !== null && reserved !== null) had.push(`it held ${bytes(reserved)} of its limit of ${bytes(limit)}`);
+  if (free >= requested && limit !== null && reserved !== null) had.push(`it had reserved ${bytes(reserved)} of its limit of ${bytes(limit)}`);
   if (allocator?.fragmented_bytes) had.push(`${bytes(allocator.fragmented_bytes)} fragmented`);
   return had.length > 0 ? `${asked}; ${had.join(", ")}.` : `${asked}.`;
 }
 
-class Troubles {
+class Warnings {
   constructor() {
     this.known = new Map();
     this.since = new Map();
@@ -115,21 +115,21 @@ class Troubles {
   }
 
   update(view) {
-    const found = this.lasting(troublesOf(view), view.moment.clock_seconds);
-    const shown = found.slice(0, SHOWN_TROUBLES);
+    const found = this.lasting(warningsOf(view), view.moment.clock_seconds);
+    const shown = found.slice(0, SHOWN_WARNINGS);
     const keys = new Set(shown.map(({ key }) => key));
     for (const key of this.known.keys()) if (!keys.has(key)) this.known.delete(key);
-    const elements = shown.map((trouble) => this.entry(trouble));
+    const elements = shown.map((warning) => this.entry(warning));
     if (found.length > shown.length) {
       setText(this.more, `and ${found.length - shown.length} more`);
       elements.push(this.more);
     }
-    arrange($("troubles"), elements);
-    setText($("quiet"), view.nvml.up ? "Nothing does." : "Nothing that is known, but the devices are not known.");
+    arrange($("warnings"), elements);
+    setText($("quiet"), view.nvml.up ? "No warnings." : "No warnings, but the devices are unknown.");
     setHidden($("quiet"), found.length > 0);
   }
 
-  /** Without those that have to last and have not. */
+  /** Drop warnings that must last for some time and have not yet. */
   lasting(found, now) {
     this.since = new Map(found.map(({ key }) => [key, Math.min(this.since.get(key) ?? now, now)]));
     return found.filter(({ key, mustLast }) => !mustLast || now - this.since.get(key) >= LASTING_SECONDS);

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.actions.policy.values import read_value, shown_value
+from gpumem_exporter.actions.policy.quantities import read_quantity, shown_quantity
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ from gpumem_exporter.actions.policy.values import read_value, shown_value
         ("1d", "seconds", 86400),
     ],
 )
-def test_a_figure_is_read_with_its_unit(text: str, unit: str, value: float) -> None:
-    assert read_value(text, unit) == pytest.approx(value)
+def test_a_quantity_is_read_with_its_unit(text: str, unit: str, value: float) -> None:
+    assert read_quantity(text, unit) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_a_figure_is_read_with_its_unit(text: str, unit: str, value: float) -> N
         ("４", "seconds"),
     ],
 )
-def test_what_is_no_figure_is_refused_with_what_would_be(text: str, unit: str) -> None:
-    with pytest.raises(ValueError, match=r"^expected"):
-        read_value(text, unit)
+def test_an_invalid_quantity_is_an_error_with_what_is_accepted(text: str, unit: str) -> None:
+    with pytest.raises(ValueError, match=r"^(bytes|a ratio|a time), such as "):
+        read_quantity(text, unit)
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_what_is_no_figure_is_refused_with_what_would_be(text: str, unit: str) -
         (0.25, "seconds", "0.25 s"),
     ],
 )
-def test_a_figure_is_shown_as_somebody_would_write_it(value: float, unit: str, shown: str) -> None:
-    assert shown_value(value, unit) == shown
+def test_a_quantity_is_shown_with_its_unit(value: float, unit: str, shown: str) -> None:
+    assert shown_quantity(value, unit) == shown

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_exporter.server.http.negotiation import accepts_gzip, prefers_openmetrics
+from gpumem_exporter.server.http.replies import accepts_gzip, prefers_openmetrics
 
 PROMETHEUS_2 = (
     "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
@@ -38,7 +38,7 @@ PROMETHEUS_3 = (
         (",;,=;q,", False),
     ],
 )
-def test_the_form_is_the_one_the_scraper_likes_best(accept: str, openmetrics: bool) -> None:
+def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics: bool) -> None:
     assert prefers_openmetrics(accept) is openmetrics
 
 
@@ -57,5 +57,5 @@ def test_the_form_is_the_one_the_scraper_likes_best(accept: str, openmetrics: bo
         ("gzipped", False),
     ],
 )
-def test_the_page_is_compressed_only_for_whoever_can_read_it(encodings: str, gzip: bool) -> None:
+def test_gzip_is_used_only_if_the_client_accepts_it(encodings: str, gzip: bool) -> None:
     assert accepts_gzip(encodings) is gzip

@@ -1,56 +1,127 @@
-"""The HTTP protocol of each connection: uvicorn's on httptools, with the limits that uvicorn does not have.
+"""uvicorn with limits that it lacks, peer credentials, and TLS on the TCP sockets only.
 
-uvicorn waits for ever for a request that never ends, takes headers of any size and any number of connections, and
-leaves a client that does not read its answer alone. Here each of these has an end. The protocol also asks the kernel
-who is at the other end of a unix socket, and puts the answer into the request's state as `peer_credentials`.
+This module is the only one that relies on names which uvicorn does not document. It supports the versions of
+`SUPPORTED_UVICORN`; a unit test fails if the range differs from pyproject.toml's or a name is missing. To allow a newer
+uvicorn, run that test and the tests of limits and TLS with it.
+
+uvicorn waits forever for a request that never ends, accepts headers of any size and any number of connections, and
+keeps a client that does not read its reply. `LimitedProtocol` sets a limit for each. It also reads the credentials of
+the peer of a unix socket from the kernel, and passes them on as `peer_credentials` in the request's state.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
+import ssl
 import struct
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gpumem_exporter.server.http.problems import problem_response
 from gpumem_exporter.server.security.access_rules import PeerCredentials
 
-__all__ = ["GuardedProtocol", "Limits"]
+__all__ = ["SUPPORTED_UVICORN", "LimitedProtocol", "LimitedServer", "Limits"]
+
+SUPPORTED_UVICORN = ">=0.32,<0.55"
+
+TLS_SHUTDOWN_SECONDS = 1.0
+"""For a client to confirm the end of a connection."""
 
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred` of unix(7): pid, uid, gid."""
 
 _IDLE_SECONDS = 1.0
-"""A connection that has been idle for so long makes room for a new one when there is none left."""
+"""A connection that has been idle for this long can be closed to make room for a new one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one client may ask of the server."""
+    """The limits of one client."""
 
     max_connections: int
-    """Beyond it the longest idle one is closed for a new one; where none is idle, the new one is answered 503."""
+    """Beyond this number, the longest idle connection is closed. If none is idle, the new one is answered with 503."""
     head_bytes: int = 64 << 10
-    """Request line and headers."""
+    """The size of request line and headers."""
     request_seconds: float = 10.0
-    """For a whole request, headers and body, to come in."""
+    """The time until a whole request has arrived, headers and body."""
     unread_seconds: float = 30.0
-    """For a client to read what it was sent."""
+    """The time until a client reads its reply."""
 
 
-class GuardedProtocol(HttpToolsProtocol):
-    """One connection. For the event loop.
+class LimitedServer(uvicorn.Server):
+    """uvicorn with `LimitedProtocol`.
 
     Args:
-        limits: what its client may ask.
-        *arguments: uvicorn's.
-        **keywords: uvicorn's.
+        app: the ASGI application.
+        limits: the limits of each client.
+        tls: the TLS context of the TCP sockets; the unix socket never uses TLS.
+        on_started: called when requests are answered.
+        on_stopping: called before the server waits for running requests.
+        **options: the options of `uvicorn.Config`.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        limits: Limits,
+        tls: ssl.SSLContext | None,
+        on_started: Callable[[], None],
+        on_stopping: Callable[[], None],
+        **options: Any,
+    ) -> None:
+        protocol: Any = functools.partial(LimitedProtocol, limits=limits)
+        super().__init__(uvicorn.Config(app, http=protocol, ws="none", lifespan="on", log_config=None, **options))
+        self._limits = limits
+        self._tls = tls
+        self._on_started = on_started
+        self._on_stopping = on_stopping
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application and listen. uvicorn supports TLS for all sockets or for none."""
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            self.servers += await self._listen(sockets or [], self._tls)
+        if self.started:
+            self._on_started()
+
+    async def _listen(self, sockets: Sequence[socket.socket], tls: ssl.SSLContext) -> list[asyncio.Server]:
+        loop = asyncio.get_running_loop()
+        protocol_class: Any = self.config.http_protocol_class
+        protocol = functools.partial(
+            protocol_class, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        limits = {"ssl_handshake_timeout": self._limits.request_seconds, "ssl_shutdown_timeout": TLS_SHUTDOWN_SECONDS}
+        servers = []
+        for sock in sockets:
+            options: dict[str, Any] = {} if sock.family == socket.AF_UNIX else {"ssl": tls, **limits}
+            servers.append(await loop.create_server(protocol, sock=sock, backlog=self.config.backlog, **options))
+        return servers
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop: first end the requests that wait."""
+        self._on_stopping()
+        await super().shutdown(sockets)
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """One connection. Used on the event loop only.
+
+    Args:
+        limits: the limits of its client.
+        *arguments: uvicorn's arguments.
+        **keywords: uvicorn's keyword arguments.
     """
 
     def __init__(self, *arguments: Any, limits: Limits, **keywords: Any) -> None:
@@ -62,53 +133,53 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_received = 0
         self._head_length = 0
-        self._one_too_many = False
+        self._over_limit = False
         self.idle_since: float | None = None
 
     # The connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin: who is it, and is there room."""
+        """Identify the peer and make room if there are too many connections."""
         super().connection_made(transport)
         self._credentials = _peer_credentials(transport)
         self.idle_since = time.monotonic()
-        if len(self.connections) > self._limits.max_connections and not self._make_room():
-            self._one_too_many = True
+        if len(self.connections) > self._limits.max_connections and not self._close_longest_idle():
+            self._over_limit = True
         self._start_request_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End: leave no timer behind."""
+        """Stop the timers."""
         self._stop_request_timer()
         self._stop_unread_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes, within the limits of a request's head."""
+        """Pass the bytes to the parser, within the limit of a request's head."""
         if self.transport.is_closing():
             return
         self.idle_since = None
         if self._in_head:
             self._head_received += len(data)
         super().data_received(data)
+        # The parser buffers an unfinished header, so the received bytes count as well.
         if self._in_head and self._head_received > self._limits.head_bytes and not self.transport.is_closing():
-            # The parser keeps an unfinished header to itself, so what came in is counted as well.
-            self._break_off(431, f"the headers are longer than {self._limits.head_bytes} bytes")
+            self._reject(431, self._head_too_long())
 
     def pause_writing(self) -> None:
-        """The client does not read as fast as it is written to."""
+        """Start the timer of a client that reads slowly."""
         super().pause_writing()
         if self._unread_timer is None:
             self._unread_timer = self.loop.call_later(self._limits.unread_seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
-        """It has read."""
+        """Stop the timer: the client has read."""
         self._stop_unread_timer()
         super().resume_writing()
 
-    # The request, as the parser tells it
+    # The parser's callbacks, in the order of a request
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start a request."""
         super().on_message_begin()
         self.scope["state"]["peer_credentials"] = self._credentials
         self._in_head = True
@@ -116,50 +187,53 @@ class GuardedProtocol(HttpToolsProtocol):
         self._start_request_timer()
 
     def on_url(self, url: bytes) -> None:
-        """Part of its URL."""
+        """Count a part of the URL."""
         self._head_length += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header."""
+        """Count a header; drop it beyond the limit."""
         self._head_length += len(name) + len(value) + 4
         if self._head_length <= self._limits.head_bytes:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Its head is complete: it is answered from here on."""
+        """Start the application, or a refusal in its place."""
         self._in_head = False
         self._head_received = 0
         app = self.app
-        if self._one_too_many:
+        if self._over_limit:
             self.app = _refusal(503, "too many connections are open", {"Retry-After": "1"})
         elif self._head_length > self._limits.head_bytes:
-            self.app = _refusal(431, f"the headers are longer than {self._limits.head_bytes} bytes", {})
+            self.app = _refusal(431, self._head_too_long(), {})
         try:
             super().on_headers_complete()
         finally:
             self.app = app
 
     def on_message_complete(self) -> None:
-        """Its body is complete."""
+        """Stop the timer: the whole request has arrived."""
         self._in_head = True
         self._stop_request_timer()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """It is answered."""
+        """Mark the connection as idle."""
         super().on_response_complete()
         self.idle_since = time.monotonic()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's signature
-        """It is not HTTP."""
-        self._break_off(400, "this is not an HTTP request")
+        """Answer bytes that are not HTTP."""
+        self._reject(400, "this is not an HTTP request")
 
     # The limits
 
+    def _head_too_long(self) -> str:
+        return f"the headers are longer than {self._limits.head_bytes} bytes"
+
     def _start_request_timer(self) -> None:
         if self._request_timer is None:
-            self._request_timer = self.loop.call_later(self._limits.request_seconds, self._request_late)
+            self._request_timer = self.loop.call_later(self._limits.request_seconds, self._request_timed_out)
 
     def _stop_request_timer(self) -> None:
         if self._request_timer is not None:
@@ -171,7 +245,7 @@ class GuardedProtocol(HttpToolsProtocol):
             self._unread_timer.cancel()
             self._unread_timer = None
 
-    def _request_late(self) -> None:
+    def _request_timed_out(self) -> None:
         self._request_timer = None
         if self.transport.is_closing():
             return
@@ -180,10 +254,10 @@ class GuardedProtocol(HttpToolsProtocol):
         if answered or silent:
             self.transport.close()
         else:
-            self._break_off(408, f"the request did not come in within {self._limits.request_seconds:g} seconds")
+            self._reject(408, f"the request did not arrive within {self._limits.request_seconds:g} seconds")
 
-    def _break_off(self, status: int, detail: str) -> None:
-        """Say what is wrong, where nothing else is being said, and close the connection."""
+    def _reject(self, status: int, detail: str) -> None:
+        """Send a problem, unless a reply has started, and close the connection."""
         busy = self.cycle is not None and not self.cycle.response_complete
         if not busy or not (self._in_head or self.cycle.response_started):
             response = problem_response(status, detail, headers={"Connection": "close"})
@@ -195,12 +269,13 @@ class GuardedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         self.transport.close()
 
-    def _make_room(self) -> bool:
+    def _close_longest_idle(self) -> bool:
+        """Close the connection that has been idle for the longest time; return False if none is idle."""
         now = time.monotonic()
         idle = [
             (connection.idle_since, id(connection), connection)
             for connection in self.connections
-            if isinstance(connection, GuardedProtocol)
+            if isinstance(connection, LimitedProtocol)
             and connection is not self
             and connection.idle_since is not None
             and now - connection.idle_since >= _IDLE_SECONDS
@@ -222,7 +297,7 @@ def _refusal(status: int, detail: str, headers: dict[str, str]) -> ASGIApp:
 
 
 def _peer_credentials(transport: asyncio.Transport) -> PeerCredentials | None:
-    """SO_PEERCRED of a unix connection: who was at the other end when it was made, in this process' namespaces."""
+    """Return SO_PEERCRED of a unix connection: the process that connected, in this process' namespaces."""
     sock: socket.socket | None = transport.get_extra_info("socket")
     if sock is None or sock.family != socket.AF_UNIX:
         return None

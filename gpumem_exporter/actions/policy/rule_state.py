@@ -1,0 +1,120 @@
+"""What the engine remembers of one rule: the conditions that are true, and what keeps the rule from acting."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+from gpumem_exporter.actions.policy.model import Rule
+from gpumem_exporter.actions.policy.values import Observation
+from gpumem_exporter.actions.request import ActionRequest
+
+__all__ = ["Decision", "RuleState", "UnhelpfulAction"]
+
+HOUR_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A rule requests an action."""
+
+    rule: Rule
+    subject: str
+    """The process, or for a group its workload, that the rule acts on."""
+    observation: Observation
+    """The observation that met the conditions."""
+    request: ActionRequest
+
+
+@dataclass(frozen=True, slots=True)
+class UnhelpfulAction:
+    """An action that did not help."""
+
+    action_id: str
+    freed_bytes: int | None
+    """None if the action was not done."""
+    why: str
+
+
+@dataclass(slots=True)
+class _SubjectState:
+    acted_seconds: float
+    unhelpful: list[UnhelpfulAction] = field(default_factory=list)
+    """The last consecutive actions that did not help."""
+    stopped: bool = False
+
+
+class RuleState:
+    """The state of one rule. Seconds are those of the caller's clock.
+
+    Attributes:
+        rule: the rule.
+        met_since: when all conditions became true, by process and device, in the time of the samples.
+        presumed: for a dry run, the subjects whose conditions an action would have made false, until they are.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self.met_since: dict[str, float] = {}
+        self.presumed: set[str] = set()
+        self._acted: deque[float] = deque(maxlen=rule.max_per_hour)
+        self._subjects: dict[str, _SubjectState] = {}
+
+    def subject(self, observation: Observation) -> str:
+        """Return what the rule acts on: the process on all its devices, or the ranks of its workload."""
+        return observation.group if self.rule.request.group else observation.who
+
+    def objection(self, subject: str, now: float) -> str:
+        """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""
+        known = self._subjects.get(subject)
+        if known is not None and known.stopped:
+            return "stopped"
+        if known is not None and now - known.acted_seconds < self.rule.cooldown_seconds:
+            return "cooling"
+        if len(self._acted) == self._acted.maxlen and now - self._acted[0] < HOUR_SECONDS:
+            return "limited"
+        return "cooling" if subject in self.presumed else ""
+
+    def acted(self, subject: str, now: float) -> None:
+        """Record that the rule acts."""
+        self._acted.append(now)
+        self._subjects.setdefault(subject, _SubjectState(now)).acted_seconds = now
+
+    def helped(self, subject: str) -> None:
+        """Record that the last action helped: earlier ones no longer count."""
+        known = self._subjects.get(subject)
+        if known is not None:
+            known.unhelpful.clear()
+
+    def did_not_help(self, subject: str, action: UnhelpfulAction) -> tuple[UnhelpfulAction, ...]:
+        """Record that an action did not help; return all consecutive ones if the rule stops now, otherwise none."""
+        stop_after = self.rule.stop_after
+        known = self._subjects.get(subject)
+        if stop_after is None or known is None or known.stopped:
+            return ()
+        known.unhelpful.append(action)
+        known.stopped = len(known.unhelpful) >= stop_after.clears
+        return tuple(known.unhelpful) if known.stopped else ()
+
+    def stopped(self) -> int:
+        """Return the number of subjects for which the rule has stopped."""
+        return sum(known.stopped for known in self._subjects.values())
+
+    def forget(self, present: Container[str], now: float) -> None:
+        """Forget absent subjects after a while. A process that hung and continues is remembered."""
+        keep_seconds = max(self.rule.cooldown_seconds, HOUR_SECONDS)
+        for subject, known in list(self._subjects.items()):
+            if subject not in present and now - known.acted_seconds > keep_seconds:
+                del self._subjects[subject]
+
+    def take_over(self, earlier: RuleState) -> None:
+        """Continue the state of the rule before a reload. A changed rule keeps only when it has acted."""
+        self._acted.extend(earlier._acted)
+        if self.rule == earlier.rule:
+            self.met_since, self.presumed = earlier.met_since, earlier.presumed
+            self._subjects = earlier._subjects
+        else:
+            self._subjects = {
+                subject: _SubjectState(known.acted_seconds) for subject, known in earlier._subjects.items()
+            }

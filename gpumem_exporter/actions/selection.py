@@ -1,0 +1,55 @@
+"""Selects the processes of a request at one time."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from gpumem_exporter.actions.group import group_of, group_step
+from gpumem_exporter.actions.request import ActionRequest
+from gpumem_exporter.actions.targets import ListedProcess, SelectedProcess, mismatch, select_listed, select_reporting
+from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.errors import TargetNotFoundError
+
+__all__ = ["Selection", "select"]
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The processes of a request."""
+
+    snapshot: Snapshot
+    reporting: tuple[SelectedProcess, ...]
+    listed: tuple[ListedProcess, ...]
+    """Processes that only the driver lists. Only `terminate` reaches them."""
+    at_step: int | None
+    """The step after which a group acts."""
+
+    def limit_keys(self) -> Iterator[tuple[Hashable, str]]:
+        """Yield the key and the name of each process for the rate limits."""
+        yield from ((one.process.key, str(one)) for one in self.reporting)
+        yield from ((listed.pid, f"pid {listed.pid}") for listed in self.listed)
+
+    def identities(self) -> Iterator[tuple[int | str, str, str]]:
+        """Yield name, workload and rank of each process."""
+        for one in self.reporting:
+            identity = one.process.report.process
+            yield one.pid, identity.workload, identity.rank
+        yield from ((listed.pid, "", "") for listed in self.listed)
+
+
+def select(request: ActionRequest, snapshot: Snapshot, now_seconds: float) -> Selection:
+    """Select the processes of a request; a group has all ranks of their workload.
+
+    Raises:
+        TargetNotFoundError: nothing matches the target.
+        GroupIncompleteError: a rank of the group cannot take part.
+    """
+    reporting = tuple(select_reporting(request.target, snapshot))
+    listed = tuple(select_listed(request.target, snapshot)) if request.action == "terminate" else ()
+    if not reporting and not listed:
+        raise TargetNotFoundError(mismatch(request.target, snapshot))
+    if not request.group:
+        return Selection(snapshot, reporting, listed, None)
+    ranks = group_of(reporting, snapshot)
+    return Selection(snapshot, ranks, (), group_step(request, ranks, now_seconds))

@@ -1,0 +1,108 @@
+"""Finds the processes of a target in a snapshot. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gpumem_exporter.actions.request import Target
+from gpumem_exporter.core.naming import Names, json_pid
+from gpumem_exporter.core.samples import ReportingProcess, Snapshot
+from gpumem_exporter.wire.protocol import DeviceSample
+
+__all__ = [
+    "ListedProcess",
+    "SelectedProcess",
+    "gpu_labels",
+    "mismatch",
+    "select_listed",
+    "select_reporting",
+]
+
+_MAX_SHOWN = 20
+
+
+class SelectedProcess(NamedTuple):
+    """A reporting process that a target selects."""
+
+    pid: int | str
+    """Its name, as in `core.naming`."""
+    process: ReportingProcess
+    samples: tuple[DeviceSample, ...]
+    """Its samples of the selected devices."""
+
+    def __str__(self) -> str:
+        rank = self.process.report.process.rank
+        return f"pid {self.pid}" + (f" (rank {rank})" if rank else "")
+
+
+@dataclass(frozen=True, slots=True)
+class ListedProcess:
+    """A process that the driver lists on a device and that does not report."""
+
+    pid: int
+    """In the host's PID namespace."""
+    start_time_ticks: int
+    """0 if unknown."""
+    used_bytes: tuple[tuple[str, int | None], ...]
+    """The driver's value for each selected device, by uuid."""
+
+
+def select_reporting(target: Target, snapshot: Snapshot) -> Iterator[SelectedProcess]:
+    """Yield the reporting processes of a target. A target with a device excludes processes that do not use it."""
+    gpus = gpu_labels(snapshot)
+    for name, process in Names.of(snapshot).reporting:
+        identity = process.report.process
+        if target.pid is not None and str(target.pid) != name:
+            continue
+        if target.workload is not None and target.workload != identity.workload:
+            continue
+        if target.rank is not None and target.rank != identity.rank:
+            continue
+        samples = tuple(
+            sample
+            for sample in process.report.devices
+            if (target.uuid is None or target.uuid == sample.uuid)
+            and (target.gpu is None or target.gpu == gpus.get(sample.uuid))
+        )
+        if samples or (target.uuid is None and target.gpu is None):
+            yield SelectedProcess(json_pid(name), process, samples)
+
+
+def select_listed(target: Target, snapshot: Snapshot) -> Iterator[ListedProcess]:
+    """Yield the target's processes that the driver lists and that do not report."""
+    node = snapshot.node
+    if node is None or not node.up or target.workload is not None or target.rank is not None:
+        return
+    reporting = {process.host_pid for process in snapshot.processes}
+    found: dict[int, list[tuple[str, int | None]]] = {}
+    for device in node.devices:
+        if target.uuid in (None, device.uuid) and target.gpu in (None, device.gpu):
+            for listed in device.processes or ():
+                if listed.pid not in reporting and (target.pid is None or str(target.pid) == str(listed.pid)):
+                    found.setdefault(listed.pid, []).append((device.uuid, listed.used_bytes))
+    for pid in sorted(found):
+        facts = node.facts.get(pid)
+        yield ListedProcess(pid, facts.start_time_ticks if facts is not None else 0, tuple(found[pid]))
+
+
+def mismatch(target: Target, snapshot: Snapshot) -> str:
+    """Describe why nothing matches a target, with the processes that it could select."""
+    reporting = Names.of(snapshot).reporting
+    if not reporting:
+        return f"nothing matches {target.describe()}: no process reports to this exporter"
+    shown = [
+        f"pid={name}"
+        + (f" workload={process.report.process.workload}" if process.report.process.workload else "")
+        + (f" rank={process.report.process.rank}" if process.report.process.rank else "")
+        for name, process in reporting[:_MAX_SHOWN]
+    ]
+    more = len(reporting) - len(shown)
+    listing = "; ".join(shown) + (f"; and {more} more" if more > 0 else "")
+    return f"nothing matches {target.describe()}; reporting processes: {listing}"
+
+
+def gpu_labels(snapshot: Snapshot) -> dict[str, str]:
+    """Return the NVML index of each device by uuid."""
+    return {} if snapshot.node is None else {device.uuid: device.gpu for device in snapshot.node.devices}

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from gpumem_exporter.events import Event, Page, Query
+from gpumem_exporter.server.api.events import EventParameters, events_document
+
+
+def query(**given: Any) -> Query:
+    return EventParameters.model_validate(given).query()
+
+
+def test_without_parameters_a_query_returns_the_last_hundred_events() -> None:
+    assert query() == Query(limit=100)
+
+
+def test_each_parameter_becomes_part_of_the_query() -> None:
+    given = query(after="7", since="12.5", type=["oom,device_lost", "oom"], pid="4711", limit="1000")
+    assert given == Query(7, 12.5, ("oom", "device_lost"), "4711", 1000)
+    assert query(pid="1@4026532007").pid == "1@4026532007"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("0", 0.0),
+        ("1700000000.25", 1700000000.25),
+        ("2023-11-14T22:13:20Z", 1.7e9),
+        ("2023-11-14t22:13:20.5z", 1.7e9 + 0.5),
+        ("2023-11-14T23:43:20.123456+01:30", 1.7e9 + 0.123456),
+        ("2023-11-14T23:43:20 01:30", 1.7e9),
+        ("2023-11-14T14:13:20-08:00", 1.7e9),
+    ],
+)
+def test_since_is_unix_seconds_or_rfc_3339(text: str, seconds: float) -> None:
+    assert query(since=text).since_unix_seconds == pytest.approx(seconds, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("since", value) for value in ("", "now", "nan", "inf", "1e300", "2023-11-14", "2023-11-14T22:13:20")),
+        *(("since", value) for value in ("2023-13-14T22:13:20Z", "2023-11-14T22:13:20+99:00")),
+        *(("after", value) for value in ("", "-1", "1.5", "x", "9223372036854775808", "9" * 5000)),
+        *(("limit", value) for value in ("0", "1001", "")),
+        *(("pid", value) for value in ("", "-1", "self", "1@", "1@x", "1 ")),
+        *(("type", [value]) for value in ("", "ooms", "oom,", "oom,nothing")),
+        ("typ", "oom"),
+    ],
+)
+def test_an_invalid_parameter_is_named(name: str, value: object) -> None:
+    with pytest.raises(ValidationError) as caught:
+        query(**{name: value})
+    assert [error["loc"][0] for error in caught.value.errors()] == [name]
+
+
+def test_the_document_of_an_event_has_its_time_as_text_and_as_seconds() -> None:
+    page = Page((Event("oom", 1.7e9 + 0.25, pid=7, detail={"number": 1}, id=9),), 9, more=True)
+    document: Any = events_document(page)
+    (event,) = document["events"]
+    assert (document["next_after"], document["more"]) == (9, True)
+    assert (event["time"], event["unix_seconds"]) == ("2023-11-14T22:13:20.250Z", 1700000000.25)
+    known = {"id": 9, "type": "oom", "pid": 7, "detail": {"number": 1}}
+    assert {name: event[name] for name in known} == known
+    assert [event[name] for name in ("gpu", "uuid", "workload", "rank")] == [None] * 4
+    assert "subject" not in event
