@@ -16,6 +16,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[ExporterPro
     from tests.support.live_page import serving, state_of  # imports Playwright
 
     with serving(tmp_path_factory.mktemp("demo"), "--demo") as (exporter, url):
-        wait_for(lambda: len(exporter.processes()) >= 14, "the demo's processes")
+        wait_for(lambda: len(exporter.processes()) >= 12, "the demo's processes")
         wait_for(lambda: len(state_of(exporter)["history"]["seconds"]) > 1, "two points of the past")
         yield exporter, url
