@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.allocator.torch_access import without_torch_function
+from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch, without_torch_function
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
@@ -154,7 +153,7 @@ class Milestones:
         return "\n".join(map(str, self._records))
 
     def _devices(self) -> tuple[DeviceMilestone, ...]:
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None:
             return ()
         before = {device.index: device.allocated_bytes for device in self._records[-1].devices} if self._records else {}

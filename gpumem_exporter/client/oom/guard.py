@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.attached import attached
-from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
+from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch
 from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
@@ -77,7 +77,7 @@ class OomGuard:
         try:
             if error is None:
                 _blocks.end(run, self.batch_size)
-            elif initialised_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
+            elif initialized_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
                 self._diagnose(error, traceback, run)
         except Exception as own:  # the program gets its own error
             if raised_by_signal_handler(own):
@@ -173,7 +173,7 @@ class _Blocks:
         self._statistics: Statistics | None = None
 
     def start(self, block: tuple[str, int], batch_size: int | None) -> Run | None:
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None:
             return None
         if self._statistics is None:
@@ -192,7 +192,7 @@ class _Blocks:
         return Run(device, allocated["current"], allocated["peak"], batch_size, history)
 
     def end(self, run: Run | None, batch_size: int | None) -> None:
-        if run is None or self._statistics is None or initialised_torch() is None:
+        if run is None or self._statistics is None or initialized_torch() is None:
             return
         state = self._statistics.state(run.device)
         if state is None:
