@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
+from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch
 from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, allocating_frames, walk
 from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search
@@ -156,7 +156,7 @@ class LeakDetector:
             self._look()
 
     def _look(self) -> None:
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None:
             return
         if self._statistics is None:
@@ -178,7 +178,7 @@ class LeakDetector:
         found = grown(before, after, least=least) if after is not None else ()
         if not found and state.steps_since_count < _LAST_SEARCH:
             return None
-        torch = initialised_torch()
+        torch = initialized_torch()
         sizes = {growth.group.bytes // growth.group.count for growth in found if growth.group.count}
         frames = allocating_frames(torch, sizes) if torch is not None else ()
         return self._report(device, state, free_bytes(), descriptions(found), frames)
@@ -186,7 +186,7 @@ class LeakDetector:
     def _count(
         self, kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None
     ) -> LingeringTensors | None:
-        torch = initialised_torch()
+        torch = initialized_torch()
         return None if torch is None or not self._name_suspects else walk(torch, kinds_to_search=kinds_to_search)
 
     def _report(

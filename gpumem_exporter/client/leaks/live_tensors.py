@@ -19,7 +19,7 @@ from typing import Any
 
 from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.attached import no_cuda
-from gpumem_exporter.client.allocator.statistics import initialised_torch
+from gpumem_exporter.client.allocator.torch_access import initialized_torch
 from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_exporter.client.leaks.tracked_objects import count_objects, find_of_types, find_types
 from gpumem_exporter.client.sizes import human_bytes
@@ -119,7 +119,7 @@ def lingering_tensors(
         max_objects: number of objects that are looked at.
         referrers: search for what refers to the tensors, which takes longer than the walk.
     """
-    torch = initialised_torch()
+    torch = initialized_torch()
     if torch is None:
         no_cuda("lingering_tensors")
         return LingeringTensors()

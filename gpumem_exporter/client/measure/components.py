@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client.allocator.reclaimable import known
-from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
+from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch
 from gpumem_exporter.client.hooks.steps import OneStep, Steps, process_steps
 from gpumem_exporter.client.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_exporter.client.measure.observed import Observed, WatchedBytes, process_observed
@@ -103,7 +103,7 @@ class Watch:
 
         To count gradients, call it before `zero_grad()`.
         """
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None or self._closed:
             return ()
         with self._counting:
@@ -141,7 +141,7 @@ class Watch:
         now = self._clock()
         if self._count is None and now - self._started_seconds < self._interval_seconds:
             return
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None or not self._counting.acquire(blocking=False):
             return
         try:

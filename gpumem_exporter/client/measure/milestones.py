@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.allocator.torch_access import without_torch_function
-from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch, without_torch_function
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
@@ -108,13 +107,9 @@ class Milestones:
 
     def record(self, name: str) -> Milestone:
         """Record and log a milestone."""
-        try:
+        devices: tuple[DeviceMilestone, ...] = ()
+        with guest_safety(lambda error: log.debug("no memory values for milestone %s: %r", name, error)):
             devices = self._devices()
-        except Exception as error:  # the reading must not break the program
-            if raised_by_signal_handler(error):
-                raise
-            log.debug("no memory values for milestone %s: %r", name, error)
-            devices = ()
         milestone = Milestone(name, time.monotonic() - self._started_seconds, devices)
         self._records.append(milestone)
         log.log(self._level, "%s", milestone)
@@ -154,7 +149,7 @@ class Milestones:
         return "\n".join(map(str, self._records))
 
     def _devices(self) -> tuple[DeviceMilestone, ...]:
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None:
             return ()
         before = {device.index: device.allocated_bytes for device in self._records[-1].devices} if self._records else {}

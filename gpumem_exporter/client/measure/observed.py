@@ -15,7 +15,7 @@ from typing import Any
 
 from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.peaks import PeakWatch
-from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
+from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch
 from gpumem_exporter.client.hooks.calling_thread import calling_thread, mark_thread
 from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child
 from gpumem_exporter.client.log import log
@@ -294,7 +294,7 @@ class Observed:
         return name
 
     def _of_torch(self) -> Statistics | None:
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None:
             return None
         if self._found is None or self._found[0] is not torch:

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_exporter.client.allocator.allocator import Allocator
-from gpumem_exporter.client.allocator.statistics import initialised_torch
-from gpumem_exporter.client.allocator.torch_access import allocator_settings
+from gpumem_exporter.client.allocator.torch_access import allocator_settings, initialized_torch
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import PhasePeak, process_observed
 from gpumem_exporter.client.reporter.driver_memory import DriverReading, read_driver
@@ -133,7 +132,7 @@ def summary() -> Summary:
     resets nothing, initializes nothing and creates no context. Any thread may call it. While another thread empties the
     cache, it waits, and holds the GIL.
     """
-    torch, allocator = initialised_torch(), Allocator.attach()
+    torch, allocator = initialized_torch(), Allocator.attach()
     if torch is None or allocator is None:
         return Summary(reason="no CUDA: PyTorch has not initialized it in this process")
     try:

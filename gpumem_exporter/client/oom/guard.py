@@ -14,8 +14,8 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from gpumem_exporter.client.allocator.attached import attached
-from gpumem_exporter.client.allocator.statistics import Statistics, initialised_torch
-from gpumem_exporter.client.hooks.guest_safety import raised_by_signal_handler
+from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch
+from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
 from gpumem_exporter.client.oom.diagnosis import NOTE_PREFIX, OomDiagnosis, Run, diagnose
@@ -61,12 +61,8 @@ class OomGuard:
 
     def __enter__(self) -> OomGuard:
         run = None
-        try:
+        with guest_safety(lambda error: log.info("a guarded block is not measured: %r", error)):
             run = _blocks.start(self._block, self.batch_size)
-        except Exception as error:  # the measurement must not break the program
-            if raised_by_signal_handler(error):
-                raise
-            log.info("a guarded block is not measured: %r", error)
         self._running.push((run,))
         return self
 
@@ -74,15 +70,11 @@ class OomGuard:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         (run,) = self._running.pop() or (None,)
-        try:
+        with guest_safety(lambda own: log.info("an out-of-memory error has no diagnosis: %r", own)):
             if error is None:
                 _blocks.end(run, self.batch_size)
-            elif initialised_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
+            elif initialized_torch() is not None and any(is_out_of_memory(each) for each in chain(error)):
                 self._diagnose(error, traceback, run)
-        except Exception as own:  # the program gets its own error
-            if raised_by_signal_handler(own):
-                raise
-            log.info("an out-of-memory error has no diagnosis: %r", own)
 
     def __call__(self, function: _Function) -> _Function:
         """Guard each call of a function, of a coroutine function or of a generator function until it ends."""
@@ -113,12 +105,8 @@ class OomGuard:
         one = copy.copy(self)
         one._running = RunningBlocks()
         if self._batch_of is not None:
-            try:
+            with guest_safety(lambda error: log.info("the batch size of a guarded call is unknown: %r", error)):
                 one.batch_size = int(self._batch_of(*args, **kwargs))
-            except Exception as error:  # raised by the program's function
-                if raised_by_signal_handler(error):
-                    raise
-                log.info("the batch size of a guarded call is unknown: %r", error)
         one._on_oom = self._keep_diagnosis
         return one
 
@@ -173,7 +161,7 @@ class _Blocks:
         self._statistics: Statistics | None = None
 
     def start(self, block: tuple[str, int], batch_size: int | None) -> Run | None:
-        torch = initialised_torch()
+        torch = initialized_torch()
         if torch is None:
             return None
         if self._statistics is None:
@@ -192,7 +180,7 @@ class _Blocks:
         return Run(device, allocated["current"], allocated["peak"], batch_size, history)
 
     def end(self, run: Run | None, batch_size: int | None) -> None:
-        if run is None or self._statistics is None or initialised_torch() is None:
+        if run is None or self._statistics is None or initialized_torch() is None:
             return
         state = self._statistics.state(run.device)
         if state is None:
