@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.planner_jobs import JOBS
 from gpumem_exporter.training.planning.devices import DEFAULT_OVERHEAD_BYTES, Gpu
-from gpumem_exporter.training.planning.inputs import parse_tensor
-from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.job import Job, parse_tensor
+from gpumem_exporter.training.planning.plan import Target
 from gpumem_exporter.training.planning.planner import plan_job
 from gpumem_exporter.training.planning.search import Sizing
 from tests.emulation.node import GIB, EmulatedNode
@@ -133,7 +133,7 @@ def batch(name: str, options: argparse.Namespace, progress: Progress) -> BatchRe
     """Train with the batch that the planner names, and with a quarter more."""
     progress.part(f"largest batch of {name}")
     total = int(options.gpu * GIB)
-    made = plan_job(job(name, options.real_gpu), Gpu("benchmark", total, DEFAULT_OVERHEAD_BYTES), changes=False)
+    made = plan_job(job(name, options.real_gpu), Gpu("benchmark", total), Target(), changes=False)
     more = -int(-made.largest_batch * MORE // 1)
     return BatchResult(
         name,

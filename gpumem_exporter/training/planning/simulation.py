@@ -1,4 +1,4 @@
-"""What a job's first training steps allocate, found without a device: its own Python, run on fake tensors."""
+"""Records the allocations of a job's first training steps by running its code on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from gpumem_exporter.training.planning.tracing import Tracer
 __all__ = ["STEPS", "move", "quiet", "trace_job"]
 
 STEPS = 3
-"""The optimizer's state is made in the first step, the cache has its shape after the second."""
+"""The first step creates the optimizer state, the second the final state of the cache."""
 
 
 def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
-    """Run a few training steps at a batch size on fake tensors. Takes a second or so; needs no memory and no GPU.
+    """Run a few training steps at a batch size on fake tensors, in about a second.
 
-    Not thread-safe: CPU tensors of the whole process follow CUDA's rules meanwhile.
+    Not thread-safe: CPU tensors of the whole process follow CUDA's rules during the call.
 
     Raises:
-        ConfigurationError: the job's own code failed; says how.
+        ConfigurationError: the job's own code failed.
     """
     tracer = Tracer(Kernels(job.convolution))
     with quiet():
@@ -49,18 +49,18 @@ def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
             raise ConfigurationError(
                 f"the job failed on tensors without values, at batch size {batch}: {type(error).__name__}: {text}"
             ) from error
-        # What is still alive dies after this, in an order that means nothing.
+        # The tensors that are still alive are freed after this, in an arbitrary order.
         return tracer.trace.ordered()
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without torch's warnings and logs, and without garbage collections, whose moments differ from run to run."""
+    """Suppress PyTorch's warnings and logs, and garbage collection, whose timing differs from run to run."""
     collecting = gc.isenabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     gc.disable()
-    logger.setLevel(logging.CRITICAL)  # what fails is told by the error itself
+    logger.setLevel(logging.CRITICAL)  # the exception has the same information
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -72,22 +72,22 @@ def quiet() -> Iterator[None]:
 
 
 def move(model: nn.Module, tracer: Tracer) -> None:
-    """What `model.to(device)` allocates, and telling gradients when they come."""
+    """Record the allocations of `model.to(device)`, and mark gradients when they are created."""
     for module in in_moving_order(model):
-        tracer.hold(module.parameters(recurse=False), "parameters")
-        tracer.hold(module.buffers(recurse=False), "buffers")
+        tracer.mark(module.parameters(recurse=False), "parameters")
+        tracer.mark(module.buffers(recurse=False), "buffers")
 
-    def hold_gradient(parameter: Tensor) -> None:
+    def mark_gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            tracer.hold([parameter.grad], "gradients")
+            tracer.mark([parameter.grad], "gradients")
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(hold_gradient)
+            parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
 class _Kinds:
-    """Tells the tracer what allocations are for."""
+    """Sets the kind of the allocations that the tracer records."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -96,14 +96,13 @@ class _Kinds:
         self._tracer.kind = "activations"
 
     def backward(self) -> None:
-        self._tracer.kind, self._tracer.in_backward = "temporaries", True
+        self._tracer.kind = "temporaries"
 
     def optimizer(self, counts_on_device: bool) -> None:
-        self._tracer.in_backward = False
         self._tracer.ignore_scalars = not counts_on_device
 
     def stepped(self, optimizer: Any, counts_on_device: bool) -> None:
         self._tracer.ignore_scalars = False
         for state in optimizer.state.values():
             values = [value for value in state.values() if isinstance(value, Tensor)]
-            self._tracer.hold((v for v in values if counts_on_device or v.dim()), "optimizer")
+            self._tracer.mark((v for v in values if counts_on_device or v.dim()), "optimizer")
