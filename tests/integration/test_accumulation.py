@@ -86,7 +86,7 @@ def test_wrong_use_is_told_what_would_be_right(process: TorchProcess) -> None:
         "autocast": r"autocast.*torch\.float64.*torch\.bfloat16.*torch\.float16.*None",
         "clip": r"clip norm.*\b0\.0\b.*\b0\b",
         "a part": r"clip norm.*FullyShardedDataParallel.*torch\.distributed\.fsdp\.fully_shard",
-        "clear": r"clear the cache.*\b0\b.*\b1\b",
+        "clear": r"clear_cache_every.*\b0\b.*\b1\b",
         "group": r"process group.*torch\.distributed",
         "backward": r"backward\(\).*accumulator\.forward\(\)",
         "samples": r"\b0\.0 samples\b.*\b0\b",

@@ -110,7 +110,7 @@ def test_what_cannot_be_compared_is_refused_with_what_would_be_right(process: To
         "no loss": r"\bloss\b.*\(8, 3\)",
         "text for a loss": r"\bloss\b.*\bstr\b",
         "nothing to train": r"\bloss\b.*\bparameter\b",
-        "a hook": r"\bhook\b.*\bhead\.weight\b",
+        "a hook": r"\bhead\.weight\b.*\bhook\b",
         "meta": r"\bmeta\b",
         "inference": r"torch\.inference_mode",
         "lazy": r"\b5\.weight\b",

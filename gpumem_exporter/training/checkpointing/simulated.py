@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.blocks import checkpointed
 from gpumem_exporter.training.checkpointing.step import Step
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
 from gpumem_exporter.training.planning.kernels import Kernels
 from gpumem_exporter.training.planning.model import make_fake_mode
 from gpumem_exporter.training.planning.simulation import move, quiet
-from gpumem_exporter.training.planning.trace import Trace, replay
+from gpumem_exporter.training.planning.trace import replay
 from gpumem_exporter.training.planning.tracing import Tracer
 
 __all__ = ["simulate_peak"]
@@ -33,26 +32,17 @@ def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
         ConfigurationError: the model cannot be copied, or fails on tensors without values.
     """
     tracer = Tracer(Kernels("cudnn"))
-    with quiet():
-        try:
-            mode = make_fake_mode()
-            model = _fake(step.model, mode)
-            batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, step.batch)
-            fake = step.on(model, batch)
-            chosen = [model.get_submodule(name) for name in blocks]
-            with mode, cuda_rules("auto"), tracer, checkpointed(chosen):
-                move(model, tracer)
-                tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
-                start = _copy(tracer.trace)
-                _run(fake, tracer)
-            whole = tracer.trace.ordered()
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise ConfigurationError(
-                f"the model fails on tensors without values: {type(error).__name__}: {text}"
-            ) from error
+    with quiet("the model"):
+        mode = make_fake_mode()
+        model = _fake(step.model, mode)
+        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, step.batch)
+        chosen = [model.get_submodule(name) for name in blocks]
+        with mode, cuda_rules("auto"), tracer, checkpointed(chosen):
+            move(model, tracer)
+            tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
+            start = copy.deepcopy(tracer.trace)
+            _run(step.on(model, batch), tracer)
+        whole = tracer.trace.ordered()
     return replay(whole).allocated_bytes - replay(start).allocated_bytes
 
 
@@ -71,7 +61,3 @@ def _run(step: Step, tracer: Any) -> None:
         loss = step.forward()
         tracer.kind = "temporaries"
         loss.backward()
-
-
-def _copy(trace: Trace) -> Trace:
-    return Trace(list(trace.events), list(trace.sizes), list(trace.kinds))

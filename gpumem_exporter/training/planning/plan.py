@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
@@ -104,36 +104,11 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible values."""
-        return {
-            "source": self.source,
-            "gpu": {
-                "name": self.gpu.name,
-                "total_bytes": self.gpu.total_bytes,
-                "overhead_bytes": self.gpu.overhead_bytes,
-                "free_bytes": self.gpu.free_bytes,
-            },
-            "margin": self.margin,
-            "fits": self.fits,
-            "largest_batch": self.largest_batch,
-            "batch": self.batch,
-            "accumulation": self.accumulation,
-            "devices": self.devices,
-            "effective_batch": self.effective_batch,
-            "target_effective_batch": self.target_effective_batch,
-            "allocated_peak_bytes": self.allocated_peak_bytes,
-            "reserved_peak_bytes": self.reserved_peak_bytes,
-            "breakdown_bytes": dict(self.breakdown),
-            "highest_bytes": dict(self.highest),
-            "changes": [
-                {
-                    "name": change.name,
-                    "reserved_peak_bytes": change.reserved_peak_bytes,
-                    "largest_batch": change.largest_batch,
-                    "note": change.note,
-                }
-                for change in self.changes
-            ],
-        }
+        document = asdict(self)
+        document["gpu"]["free_bytes"] = self.gpu.free_bytes
+        document["breakdown_bytes"] = document.pop("breakdown")
+        document["highest_bytes"] = document.pop("highest")
+        return {**document, "fits": self.fits, "effective_batch": self.effective_batch}
 
 
 def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:

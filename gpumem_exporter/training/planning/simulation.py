@@ -35,27 +35,23 @@ def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
         ConfigurationError: the job's own code failed.
     """
     tracer = Tracer(Kernels(job.convolution))
-    with quiet():
-        try:
-            mode = make_fake_mode()
-            model = make_model(job, mode)
-            with mode, cuda_rules(job.attention), tracer:
-                move(model, tracer)
-                train(job, model, batch, steps, "cpu", _Kinds(tracer))
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise ConfigurationError(
-                f"the job failed on tensors without values, at batch size {batch}: {type(error).__name__}: {text}"
-            ) from error
+    with quiet(f"the job at batch size {batch}"):
+        mode = make_fake_mode()
+        model = make_model(job, mode)
+        with mode, cuda_rules(job.attention), tracer:
+            move(model, tracer)
+            train(job, model, batch, steps, "cpu", _Kinds(tracer))
         # The tensors that are still alive are freed after this, in an arbitrary order.
         return tracer.trace.ordered()
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress PyTorch's warnings and logs, and garbage collection, whose timing differs from run to run."""
+def quiet(what: str) -> Iterator[None]:
+    """Suppress PyTorch's warnings and logs, and garbage collection, whose timing differs from run to run.
+
+    Raises:
+        ConfigurationError: the code in the block failed; `what` names it.
+    """
     collecting = gc.isenabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
@@ -65,6 +61,11 @@ def quiet() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"{what} fails on tensors without values: {type(error).__name__}: {text}") from error
     finally:
         logger.setLevel(level)
         if collecting:
