@@ -85,7 +85,7 @@ class Job:
         return planned
 
     def try_batch_sizes(self, planned: training.Plan) -> int:
-        """Check the plan on the device with a temporary model. Returns a batch size that divides the effective batch."""
+        """Check the plan on the device with a temporary model, and return a batch size that fits."""
         model = self.make_model().to(self.device)
         optimizer = self.make_optimizer(model)
 
