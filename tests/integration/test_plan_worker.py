@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,15 @@ def test_closures_are_passed_on_by_cloudpickle(tmp_path: Path) -> None:
     assert out == f"{4 * (16 * 16 + 16)}\n", err
 
 
-def test_an_interrupt_ends_the_worker_too(tmp_path: Path) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Child processes receive SIGINT even if the test run ignores it, as in the background of a shell."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_an_interrupt_ends_the_worker_too(tmp_path: Path, interruptible: None) -> None:
     (tmp_path / "endless.py").write_text(ENDLESS)
     words = ("-m", "gpumem_exporter", "plan", "endless:make", "--input", "float32[B]", "--gpu", "1GiB")
     with start(tmp_path, *words) as process:

@@ -59,5 +59,6 @@ def _fake(model: nn.Module, mode: Any) -> nn.Module:
 def _run(step: Step, tracer: Any) -> None:
     with torch.enable_grad():
         loss = step.forward()
-        tracer.kind = "temporaries"
+        tracer.kind, tracer.in_backward = "temporaries", True
         loss.backward()
+        tracer.in_backward = False

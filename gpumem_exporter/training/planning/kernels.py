@@ -46,6 +46,8 @@ class Kernels:
             return (BLAS_WORKSPACE_BYTES,)
         if packet in (_aten.sum, _aten.mean):
             return _reduction(args[0], result)
+        if packet is _aten._scaled_dot_product_flash_attention_backward:
+            return _flash_backward(args[1])
         if packet in (_aten.convolution, _aten.convolution_backward):
             backward = packet is _aten.convolution_backward
             x, weight = args[1:3] if backward else args[:2]
@@ -71,6 +73,14 @@ def _native_convolution(
             places *= (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (k - 1) - 1) // stride[i] + 1
         columns = weight[0].numel() * places
     return (columns * x.element_size(), BLAS_WORKSPACE_BYTES)
+
+
+def _flash_backward(query: torch.Tensor) -> Sequence[int]:
+    """The row sums and the query's gradient in float32 (`mha_bwd` in flash_api.cpp)."""
+    batch, heads, length, head = query.shape
+    rows = 4 * batch * heads * (_divide_up(length, 128) * 128)
+    multiple = 32 if head <= 128 else 64
+    return (rows, rows * _divide_up(head, multiple) * multiple)
 
 
 def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[int]:

@@ -97,9 +97,10 @@ class _Kinds:
         self._tracer.kind = "activations"
 
     def backward(self) -> None:
-        self._tracer.kind = "temporaries"
+        self._tracer.kind, self._tracer.in_backward = "temporaries", True
 
     def optimizer(self, counts_on_device: bool) -> None:
+        self._tracer.in_backward = False
         self._tracer.ignore_scalars = not counts_on_device
 
     def stepped(self, optimizer: Any, counts_on_device: bool) -> None:

@@ -195,7 +195,8 @@ def main() -> None:
     """Serve one request, in the worker."""
     global _in_worker
     _in_worker = True
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker without a traceback
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker without a traceback
     with os.fdopen(os.dup(1), "wb") as results:
         os.dup2(2, 1)
         results.write(pickle.dumps(_serve(sys.stdin.buffer)))
