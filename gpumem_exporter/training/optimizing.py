@@ -129,9 +129,9 @@ def optimize_model(
         weights_after_bytes=_weights_bytes(model),
         allocated_before_bytes=None if device is None else device.before_bytes,
         allocated_after_bytes=None if device is None else device.after_bytes,
-        forward_before=before and before.use,
-        forward_after=after and after.use,
-        output_difference_ratio=before and after and _difference(before.outputs, after.outputs),
+        forward_before=None if before is None else before.use,
+        forward_after=None if after is None else after.use,
+        output_difference_ratio=_difference(before, after),
     )
     for line in str(optimization).splitlines():
         _log.info("%s", line)
@@ -196,8 +196,10 @@ def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-def _difference(before: list[Tensor], after: list[Tensor]) -> float | None:
-    pairs = [(one, other) for one, other in zip(before, after, strict=True) if one.shape == other.shape]
+def _difference(before: _Forward | None, after: _Forward | None) -> float | None:
+    if before is None or after is None:
+        return None
+    pairs = [(one, other) for one, other in zip(before.outputs, after.outputs, strict=True) if one.shape == other.shape]
     return max((distance_ratio(one, other) for one, other in pairs), default=None)
 
 
