@@ -21,7 +21,7 @@ SMALL = ("--epochs", "1", "--samples", "72", "--effective-batch", "32", "--width
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **changes}
+    return {**kept, "OMP_NUM_THREADS": "1", **changes, "PYTHONPATH": str(REPOSITORY)}
 
 
 def run(example: str, *arguments: str) -> str:
@@ -57,7 +57,7 @@ def test_every_tool_works_on_a_gpu_and_the_exporter_shows_its_measurements(
     node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
-    variables = environment(**node.environment(), PYTHONPATH=str(REPOSITORY), GPUMEM_EXPORTER_URL=exporter.url)
+    variables = environment(**node.environment(), GPUMEM_EXPORTER_URL=exporter.url)
     arguments = ("--effective-batch", "400000", "--samples", "1400000", "--folder", str(tmp_path))
     seen: set[tuple[str, str]] = set()
     with (tmp_path / "output").open("w+") as output:
@@ -94,7 +94,7 @@ def test_the_command_in_the_docstring_of_the_hoarding_example_releases_its_cache
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
-    variables = environment(**node.environment(), PYTHONPATH=str(REPOSITORY), GPUMEM_EXPORTER_URL=exporter.url)
+    variables = environment(**node.environment(), GPUMEM_EXPORTER_URL=exporter.url)
     command = [sys.executable, "-m", "gpumem_exporter"]
     hoarding = [*command, "run", "--workload", "notebook", "--", sys.executable, str(EXAMPLES / "hoard.py")]
     with subprocess.Popen(
