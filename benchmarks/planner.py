@@ -1,11 +1,11 @@
-"""What `gpumem-exporter plan` predicts, compared with what training then takes.
+"""Compares the predictions of `gpumem-exporter plan` with real training.
 
     python -m benchmarks.planner [--quick] [--json] [--real-gpu] [--only JOB ...] [--peaks]
 
-Each job (benchmarks/planner_jobs.py) is planned on fake tensors and run as an ordinary training script in a process of
-its own. First the peaks, at one batch size, on a device with room. Then the batch: the planner names the largest one
-for a device of `--gpu` GiB with its usual margin. The script must train 50 steps with it, and run out of memory with
-1.25 times as many samples. All claims count bytes or runs, which do not depend on the machine's speed.
+Plans each job of benchmarks/planner_jobs.py on fake tensors, and runs it as a training script in a process of its own.
+The first part compares the peaks at one batch size on a large device. The second part takes the largest batch that the
+planner predicts for a device of `--gpu` GiB with the default margin. The script must train 50 steps with it, and run
+out of memory with 1.25 times the samples. All claims count bytes or runs, which do not depend on the machine's speed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any
 from benchmarks.claims import Options, Progress, Row, show
 from benchmarks.planner_jobs import JOBS
 from gpumem_exporter.training.planning.devices import DEFAULT_OVERHEAD_BYTES, Gpu
-from gpumem_exporter.training.planning.inputs import parse_tensor
-from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.job import Job, parse_tensor
+from gpumem_exporter.training.planning.plan import Target
 from gpumem_exporter.training.planning.planner import plan_job
 from gpumem_exporter.training.planning.search import Sizing
 from tests.emulation.node import GIB, EmulatedNode
@@ -58,7 +58,7 @@ def main() -> int:
         trained = sum(not result.refused for result in batches)
         rows.append(Row(f"planned batches that do not train {BATCH_STEPS} steps", failed, "", limit=0.5))
         allowed = len(batches) / 6
-        rows.append(Row(f"{MORE} times as many samples that do train", trained, "", limit=allowed + 0.5))
+        rows.append(Row(f"{MORE} times the samples that do train", trained, "", limit=allowed + 0.5))
     return show("planner", rows, as_json=given.json)
 
 
@@ -105,7 +105,7 @@ class BatchResult:
 
     def rows(self) -> list[Row]:
         reserved = self.at_batch["reserved_peak_bytes"]
-        told = "trains" if self.trained else "OUT OF MEMORY"
+        outcome = "trains" if self.trained else "OUT OF MEMORY"
         error = f"{100 * (self.planned_bytes / reserved - 1):+.2f} %"
         retries = self.at_batch["retries"]
         return [
@@ -113,7 +113,7 @@ class BatchResult:
                 f"{self.name}: planned batch",
                 self.batch,
                 "",
-                beside=f"{told}, {retries} flushes, reserved {reserved / 2**20:.0f} MiB ({error}); "
+                beside=f"{outcome}, {retries} flushes, reserved {reserved / 2**20:.0f} MiB ({error}); "
                 f"{self.more}: {'out of memory' if self.refused else 'trains'}",
             )
         ]
@@ -124,16 +124,16 @@ def peak(name: str, options: argparse.Namespace, progress: Progress) -> PeakResu
     progress.part(f"peaks of {name}")
     size = JOBS[name].batch
     planned = Sizing(job(name, options.real_gpu)).peaks(size)
-    told = run(name, size, PEAK_STEPS, 80 * GIB, options.real_gpu)
-    measured = told["allocated_peak_bytes"], told["reserved_peak_bytes"]
+    trained = run(name, size, PEAK_STEPS, 80 * GIB, options.real_gpu)
+    measured = trained["allocated_peak_bytes"], trained["reserved_peak_bytes"]
     return PeakResult(name, size, (planned.allocated_bytes, planned.reserved_bytes), measured)
 
 
 def batch(name: str, options: argparse.Namespace, progress: Progress) -> BatchResult:
-    """Train with the batch that the planner names, and with a quarter more."""
+    """Train with the largest planned batch, and with a quarter more."""
     progress.part(f"largest batch of {name}")
     total = int(options.gpu * GIB)
-    made = plan_job(job(name, options.real_gpu), Gpu("benchmark", total, DEFAULT_OVERHEAD_BYTES), changes=False)
+    made = plan_job(job(name, options.real_gpu), Gpu("benchmark", total), Target(), changes=False)
     more = -int(-made.largest_batch * MORE // 1)
     return BatchResult(
         name,
@@ -146,7 +146,7 @@ def batch(name: str, options: argparse.Namespace, progress: Progress) -> BatchRe
 
 
 def job(name: str, cudnn: bool) -> Job:
-    """Return the job as the planner takes it."""
+    """Return the job in the form of the planner."""
     given = JOBS[name]
     return Job(
         given.make,
@@ -181,8 +181,8 @@ def _answer(done: subprocess.CompletedProcess[bytes]) -> dict[str, Any]:
     lines = done.stdout.decode().strip().splitlines()
     if not lines:
         raise RuntimeError(done.stderr.decode()[-2000:])
-    told: dict[str, Any] = json.loads(lines[-1])
-    return told
+    document: dict[str, Any] = json.loads(lines[-1])
+    return document
 
 
 if __name__ == "__main__":

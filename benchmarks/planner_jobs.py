@@ -2,8 +2,8 @@
 
     python -m benchmarks.planner_jobs JOB BATCH STEPS      # runs one on cuda:0 and prints its peaks as JSON
 
-The loop is written as a training script writes it; the planner has its own. cuDNN is off, since the emulated node has
-none; on a real GPU `--cudnn` leaves it on.
+The training loop is that of an ordinary script and independent of the planner's. cuDNN is off, because the emulated
+node does not have it; on a real GPU `--cudnn` leaves it on.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
-        # Frozen: an embedding's backward reads counts back from the device, which on the emulated node are garbage.
+        # Frozen: an embedding's backward reads counts from the device, which the emulated node does not compute.
         self.tokens = nn.Embedding(vocabulary, width).requires_grad_(False)
         self.positions = nn.Parameter(torch.zeros(length, width))
         self.blocks = nn.ModuleList(Block(width, heads, dropout, causal) for _ in range(depth))
@@ -195,7 +195,7 @@ CLASSES, NEXT_TOKENS = "int64[B]", "int64[B*512]"
 
 @dataclass(frozen=True)
 class Job:
-    """One configuration, in the words that `gpumem-exporter plan` takes too."""
+    """One configuration, in the terms of `gpumem-exporter plan`."""
 
     model: Callable[..., nn.Module]
     input: str
@@ -242,7 +242,7 @@ JOBS: dict[str, Job] = {
     ),
     "encoder-auto-sgd-bf16": Job(Encoder, SEQUENCES, CLASSES, "sgd", 64, precision="bf16"),
     "encoder-auto-adam-one-by-one-fp32": Job(Encoder, SEQUENCES, CLASSES, "adam", 32, options={"foreach": False}),
-    # What follows the planner's model of kernels was not fitted to.
+    # The planner's rules for kernels were not fitted to the jobs below.
     "unet-adamw-bf16": Job(UNet, PICTURES, PICTURES, "adamw", 12, precision="bf16"),
     "gated-head80-flash-adamw-bf16": Job(Gated, ODD, CLASSES, "adamw", 24, precision="bf16", attention="flash"),
     "gated-math-rmsprop-fp32": Job(Gated, ODD, CLASSES, "rmsprop", 10, attention="math"),
@@ -265,7 +265,7 @@ BACKENDS = {
 
 
 def make_batch(job: Job, batch: int, device: str) -> tuple[Tensor, Tensor]:
-    """What a loader hands over: tensors made on the host, copied to the device."""
+    """Return a batch as a loader does: created on the host and copied to the device."""
     x, y = (make_tensor(text, batch) for text in (job.input, job.target))
     return x.to(device), y.to(device)
 
@@ -315,18 +315,18 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit / total))
     if options.history:
         torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
-    told: dict[str, Any] = {"oom": False}
+    document: dict[str, Any] = {"oom": False}
     try:
         train(JOBS[options.job], options.batch, options.steps)
     except torch.OutOfMemoryError as error:
-        told = {"oom": True, "message": str(error)}
+        document = {"oom": True, "message": str(error)}
     if options.history:
         torch.cuda.memory._dump_snapshot(options.history)
     stats = torch.cuda.memory_stats(0)
-    told["allocated_peak_bytes"] = stats["allocated_bytes.all.peak"]
-    told["reserved_peak_bytes"] = stats["reserved_bytes.all.peak"]
-    told["retries"] = stats["num_alloc_retries"]
-    print(json.dumps(told))
+    document["allocated_peak_bytes"] = stats["allocated_bytes.all.peak"]
+    document["reserved_peak_bytes"] = stats["reserved_bytes.all.peak"]
+    document["retries"] = stats["num_alloc_retries"]
+    print(json.dumps(document))
 
 
 if __name__ == "__main__":

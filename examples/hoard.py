@@ -1,9 +1,9 @@
-"""A program that knows nothing of the exporter, and hoards GPU memory as an idle notebook does.
+"""A program without any code for the exporter, which caches GPU memory as an idle notebook does.
 
     gpumem-exporter run --workload notebook -- python examples/hoard.py
 
-It allocates and drops tensors, so that PyTorch's cache stays full while nothing is in use, and then waits for Enter.
-Meanwhile, from another terminal: `gpumem-exporter info`, and then `gpumem-exporter clear --workload notebook`.
+It allocates and drops tensors, so that PyTorch's cache stays full, and waits for Enter. Then run in another terminal:
+`gpumem-exporter info` and `gpumem-exporter clear --workload notebook`.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""A small training that uses every tool of the package, in the order in which a job meets them.
+"""A small training that uses every tool of the package, in the order in which a job needs them.
 
     python examples/toolkit.py
-    gpumem-exporter serve & python examples/toolkit.py   # and look at http://127.0.0.1:9844
+    gpumem-exporter serve & python examples/toolkit.py   # then open http://127.0.0.1:9844
 
-It trains a small model to go on with sine waves, on the GPU where there is one. Without a GPU the tools that are about
-one say so and do nothing else; without an exporter nothing is reported.
+Trains a small model to continue sine waves, on the GPU if there is one. Without a GPU, the tools that need one log that
+and do nothing else. Without an exporter nothing is reported.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from gpumem_exporter import client as gpumem
 from gpumem_exporter import training
 
 PAST, FUTURE = 256, 64
-"""Points of a wave: what the model is given, and what it is to say."""
+"""Points of a wave: the model's input and its output."""
 
 
 class Block(nn.Module):
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Goes on with a wave."""
+    """Continues a wave."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 
 class Job:
-    """What the command line asks for, and where it runs."""
+    """The options of the command line, and the device."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.width, self.layers = arguments.width, arguments.layers
@@ -64,12 +64,12 @@ class Job:
         return torch.optim.AdamW(model.parameters(), lr=3e-4)
 
     def waves(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Their pasts and futures."""
-        begin = 6.28 * torch.rand(batch, 1, device=self.device)
-        return torch.sin(begin + torch.arange(PAST + FUTURE, device=self.device) / 5).split((PAST, FUTURE), dim=1)
+        """Return the pasts and futures of random waves."""
+        phase = 6.28 * torch.rand(batch, 1, device=self.device)
+        return torch.sin(phase + torch.arange(PAST + FUTURE, device=self.device) / 5).split((PAST, FUTURE), dim=1)
 
     def plan(self) -> training.Plan:
-        """What it will take, before any of it is there."""
+        """Predict the memory before anything is allocated."""
         gpu = f"{torch.cuda.get_device_properties(0).total_memory >> 20}MiB" if self.device.type == "cuda" else "24GiB"
         planned = training.plan(
             self.make_model,
@@ -85,7 +85,7 @@ class Job:
         return planned
 
     def try_batch_sizes(self, planned: training.Plan) -> int:
-        """The plan against the device: a size that has been trained with, on a model that is thrown away again."""
+        """Check the plan on the device with a temporary model, and return a batch size that fits."""
         model = self.make_model().to(self.device)
         optimizer = self.make_optimizer(model)
 
@@ -101,19 +101,18 @@ class Job:
         return max(size for size in range(1, int(found) + 1) if self.effective_batch % size == 0)
 
     def train(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: int, epochs: int) -> list[Tensor]:
-        """Train, and return the losses, in the host's memory."""
-        # The effective batch is made of batches that fit; the plan's divide it.
+        """Train, and return the losses on the CPU."""
         accumulator = training.GradientAccumulator(
             model, optimizer, effective_batch=self.effective_batch, micro_batch=batch, clip_norm=1.0
         )
         loader = DataLoader(range(self.samples), batch_size=batch)
-        seen = gpumem.milestones(model, optimizer)  # logs the memory at the first steps and at each epoch
-        gpumem.watch(model, optimizer)  # parameters, gradients, optimizer state and the rest, on /metrics
+        seen = gpumem.milestones(model, optimizer)  # logs the memory after the first steps and each epoch
+        gpumem.watch(model, optimizer)  # exports parameters, gradients, optimizer state and the rest
         gpumem.leak_detector(on_leak=print)
-        gpumem.auto_clean(fragmentation=0.3, min_bytes=1 << 30)  # between steps, where it is worth it
+        gpumem.auto_clean(fragmentation=0.3, min_bytes=1 << 30)  # between steps, if it frees enough
         losses = []
 
-        @gpumem.oom_guard(batch_size=batch)  # an error says why, and what would help by how many bytes
+        @gpumem.oom_guard(batch_size=batch)  # explains an out-of-memory error
         def train_batch(inputs: Tensor, targets: Tensor) -> None:
             with gpumem.phase("forward"), accumulator.forward():
                 loss = mse_loss(model(inputs), targets)
@@ -121,7 +120,7 @@ class Job:
                 accumulator.backward(loss, samples=len(inputs))
             with gpumem.phase("optimizer"):
                 accumulator.step()
-            # Not the loss itself, which keeps its graph; and mse_loss leaves it in a storage as large as all its terms.
+            # The loss itself keeps its graph, and mse_loss returns it in a storage as large as all its terms.
             losses.append(loss.detach().clone())
 
         for epoch in seen.epochs(range(epochs)):
@@ -139,28 +138,28 @@ def main() -> None:
     parser.add_argument("--effective-batch", type=int, default=128)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--folder", type=Path, help="for the checkpoint and the snapshot; without: they are not kept")
+    parser.add_argument("--folder", type=Path, help="for the checkpoint and the snapshot; default: a temporary folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         run(Job(arguments), arguments.epochs, arguments.folder or Path(temporary))
 
 
 def run(job: Job, epochs: int, folder: Path) -> None:
-    # Before: what will it take, and does it?
+    # Before the training: predict the memory and check the prediction.
     planned = job.plan()
-    gpumem.start(workload="toolkit", plan=planned, clean=True)  # reports from here on, the plan's error too
+    gpumem.start(workload="toolkit", plan=planned, clean=True)  # starts reporting, also the plan's error
     batch = job.try_batch_sizes(planned)
-    gpumem.set_memory_fraction(0.95)  # the rest is left to others; where CUDA has not begun, this does nothing
-    gpumem.reset_peak()  # ours to reset: what follows is compared with the plan
+    gpumem.set_memory_fraction(0.95)  # leaves 5 % to other processes; needs CUDA
+    gpumem.reset_peak()  # the plan is compared with the peak from here on
 
-    # The training itself.
+    # Train.
     with gpumem.memory_context("making the model"):
         model = job.make_model().to(job.device)
         optimizer = job.make_optimizer(model)
     job.train(model, optimizer, batch, epochs)
     print(gpumem.summary())
 
-    # What else could be done?
+    # Look for savings.
     inputs, targets = job.waves(batch)
     print(
         training.compare_checkpointing(
@@ -176,13 +175,13 @@ def run(job: Job, epochs: int, folder: Path) -> None:
     print(gpumem.lingering_tensors(max_groups=5))
     gpumem.snapshot(folder / "memory.pickle")  # for https://pytorch.org/memory_viz
 
-    # The result.
+    # Save and use the model.
     print(training.save_checkpoint(folder / "last.pt", model=model, optimizer=optimizer))
     with training.inference_mode(model):
         print(f"loss in evaluation {mse_loss(model(inputs), targets).item():.3f}")
     print(training.optimize_model(model, dtype=torch.bfloat16, example=inputs))
 
-    # And everything back.
+    # Release all memory.
     gpumem.release_model(model, optimizer)
     print(gpumem.deep_clean())
     gpumem.stop()

@@ -1,9 +1,9 @@
-"""A training loop that reports by itself: three lines are the exporter's (marked below).
+"""A training loop with the three lines that report its memory, marked 1 to 3.
 
     python examples/train.py
 
-It trains a small language model on random tokens, on the GPU where there is one. Without an exporter, or without a GPU,
-the three lines do nothing.
+Trains a small language model on random tokens, on the GPU if there is one. Without an exporter or without a GPU the
+three lines do nothing.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def train(steps: int, batch: int, length: int, width: int, layers: int) -> float
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-        gpumem.step()  # 2: a step is done
+        gpumem.step()  # 2: count a step
         if step % 10 == 0:
             print(f"step {step} loss {loss.item():.3f}", flush=True)
     return loss.item()
@@ -57,9 +57,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     arguments = parser.parse_args()
 
-    gpumem.start(workload="example")  # 1: from here on it reports, once a second
+    gpumem.start(workload="example")  # 1: start reporting, once a second
     train(arguments.steps, arguments.batch, arguments.length, arguments.width, arguments.layers)
-    gpumem.stop()  # 3: optional, it also ends with the process
+    gpumem.stop()  # 3: stop reporting; optional, the end of the process does it too
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""What a training script calls for itself: how large a batch may be, and how to make it fit.
+"""Tools for training scripts: plan memory, find batch sizes, make batches fit, save checkpoints.
 
-Each name is imported when it is first used, so that importing this package costs nothing, imports no torch, and works
-where torch is not installed.
+Each name is imported on first use, so that importing the package does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _MODULES = {
     "plan_description": "gpumem_exporter.training.planning.planner",
     "save_checkpoint": "gpumem_exporter.training.saving",
 }
-"""Which module each public name lives in."""
+"""The module of each public name."""
 
 __all__ = sorted(_MODULES)
 

@@ -1,4 +1,4 @@
-"""One optimizer step of many micro batches, with the gradient that one large batch would have given."""
+"""Accumulates the gradients of micro batches into the gradient of one large batch."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 
 from gpumem_exporter.client import clear_cache
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.calling import check_autocast
 from gpumem_exporter.training.gradient_sync import GradientSync, device_type, is_fsdp1, ranks_of
 
 __all__ = ["GradientAccumulator"]
@@ -23,7 +24,7 @@ _Batch = TypeVar("_Batch")
 
 
 class GradientAccumulator:
-    """Trains with an effective batch that does not fit: its gradient comes from micro batches that do.
+    """Trains with an effective batch that does not fit, by accumulating the gradients of micro batches.
 
         accumulator = training.GradientAccumulator(
             model, optimizer, effective_batch=512, micro_batch=32, autocast=torch.bfloat16, clip_norm=1.0
@@ -35,43 +36,38 @@ class GradientAccumulator:
             if accumulator.step():
                 scheduler.step()
 
-    The micro batches between two steps are a window. Where each loss is a mean over its samples, the step's gradient
-    is the mean over all samples of the window, on all ranks, whatever the sizes: a short last micro batch and a short
-    last window count as what they are. (What a model takes from its batch as a whole, as BatchNorm does, it takes from
-    the micro batch. Gradients add up in their parameters' type, which for bfloat16 parameters is coarse.)
+    The micro batches between two steps are a window. If each loss is a mean over its samples, the gradient of the step
+    is the mean over all samples of the window on all ranks, also for a short last micro batch or window. BatchNorm
+    still sees micro batches. Gradients are summed in the dtype of their parameters, which is coarse for bfloat16.
 
-    Under DDP and FSDP gradients are averaged once in a window, in its last backward pass, and every rank has to come
-    by as many micro batches. Steps are the optimizer's own, so that the reporter counts each once (a skipped one too
-    where the optimizer is fused: PyTorch leaves the skipping to it).
-
-    Not thread-safe.
+    Under DDP and FSDP the gradients are averaged once per window, in its last backward pass. Every rank needs the same
+    number of micro batches. Not thread-safe.
 
     Attributes:
         accumulation_steps: micro batches in a full window, on each rank.
-        scaler: of the loss, for float16; its `state_dict` belongs into checkpoints. None: there is none.
-        steps: that the optimizer has made.
-        skipped_steps: windows that were thrown away because the scaler found infinite gradients; it skips some at the
-            beginning, until it has found its scale.
-        gradient_norm: of the last window, before clipping; a tensor that nobody has waited for. None without clipping.
-        freed_bytes: what clearing the cache has given back so far.
+        scaler: scales the loss for float16; save its `state_dict` in checkpoints. None if there is no scaler.
+        steps: number of optimizer steps.
+        skipped_steps: windows that were dropped because the scaler found infinite gradients, as it does at first.
+        gradient_norm: of the last window before clipping, as a tensor that is not synchronized. None without clipping.
+        freed_bytes: bytes that clearing the cache has released so far.
 
     Args:
-        model: as it is called in the forward pass, wrapped or not.
+        model: the module that the forward pass calls, wrapped or not.
         optimizer: a `torch.optim.Optimizer` that needs no closure.
         effective_batch: samples in one optimizer step, over all ranks.
         micro_batch: samples in one forward and backward pass on one rank.
-        autocast: the type that the forward pass computes in where that is safe, `torch.bfloat16` or `torch.float16`.
-        scaler: for float16, instead of a `torch.amp.GradScaler` (under FSDP1 a `ShardedGradScaler`) with its defaults.
-        clip_norm: the largest norm of the gradient that the optimizer is given.
-        sync_every_batch: average over the ranks after each micro batch. Slower, and under FSDP it saves what else
-            holds the whole gradient on every rank until the window ends.
-        clear_cache_every: after so many optimizer steps `client.clear_cache()` is called, on each rank at the same
-            step. What it gives back is allocated anew in the next step, which takes time.
-        process_group: the ranks whose gradients are averaged, where these are not DDP's or, under FSDP, all (as with
-            tensor parallelism beside it).
+        autocast: the dtype of the forward pass under autocast: `torch.bfloat16` or `torch.float16`.
+        scaler: for float16. Default: a `torch.amp.GradScaler`; under FSDP1 a `ShardedGradScaler`.
+        clip_norm: the largest norm of the gradient.
+        sync_every_batch: average over the ranks after each micro batch. This is slower. Under FSDP it saves the memory
+            of the unsharded gradients.
+        clear_cache_every: call `client.clear_cache()` after each multiple of this number of optimizer steps. The next
+            step allocates the memory again, which takes time.
+        process_group: the ranks whose gradients are averaged. Default: DDP's; under FSDP all ranks. Needed with tensor
+            parallelism.
 
     Raises:
-        ConfigurationError: an argument is wrong; it says what would be right.
+        ConfigurationError: an argument is invalid.
     """
 
     def __init__(
@@ -91,17 +87,10 @@ class GradientAccumulator:
         self._sync = GradientSync(model)
         self._ranks = ranks_of(model, process_group)
         self.accumulation_steps = _accumulation_steps(effective_batch, micro_batch, self._ranks.size)
-        if autocast not in (None, torch.bfloat16, torch.float16):
-            raise ConfigurationError(f"autocast to {autocast}; torch.bfloat16, torch.float16 or None would be right")
-        if clip_norm is not None and not clip_norm > 0:
-            raise ConfigurationError(f"clip norm {clip_norm}; it must be above 0")
-        if clip_norm is not None and self._sync.any_fsdp1 and not is_fsdp1(model):
-            raise ConfigurationError(
-                "clip norm: only parts of the model are FullyShardedDataParallel, and no rank knows the norm of all;"
-                " wrap the model itself, or shard it by torch.distributed.fsdp.fully_shard"
-            )
+        check_autocast(autocast)
+        _check_clip_norm(clip_norm, only_parts=self._sync.any_fsdp1 and not is_fsdp1(model))
         if clear_cache_every is not None and clear_cache_every < 1:
-            raise ConfigurationError(f"clear the cache every {clear_cache_every} steps; it must be at least 1")
+            raise ConfigurationError(f"invalid clear_cache_every {clear_cache_every}: it must be at least 1")
         self._model, self._optimizer = model, optimizer
         self._device_type = device_type(model)
         self._autocast = autocast
@@ -116,85 +105,80 @@ class GradientAccumulator:
 
         self.steps = self.skipped_steps = self.freed_bytes = 0
         self.gradient_norm: Any = None
-        self._loop: object = None  # over the batches, the latest
-        self._no_more = False  # the loader has given its last batch
-        self._sizes: list[float] = []  # of this window's micro batches so far
-        self._told_of_sizes = False
-        self._closes: bool | None = None  # the micro batch whose forward pass has begun is the window's last
+        self._loop: object = None  # identifies the latest loop over the batches
+        self._exhausted = False  # the loader has returned its last batch
+        self._sizes: list[float] = []  # samples of the micro batches in this window
+        self._warned_of_size = False
+        self._is_last: bool | None = None  # whether the micro batch between forward and backward is the window's last
         self._complete = self._averaged = False
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """The loader's own batches, one after the other, so that the last window of an epoch is known as such.
+        """Yield the loader's batches, and end the last window of an epoch with the last batch.
 
-        For that it takes each batch one earlier than it gives it: where the loader puts batches onto the device, one
-        more lies there.
-
-        What an earlier loop has left of an unfinished window is dropped, as is any other gradient.
+        Loads one batch ahead. If the loader puts batches onto the device, that is one batch more. Drops an unfinished
+        window of an earlier loop, and any other gradient.
         """
         if self._sizes:
             _log.warning("an unfinished window of %d micro batches is dropped", len(self._sizes))
         self._drop_window(unfinished=bool(self._sizes))
         self._loop = loop = object()
-        self._no_more = False
-        ahead: deque[_Batch] = deque()  # which holds none that the program has been given
+        self._exhausted = False
+        ahead: deque[_Batch] = deque()  # keeps no reference to batches that were yielded
         try:
             for batch in loader:
                 ahead.append(batch)
                 del batch
                 if len(ahead) == 2:
                     yield ahead.popleft()
-            self._no_more = True
+            self._exhausted = True
             if ahead:
                 yield ahead.popleft()
-            self._complete = bool(self._sizes)  # the program has left out the last batch
+            self._complete = bool(self._sizes)  # the caller has skipped the last batch
         finally:
-            if self._loop is loop:  # else this is an earlier one, which somebody still held
-                self._no_more = False
+            if self._loop is loop:  # not an earlier loop that is closed late
+                self._exhausted = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The forward pass of a micro batch, loss included, goes under this `with`; its backward pass does not.
+        """Run the forward pass of a micro batch and its loss in this block, but not the backward pass.
 
         Raises:
-            RuntimeError: the window is complete, and `step` was not called.
+            RuntimeError: the window is complete and `step` was not called.
         """
         if self._complete:
             raise RuntimeError(
                 f"the window of {len(self._sizes)} micro batches is complete: call step() before the next forward()"
             )
-        self._closes = self._no_more or len(self._sizes) + 1 >= self.accumulation_steps
-        self._sync.begin(average=self._closes or self._sync_every_batch)
+        self._is_last = self._exhausted or len(self._sizes) + 1 >= self.accumulation_steps
+        self._sync.start(average=self._is_last or self._sync_every_batch)
         try:
             with torch.autocast(self._device_type, self._autocast) if self._autocast is not None else nullcontext():
                 yield
         except BaseException:
-            self._closes = None
+            self._is_last = None
             self._sync.end()
             raise
 
     def backward(self, loss: Any, *, samples: float) -> None:
-        """Add the gradient of a micro batch's loss to its window.
-
-        Where this raises (out of memory, as a rule), the window's gradient is incomplete: it is dropped, and another
-        one begins.
+        """Add the gradient of a micro batch's loss to the window. An error, such as out of memory, drops the window.
 
         Args:
             loss: a mean over the micro batch.
-            samples: what that is a mean over: `len(x)`; or tokens, or a sum of weights, if the effective and the micro
-                batch are given in these, too.
+            samples: what the loss is a mean over: `len(x)`; or tokens or a sum of weights, if the effective batch and
+                the micro batch are numbers of these.
 
         Raises:
-            RuntimeError: there was no `forward`.
-            ValueError: the samples are not above 0.
+            RuntimeError: `forward` was not called.
+            ValueError: samples is not above 0.
         """
         samples = float(samples)
         if not 0 < samples < math.inf:
-            raise ValueError(f"a mean over {samples} samples; there must be more than 0")
-        if self._closes is None:
+            raise ValueError(f"invalid number of samples: a mean over {samples} samples; it must be above 0")
+        if self._is_last is None:
             raise RuntimeError("backward() comes after the loss was computed under `with accumulator.forward():`")
-        closes, self._closes = self._closes, None
-        # As a share of a full window, so that float16 sees gradients as large as those of a mean over that. What the
-        # window really had is made up for at the step.
+        is_last, self._is_last = self._is_last, None
+        # As a share of a full window, so that float16 gradients have the magnitude of those of a full mean. `_prepare`
+        # corrects for the real size of the window.
         share = loss * (samples / self._full_window)
         try:
             (share if self.scaler is None else self.scaler.scale(share)).backward()
@@ -203,21 +187,21 @@ class GradientAccumulator:
             raise
         self._sync.end()
         self._sizes.append(samples)
-        self._averaged = self._complete = closes
+        self._averaged = self._complete = is_last
 
     def step(self) -> bool:
-        """Where the window is complete: clip, let the optimizer step, and begin another window. Else do nothing.
+        """If the window is complete, clip the gradients, run the optimizer and start the next window.
 
-        Call it after each `backward`. A loop that leaves out batches calls it once more when it has ended: the last
-        batch of the loader may have been one of them.
+        Call it after each `backward`. A loop that skips batches calls it once more at its end, because it may have
+        skipped the last batch.
 
         Returns:
-            Whether the optimizer has stepped. Not where the scaler has found infinite gradients.
+            Whether the optimizer has stepped. False also if the scaler found infinite gradients.
 
         Raises:
-            RuntimeError: the gradients of the window are not averaged over the ranks, since its last batch was left
-                out; the window is dropped.
-            RankFailedError: a rank has gone.
+            RuntimeError: the last batch of the window was skipped, so that its gradients are not averaged over the
+                ranks; the window is dropped.
+            RankFailedError: a rank exited.
         """
         if not self._complete:
             return False
@@ -236,10 +220,10 @@ class GradientAccumulator:
     def _step(self) -> bool:
         if self._ranks.size > 1 and not (self._averaged or self._sync_every_batch):
             raise RuntimeError(
-                "the window's last batch was left out, so that its gradients are not averaged over the ranks: "
+                "the window's last batch was skipped, so that its gradients are not averaged over the ranks: "
                 "under DDP and FSDP every batch needs its forward() and backward()"
             )
-        self._tell_of_sizes()
+        self._warn_of_size()
         groups = self._optimizer.param_groups
         parameters = [each for group in groups for each in group["params"] if each.grad is not None]
         if self.scaler is None:
@@ -253,21 +237,21 @@ class GradientAccumulator:
             self.scaler.step(self._optimizer)
         finally:
             self.scaler.update()
-        return bool(self.scaler.get_scale() >= scale)  # it falls where, and only where, the step was skipped
+        return bool(self.scaler.get_scale() >= scale)  # the scale falls exactly if the step was skipped
 
     def _prepare(self, parameters: list[Any]) -> None:
-        # The mean over the ranks of what are shares of a full window, made the mean over the samples that there were.
+        # Gradients are means over the ranks of shares of a full window. Make them means over the real samples.
         _multiply(parameters, self._ranks.size * self._full_window / self._ranks.total(sum(self._sizes)))
         if self._clip_norm is not None:
             self.gradient_norm = self._clip(parameters, self._clip_norm)
 
-    def _tell_of_sizes(self) -> None:
-        """Warn once where the loader's batches are plainly not those that the effective batch was reckoned with."""
+    def _warn_of_size(self) -> None:
+        """Warn once if the loader's batches do not have the size of `micro_batch`."""
         size = self._sizes[0]
-        full = not self._no_more and len(self._sizes) == self.accumulation_steps and set(self._sizes) == {size}
-        if full and size != self._micro_batch and not self._told_of_sizes:
-            self._told_of_sizes = True
-            _log.warning("the loader gives micro batches of %g samples, not of %d", size, self._micro_batch)
+        full = not self._exhausted and len(self._sizes) == self.accumulation_steps and set(self._sizes) == {size}
+        if full and size != self._micro_batch and not self._warned_of_size:
+            self._warned_of_size = True
+            _log.warning("the loader returns micro batches of %g samples instead of %d", size, self._micro_batch)
 
     def _clip(self, parameters: list[Any], clip_norm: float) -> Any:
         if is_fsdp1(self._model):
@@ -281,27 +265,39 @@ class GradientAccumulator:
             self._sync.drop()
         self._optimizer.zero_grad(set_to_none=True)
         self._sizes.clear()
-        self._closes = None
+        self._is_last = None
         self._complete = self._averaged = False
 
 
+def _check_clip_norm(clip_norm: float | None, *, only_parts: bool) -> None:
+    if clip_norm is None:
+        return
+    if not clip_norm > 0:
+        raise ConfigurationError(f"invalid clip norm {clip_norm}: it must be above 0")
+    if only_parts:
+        raise ConfigurationError(
+            "clip norm: only parts of the model are FullyShardedDataParallel, and no rank knows the total norm;"
+            " wrap the whole model, or shard it with torch.distributed.fsdp.fully_shard"
+        )
+
+
 def _accumulation_steps(effective_batch: int, micro_batch: int, ranks: int) -> int:
-    """Micro batches in a window.
+    """Return the number of micro batches in a window.
 
     Raises:
-        ConfigurationError: they do not add up to the effective batch.
+        ConfigurationError: the effective batch is not a multiple of the micro batches of all ranks.
     """
     effective, micro = operator.index(effective_batch), operator.index(micro_batch)
     for name, value in (("effective batch", effective), ("micro batch", micro)):
         if value < 1:
-            raise ConfigurationError(f"{name} {value}; it must be at least 1")
+            raise ConfigurationError(f"invalid {name} {value}: it must be at least 1")
     at_once = micro * ranks
     steps, rest = divmod(effective, at_once)
     if rest:
-        right = f"{steps * at_once} or {(steps + 1) * at_once}" if steps else f"{at_once}"
+        accepted = f"{steps * at_once} or {(steps + 1) * at_once}" if steps else f"{at_once}"
         raise ConfigurationError(
-            f"effective batch {effective} is no multiple of {at_once} (micro batches of {micro} on {ranks} "
-            f"{'rank' if ranks == 1 else 'ranks'}); {right} would be"
+            f"invalid effective batch {effective}: it is not a multiple of {at_once} (micro batches of {micro} on "
+            f"{ranks} {'rank' if ranks == 1 else 'ranks'}); use {accepted}"
         )
     return steps
 
@@ -315,7 +311,7 @@ def _scaler(sync: GradientSync, device: str, group: Any) -> Any:
 
 
 def _multiply(parameters: list[Any], factor: Any) -> None:
-    """Multiply gradients in place by a number, or by a tensor without waiting for it."""
+    """Multiply gradients in place by a number, or by a tensor without synchronizing."""
     if isinstance(factor, float) and factor == 1.0:
         return
     by_kind: dict[Any, list[Any]] = {}

@@ -1,11 +1,11 @@
-"""Finds the largest batch size that trains, by training with it; the same one on every rank."""
+"""Finds the largest batch size that trains, by training with it; all ranks find the same one."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,35 +25,44 @@ __all__ = ["BatchSizeSearch", "BatchSizeTry", "find_batch_size"]
 
 _log = logging.getLogger("gpumem_exporter.training")
 _FITS, _OUT_OF_MEMORY, _FAILED = 0.0, 1.0, 2.0
+_MAX_CAUSES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeTry:
-    """One batch size that was tried."""
+    """One batch size that was tried.
+
+    Attributes:
+        size: the batch size.
+        fits: whether it ran on every rank.
+        peak_bytes: the peak of this rank. None if it did not raise the allocator's own peak, which is not reset.
+        ranks_out_of_memory: the global ranks on which it did not fit; empty in a process that trains alone.
+    """
 
     size: int
     fits: bool
-    """It ran, on every rank."""
     peak_bytes: int | None = None
-    """The most that this rank had allocated meanwhile. None where that was not above PyTorch's own peak so far, which
-    nobody resets for this."""
     ranks_out_of_memory: tuple[int, ...] = ()
-    """The global ranks on which it did not fit; empty in a process that trains alone."""
 
     def __str__(self) -> str:
         outcome = "fits" if self.fits else "out of memory"
         if self.ranks_out_of_memory:
-            outcome += f" on rank {_listed(self.ranks_out_of_memory)}"
+            outcome += f" on rank {_join(self.ranks_out_of_memory)}"
         return f"{self.size:>8}  {human_bytes(self.peak_bytes):>9}  {outcome}"
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSizeSearch:
-    """The batch size that was found, as an integer wherever Python asks for one (`int(found)`). Prints as a table."""
+    """The batch size that was found. Converts to an integer with `int(found)`, and to a table with `str(found)`.
+
+    Attributes:
+        size: the batch size to train with.
+        largest: the largest size that fits, before the margin; None without CUDA.
+        tries: the sizes that were tried.
+    """
 
     size: int
     largest: int | None = None
-    """The largest that was tried and fits, before the margin; None where nothing was tried, without CUDA."""
     tries: tuple[BatchSizeTry, ...] = ()
 
     def __int__(self) -> int:
@@ -90,78 +99,106 @@ def find_batch_size(
         found = training.find_batch_size(step, start=64, multiple_of=8)
         loader = DataLoader(data, batch_size=int(found))
 
-    Sizes double from `start` while they fit, halve while they do not, and are then bisected. Each try begins with an
-    empty cache, freed of what a failed one has left; so does what follows. The steps are real ones: they train the
-    model, so load its weights afterwards. Nobody counts them: `step` metrics, `watch` and the leak detector know of the
-    training alone. Where CUDA is not there nothing is tried, and the size is `start`.
+    Sizes double from `start` while they fit, halve while they do not, and are then bisected. The cache is empty before
+    each try and after the last one. The steps train the model, so load its weights afterwards. `step` metrics, `watch`
+    and the leak detector ignore them. No statistic is reset, but failed tries raise the allocator's peaks and its
+    number of out-of-memory errors. Without CUDA nothing is tried and the size is `start`.
 
-    Under `torchrun` every rank calls this with the same arguments, and a size fits where it fits on every rank: after
-    each try the ranks tell each other what became of it, in an all-reduce on the process group. **No collective may
-    happen within `step`**: a rank that runs out of memory before one leaves the others waiting in it, until the
-    group's timeout ends them. So call `ddp.module`, not the wrapper (whose buckets count, once it is made). FSDP
-    gathers parameters in every forward pass, and cannot be tried without that risk. The ranks wait for each other's
-    outcome as long as the group's timeout says: for less, and without NCCL, pass a group of your own, such as
-    `new_group(backend="gloo", timeout=timedelta(minutes=2))`.
-
-    No statistic is reset for this. But PyTorch counts what happens: failed tries raise its peaks and its number of
-    out-of-memory errors, and so those that are reported, as any other allocation.
+    Under `torchrun` every rank calls this with the same arguments, and a size must fit on every rank. After each try
+    the ranks exchange the outcome in an all-reduce. **`step` must not contain a collective**: a rank that runs out of
+    memory before it leaves the others waiting until the group's timeout. So call `ddp.module` instead of the wrapper.
+    FSDP gathers parameters in every forward pass and cannot be tried safely. To wait for less than the default group's
+    timeout, pass `new_group(backend="gloo", timeout=timedelta(minutes=2))`.
 
     Args:
-        step: one training step with a batch of that many samples; what it returns is dropped.
+        step: runs one training step with a batch of the given size.
         start: the first size.
-        maximum: the largest size that is of use.
-        multiple_of: sizes are multiples of it, `start` and `maximum` are rounded down to one.
-        margin: the part of the largest size that is left away in the end, since a long training needs a little more
-            than its first steps (fragmentation, longer samples).
-        runs: of `step` in each try. The second one sees what the first has left, such as the optimizer's state.
-        max_tries: then the largest that fitted so far is taken.
-        process_group: of the ranks that have to agree; the default group where that is initialised.
+        maximum: the largest size to try.
+        multiple_of: sizes are multiples of this number; `start` and `maximum` are rounded down.
+        margin: the part of the largest size to leave out, because a long training needs a little more memory than its
+            first steps.
+        runs: calls of `step` in each try. The second one has the optimizer state of the first.
+        max_tries: after this number of tries the largest size that fits so far is used.
+        process_group: the ranks that have to agree. Default: the default group, if it is initialized.
 
     Raises:
-        ConfigurationError: an argument is wrong, or not the same on every rank.
-        NoBatchSizeError: no size that was tried fits; its cause is the last out-of-memory error, with its diagnosis.
-        RankFailedError: `step` failed on another rank, otherwise than out of memory; or a rank has gone.
-        Exception: what else `step` raises on this rank, unchanged, at once, after the other ranks were told.
+        ConfigurationError: an argument is invalid, or differs between ranks.
+        NoBatchSizeError: no size that was tried fits. The cause is the last out-of-memory error with its diagnosis.
+        RankFailedError: `step` raised another error on another rank, or a rank exited.
+        Exception: any other error of `step` on this rank, after the other ranks were informed.
     """
-    start, maximum, multiple_of = operator.index(start), operator.index(maximum), operator.index(multiple_of)
-    _check(start, maximum, multiple_of, margin, runs, max_tries)
+    limits = _Limits(
+        operator.index(start), operator.index(maximum), operator.index(multiple_of), margin, runs, max_tries
+    )
     ranks = Ranks.of(process_group)
     cuda = torch.cuda.is_available()
-    settings = {"start": start, "maximum": maximum, "multiple_of": multiple_of, "margin": margin}
-    _agree(ranks, {"CUDA": cuda, **settings, "runs": runs, "max_tries": max_tries})
+    _check_same_on_all(ranks, limits, cuda)
     if not cuda:
         no_cuda("find_batch_size")
-        return BatchSizeSearch(start // multiple_of * multiple_of)
+        return BatchSizeSearch(limits.start // limits.multiple_of * limits.multiple_of)
+    torch.cuda.synchronize()  # creates the context, so that the first try is measured like the others
+    tries, error = _search(step, limits, ranks)
+    largest = max((tried.size for tried in tries if tried.fits), default=0)
+    if not largest:
+        sizes = _join(tried.size for tried in tries)
+        on = f"; the last one on rank {_join(tries[-1].ranks_out_of_memory)}" if ranks.size > 1 else ""
+        raise NoBatchSizeError(f"out of memory with every batch size that was tried: {sizes}{on}") from error
+    units = max(1, int(largest // limits.multiple_of * (1 - margin)))
+    return BatchSizeSearch(units * limits.multiple_of, largest, tuple(tries))
 
-    torch.cuda.synchronize()  # there is a context from here on, so that the first try is measured, too
-    bisection = Bisection(start // multiple_of, maximum // multiple_of)
+
+@dataclass(frozen=True)
+class _Limits:
+    """The arguments of a search, which are the same on every rank."""
+
+    start: int
+    maximum: int
+    multiple_of: int
+    margin: float
+    runs: int
+    max_tries: int
+
+    def __post_init__(self) -> None:
+        for name in ("multiple_of", "runs", "max_tries"):
+            if getattr(self, name) < 1:
+                raise ConfigurationError(f"invalid {name} {getattr(self, name)}: it must be at least 1")
+        if not self.multiple_of <= self.start <= self.maximum:
+            raise ConfigurationError(
+                f"invalid start {self.start}: it must be between multiple_of {self.multiple_of} "
+                f"and maximum {self.maximum}"
+            )
+        if not 0 <= self.margin < 1:
+            raise ConfigurationError(f"invalid margin {self.margin}: it must be at least 0 and below 1")
+
+
+def _search(
+    step: Callable[[int], object], limits: _Limits, ranks: Ranks
+) -> tuple[list[BatchSizeTry], BaseException | None]:
+    """Try sizes until the largest that fits is known. Returns the tries and the error of the last one."""
+    bisection = Bisection(limits.start // limits.multiple_of, limits.maximum // limits.multiple_of)
     tries: list[BatchSizeTry] = []
     error: BaseException | None = None
-    while len(tries) < max_tries and (units := bisection.next()) is not None:
-        error = None  # it holds the last try's frames
+    while len(tries) < limits.max_tries and (units := bisection.next()) is not None:
+        error = None  # frees the frames of the last try
         clear_cache(collect_garbage=True)
-        tried, error = _try(step, units * multiple_of, runs, ranks)
+        tried, error = _try(step, units * limits.multiple_of, limits.runs, ranks)
         _log.info("batch size %s", str(tried).strip())
         tries.append(tried)
-        bisection.tell(units, fits=tried.fits)
-    error = None if bisection.fits else error
+        bisection.record(units, fits=tried.fits)
+    if bisection.fits:
+        error = None
     clear_cache(collect_garbage=True)
-    if not bisection.fits:
-        sizes = _listed(tried.size for tried in tries)
-        on = f"; the last one on rank {_listed(tries[-1].ranks_out_of_memory)}" if ranks.size > 1 else ""
-        raise NoBatchSizeError(f"out of memory with every batch size that was tried: {sizes}{on}") from error
-    units = max(1, int(bisection.fits * (1 - margin)))
-    return BatchSizeSearch(units * multiple_of, bisection.fits * multiple_of, tuple(tries))
+    return tries, error
 
 
 def _try(
     step: Callable[[int], object], size: int, runs: int, ranks: Ranks
 ) -> tuple[BatchSizeTry, BaseException | None]:
-    """Run the step, and learn how the other ranks fared.
+    """Run the step and exchange the outcome with the other ranks.
 
     Raises:
-        RankFailedError: another rank failed otherwise.
-        Exception: this one did.
+        RankFailedError: another rank raised an error other than out of memory.
+        Exception: this rank did.
     """
     error: BaseException | None = None
     used: list[MemoryUse] = []
@@ -170,12 +207,10 @@ def _try(
             with oom_guard(batch_size=size, free_frames=True, clean=False):  # the next size needs the memory
                 for _ in range(runs):
                     step(size)
-                torch.cuda.synchronize()  # what fails later than it is called has failed in this try
+                torch.cuda.synchronize()  # asynchronous errors belong to this try
         except Exception as raised:
-            if not _says_out_of_memory(raised):
-                with contextlib.suppress(
-                    Exception
-                ):  # the step's own error goes on, whether the others hear of it or not
+            if not _is_out_of_memory(raised):
+                with contextlib.suppress(Exception):  # the caller needs the error of the step
                     ranks.gather(_FAILED)
                 raise
             error = raised
@@ -183,7 +218,7 @@ def _try(
     failed = tuple(rank for rank, outcome in outcomes.items() if outcome == _FAILED)
     if failed:
         raise RankFailedError(
-            f"the step of a batch of {size} has failed on rank {_listed(failed)}; the error there says why", failed
+            f"the step with a batch of {size} failed on rank {_join(failed)}; see the error of that rank", failed
         )
     main = used[0].main if used else None
     tried = BatchSizeTry(
@@ -195,45 +230,28 @@ def _try(
     return tried, error
 
 
-def _says_out_of_memory(error: BaseException) -> bool:
-    """It is an out-of-memory error, or was raised from one."""
-    at: BaseException | None = error
-    for _ in range(8):
-        if at is None or is_out_of_memory(at):
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error or one of its causes is an out-of-memory error."""
+    cause: BaseException | None = error
+    for _ in range(_MAX_CAUSES):
+        if cause is None or is_out_of_memory(cause):
             break
-        at = at.__cause__
-    return at is not None and is_out_of_memory(at)
+        cause = cause.__cause__
+    return cause is not None and is_out_of_memory(cause)
 
 
-def _check(start: int, maximum: int, multiple_of: int, margin: float, runs: int, max_tries: int) -> None:
-    """Refuse what nothing can be searched with.
-
-    Raises:
-        ConfigurationError: says what would be right.
-    """
-    for name, value in (("multiple of", multiple_of), ("runs", runs), ("max tries", max_tries)):
-        if value < 1:
-            raise ConfigurationError(f"{name} {value}; it must be at least 1")
-    if not multiple_of <= start <= maximum:
-        raise ConfigurationError(
-            f"start {start} with multiple of {multiple_of} and maximum {maximum}; it must lie between these two"
-        )
-    if not 0 <= margin < 1:
-        raise ConfigurationError(f"margin {margin}; it is a part of the batch, at least 0 and below 1")
-
-
-def _agree(ranks: Ranks, settings: Mapping[str, float]) -> None:
-    """Find out, before anything is tried, that all ranks will try the same.
+def _check_same_on_all(ranks: Ranks, limits: _Limits, cuda: bool) -> None:
+    """Check before the first try that all ranks will try the same sizes.
 
     Raises:
-        ConfigurationError: they would not.
+        ConfigurationError: an argument differs.
     """
-    for name, value in settings.items():
+    for name, value in {"CUDA": cuda, **vars(limits)}.items():
         values = ranks.gather(value)
         if len(set(values.values())) > 1:
-            told = ", ".join(f"{value:g} on rank {rank}" for rank, value in values.items())
-            raise ConfigurationError(f"find_batch_size must be called alike on every rank; {name} is {told}")
+            listed = ", ".join(f"{value:g} on rank {rank}" for rank, value in values.items())
+            raise ConfigurationError(f"find_batch_size needs the same arguments on every rank; {name} is {listed}")
 
 
-def _listed(numbers: Iterable[int]) -> str:
+def _join(numbers: Iterable[int]) -> str:
     return ", ".join(map(str, numbers))

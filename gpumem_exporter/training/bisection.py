@@ -1,4 +1,4 @@
-"""The search for the largest number that fits, where each try is dear."""
+"""Searches for the largest number that fits, with few tries."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ __all__ = ["Bisection"]
 
 
 class Bisection:
-    """Which number to try next: doubling what fits, halving what does not, then the middle.
+    """Chooses the next number to try: doubles while numbers fit, halves while they do not, then bisects.
 
     Args:
-        start: the first one.
-        maximum: the largest one.
+        start: the first number.
+        maximum: the largest number.
+
+    Attributes:
+        fits: the largest number that fits so far.
     """
 
     def __init__(self, start: int, maximum: int) -> None:
@@ -19,15 +22,15 @@ class Bisection:
         self._start, self._maximum = start, maximum
 
     def next(self) -> int | None:
-        """The number to try; None when the largest that fits is known."""
+        """Return the next number; None if the largest that fits is known."""
         if self._fails - self.fits <= 1:
             return None
         if self._fails > self._maximum:  # nothing has failed yet
             return min(2 * self.fits, self._maximum) if self.fits else self._start
         return (self.fits + self._fails) // 2
 
-    def tell(self, number: int, *, fits: bool) -> None:
-        """What became of it."""
+    def record(self, number: int, *, fits: bool) -> None:
+        """Record the outcome of a try."""
         if fits:
             self.fits = number
         else:

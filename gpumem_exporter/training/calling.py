@@ -1,4 +1,4 @@
-"""How a batch is handed to a model, and a model put into evaluation mode for a while."""
+"""Calls a model with a batch, in evaluation mode or under autocast."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["autocasting", "call_model", "check_autocast", "evaluating"]
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Call it with a tensor, with positional arguments in a tuple or list, or with keywords in a mapping."""
+    """Call a model with a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping."""
     if isinstance(batch, Mapping):
         return model(**batch)
     if isinstance(batch, tuple | list):
@@ -26,7 +26,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode for as long as it is entered; then each part has the mode that it had."""
+    """Put a model into evaluation mode within the block, and restore the mode of each part."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -37,17 +37,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_autocast(dtype: torch.dtype | None) -> None:
-    """Torch itself warns of another dtype, and computes as if there were none.
+    """Reject dtypes that autocast does not support; torch only warns and disables autocast.
 
     Raises:
-        ConfigurationError: autocast does not know it.
+        ConfigurationError: the dtype is not None, torch.bfloat16 or torch.float16.
     """
     if dtype not in (None, torch.bfloat16, torch.float16):
-        raise ConfigurationError(f"autocast {dtype}; it computes in torch.bfloat16 or torch.float16")
+        raise ConfigurationError(f"invalid autocast {dtype}: use torch.bfloat16, torch.float16 or None")
 
 
 def autocasting(model: nn.Module, dtype: torch.dtype | None) -> AbstractContextManager[object]:
-    """`torch.autocast` on the model's device; nothing where no dtype is asked for."""
+    """Return `torch.autocast` for the model's device; without a dtype, a context that does nothing."""
     if dtype is None:
         return nullcontext()
     tensor = next(itertools.chain(model.parameters(), model.buffers()), None)

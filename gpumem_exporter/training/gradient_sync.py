@@ -1,4 +1,4 @@
-"""Keeps wrapped models from averaging gradients over the ranks after every micro batch."""
+"""Switches the averaging of gradients over the ranks, which DDP and FSDP do after every backward pass."""
 
 from __future__ import annotations
 
@@ -15,45 +15,47 @@ _log = logging.getLogger("gpumem_exporter.training")
 
 
 class GradientSync:
-    """What averages the gradients of a model's micro batch, switched on or off for one forward and backward pass.
+    """Switches the averaging of a model's gradients for one forward and backward pass.
 
-    Every part of the model that DDP, FSDP1 (`no_sync`) or FSDP2 (`set_requires_gradient_sync`) wraps is switched.
+    Applies to every part of the model that DDP, FSDP1 (`no_sync`) or FSDP2 (`set_requires_gradient_sync`) wraps.
     """
 
     def __init__(self, model: Any) -> None:
         self._parts = tuple(_wrapped(model))
-        self._held = ExitStack()
+        self._undo = ExitStack()
 
     @property
     def any_fsdp1(self) -> bool:
-        """The model, or a part of it, is FSDP1's."""
+        """Whether FSDP1 wraps the model or a part of it."""
         return any(is_fsdp1(part) for part in self._parts)
 
-    def begin(self, *, average: bool) -> None:
-        """From now on gradients are averaged in the backward pass, or stay this rank's own."""
+    def start(self, *, average: bool) -> None:
+        """Average gradients in the next backward pass, or keep them local."""
         self.end()
         for part in () if average else self._parts:
             if hasattr(part, "set_requires_gradient_sync"):
                 part.set_requires_gradient_sync(False)
-                self._held.callback(part.set_requires_gradient_sync, True)
+                self._undo.callback(part.set_requires_gradient_sync, True)
             else:
-                self._held.enter_context(part.no_sync())
+                self._undo.enter_context(part.no_sync())
 
     def end(self) -> None:
-        """As the model was: every backward pass averages."""
-        self._held.close()
+        """Restore the model: every backward pass averages."""
+        self._undo.close()
 
     def drop(self) -> None:
-        """Forget gradients that were not averaged, where no optimizer finds them: FSDP2 keeps them for itself."""
+        """Drop gradients that were not averaged and that FSDP2 keeps where no optimizer finds them."""
         for part in self._parts:
             if hasattr(part, "reset_iter_state"):
                 part.reset_iter_state()
             elif hasattr(part, "set_requires_gradient_sync"):
-                _log.warning("this release of torch lets nobody drop what FSDP2 holds: it counts in the next window")
+                _log.warning(
+                    "this release of torch cannot drop gradients that FSDP2 keeps: the next window includes them"
+                )
 
 
 def _wrapped(module: Any) -> Iterator[Any]:
-    """The outermost parts of a model that average gradients; what `torch.compile` made stands for what it compiled."""
+    """Return the outermost parts of a model that average gradients. A compiled module counts as its original."""
     if hasattr(module, "set_requires_gradient_sync") or hasattr(module, "no_sync"):
         yield module
         return
@@ -62,9 +64,7 @@ def _wrapped(module: Any) -> Iterator[Any]:
 
 
 def ranks_of(model: Any, group: Any = None) -> Ranks:
-    """The ranks over which the model's gradients are averaged; this one alone where nothing does that.
-
-    Those of the group, where one is given; else DDP's own; under FSDP all of them.
+    """Return the ranks over which the model's gradients are averaged: of the group, else of DDP, else all under FSDP.
 
     Raises:
         ConfigurationError: this process does not belong to the group.
@@ -77,16 +77,16 @@ def ranks_of(model: Any, group: Any = None) -> Ranks:
 
 
 def is_fsdp1(module: Any) -> bool:
-    """It needs its own clipping and its own gradient scaler: each rank has a part of every gradient."""
+    """Whether FSDP1 wraps the module: it then needs FSDP1's own clipping and gradient scaler."""
     return hasattr(module, "no_sync") and hasattr(module, "clip_grad_norm_")
 
 
 def device_type(model: Any) -> str:
-    """Where the model computes, wherever its parameters wait for that."""
+    """Return the type of the device that the model computes on, even if its parameters are offloaded."""
     for module in model.modules():
         if is_fsdp1(module):
             return str(module.compute_device.type)
     for parameter in model.parameters():
-        mesh = getattr(parameter, "device_mesh", None)  # of a DTensor
+        mesh = getattr(parameter, "device_mesh", None)  # a DTensor
         return str(mesh.device_type if mesh is not None else parameter.device.type)
     return "cpu"

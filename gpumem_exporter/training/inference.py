@@ -1,4 +1,4 @@
-"""Running a model without training it, and how much memory that took."""
+"""Runs a model for inference, and measures the memory."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def inference_mode(
     model: nn.Module, *, autocast: torch.dtype | None = None, reset_peaks: bool = False
 ) -> InferenceMode:
-    """Run a model for its outputs, in a `with` block or in each call of a function.
+    """Run a model for inference, in a `with` block or in each call of a decorated function.
 
         with inference_mode(model) as use:
             outputs = model(batch)
         use.peak_bytes
 
-    It is `torch.inference_mode()` and `model.eval()`, with `torch.autocast` where asked for. Afterwards each part of
-    the model has the mode that it had. What the block took of each device is logged as by `client.memory_context`:
-    before, after, growth and peak, or that there is no CUDA.
+    Enters `torch.inference_mode()`, `model.eval()` and optionally `torch.autocast`, and afterwards restores the mode of
+    each part of the model. Logs the memory use of the block as `client.memory_context` does.
 
-    Its tensors have no part in training, ever: torch refuses to save them for backward. A model that keeps tensors from
-    one call to the next (a cache) should be run under `torch.no_grad()` if it trains on afterwards.
+    Tensors created in the block cannot be saved for backward. Use `torch.no_grad()` instead for a model that keeps
+    tensors from call to call and trains afterwards.
 
     Args:
-        model: is in evaluation mode for all threads meanwhile; no other may train it, or be in such a block of it.
+        model: is in evaluation mode for all threads. No other thread may train it or enter such a block for it.
         autocast: `torch.bfloat16` or `torch.float16`.
-        reset_peaks: let the allocator's peaks begin anew at the block's begin, so that its own is exact.
+        reset_peaks: reset the allocator's peaks at the start of the block, so that its peak is exact.
 
     Raises:
-        ConfigurationError: autocast does not know that dtype.
-        TypeError: it decorates a generator or a coroutine, whose body would run after the block; use `with` in it.
+        ConfigurationError: autocast does not support the dtype.
+        TypeError: the decorated function is a generator or a coroutine, whose body runs after the block.
     """
     check_autocast(autocast)
     return InferenceMode(model, autocast, reset_peaks)
 
 
 class InferenceMode(contextlib.ContextDecorator):
-    """What `inference_mode` returns. May be entered again, inside itself too; by one thread at a time."""
+    """The context manager and decorator of `inference_mode`. Reentrant, but only for one thread at a time."""
 
     def __init__(self, model: nn.Module, autocast: torch.dtype | None, reset_peaks: bool) -> None:
         self._arguments = model, autocast, reset_peaks
@@ -73,10 +72,10 @@ class InferenceMode(contextlib.ContextDecorator):
         self._entered.pop().__exit__(kind, error, traceback)
 
     def __call__(self, function: _Function) -> _Function:
-        """Run each call of a function so."""
-        later = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_later(function) for is_later in later):
-            raise TypeError(f"{function.__qualname__} runs its body later than it is called: use `with` inside of it")
+        """Run each call of a function in the block."""
+        deferred = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_deferred(function) for is_deferred in deferred):
+            raise TypeError(f"{function.__qualname__} runs its body after the call returns: use `with` inside it")
         return super().__call__(function)
 
     def _recreate_cm(self) -> InferenceMode:

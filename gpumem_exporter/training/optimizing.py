@@ -1,10 +1,9 @@
-"""Changing a model's weights so that it takes less or runs faster, and what that has really changed."""
+"""Changes a model's weights so that it takes less memory or runs faster, and measures the effect."""
 
 from __future__ import annotations
 
 import logging
 import statistics
-import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import call_model, evaluating
 from gpumem_exporter.training.checkpointing.results import distance_ratio
+from gpumem_exporter.training.measuring import peak_above_start, run_seconds, use_on
 
 __all__ = ["ForwardUse", "ModelOptimization", "optimize_model"]
 
@@ -28,13 +28,12 @@ _RUNS = 5
 
 @dataclass(frozen=True, slots=True)
 class ForwardUse:
-    """What a forward pass without gradients takes.
+    """The time and peak memory of a forward pass without gradients.
 
     Attributes:
-        seconds: the median of five, after a first one.
-        peak_bytes: allocated at most above the start; where not `exact`, the largest value that was seen. None without
-            CUDA.
-        exact: the peak is known, not only its lower bound.
+        seconds: the median of five runs after a warm-up.
+        peak_bytes: the peak above the start, or its lower bound if it is not `exact`. None without CUDA.
+        exact: whether the peak is known exactly.
     """
 
     seconds: float
@@ -49,18 +48,18 @@ class ForwardUse:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptimization:
-    """What `optimize_model` has changed. `str()` tells it in lines.
+    """The effect of `optimize_model`. `str()` returns it as text.
 
     Attributes:
-        model: its class.
-        done: what was done.
-        weights_before_bytes: parameters and buffers, wherever they are.
-        weights_after_bytes: the same afterwards.
+        model: the class of the model.
+        done: the changes.
+        weights_before_bytes: parameters and buffers, on all devices.
+        weights_after_bytes: the same after the change.
         allocated_before_bytes: on the device of the first parameter; None without CUDA.
-        allocated_after_bytes: the same afterwards.
-        forward_before: None without an example, as for the next two.
-        forward_after: of the same batch.
-        output_difference_ratio: the largest distance of an output from what it was before, as a part of its norm.
+        allocated_after_bytes: the same after the change.
+        forward_before: a forward pass with the example; None without an example, as for the next two.
+        forward_after: the same after the change.
+        output_difference_ratio: the largest distance between an output before and after, divided by its norm before.
     """
 
     model: str
@@ -95,106 +94,98 @@ def optimize_model(
     example: Any = None,
     reset_peaks: bool = False,
 ) -> ModelOptimization:
-    """Change a model's weights in place, measure what that did, and log it.
+    """Change a model's weights in place, and measure and log the effect.
 
-    It is `model.to(dtype=…, memory_format=torch.channels_last)`, and no more: what else makes a model smaller or faster
-    (`torch.compile`, quantisation) gives another object. An optimizer that has the parameters keeps them.
+    Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. Optimizers keep their parameters.
 
     Args:
-        model: where it is used.
-        dtype: of every floating-point parameter and buffer (`torch.bfloat16`): half the weights' bytes, and coarser
-            results. Running statistics and tables of frequencies become coarser, too; to compute in bf16 and keep the
-            weights, use autocast. Whoever calls the model casts its inputs.
-        channels_last: the layout in which cuDNN's convolutions on tensor cores run without transposing
-            (pytorch.org/tutorials, "Channels Last Memory Format"). The same bytes.
-        example: a batch (a tensor, positional arguments in a tuple or list, keywords in a mapping), in the inputs' type
-            of before: the forward pass is measured before and after.
-        reset_peaks: let the allocator's peaks begin anew before each measured forward pass: then its own is exact.
+        model: on the device where it runs.
+        dtype: of all floating-point parameters and buffers, such as `torch.bfloat16`. Halves the weights' bytes and
+            makes results coarser, also running statistics. The caller casts the inputs. To compute in bf16 and keep the
+            weights, use autocast.
+        channels_last: the layout in which cuDNN's convolutions on tensor cores run without transposing; see "Channels
+            Last Memory Format" on pytorch.org/tutorials.
+        example: a batch with the input dtype from before: a tensor, positional arguments in a tuple or list, or keyword
+            arguments in a mapping. With it the forward pass is measured before and after.
+        reset_peaks: reset the allocator's peaks before each measured forward pass, so that its peak is exact.
 
     Raises:
-        ConfigurationError: nothing is asked for, or it would change nothing.
-        Exception: what the model raises with the example. If it is the changed one that does, it stays changed: what
-            its weights have lost cannot be given back.
+        ConfigurationError: the arguments would change nothing.
+        Exception: the model raises it with the example. The change stays, because it cannot be undone.
     """
     _check(model, dtype, channels_last)
     if reset_peaks and example is None:
-        raise ConfigurationError("reset_peaks makes the peak of a forward pass exact: give an example to run one")
-    before, outputs = (None, None) if example is None else _forward(model, example, reset_peaks)
+        raise ConfigurationError("reset_peaks needs an example: it makes the peak of its forward pass exact")
     weights = _weights_bytes(model)
+    before = None if example is None else _measure_forward(model, example, reset_peaks)
     with Measured("optimize_model", kept=False) as use:
-        if dtype is not None:
-            model.to(dtype=dtype)
-        if channels_last:
-            model.to(memory_format=torch.channels_last)
-    after, others = None, None
-    if example is not None:
-        after, others = _forward(model, _cast(example, dtype), reset_peaks)
-    index = _device(model).index
-    device = next((each for each in use.devices if each.index == index), None)
-    told = ModelOptimization(
+        _change(model, dtype, channels_last)
+    after = None if example is None else _measure_forward(model, _cast(example, dtype), reset_peaks)
+    device = use_on(use, _device(model))
+    optimization = ModelOptimization(
         model=type(model).__name__,
-        done=" and ".join(
-            [*([str(dtype)] if dtype is not None else []), *(["channels last"] if channels_last else [])]
-        ),
+        done=" and ".join([*([str(dtype)] if dtype else []), *(["channels last"] if channels_last else [])]),
         weights_before_bytes=weights,
         weights_after_bytes=_weights_bytes(model),
         allocated_before_bytes=None if device is None else device.before_bytes,
         allocated_after_bytes=None if device is None else device.after_bytes,
-        forward_before=before,
-        forward_after=after,
-        output_difference_ratio=_difference(outputs, others),
+        forward_before=None if before is None else before.use,
+        forward_after=None if after is None else after.use,
+        output_difference_ratio=_difference(before, after),
     )
-    for line in str(told).splitlines():
+    for line in str(optimization).splitlines():
         _log.info("%s", line)
-    return told
+    return optimization
 
 
 def _check(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> None:
+    name = type(model).__name__
     if dtype is None and not channels_last:
-        raise ConfigurationError("nothing is asked for: give dtype=torch.bfloat16, channels_last=True, or both")
+        raise ConfigurationError("nothing to change: use dtype=torch.bfloat16, channels_last=True, or both")
     parameters = list(model.parameters())
     if not parameters:
-        raise ConfigurationError(f"{type(model).__name__} has no parameters: there is nothing to change")
+        raise ConfigurationError(f"{name} has no parameters to change")
     if dtype is not None and not dtype.is_floating_point:
-        raise ConfigurationError(f"dtype {dtype}; weights are floating-point numbers, as torch.bfloat16")
+        raise ConfigurationError(f"invalid dtype {dtype}: use a floating-point type, such as torch.bfloat16")
     tensors = [tensor for tensor in (*parameters, *model.buffers()) if tensor.is_floating_point()]
     if dtype is not None and all(tensor.dtype is dtype for tensor in tensors):
-        raise ConfigurationError(f"dtype {dtype}; all of {type(model).__name__} has it already")
+        raise ConfigurationError(f"dtype {dtype} changes nothing: all of {name} has it")
     if channels_last:
         images = [parameter for parameter in parameters if parameter.dim() == 4]
         if not images:
-            raise ConfigurationError("channels_last is for convolutions in two dimensions, and the model has none")
+            raise ConfigurationError(f"channels_last is for two-dimensional convolutions, and {name} has none")
         if all(image.is_contiguous(memory_format=torch.channels_last) for image in images):
-            raise ConfigurationError(f"channels_last; all of {type(model).__name__} is that already")
+            raise ConfigurationError(f"channels_last changes nothing: all of {name} has that layout")
+
+
+def _change(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> None:
+    if dtype is not None:
+        model.to(dtype=dtype)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)
 
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def _forward(model: nn.Module, batch: Any, reset_peaks: bool) -> tuple[ForwardUse, list[Tensor]]:
-    """What it takes, and its outputs in the host's memory."""
+@dataclass(frozen=True)
+class _Forward:
+    """A measured forward pass, with its outputs on the CPU."""
+
+    use: ForwardUse
+    outputs: list[Tensor]
+
+
+def _measure_forward(model: nn.Module, batch: Any, reset_peaks: bool) -> _Forward:
     device = _device(model)
-    seconds: list[float] = []
     with evaluating(model), torch.no_grad(), Measured("forward", kept=False) as whole:
         outputs = [leaf.cpu() for leaf in tree_leaves(call_model(model, batch)) if isinstance(leaf, Tensor)]
         with Measured("forward", kept=False, reset_peaks=reset_peaks) as timed:
-            for _ in range(_RUNS):
-                _wait(device)
-                started = time.perf_counter()
-                call_model(model, batch)
-                _wait(device)
-                seconds.append(time.perf_counter() - started)
-    inner, outer = (next((d for d in use.devices if d.index == device.index), None) for use in (timed, whole))
-    if device.type != "cuda" or inner is None or outer is None:
-        return ForwardUse(statistics.median(seconds), None, exact=False), outputs
-    peak = inner if inner.exact else outer
-    return ForwardUse(statistics.median(seconds), peak.peak_bytes - inner.before_bytes, exact=peak.exact), outputs
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+            seconds = [run_seconds(lambda: call_model(model, batch), device) for _ in range(_RUNS)]
+    peak, most = peak_above_start(whole, timed, device)
+    exact = peak is not None and peak == most
+    return _Forward(ForwardUse(statistics.median(seconds), peak, exact), outputs)
 
 
 def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -205,10 +196,10 @@ def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-def _difference(before: list[Tensor] | None, after: list[Tensor] | None) -> float | None:
+def _difference(before: _Forward | None, after: _Forward | None) -> float | None:
     if before is None or after is None:
         return None
-    pairs = [(one, other) for one, other in zip(before, after, strict=True) if one.shape == other.shape]
+    pairs = [(one, other) for one, other in zip(before.outputs, after.outputs, strict=True) if one.shape == other.shape]
     return max((distance_ratio(one, other) for one, other in pairs), default=None)
 
 

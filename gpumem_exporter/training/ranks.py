@@ -1,4 +1,4 @@
-"""The ranks that train together, and what they tell each other: a few figures, in one all-reduce."""
+"""The ranks that train together, and the exchange of a number between them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Ranks"]
 
 
 class Ranks:
-    """The members of a process group, or this process alone. `of` makes one of a group.
+    """The members of a process group, or this process alone.
 
-    `gather` and `total` are collective: every rank calls them, in the same order. They wait for the others no longer
-    than the group's own timeout. Not thread-safe.
+    `gather` and `total` are collective: every rank calls them, in the same order. They wait at most for the group's
+    timeout. Not thread-safe.
 
     Attributes:
-        size: how many there are.
-        numbers: the global rank of each.
+        size: number of ranks.
+        numbers: the global number of each rank.
     """
 
     def __init__(self) -> None:
@@ -33,19 +33,19 @@ class Ranks:
 
     @classmethod
     def of(cls, group: Any = None) -> Ranks:
-        """The members of a group, by default of the default group; this process alone where there is none.
+        """Return the members of a group, by default of the default group; this process alone if there is no group.
 
         Raises:
-            ConfigurationError: this process does not belong to the group, or there can be none.
+            ConfigurationError: this process does not belong to the group, or torch.distributed is not initialized.
         """
         ranks = cls()
         if not (dist.is_available() and dist.is_initialized()):
             if group is not None:
-                raise ConfigurationError("a process group is given, but torch.distributed is not initialised")
+                raise ConfigurationError("the process group needs torch.distributed, which is not initialized")
             return ranks
         ranks._group, ranks._rank = group, dist.get_rank(group)
         if ranks._rank < 0:
-            raise ConfigurationError(f"rank {dist.get_rank()} does not belong to the process group that is given")
+            raise ConfigurationError(f"rank {dist.get_rank()} does not belong to the given process group")
         ranks.numbers = tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
         ranks.size = len(ranks.numbers)
         kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]  # "cpu:gloo,cuda:nccl"
@@ -53,10 +53,10 @@ class Ranks:
         return ranks
 
     def gather(self, value: float) -> dict[int, float]:
-        """What each rank gives, by its global rank. Allocates on a device only the first time.
+        """Return the value of each rank by its global number. Allocates on a device only the first time.
 
         Raises:
-            RankFailedError: a rank has gone, or did not answer within the group's timeout.
+            RankFailedError: a rank exited, or did not answer within the group's timeout.
         """
         if self.size == 1:
             return {self.numbers[0]: value}
@@ -68,9 +68,7 @@ class Ranks:
         return dict(zip(self.numbers, self._row.tolist(), strict=True))
 
     def total(self, value: float) -> Any:
-        """The sum over the ranks: a number where they speak through the host's memory, else a tensor on the device.
-
-        Nobody has waited for that tensor.
+        """Return the sum over the ranks: a number on a CPU backend, else a tensor that is not synchronized.
 
         Raises:
             RankFailedError: as `gather`.
@@ -84,5 +82,5 @@ class Ranks:
     def _reduce(self, tensor: Any) -> None:
         try:
             dist.all_reduce(tensor, group=self._group)
-        except RuntimeError as error:  # a connection that closed, a timeout
-            raise RankFailedError(f"the ranks {list(self.numbers)} cannot agree: {error}") from error
+        except RuntimeError as error:  # a closed connection or a timeout
+            raise RankFailedError(f"the all-reduce over ranks {list(self.numbers)} failed: {error}") from error

@@ -1,9 +1,7 @@
-"""Writes a checkpoint whole or not at all, in a file that loads into the host's memory on any machine.
+"""Writes a checkpoint completely or not at all, in a file that loads into host memory on any machine.
 
-`torch.save` takes no device memory: it copies one storage at a time to the host (`torch.serialization._save`). But it
-writes over the checkpoint of before, so that a full disk or a killed job leaves neither, and says `unexpected pos
-8389696 vs 8389648` then; and a file of CUDA tensors loads onto the device, beside the model that is there already, and
-on a machine without one not at all.
+`torch.save` overwrites the previous checkpoint, so that a full disk or a killed job leaves neither. Its files load CUDA
+tensors onto the device, and cannot be loaded on a machine without one.
 """
 
 from __future__ import annotations
@@ -30,24 +28,24 @@ __all__ = ["SavedCheckpoint", "save_checkpoint"]
 _log = logging.getLogger("gpumem_exporter.training")
 
 _GATHER = (
-    "gather it on all ranks (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
-    " with StateDictOptions(full_state_dict=True, cpu_offload=True)) and save that on one, or save the parts with"
+    "gather the state on all ranks"
+    " (torch.distributed.checkpoint.state_dict.get_model_state_dict, get_optimizer_state_dict,"
+    " with StateDictOptions(full_state_dict=True, cpu_offload=True)) and save it on one rank, or save the parts with"
     " torch.distributed.checkpoint.save"
 )
 _WRITE_BYTES = 64 << 20
-"""Written at a time, so that a signal is not held up until gigabytes are on the disk."""
+"""Size of one write, so that signals are handled between the writes of a large file."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """What a checkpoint has cost.
+    """The cost of a checkpoint.
 
     Attributes:
-        path: the file, links followed.
-        file_bytes: its size.
-        staged_bytes: the most host memory that held device tensors at once: the largest storage; 0 where none was on a
-            device.
-        duration_seconds: until it was on the disk.
+        path: the file, with links resolved.
+        file_bytes: size of the file.
+        staged_bytes: host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU.
+        duration_seconds: time until the file was on the disk.
     """
 
     path: Path
@@ -63,39 +61,43 @@ class SavedCheckpoint:
 def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheckpoint:
     """Save a checkpoint: `save_checkpoint("last.pt", model=model, optimizer=optimizer, step=step)`.
 
-    The file holds a dictionary of the names given. Whatever has a `state_dict` (models, optimizers, schedulers, grad
-    scalers) is saved as that, everything else as it is. `torch.load(path, weights_only=True)` reads it, on any machine,
-    into the host's memory; `load_state_dict` copies from there.
+    The file contains a dictionary of the given names. An object with a `state_dict` is saved as its state, everything
+    else as it is. `torch.load(path, weights_only=True)` reads the file into host memory on any machine.
 
-    It takes no device memory: storages go to the host one by one, so that the largest is what it takes of the host's.
-    What `torch.save` keeps it keeps: tensors that share a storage are written once and share it again, and of a view
-    the whole storage is written (`.clone()` saves the view alone).
+    Takes no device memory: storages are copied to the host one by one. As with `torch.save`, tensors that share a
+    storage are written once, and a view saves its whole storage; `.clone()` saves the view alone.
 
-    The file appears whole or not at all: it is written beside its place, brought to the disk (fsync) and renamed. On
-    any error the file of before stays, and nothing else does; a process that is killed meanwhile leaves a hidden
-    `.part` beside it. A file that is replaced passes on its permissions.
+    The file is written beside its place, synced to the disk and renamed. After an error the previous file stays. A
+    process that is killed leaves a hidden `.part` file. A replaced file passes on its permissions.
 
-    Logs what it took. Any thread may call it, and of several processes that train the same model one should; it waits
-    for the device, as any copy to the host does.
+    Any thread may call this. Of several processes that train the same model, one should.
 
     Raises:
-        ConfigurationError: nothing to save; a DTensor or a FullyShardedDataParallel, of which this process has a part
-            alone; an object that could not
-            be loaded with `weights_only=True`; a path that is no file.
-        StorageError: it cannot be written; says why.
+        ConfigurationError: there is nothing to save; a part is a DTensor or contains a FullyShardedDataParallel; an
+            object cannot be loaded with `weights_only=True`; the path is not a file.
+        StorageError: the file cannot be written.
     """
-    import torch
-
     if not parts:
-        raise ConfigurationError("nothing to save; name what is to be saved: save_checkpoint(path, model=model)")
+        raise ConfigurationError("nothing to save: write save_checkpoint(path, model=model)")
     target = Path(os.path.realpath(path))
     mode = _mode(target)
-    started, handled = time.monotonic(), sys.exc_info()[1]
+    started = time.monotonic()
     _refuse_collective(parts)
     tree = {name: value.state_dict() if _has_state(value) else value for name, value in parts.items()}
     _refuse_shards(tree)
-    part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
     sizes = _Sizes()
+    written_bytes = _write(tree, target, mode, sizes)
+    saved = SavedCheckpoint(target, written_bytes, sizes.staged_bytes, time.monotonic() - started)
+    _log.info("saved %s", saved)
+    return saved
+
+
+def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Sizes) -> int:
+    """Write a checkpoint to its place and return its size. After an error nothing remains of it."""
+    import torch
+
+    handled = sys.exc_info()[1]
+    part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
     stream = None
     try:
         stream = _Stream(part, mode)
@@ -106,18 +108,16 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     except BaseException as error:
         if stream is not None:
             stream.discard()
-        # Torch raises an error of its own on top of the one of writing.
+        # Torch replaces the error of a write by one of its own.
         cause = stream.error if stream is not None and stream.error is not None else error
         if isinstance(cause, OSError):
             room = "" if stream is None else _room(target.parent, sizes.total_bytes)
-            raise StorageError(f"{target} is not written: {cause.strerror or cause}{room}") from cause
-        ended = error.__context__  # what ends the program must not become torch's RuntimeError
-        if ended is not handled and not isinstance(ended, Exception | None):
-            raise ended from None
+            raise StorageError(f"{target} cannot be written: {cause.strerror or cause}{room}") from cause
+        context = error.__context__  # torch's RuntimeError must not replace a KeyboardInterrupt
+        if context is not handled and not isinstance(context, Exception | None):
+            raise context from None
         raise
-    saved = SavedCheckpoint(target, stream.written_bytes, sizes.staged_bytes, time.monotonic() - started)
-    _log.info("saved %s", saved)
-    return saved
+    return stream.written_bytes
 
 
 def _has_state(value: Any) -> bool:
@@ -125,10 +125,10 @@ def _has_state(value: Any) -> bool:
 
 
 def _refuse_collective(parts: Mapping[str, Any]) -> None:
-    """What gathers its state from all ranks would wait for them, and they do not come: one process saves.
+    """Refuse parts whose `state_dict` waits for all ranks, because only one process saves.
 
     Raises:
-        ConfigurationError: names the part that holds a `FullyShardedDataParallel`.
+        ConfigurationError: a part contains a `FullyShardedDataParallel`.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is None:
@@ -137,15 +137,15 @@ def _refuse_collective(parts: Mapping[str, Any]) -> None:
         modules = getattr(part, "modules", None)
         if callable(modules) and any(isinstance(module, kind) for module in modules()):
             raise ConfigurationError(
-                f"{name} has a FullyShardedDataParallel, and this process a part of it alone: {_GATHER}"
+                f"{name} contains a FullyShardedDataParallel, of which this process has only a part: {_GATHER}"
             )
 
 
 def _refuse_shards(tree: Any) -> None:
-    """A part of a tensor under the name of the whole is a checkpoint that nobody can load.
+    """Refuse parts of tensors under the name of the whole tensor.
 
     Raises:
-        ConfigurationError: names the tensor.
+        ConfigurationError: a value is a DTensor.
     """
     distributed = sys.modules.get("torch.distributed.tensor")
     kind = getattr(distributed, "DTensor", None)
@@ -153,7 +153,7 @@ def _refuse_shards(tree: Any) -> None:
         return
     for name, value in _leaves(tree, ""):
         if isinstance(value, kind):
-            raise ConfigurationError(f"{name} is a DTensor, and this process has its own part of it alone: {_GATHER}")
+            raise ConfigurationError(f"{name} is a DTensor, of which this process has only a part: {_GATHER}")
 
 
 def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -168,27 +168,27 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_unloadable(part: Path) -> None:
-    """Ask torch what the file needs. Reads the pickle in it, and no tensor.
+    """Refuse a file that `torch.load(weights_only=True)` rejects. Reads the pickle in the file and no tensors.
 
     Raises:
-        ConfigurationError: names what stands in the way.
+        ConfigurationError: the file contains objects of other classes.
     """
     import torch
 
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(part)
     if unsafe:
         raise ConfigurationError(
-            f"{', '.join(sorted(unsafe))} cannot be loaded with weights_only=True: save numbers, strings, tensors and"
-            " lists and dictionaries of them in its place, or allow it by torch.serialization.add_safe_globals"
+            f"{', '.join(sorted(unsafe))} cannot be loaded with weights_only=True: save numbers, strings, tensors,"
+            " lists and dictionaries instead, or call torch.serialization.add_safe_globals"
         )
 
 
 class _Stream:
-    """The file in the making, as torch writes to it: remembers the error that torch hides behind its own.
+    """The file that torch writes to. Keeps the error of a write, which torch replaces by its own.
 
     Args:
-        part: where it is made.
-        mode: its permissions; None: those of any new file.
+        part: the path of the temporary file.
+        mode: its permissions; None means those of a new file.
     """
 
     def __init__(self, part: Path, mode: int | None) -> None:
@@ -203,7 +203,7 @@ class _Stream:
                 os.fchmod(self._descriptor, mode)
 
     def write(self, data: Any) -> int:
-        """All of it."""
+        """Write all data."""
         rest = memoryview(data).cast("B")
         size = len(rest)
         try:
@@ -216,14 +216,14 @@ class _Stream:
         return size
 
     def flush(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: there is no buffer."""
 
     def finish(self, target: Path) -> None:
-        """Bring it to the disk and to its place."""
+        """Sync the file to the disk and move it to its place."""
         os.fsync(self._descriptor)
         self._close()
         self._part.replace(target)
-        with contextlib.suppress(OSError):  # not every file system brings folders to the disk
+        with contextlib.suppress(OSError):  # not every file system can sync folders
             folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 os.fsync(folder)
@@ -231,7 +231,7 @@ class _Stream:
                 os.close(folder)
 
     def discard(self) -> None:
-        """As if it had never been."""
+        """Remove the file."""
         with contextlib.suppress(OSError):
             self._close()
         with contextlib.suppress(OSError):
@@ -244,17 +244,17 @@ class _Stream:
 
 
 def _mode(target: Path) -> int | None:
-    """The permissions of the file that is to be replaced; None where there is none.
+    """Return the permissions of the file to replace; None if there is no file.
 
     Raises:
-        ConfigurationError: it is something else.
+        ConfigurationError: the path is a folder or another special file.
     """
     try:
         mode = target.stat().st_mode
     except OSError:
         return None
     if not stat.S_ISREG(mode):
-        raise ConfigurationError(f"{target} is no file; a checkpoint is one, so name one")
+        raise ConfigurationError(f"{target} is not a regular file")
     return stat.S_IMODE(mode)
 
 
@@ -263,11 +263,11 @@ def _room(folder: Path, needed_bytes: int) -> str:
         free = human_bytes(shutil.disk_usage(folder).free)
     except OSError:
         return ""
-    return f"; it needs {human_bytes(needed_bytes)}, and {free} are free there"
+    return f"; it needs {human_bytes(needed_bytes)}, and {free} are free"
 
 
 class _Sizes(dict[tuple[str, int], int]):
-    """The bytes of the storages that are saved, by kind of device and address."""
+    """The bytes of the saved storages, by type of device and address."""
 
     def note(self, storage: Any) -> None:
         """Count a storage."""
@@ -275,10 +275,10 @@ class _Sizes(dict[tuple[str, int], int]):
 
     @property
     def total_bytes(self) -> int:
-        """Of all of them."""
+        """The size of all storages."""
         return sum(self.values())
 
     @property
     def staged_bytes(self) -> int:
-        """Of the largest that was not in the host's memory."""
+        """The size of the largest storage on a device."""
         return max((size for (kind, _), size in self.items() if kind != "cpu"), default=0)

@@ -27,48 +27,50 @@ def call(process: TorchProcess, function: str) -> Any:
     return process.exec(f"from tests.programs import searched_batches\nresult = searched_batches.{function}()")
 
 
-def test_the_size_that_is_found_trains_and_the_next_one_does_not_and_no_statistic_is_reset(
+def test_the_found_size_trains_the_next_one_does_not_and_no_statistic_is_reset(
     process: TorchProcess,
 ) -> None:
-    told = call(process, "found")
-    print(told["printed"])
-    sizes = [size for size, *_ in told["tries"]]
+    results = call(process, "found")
+    print(results["printed"])
+    sizes = [size for size, *_ in results["tries"]]
     assert sizes[:2] == [768, 1536], "the start, rounded down, and twice that"
-    assert told["size"] == told["largest"] == max(size for size, fits, *_ in told["tries"] if fits)
-    assert min(size for size, fits, *_ in told["tries"] if not fits) == told["size"] + 256
-    assert told["in a range"] == told["size"]
-    assert (told["trains"], told["more"]) == (True, False)
+    assert results["size"] == results["largest"] == max(size for size, fits, *_ in results["tries"] if fits)
+    assert min(size for size, fits, *_ in results["tries"] if not fits) == results["size"] + 256
+    assert results["in a range"] == results["size"]
+    assert (results["trains"], results["more"]) == (True, False)
 
-    peaks = [peak for *_, peak in told["tries"] if peak is not None]
+    peaks = [peak for *_, peak in results["tries"] if peak is not None]
     assert len(peaks) > 3, "each size larger than those before raises PyTorch's own peak"
     assert peaks == sorted(set(peaks))
-    assert peaks[-1] == told["peak"]
-    assert all(peak is None or peak > told["peak"] for peak in told["again_peaks"])
-    assert told["again"] == [int(told["size"] / 256 * 0.9) * 256, told["size"]], "from above, and less a margin"
-    assert (told["resets"], told["ooms"], told["peak_kept"]) == (0, 0, True)
-    assert told["left"] == 0, "failed tries leave nothing behind"
-    assert told["reserved"] < GIB / 4, "and nor does the last one leave its cache"
+    assert peaks[-1] == results["peak"]
+    assert all(peak is None or peak > results["peak"] for peak in results["again_peaks"])
+    assert results["again"] == [int(results["size"] / 256 * 0.9) * 256, results["size"]], (
+        "from above, and less a margin"
+    )
+    assert (results["resets"], results["ooms"], results["peak_kept"]) == (0, 0, True)
+    assert results["left"] == 0, "failed tries leave nothing behind"
+    assert results["reserved"] < GIB / 4, "and nor does the last one leave its cache"
 
 
-def test_a_search_ends_with_the_steps_own_error_with_none_that_fits_or_at_its_bounds(process: TorchProcess) -> None:
-    told = call(process, "ends")
-    assert told["own error"] == [True, [], [4, 8, 16]]
-    text, cause, *notes = told["none fits"]
+def test_a_search_ends_with_an_error_of_the_step_without_a_fitting_size_or_at_its_limits(process: TorchProcess) -> None:
+    results = call(process, "ends")
+    assert results["own error"] == [True, [], [4, 8, 16]]
+    text, cause, *notes = results["none fits"]
     assert "4, 2, 1" in text
     assert cause == "OutOfMemoryError"
     assert notes, "the error says why"
-    assert told["left"] == 0
-    assert told["maximum"] == 50
-    assert told["bounded"] == [4, 3]
-    assert "64, 32" in told["bounded, none fits"]
-    assert told["wrapped"] is True
+    assert results["left"] == 0
+    assert results["maximum"] == 50
+    assert results["bounded"] == [4, 3]
+    assert "64, 32" in results["bounded, none fits"]
+    assert results["wrapped"] is True
 
 
-def test_without_cuda_nothing_is_tried_and_wrong_arguments_are_told() -> None:
+def test_without_cuda_nothing_is_tried_and_invalid_arguments_are_rejected() -> None:
     with TorchProcess(None, {"CUDA_VISIBLE_DEVICES": ""}) as process:
-        told = call(process, "without_cuda")
-        assert re.search(r"\b24\b.*\bCUDA\b", told.pop("printed"))
-        assert told == {"size": 24, "asked": [], "largest": None}
+        results = call(process, "without_cuda")
+        assert re.search(r"\b24\b.*\bCUDA\b", results.pop("printed"))
+        assert results == {"size": 24, "sizes": [], "largest": None}
         assert re.search(r"find_batch_size\b.*\bCUDA\b", process.stderr())
         refused = call(process, "refusals")
     expected = [

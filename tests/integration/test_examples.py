@@ -1,4 +1,4 @@
-"""The programs in examples/ run as they are: on the CPU, and on the emulated node beside an exporter."""
+"""The programs in examples/: on the CPU, and on the emulated node with an exporter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SMALL = ("--epochs", "1", "--samples", "72", "--effective-batch", "32", "--width
 
 def environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
-    return {**kept, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **changes}
+    return {**kept, "OMP_NUM_THREADS": "1", **changes, "PYTHONPATH": str(REPOSITORY)}
 
 
 def run(example: str, *arguments: str) -> str:
@@ -37,66 +37,66 @@ def run(example: str, *arguments: str) -> str:
     return ended.stdout
 
 
-def test_the_three_lines_train_where_there_is_neither_a_gpu_nor_an_exporter() -> None:
-    said = run("train.py", *("--steps", "1", "--batch", "1", "--length", "8", "--width", "32", "--layers", "1"))
-    assert said.startswith("step 0 loss ")
+def test_the_training_example_runs_without_a_gpu_and_an_exporter() -> None:
+    output = run("train.py", *("--steps", "1", "--batch", "1", "--length", "8", "--width", "32", "--layers", "1"))
+    assert output.startswith("step 0 loss ")
 
 
-def test_every_tool_works_where_there_is_neither_a_gpu_nor_an_exporter(start_torch: StartTorch, tmp_path: Path) -> None:
-    said = run("toolkit.py", *SMALL, "--folder", str(tmp_path))
-    assert re.search(r"^3 steps\b.*\b32\b", said, re.MULTILINE)  # the last one of 8 samples
-    assert "no CUDA" in said
-    assert re.search(r"^none +0 +.*\bMiB$", said, re.MULTILINE), "the row without checkpointing"
-    assert re.search(r"^every block +2 +.*\bMiB\b", said, re.MULTILINE)
-    assert str(tmp_path / "last.pt") in said
+def test_every_tool_works_without_a_gpu_and_an_exporter(start_torch: StartTorch, tmp_path: Path) -> None:
+    output = run("toolkit.py", *SMALL, "--folder", str(tmp_path))
+    assert re.search(r"^3 steps\b.*\b32\b", output, re.MULTILINE)  # the last one of 8 samples
+    assert "no CUDA" in output
+    assert re.search(r"^none +0 +.*\bMiB$", output, re.MULTILINE), "the row without checkpointing"
+    assert re.search(r"^every block +2 +.*\bMiB\b", output, re.MULTILINE)
+    assert str(tmp_path / "last.pt") in output
     load = "result = sorted(torch.load(path, weights_only=True))"
     assert start_torch().exec(load, path=str(tmp_path / "last.pt")) == ["model", "optimizer"]
 
 
-def test_every_tool_works_on_a_gpu_and_what_it_measures_is_on_the_page(
+def test_every_tool_works_on_a_gpu_and_the_exporter_shows_its_measurements(
     node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
-    variables = environment(**node.environment(), PYTHONPATH=str(REPOSITORY), GPUMEM_EXPORTER_URL=exporter.url)
+    variables = environment(**node.environment(), GPUMEM_EXPORTER_URL=exporter.url)
     arguments = ("--effective-batch", "400000", "--samples", "1400000", "--folder", str(tmp_path))
     seen: set[tuple[str, str]] = set()
-    with (tmp_path / "said").open("w+") as said:
+    with (tmp_path / "output").open("w+") as output:
         program = subprocess.Popen(
-            [sys.executable, str(EXAMPLES / "toolkit.py"), *arguments], env=variables, stdout=said, stderr=said
+            [sys.executable, str(EXAMPLES / "toolkit.py"), *arguments], env=variables, stdout=output, stderr=output
         )
         try:
 
-            def look() -> bool:
+            def ended() -> bool:
                 for name, samples in exporter.metrics().samples.items():
                     for labels in samples:
-                        told = dict(labels)
-                        if told.get("workload") == "toolkit":
-                            seen.add((name, told.get("phase") or told.get("component") or ""))
+                        values = dict(labels)
+                        if values.get("workload") == "toolkit":
+                            seen.add((name, values.get("phase") or values.get("component") or ""))
                 return program.poll() is not None
 
-            wait_for(look, "the program's end", 240.0)
+            wait_for(ended, "the program's end", 240.0)
         finally:
             program.kill()
             program.wait(patient(30))
-        said.seek(0)
-        assert program.returncode == 0, said.read()
+        output.seek(0)
+        assert program.returncode == 0, output.read()
     assert seen >= {
         *(("gpumem_torch_phase_peak_bytes", phase) for phase in ("forward", "backward", "optimizer")),
         *(("gpumem_torch_component_bytes", part) for part in ("parameters", "gradients", "optimizer_state", "other")),
         ("gpumem_torch_planned_reserved_peak_bytes", ""),
         ("gpumem_torch_plan_error_ratio", ""),
     }
-    assert "fits" in (tmp_path / "said").read_text()
+    assert "fits" in (tmp_path / "output").read_text()
     assert (tmp_path / "memory.pickle").exists()
 
 
-def test_what_the_hoarder_caches_comes_back_when_the_command_of_its_docstring_is_given(
+def test_the_command_in_the_docstring_of_the_hoarding_example_releases_its_cache(
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
-    variables = environment(**node.environment(), PYTHONPATH=str(REPOSITORY), GPUMEM_EXPORTER_URL=exporter.url)
-    ours = [sys.executable, "-m", "gpumem_exporter"]
-    hoarding = [*ours, "run", "--workload", "notebook", "--", sys.executable, str(EXAMPLES / "hoard.py")]
+    variables = environment(**node.environment(), GPUMEM_EXPORTER_URL=exporter.url)
+    command = [sys.executable, "-m", "gpumem_exporter"]
+    hoarding = [*command, "run", "--workload", "notebook", "--", sys.executable, str(EXAMPLES / "hoard.py")]
     with subprocess.Popen(
         [*hoarding, "--mebibytes", "640"],
         env=variables,
@@ -109,7 +109,7 @@ def test_what_the_hoarder_caches_comes_back_when_the_command_of_its_docstring_is
             wait_for(lambda: exporter.metrics().values("gpumem_torch_reclaimable_bytes", **held), "its report")
             cached = exporter.metrics().value("gpumem_torch_reclaimable_bytes", **held)
             cleared = subprocess.run(
-                [*ours, "clear", "--workload", "notebook", "--json"],
+                [*command, "clear", "--workload", "notebook", "--json"],
                 env=variables,
                 capture_output=True,
                 text=True,

@@ -1,4 +1,4 @@
-"""Running a model for its outputs, and changing its weights: what is done, what is left alone, what is told of it."""
+"""Inference and optimized models: what changes, what stays, and what is measured."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[TorchProcess]:
-    """One without any driver."""
+    """A process without a driver."""
     with TorchProcess(None, {"OMP_NUM_THREADS": "1"}) as started:
         yield started
 
@@ -27,30 +27,30 @@ def call(process: TorchProcess, function: str) -> Any:
     )
 
 
-def test_inference_leaves_each_part_in_its_mode_and_says_that_there_is_no_cuda(process: TorchProcess) -> None:
-    told = call(process, "inference")
-    assert told["modes within"] == [False] * 6
-    assert told["modes after"] is True
-    assert told["dtypes"] == ["torch.bfloat16", "torch.float32"]
-    assert told["inference"] == [True, True]
-    assert told["gradients"] is True
-    assert told["devices"] == []
-    assert len(told["lines"]) == 4
-    assert all(re.search(r"\bSequential\b.*\bno CUDA\b", line) for line in told["lines"])
-    assert re.search(r"^ConfigurationError\b.*torch\.int8\b.*torch\.bfloat16\b.*torch\.float16\b", told["autocast"])
-    assert told["generator"].startswith("TypeError")
+def test_inference_restores_each_mode_and_logs_that_there_is_no_cuda(process: TorchProcess) -> None:
+    results = call(process, "inference")
+    assert results["modes within"] == [False] * 6
+    assert results["modes after"] is True
+    assert results["dtypes"] == ["torch.bfloat16", "torch.float32"]
+    assert results["inference"] == [True, True]
+    assert results["gradients"] is True
+    assert results["devices"] == []
+    assert len(results["lines"]) == 4
+    assert all(re.search(r"\bSequential\b.*\bno CUDA\b", line) for line in results["lines"])
+    assert re.search(r"^ConfigurationError\b.*torch\.int8\b.*torch\.bfloat16\b.*torch\.float16\b", results["autocast"])
+    assert results["generator"].startswith("TypeError")
 
 
-def test_changed_weights_are_measured_and_what_would_change_nothing_is_refused(process: TorchProcess) -> None:
-    told = call(process, "optimizing")
-    before, after = told["weights"]
-    assert before - after == (before - 8) // 2, "but for the norm's count of batches, an integer of 8 bytes"
-    assert told["allocated"] == told["peaks"] == [None, None]
-    assert "no CUDA" in told["text"]
-    assert 0 < told["difference"] < 0.1
-    assert f" {told['difference']:.2g} " in told["text"]
-    assert told["dtypes"] == ["torch.bfloat16"]
-    assert [name for name in ("logged", "layout", "optimizer", "modes", "statistics") if not told[name]] == []
+def test_changed_weights_are_measured_and_arguments_without_effect_are_rejected(process: TorchProcess) -> None:
+    results = call(process, "optimizing")
+    before, after = results["weights"]
+    assert before - after == (before - 8) // 2, "except the norm's count of batches, an integer of 8 bytes"
+    assert results["allocated"] == results["peaks"] == [None, None]
+    assert "no CUDA" in results["text"]
+    assert 0 < results["difference"] < 0.1
+    assert f" {results['difference']:.2g} " in results["text"]
+    assert results["dtypes"] == ["torch.bfloat16"]
+    assert [name for name in ("logged", "layout", "optimizer", "modes", "statistics") if not results[name]] == []
     expected = {
         "nothing": ("dtype=", "channels_last="),
         "the same dtype": ("torch.bfloat16", "Sequential"),
@@ -60,26 +60,26 @@ def test_changed_weights_are_measured_and_what_would_change_nothing_is_refused(p
         "no convolution": ("channels_last",),
         "no parameters": ("ReLU",),
     }
-    assert told["refused"].keys() == expected.keys()
+    assert results["refused"].keys() == expected.keys()
     for name, parts in expected.items():
-        refusal = told["refused"][name]
+        refusal = results["refused"][name]
         assert refusal.startswith("ConfigurationError: ")
         assert [part for part in parts if part not in refusal] == []
 
 
-def test_an_output_that_is_and_stays_zero_does_not_differ(process: TorchProcess) -> None:
+def test_an_output_that_stays_zero_does_not_differ(process: TorchProcess) -> None:
     assert 0 < call(process, "optimizing_zeros")["difference"] < 0.1
 
 
-def test_on_a_device_the_bytes_and_peaks_are_the_allocators(start_torch: StartTorch) -> None:
-    told = call(start_torch(PYTORCH_CUDA_ALLOC_CONF=None), "on_device")
-    before, after, peak, exact = told["inference"]
+def test_on_a_device_bytes_and_peaks_equal_the_allocators(start_torch: StartTorch) -> None:
+    results = call(start_torch(PYTORCH_CUDA_ALLOC_CONF=None), "on_device")
+    before, after, peak, exact = results["inference"]
     assert (before, exact) == (after, True)
     assert peak - before >= 2 * 4 * MIB, "the outputs of two layers at once"
-    assert len(told["lines"]) == 1
-    assert re.search(r"\bSequential\b.*\bcuda:0\b", told["lines"][0])
-    assert told["weights"] == [16 * MIB, 8 * MIB]
-    assert told["fell"] == told["told fell"] == 8 * MIB
-    assert told["exact"] == [True, True]
-    assert told["peaks"][0] - told["peaks"][1] == 4 * MIB, "half of two layers' outputs"
-    assert "allocated" in told["text"]
+    assert len(results["lines"]) == 1
+    assert re.search(r"\bSequential\b.*\bcuda:0\b", results["lines"][0])
+    assert results["weights"] == [16 * MIB, 8 * MIB]
+    assert results["fell"] == results["measured fell"] == 8 * MIB
+    assert results["exact"] == [True, True]
+    assert results["peaks"][0] - results["peaks"][1] == 4 * MIB, "half of two layers' outputs"
+    assert "allocated" in results["text"]

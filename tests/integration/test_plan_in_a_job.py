@@ -1,4 +1,4 @@
-"""A plan made by the planner, and the real training that it was made for: its error is on the page, to the byte."""
+"""A plan and the training that it predicts: the exporter shows the error of the plan."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from torch import nn
 def make():
     return nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(1024, 1024), nn.GELU())))
 """
-BEGIN = """
+START = """
 import sys
 sys.path.insert(0, folder)
 from planned_model import make
@@ -52,7 +52,7 @@ result = torch.cuda.max_memory_reserved()
 
 @pytest.fixture
 def plan(tmp_path: Path) -> Path:
-    """What `gpumem-exporter plan` says of the training below."""
+    """The plan of `gpumem-exporter plan` for the training below."""
     (tmp_path / "planned_model.py").write_text(MODEL)
     words = ("planned_model:make", "--input", "float32[B,1024]", "--loss", "mean", "--gpu", "8GiB", "--json")
     batch = ("--no-changes", "--target-effective-batch", "256")
@@ -66,27 +66,27 @@ def plan(tmp_path: Path) -> Path:
 
 
 def shown(exporter: ExporterProcess, pid: int) -> tuple[list[float], list[float]]:
-    """The plan and its error on the page."""
+    """Return the plan and its error on /metrics."""
     metrics = exporter.metrics()
     return metrics.values(PLANNED, pid=str(pid)), metrics.values(ERROR, pid=str(pid))
 
 
 @pytest.mark.slow
-def test_the_error_of_a_plan_is_there_from_the_second_step_on_and_a_bad_plan_harms_nothing(
+def test_the_error_of_a_plan_is_exported_from_the_second_step_on_and_an_invalid_plan_is_ignored(
     plan: Path, node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     planned = json.loads(plan.read_text())["reserved_peak_bytes"]
     garbage = tmp_path / "garbage.json"
     garbage.write_text("from    the model\ndevice  80 GiB\n")
     exporter = start_exporter(node, *QUICK)
-    told = start_torch(launcher=(*RUN, "--plan", str(plan), "--"), GPUMEM_EXPORTER_URL=exporter.url)
+    planned_job = start_torch(launcher=(*RUN, "--plan", str(plan), "--"), GPUMEM_EXPORTER_URL=exporter.url)
     bare = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
     misled = start_torch(GPUMEM_EXPORTER_URL=exporter.url, GPUMEM_PLAN=str(garbage))
     for process in (bare, misled):
         process.call("start_client")
-    processes = (told, bare, misled)
+    processes = (planned_job, bare, misled)
     for process in processes:
-        process.exec(BEGIN, folder=str(tmp_path))
+        process.exec(START, folder=str(tmp_path))
     exporter.wait_for_processes(*(process.pid for process in processes))
     for step, batch in ((1, 256), (2, 256), (3, 4096)):
         measured = [process.exec(STEP, batch=batch) for process in processes]
@@ -94,24 +94,24 @@ def test_the_error_of_a_plan_is_there_from_the_second_step_on_and_a_bad_plan_har
             lambda: [exporter.processes()[process.pid]["step"] for process in processes], [step] * 3, "the step"
         )
         error = [planned / measured[0] - 1] if step > 1 else []
-        assert shown(exporter, told.pid) == ([planned], error)
+        assert shown(exporter, planned_job.pid) == ([planned], error)
         assert shown(exporter, bare.pid) == shown(exporter, misled.pid) == ([], [])
         if step == 2:
             assert abs(error[0]) < 0.05
     assert error[0] < -0.2  # the last batch was not the planned one
-    (device,) = exporter.processes()[told.pid]["devices"]
+    (device,) = exporter.processes()[planned_job.pid]["devices"]
     assert (device["planned_reserved_peak_bytes"], device["plan_error_ratio"]) == (planned, *error)
     assert device["reserved_peak_bytes"] == measured[0]
-    # every statistic of the allocator, whatever the process was told
+    # the plan changes no statistic of the allocator
     stats: list[dict[str, Any]] = [process.call("stats") for process in processes]
     assert stats[0] == stats[1] == stats[2]
     lines = [line for line in misled.stderr().splitlines() if "plan" in line]
     assert len(lines) == 1, lines
     assert re.search(rf"{re.escape(str(garbage))}.*gpumem-exporter plan.*--json", lines[0])
-    assert "plan" not in told.stderr() + bare.stderr()
+    assert "plan" not in planned_job.stderr() + bare.stderr()
 
 
-def test_a_program_gives_the_plan_itself_and_it_stands_at_the_device_that_holds_most(
+def test_a_program_passes_a_plan_and_it_is_exported_for_the_device_with_the_highest_peak(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)
@@ -124,7 +124,7 @@ def test_a_program_gives_the_plan_itself_and_it_stands_at_the_device_that_holds_
         process.call("client_step")
     wait_until_equal(lambda: shown(exporter, process.pid), ([64 << 20], [-0.5]), "the error")
     assert exporter.metrics().values(ERROR, gpu="1") == [-0.5]
-    # the peak begins anew at what is reserved, which the cache is part of; the error stays until that is given back
+    # a reset peak restarts at the reserved bytes, which include the cache, so that the error stays
     process.call("free")
     process.call("reset_peak", device=1)
     process.call("client_step")

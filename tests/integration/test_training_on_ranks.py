@@ -13,26 +13,26 @@ GIB = 1 << 30
 
 
 @pytest.mark.slow
-def test_two_ranks_step_as_all_their_samples_at_once_would_and_agree_on_the_smaller_batch_size(
+def test_two_ranks_step_like_one_batch_and_agree_on_the_smaller_batch_size(
     make_node: MakeNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     node = make_node(total_bytes=[2 * GIB, 3 * GIB])
     processes = [start_torch(node) for _ in range(2)]
     code = "from tests.programs import training_ranks\nresult = training_ranks.run(rank, store)"
-    asked = [
+    numbers = [
         process.send("exec", code=code, rank=rank, store=str(tmp_path / "store"))
         for rank, process in enumerate(processes)
     ]
-    ranks = [process.receive(number, 200) for process, number in zip(processes, asked, strict=True)]
+    ranks = [process.receive(number, 200) for process, number in zip(processes, numbers, strict=True)]
 
     for rank in ranks:
-        told = rank["accumulation"]
-        assert told["clipped"] == [True, True], "some steps and not others"
+        results = rank["accumulation"]
+        assert results["clipped"] == [True, True], "some steps and not others"
         for name, averaged in (("ddp", 6), ("ddp every batch", 10), ("fsdp", 6)):
-            assert told[name]["averaged"] == averaged, f"{name}: once for each step, unless asked otherwise"
-            assert told[name]["steps"] == 6, name
-            assert told[name]["difference"] < 1e-12, f"{name}: and nothing of a window that was left is in the first"
-            assert told[name]["norms"] < 1e-12, name
+            assert results[name]["averaged"] == averaged, f"{name}: once for each step, unless configured otherwise"
+            assert results[name]["steps"] == 6, name
+            assert results[name]["difference"] < 1e-12, f"{name}: an abandoned window does not affect the first one"
+            assert results[name]["norms"] < 1e-12, name
         kind, text, _ = rank["misuse"]["left out"]
         assert kind == "RuntimeError"
         assert re.search(r"forward\(\).*backward\(\)", text)

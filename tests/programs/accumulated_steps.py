@@ -176,9 +176,9 @@ def overflowing() -> dict[str, Any]:
 def of_another_size() -> list[str]:
     """Return the log lines with batches of half the size, and with mixed sizes of the same mean."""
     net = model()
-    said: list[str] = []
+    lines: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger("gpumem_exporter.training")
     log.addHandler(handler)
     for sizes, effective in (([2] * 8, 8), ([4, 4, 4, 3], 8), ([4, 3, 4, 4], 8), ([4, 4, 3], 4)):
@@ -186,7 +186,7 @@ def of_another_size() -> list[str]:
         accumulator = training.GradientAccumulator(net, optimizer, effective_batch=effective, micro_batch=4)
         train_accumulated(accumulator, net, micro_batches(sizes))
     log.removeHandler(handler)
-    return said
+    return lines
 
 
 class OldShards(nn.Module):
@@ -203,13 +203,13 @@ def refusals() -> dict[str, str]:
     """Return the messages for incorrect use."""
     net = model()
     optimizer = optimizer_of("sgd", net)
-    told: dict[str, str] = {}
+    results: dict[str, str] = {}
 
     def refused(name: str, kind: type[Exception], **arguments: Any) -> None:
         try:
             training.GradientAccumulator(net, optimizer, **({"effective_batch": 8, "micro_batch": 4} | arguments))
         except kind as error:
-            told[name] = str(error)
+            results[name] = str(error)
 
     refused("uneven", ConfigurationError, effective_batch=100, micro_batch=32)
     refused("small", ConfigurationError, effective_batch=16, micro_batch=32)
@@ -228,7 +228,7 @@ def refusals() -> dict[str, str]:
         try:
             action()
         except kind as error:
-            told[name] = str(error)
+            results[name] = str(error)
 
     def forward() -> torch.Tensor:
         with accumulator.forward():
@@ -239,7 +239,7 @@ def refusals() -> dict[str, str]:
     for _ in range(2):
         accumulator.backward(forward(), samples=4)
     raised("step", RuntimeError, forward)
-    return told
+    return results
 
 
 def interrupted() -> dict[str, Any]:

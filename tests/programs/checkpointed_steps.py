@@ -71,13 +71,13 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
-def told(comparison: CheckpointingComparison) -> dict[str, Any]:
+def as_document(comparison: CheckpointingComparison) -> dict[str, Any]:
     return {**comparison.as_dict(), "text": str(comparison)}
 
 
 def plain() -> dict[str, Any]:
     net = Net()
-    result = told(compare(net, torch.randn(8, 16), repeats=2, every=[2]))
+    result = as_document(compare(net, torch.randn(8, 16), repeats=2, every=[2]))
     return {**result, "calls": [block.calls for block in net.blocks]}
 
 
@@ -173,7 +173,7 @@ def differing() -> dict[str, Any]:
     running = np.random.default_rng(0)
     noisy = Net(misbehave=lambda x: x * float(running.random()))
     return {
-        name: told(compare(net, batch, repeats=1))
+        name: as_document(compare(net, batch, repeats=1))
         for name, net in (("drawing", drawing), ("norms", norms), ("noisy", noisy))
     }
 
@@ -182,11 +182,11 @@ def chosen() -> dict[str, Any]:
     net, batch = Net(), torch.randn(8, 16)
     given = [net.stem[0], net.blocks[0], net.head]
     return {
-        "given": told(compare(net, batch, blocks=given, every=[3], repeats=1)),
-        "evaluating": told(compare(net.eval(), {"x": batch}, repeats=1)),
+        "given": as_document(compare(net, batch, blocks=given, every=[3], repeats=1)),
+        "evaluating": as_document(compare(net.eval(), {"x": batch}, repeats=1)),
         "still evaluating": not any(module.training for module in net.modules()),
-        "positional": told(compare(net, (batch,), loss=lambda y: {"l": y.sum()}["l"], repeats=1)),
-        "autocast": told(compare(net, batch, autocast=torch.bfloat16, repeats=1)),
+        "positional": as_document(compare(net, (batch,), loss=lambda y: {"l": y.sum()}["l"], repeats=1)),
+        "autocast": as_document(compare(net, batch, autocast=torch.bfloat16, repeats=1)),
     }
 
 
@@ -252,14 +252,14 @@ def on_device() -> dict[str, Any]:
     compare(net, batch[:1], repeats=1)  # allocates what torch keeps after its first kernels
     torch.cuda.reset_peak_memory_stats()
     keeping = _peaks()
-    first = told(compare(net, batch, repeats=2))
+    first = as_document(compare(net, batch, repeats=2))
     fell = [name for name, peak in _peaks().items() if peak < keeping[name]]
-    again = told(compare(net, batch, repeats=2))
+    again = as_document(compare(net, batch, repeats=2))
     allocated = torch.cuda.memory_allocated()
-    reset = told(compare(net, batch, repeats=2, reset_peaks=True))
+    reset = as_document(compare(net, batch, repeats=2, reset_peaks=True))
     left = torch.cuda.memory_allocated() - allocated
     refusal = refused(lambda: compare(net, batch, simulate=True))
-    simulated = told(compare(net.cpu(), batch.cpu(), repeats=1, simulate=True))
+    simulated = as_document(compare(net.cpu(), batch.cpu(), repeats=1, simulate=True))
     return {
         "first": first,
         "again": again,
@@ -284,7 +284,7 @@ def without_room() -> dict[str, Any]:
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.mem_get_info()[1])
     try:
         allocated = torch.cuda.memory_allocated()
-        result = told(compare(net, batch, repeats=1, reset_peaks=True))
+        result = as_document(compare(net, batch, repeats=1, reset_peaks=True))
         return {**result, "left": torch.cuda.memory_allocated() - allocated}
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

@@ -89,14 +89,14 @@ def optimizing() -> dict[str, Any]:
     modes = [module.training for module in model.modules()]
     mean = model[1].running_mean.tolist()
     with heard() as lines:
-        told = training.optimize_model(model, dtype=torch.bfloat16, channels_last=True, example=batch)
+        change = training.optimize_model(model, dtype=torch.bfloat16, channels_last=True, example=batch)
     result = {
-        "text": str(told),
-        "logged": "\n".join(lines) == str(told),
-        "weights": [told.weights_before_bytes, told.weights_after_bytes],
-        "allocated": [told.allocated_before_bytes, told.allocated_after_bytes],
-        "peaks": [told.forward_before.peak_bytes, told.forward_after.peak_bytes],
-        "difference": told.output_difference_ratio,
+        "text": str(change),
+        "logged": "\n".join(lines) == str(change),
+        "weights": [change.weights_before_bytes, change.weights_after_bytes],
+        "allocated": [change.allocated_before_bytes, change.allocated_after_bytes],
+        "peaks": [change.forward_before.peak_bytes, change.forward_after.peak_bytes],
+        "difference": change.output_difference_ratio,
         "dtypes": sorted({str(p.dtype) for p in model.parameters()}),
         "layout": model[0].weight.is_contiguous(memory_format=torch.channels_last),
         "optimizer": optimizer.param_groups[0]["params"][0] is model[0].weight,
@@ -131,8 +131,8 @@ class WithNothing(nn.Module):
 
 
 def optimizing_zeros() -> dict[str, Any]:
-    told = training.optimize_model(WithNothing(), dtype=torch.bfloat16, example=torch.randn(4, 8))
-    return {"difference": told.output_difference_ratio}
+    change = training.optimize_model(WithNothing(), dtype=torch.bfloat16, example=torch.randn(4, 8))
+    return {"difference": change.output_difference_ratio}
 
 
 def on_device() -> dict[str, Any]:
@@ -148,11 +148,11 @@ def on_device() -> dict[str, Any]:
         "lines": lines,
     }
     result["allocated"] = torch.cuda.memory_allocated()
-    told = training.optimize_model(model, dtype=torch.bfloat16, example=batch, reset_peaks=True)
-    result["weights"] = [told.weights_before_bytes, told.weights_after_bytes]
-    result["fell"] = told.allocated_before_bytes - told.allocated_after_bytes
-    result["told fell"] = result["allocated"] - torch.cuda.memory_allocated()
-    result["peaks"] = [told.forward_before.peak_bytes, told.forward_after.peak_bytes]
-    result["exact"] = [told.forward_before.exact, told.forward_after.exact]
-    result["text"] = str(told)
+    change = training.optimize_model(model, dtype=torch.bfloat16, example=batch, reset_peaks=True)
+    result["weights"] = [change.weights_before_bytes, change.weights_after_bytes]
+    result["fell"] = change.allocated_before_bytes - change.allocated_after_bytes
+    result["measured fell"] = result["allocated"] - torch.cuda.memory_allocated()
+    result["peaks"] = [change.forward_before.peak_bytes, change.forward_after.peak_bytes]
+    result["exact"] = [change.forward_before.exact, change.forward_after.exact]
+    result["text"] = str(change)
     return result

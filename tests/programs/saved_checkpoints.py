@@ -53,8 +53,8 @@ def step(model: nn.Module, optimizer: Any, schedule: Any) -> str:
     return float(loss).hex()
 
 
-def saved_by_a_handler_meanwhile(folder: str) -> dict[str, Any]:
-    """Return the devices of the tensors of a checkpoint, and of one that a signal handler saves meanwhile."""
+def saved_by_a_signal_handler(folder: str) -> dict[str, Any]:
+    """Return the devices of the tensors of a checkpoint, and of one that a signal handler saves at the same time."""
     tensors = [torch.full((MIB,), float(number), device="cuda") for number in range(4)]
     handled: list[int] = []
 
@@ -69,11 +69,11 @@ def saved_by_a_handler_meanwhile(folder: str) -> dict[str, Any]:
 
     signal.signal(signal.SIGUSR1, handler)
     torch.serialization.register_package(-(10**6), come, lambda _storage, _location: None)
-    said = save(f"{folder}/outer.pt", tensors=tensors)
+    saved = save(f"{folder}/outer.pt", tensors=tensors)
     devices = {
         name: [tensor.device.type for tensor in load(f"{folder}/{name}.pt")["tensors"]] for name in ("inner", "outer")
     }
-    return {**devices, "handled": handled, "staged": said.staged_bytes}
+    return {**devices, "handled": handled, "staged": saved.staged_bytes}
 
 
 def resumed(path: str) -> list[list[str]]:
@@ -104,13 +104,13 @@ def kept_as_torch_keeps(folder: str) -> dict[str, bool]:
         "sparse": torch.eye(3).to_sparse(),
         "parameter": nn.Parameter(torch.ones(2)),
     }
-    ours, theirs = Path(folder) / "ours.pt", Path(folder) / "theirs.pt"
-    save(ours, **tree)
-    torch.save({**tree, "model": tree["model"].state_dict()}, theirs)
-    one, other = load(ours), load(theirs)
+    file, reference = Path(folder) / "file.pt", Path(folder) / "reference.pt"
+    save(file, **tree)
+    torch.save({**tree, "model": tree["model"].state_dict()}, reference)
+    one, other = load(file), load(reference)
     weights = [one["model"][name].untyped_storage().data_ptr() for name in ("0.weight", "2.weight")]
     return {
-        "the same size": abs(ours.stat().st_size - theirs.stat().st_size) < 1024,
+        "the same size": abs(file.stat().st_size - reference.stat().st_size) < 1024,
         "tied": weights[0] == weights[1],
         "views share": len({view.untyped_storage().data_ptr() for view in one["rows"]}) == 1,
         "strides": [view.stride() for view in one["rows"]] == [view.stride() for view in tree["rows"]],
@@ -137,7 +137,7 @@ def failing(folder: str) -> dict[str, list[Any]]:
         error: BaseException | None = None
         try:
             call()
-        except BaseException as raised:  # noqa: BLE001 - whatever it is, the test is told
+        except BaseException as raised:  # noqa: BLE001 - the test checks its type
             error = raised
         intact = [each.name for each in Path(folder).iterdir()] == ["last.pt"] and path.read_bytes() == before
         kind = "GpumemError" if isinstance(error, GpumemError) else type(error).__name__
@@ -218,7 +218,7 @@ def saves_at_once(folder: str) -> dict[str, Any]:
 
     def come(storage: Any) -> None:
         present.append(len(torch.serialization._package_registry) - len(before) - 1)
-        time.sleep(0.01)  # the other thread saves meanwhile
+        time.sleep(0.01)  # lets the other thread save
 
     torch.serialization.register_package(-(10**6), come, lambda _storage, _location: None)
     tensors = [torch.full((MIB,), float(number), device="cuda") for number in range(10)]

@@ -78,19 +78,19 @@ def found() -> dict[str, Any]:
 
 def ends() -> dict[str, Any]:
     """Searches that do not end between two sizes."""
-    told: dict[str, Any] = {}
-    asked: list[int] = []
+    results: dict[str, Any] = {}
+    sizes: list[int] = []
     wrong = ValueError("no such sample")
 
     def fails(size: int) -> None:
-        asked.append(size)
+        sizes.append(size)
         if size > 8:
             raise wrong
 
     try:
         training.find_batch_size(fails, start=4, runs=1)
     except ValueError as error:
-        told["own error"] = [error is wrong, getattr(error, "__notes__", []), list(asked)]
+        results["own error"] = [error is wrong, getattr(error, "__notes__", []), list(sizes)]
 
     def takes(mib: int) -> Callable[[int], None]:
         def step(size: int) -> None:
@@ -103,15 +103,15 @@ def ends() -> dict[str, Any]:
     try:
         training.find_batch_size(takes(4096), start=4)
     except NoBatchSizeError as error:
-        told["none fits"] = [str(error), type(error.__cause__).__name__, *getattr(error.__cause__, "__notes__", [])]
-    told["left"] = torch.cuda.memory_allocated()
-    told["maximum"] = int(training.find_batch_size(takes(1), start=4, maximum=50, margin=0))
+        results["none fits"] = [str(error), type(error.__cause__).__name__, *getattr(error.__cause__, "__notes__", [])]
+    results["left"] = torch.cuda.memory_allocated()
+    results["maximum"] = int(training.find_batch_size(takes(1), start=4, maximum=50, margin=0))
     bounded = training.find_batch_size(takes(1), start=1, max_tries=3, margin=0)
-    told["bounded"] = [bounded.size, len(bounded.tries)]
+    results["bounded"] = [bounded.size, len(bounded.tries)]
     try:
         training.find_batch_size(takes(4096), start=64, max_tries=2)
     except NoBatchSizeError as error:
-        told["bounded, none fits"] = str(error)
+        results["bounded, none fits"] = str(error)
 
     def wraps(size: int) -> None:
         try:
@@ -119,12 +119,12 @@ def ends() -> dict[str, Any]:
         except torch.OutOfMemoryError as error:
             raise RuntimeError("in the data loader") from error
 
-    told["wrapped"] = int(training.find_batch_size(wraps, start=4096, maximum=4096, margin=0)) < 4096
-    return told
+    results["wrapped"] = int(training.find_batch_size(wraps, start=4096, maximum=4096, margin=0)) < 4096
+    return results
 
 
 def refusals() -> list[str]:
-    told = []
+    results = []
     for arguments in (
         {"start": 0},
         {"start": 64, "maximum": 32},
@@ -137,11 +137,11 @@ def refusals() -> list[str]:
         try:
             training.find_batch_size(lambda size: None, **arguments)  # type: ignore[arg-type]
         except ConfigurationError as error:
-            told.append(str(error))
-    return told
+            results.append(str(error))
+    return results
 
 
 def without_cuda() -> dict[str, Any]:
-    asked: list[int] = []
-    search = training.find_batch_size(asked.append, start=30, multiple_of=8)
-    return {"size": int(search), "asked": asked, "printed": str(search), "largest": search.largest}
+    sizes: list[int] = []
+    search = training.find_batch_size(sizes.append, start=30, multiple_of=8)
+    return {"size": int(search), "sizes": sizes, "printed": str(search), "largest": search.largest}

@@ -65,7 +65,7 @@ def accumulate(rank: int) -> dict[str, Any]:
     windows = [[batch for own in everyone for batch in own[at : at + 2]] for at in range(0, 5, 2)]
     whole = model()
     norms = train_whole(whole, "sgd", windows, CLIP, 2)
-    told: dict[str, Any] = {"clipped": [min(norms) < CLIP, max(norms) > CLIP]}
+    results: dict[str, Any] = {"clipped": [min(norms) < CLIP, max(norms) > CLIP]}
     for name, wrap, every in (("ddp", ddp, False), ("ddp every batch", ddp, True), ("fsdp", fsdp, False)):
         net = model()
         wrapped, averaged = wrap(net)
@@ -80,13 +80,13 @@ def accumulate(rank: int) -> dict[str, Any]:
         if not every:
             leave_a_window(accumulator, wrapped, mine)
         seen = train_accumulated(accumulator, wrapped, mine, 2)
-        told[name] = {
+        results[name] = {
             "steps": accumulator.steps,
             "averaged": averaged[0],
             "difference": difference(net, whole),
             "norms": max(abs(a / b - 1) for a, b in zip(seen, norms, strict=True)),
         }
-    return told
+    return results
 
 
 def leave_a_window(accumulator: training.GradientAccumulator, net: nn.Module, batches: list[Batch]) -> None:
@@ -101,17 +101,17 @@ def leave_a_window(accumulator: training.GradientAccumulator, net: nn.Module, ba
 def misuse() -> dict[str, Any]:
     net = nn.parallel.DistributedDataParallel(model())
     optimizer = optimizer_of("sgd", net)
-    told: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     accumulator = training.GradientAccumulator(net, optimizer, effective_batch=24, micro_batch=4)
-    told["left out"] = caught(lambda: train_accumulated(accumulator, net, micro_batches([4, 4]), left_out=(1,)))
-    told["uneven"] = caught(
+    results["left out"] = caught(lambda: train_accumulated(accumulator, net, micro_batches([4, 4]), left_out=(1,)))
+    results["uneven"] = caught(
         lambda: training.GradientAccumulator(net, optimizer, effective_batch=12, micro_batch=4),
     )
     # Each rank trains an unwrapped model independently.
-    told["alone"] = training.GradientAccumulator(
+    results["alone"] = training.GradientAccumulator(
         model(), optimizer, effective_batch=12, micro_batch=4
     ).accumulation_steps
-    return told
+    return results
 
 
 def caught(action: Callable[[], Any]) -> list[Any]:

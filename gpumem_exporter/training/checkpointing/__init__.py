@@ -1,1 +1,1 @@
-"""What activation checkpointing costs and gives: each way of it, run once and measured."""
+"""Compares variants of activation checkpointing by time and peak memory."""

@@ -1,4 +1,4 @@
-"""The repeated blocks of a model, and their forward passes under checkpoints for a while."""
+"""Finds the repeated blocks of a model, and checkpoints them temporarily."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["checkpointed", "find_blocks", "recomputed"]
 
 
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """The longest `nn.ModuleList` or `nn.Sequential` of blocks of one class with parameters: its name, and they.
+    """Return the name and the blocks of the longest `nn.ModuleList` or `nn.Sequential` of one class with parameters.
 
     Raises:
-        ConfigurationError: there is none of at least two.
+        ConfigurationError: no list has at least two blocks.
     """
     name, blocks = "", list[nn.Module]()
     for path, module in model.named_modules():
@@ -31,7 +31,7 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
     if not blocks:
         raise ConfigurationError(
             f"{type(model).__name__} has no nn.ModuleList and no nn.Sequential of two or more blocks of one class:"
-            " name what is repeated with blocks=[...]"
+            " choose the blocks with blocks=[...]"
         )
     return name, blocks
 
@@ -42,18 +42,15 @@ def _has_parameters(module: nn.Module) -> bool:
 
 @contextmanager
 def checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Recompute the forward of these modules in backward, for as long as it is entered.
-
-    Their hooks run once, around it. Afterwards they are as they were, whatever has happened.
-    """
-    taken: list[tuple[nn.Module, Callable[..., Any] | None]] = []
+    """Recompute the forward pass of these modules in backward, within the block. Their hooks run once."""
+    replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
     try:
         for block in dict.fromkeys(blocks):
-            taken.append((block, vars(block).get("forward")))
+            replaced.append((block, vars(block).get("forward")))
             block.forward = recomputed(block.forward)
         yield
     finally:
-        for block, own in reversed(taken):
+        for block, own in reversed(replaced):
             if own is None:
                 vars(block).pop("forward", None)
             else:
@@ -61,7 +58,7 @@ def checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose inputs alone are kept for backward."""
+    """Return the function under a checkpoint, which saves only the inputs for backward."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

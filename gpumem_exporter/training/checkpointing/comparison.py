@@ -1,4 +1,4 @@
-"""What a comparison of checkpointing found: rows, as a table, as a dictionary and as a figure."""
+"""The result of compare_checkpointing, as a table, a dictionary or a figure."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from gpumem_exporter.training.checkpointing.results import Difference
 
 __all__ = ["CheckpointingComparison", "CheckpointingRow"]
 
-_NAMES_TOLD = 3
+_NAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingRow:
-    """One training step with some of the blocks under checkpoints.
+    """One training step with some of the blocks checkpointed.
 
     Attributes:
-        every: each of which block, counted from the first, is checkpointed: 1 is each; None: none.
-        blocks: how many that is.
-        seconds: the median of the runs; None where there was not enough memory.
-        peak_bytes: allocated at most above what was allocated before the step; where not `exact`, the largest value
-            that was seen. None where unknown: without CUDA.
-        peak_at_most_bytes: the peak is not above it; None where that is unknown.
-        simulated: the peak is what CUDA would allocate by the planner's simulation.
-        out_of_memory: the device had not enough.
-        difference: from the results of the first row that ran, and, in that row, between two runs of it; None where
-            they are the same.
+        every: 1 checkpoints every block, 2 every second one, starting with the first; None checkpoints none.
+        blocks: number of checkpointed blocks.
+        seconds: the median of the runs; None if the step ran out of memory.
+        peak_bytes: the peak above what was allocated before the step, or its lower bound if it is not `exact`. None
+            without CUDA.
+        peak_at_most_bytes: the upper bound of the peak; None if it is unknown.
+        simulated: whether the peak is a prediction of the planner.
+        out_of_memory: whether the step ran out of memory.
+        difference: from the results of the first row that ran; in that row, between two of its runs. None if the
+            results are equal.
     """
 
     every: int | None
@@ -51,21 +51,21 @@ class CheckpointingRow:
 
     @property
     def exact(self) -> bool:
-        """The peak is known, not only bounded."""
+        """Whether the bounds of the peak are equal."""
         return self.peak_bytes is not None and self.peak_bytes == self.peak_at_most_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointingComparison:
-    """The same training step with more and more of its blocks recomputed in backward. `str()` gives a table.
+    """A training step with more and more of its blocks recomputed in backward. `str()` returns a table.
 
     Attributes:
-        model: its class.
-        device: on which it ran.
-        blocks: what is repeated: `24 TransformerBlock in layers`.
-        repeats: runs of each, beside the first one, that were timed.
-        rows: without checkpoints first, all blocks last.
-        note: why no peak is known; empty where one is.
+        model: the class of the model.
+        device: the device of the model.
+        blocks: a description of the blocks, such as `24 TransformerBlock in layers`.
+        repeats: number of timed runs of each row.
+        rows: from no checkpointed blocks to all.
+        note: why the peaks are unknown; empty if they are known.
     """
 
     model: str
@@ -77,7 +77,7 @@ class CheckpointingComparison:
 
     @property
     def same_results(self) -> bool:
-        """Loss, gradients and buffers are the same to the bit in every row that ran."""
+        """Whether loss, gradients and buffers are equal to the bit in every row that ran."""
         return all(row.difference is None for row in self.rows)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class CheckpointingComparison:
         return "\n".join([*lines, *self._remarks()])
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the comparison as JSON-compatible values."""
         return {
             "model": self.model,
             "device": self.device,
@@ -102,7 +102,7 @@ class CheckpointingComparison:
         }
 
     def figure(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Time and peak of each row as bars: a `matplotlib.figure.Figure`, written to `path` where one is given.
+        """Return a `matplotlib.figure.Figure` with time and peak of each row as bars, and write it to `path`.
 
         Raises:
             ConfigurationError: matplotlib is missing (`pip install 'gpumem-exporter[plot]'`).
@@ -120,8 +120,8 @@ class CheckpointingComparison:
             panels.append((f"peak above the start, MiB{simulated}", [_scaled(r.peak_bytes, 2**-20) for r in self.rows]))
         figure = Figure(figsize=(5 * len(panels), 1.4 + 0.4 * len(self.rows)), layout="constrained")
         names = [row.name for row in self.rows]
-        for place, (title, values) in enumerate(panels):
-            axes = figure.add_subplot(1, len(panels), place + 1)
+        for i, (title, values) in enumerate(panels, 1):
+            axes = figure.add_subplot(1, len(panels), i)
             bars = axes.barh(names, [value or 0 for value in values])
             axes.bar_label(bars, [self._label(row, v) for row, v in zip(self.rows, values, strict=True)], padding=3)
             axes.invert_yaxis()
@@ -147,37 +147,39 @@ class CheckpointingComparison:
         if row.peak_bytes is not None and not row.exact:
             most = row.peak_at_most_bytes
             peak = f"{peak} at least" if most is None else f"{peak} to {human_bytes(most)}"
-        bounded = not (row.exact and none.exact)
+        exact = row.exact and none.exact
         return (
             row.name,
             str(row.blocks),
             milliseconds,
-            "" if row is none else _against(row.seconds, none.seconds),
+            _against(row.seconds, none.seconds) if row is not none else "",
             peak,
-            "" if row is none or bounded else _against(row.peak_bytes, none.peak_bytes),
+            _against(row.peak_bytes, none.peak_bytes) if exact and row is not none else "",
         )
 
     def _remarks(self) -> list[str]:
-        told = [f"peak: {self.note}"] if self.note else []
+        remarks = [f"peak: {self.note}"] if self.note else []
         if any(row.simulated for row in self.rows):
-            told.append("peak: simulated, what CUDA would allocate above the start; no CUDA was used")
+            remarks.append("peak: simulated; what CUDA would allocate above the start")
         if any(row.peak_bytes is not None and not row.exact for row in self.rows):
-            told.append("a peak below an earlier one of the process is bounded only; reset_peaks=True makes it exact")
+            remarks.append(
+                "a peak below an earlier peak of the process is only bounded; reset_peaks=True makes it exact"
+            )
         ran = [row for row in self.rows if not row.out_of_memory]
         if ran and self.same_results:
-            told.append("loss, gradients and buffers are the same to the bit in all of them")
+            remarks.append("loss, gradients and buffers are equal to the bit in all rows")
         for row in ran:
             if row.difference is not None:
                 other = "run again" if row is ran[0] else ran[0].name
-                told.append(f"NOT THE SAME ({row.name} and {other}): {_in_words(row.difference)}")
-        return told
+                remarks.append(f"RESULTS DIFFER ({row.name} and {other}): {_describe(row.difference)}")
+        return remarks
 
 
-def _in_words(difference: Difference) -> str:
+def _describe(difference: Difference) -> str:
     names, ratio = difference.names, difference.largest_ratio
-    more = f" and {len(names) - _NAMES_TOLD} more" if len(names) > _NAMES_TOLD else ""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
     size = "" if ratio is None else f", by up to {ratio:.2g} of the norm"
-    return f"{', '.join(names[:_NAMES_TOLD])}{more}{size}"
+    return f"{', '.join(names[:_NAMES_SHOWN])}{more}{size}"
 
 
 def _against(value: float | None, base: float | None) -> str:

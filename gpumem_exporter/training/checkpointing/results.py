@@ -1,4 +1,4 @@
-"""What a training step gives: loss, gradients and changed buffers, compared with those of another run."""
+"""Compares the results of two runs of a training step: loss, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["Difference", "Results", "distance_ratio"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where two runs differ.
+    """The differences between two runs.
 
     Attributes:
-        names: of what differs: `loss`, `gradient of …`, `buffer …`.
-        largest_ratio: the largest distance, as a part of the norm of what it differs from; None where one of the two
-            is missing or has another shape.
+        names: the results that differ: `loss`, `gradient of …`, `buffer …`.
+        largest_ratio: the largest distance divided by the norm of the first run's tensor; None if a tensor is missing
+            or has another shape.
     """
 
     names: tuple[str, ...]
@@ -29,30 +29,30 @@ class Difference:
 
 
 class Results:
-    """The results of one run, copied to the host one by one: as much of its memory as the gradients take.
+    """The results of one run, copied to the host's memory.
 
     Args:
-        step: has just been run.
+        step: the step that has just run.
         loss: its loss.
     """
 
     def __init__(self, step: Step, loss: Tensor) -> None:
-        self._held = {name: None if tensor is None else tensor.clone() for name, tensor in _on_host(step, loss)}
+        self._kept = {name: None if tensor is None else tensor.clone() for name, tensor in _on_host(step, loss)}
 
     def difference(self, step: Step, loss: Tensor) -> Difference | None:
-        """Where another run, just over, differs; None where it is the same to the bit (not-a-numbers included)."""
+        """Compare with the run that has just ended; None if all results are equal to the bit, or both NaN."""
         names: list[str] = []
         ratios: list[float | None] = []
         for name, tensor in _on_host(step, loss):
-            held = self._held.get(name)
-            if held is None and tensor is None:
+            kept = self._kept.get(name)
+            if kept is None and tensor is None:
                 continue
-            if held is None or tensor is None or held.shape != tensor.shape:
+            if kept is None or tensor is None or kept.shape != tensor.shape:
                 names.append(name)
                 ratios.append(None)
-            elif not torch.isclose(held, tensor, rtol=0, atol=0, equal_nan=True).all():
+            elif not torch.isclose(kept, tensor, rtol=0, atol=0, equal_nan=True).all():
                 names.append(name)
-                ratios.append(distance_ratio(held, tensor))
+                ratios.append(distance_ratio(kept, tensor))
         if not names:
             return None
         known = [ratio for ratio in ratios if ratio is not None]
@@ -70,14 +70,14 @@ def _on_host(step: Step, loss: Tensor) -> Iterator[tuple[str, Tensor | None]]:
 def _plain(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
-    local = getattr(tensor, "to_local", None)  # of a DTensor: this process' part
+    local = getattr(tensor, "to_local", None)  # the local part of a DTensor
     whole = (local() if local is not None else tensor).detach().cpu()
     return whole if whole.layout is torch.strided else whole.to_dense()
 
 
-def distance_ratio(held: Tensor, tensor: Tensor) -> float:
-    """How far a tensor is from another, as a part of that one's norm. Both are in the host's memory."""
-    before = held.to(torch.float64).flatten()
+def distance_ratio(kept: Tensor, tensor: Tensor) -> float:
+    """Return the distance of a tensor from `kept`, divided by the norm of `kept`. Both are on the CPU."""
+    before = kept.to(torch.float64).flatten()
     size, distance = float(before.norm()), float((tensor.to(torch.float64).flatten() - before).norm())
     if not distance:
         return 0.0

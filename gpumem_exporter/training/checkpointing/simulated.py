@@ -1,4 +1,4 @@
-"""The peak of a training step on CUDA, found on fake tensors: the planner's simulation, for a model that is there."""
+"""Predicts the peak of a training step on CUDA, by running a copy of a model on fake tensors."""
 
 from __future__ import annotations
 
@@ -10,55 +10,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.blocks import checkpointed
 from gpumem_exporter.training.checkpointing.step import Step
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
 from gpumem_exporter.training.planning.kernels import Kernels
 from gpumem_exporter.training.planning.model import make_fake_mode
-from gpumem_exporter.training.planning.replay import replay
 from gpumem_exporter.training.planning.simulation import move, quiet
-from gpumem_exporter.training.planning.trace import Trace
+from gpumem_exporter.training.planning.trace import replay
 from gpumem_exporter.training.planning.tracing import Tracer
 
 __all__ = ["simulate_peak"]
 
 
 def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
-    """Bytes that a training step would allocate at most above its start, with these blocks (names) checkpointed.
+    """Return the peak bytes of a training step above its start, with the named blocks checkpointed.
 
-    Runs a copy of the model on fake tensors: takes a second or so, no memory, and touches nothing of the model.
-    Not thread-safe: CPU tensors of the whole process follow CUDA's rules meanwhile.
+    Takes about a second and does not change the model. It runs in this process, because the model and the loss exist
+    only here: during the call CPU tensors of the whole process follow CUDA's rules. Not thread-safe.
 
     Raises:
-        ConfigurationError: the model cannot be copied, or fails on tensors without values; says how.
+        ConfigurationError: the model cannot be copied, or fails on tensors without values.
     """
     tracer = Tracer(Kernels("cudnn"))
-    with quiet():
-        try:
-            mode = make_fake_mode()
-            model = _fake(step.model, mode)
-            batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, step.batch)
-            fake = step.on(model, batch)
-            chosen = [model.get_submodule(name) for name in blocks]
-            with mode, cuda_rules("auto"), tracer, checkpointed(chosen):
-                move(model, tracer)
-                tracer.hold((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
-                start = _copy(tracer.trace)
-                _run(fake, tracer)
-            whole = tracer.trace.ordered()
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise ConfigurationError(
-                f"the model fails on tensors without values: {type(error).__name__}: {text}"
-            ) from error
+    with quiet("the model"):
+        mode = make_fake_mode()
+        model = _fake(step.model, mode)
+        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if isinstance(leaf, Tensor) else leaf, step.batch)
+        chosen = [model.get_submodule(name) for name in blocks]
+        with mode, cuda_rules("auto"), tracer, checkpointed(chosen):
+            move(model, tracer)
+            tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
+            start = copy.deepcopy(tracer.trace)
+            _run(step.on(model, batch), tracer)
+        whole = tracer.trace.ordered()
     return replay(whole).allocated_bytes - replay(start).allocated_bytes
 
 
 def _fake(model: nn.Module, mode: Any) -> nn.Module:
-    """A copy of a model without its values; what is tied stays tied."""
+    """Copy a model without its values; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         memo[id(parameter)] = nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
@@ -73,7 +62,3 @@ def _run(step: Step, tracer: Any) -> None:
         tracer.kind, tracer.in_backward = "temporaries", True
         loss.backward()
         tracer.in_backward = False
-
-
-def _copy(trace: Trace) -> Trace:
-    return Trace(list(trace.events), list(trace.sizes), list(trace.kinds))

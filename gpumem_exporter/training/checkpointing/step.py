@@ -1,4 +1,4 @@
-"""One training step, forward and backward, that leaves nothing behind: gradients, buffers, random numbers, modes."""
+"""One training step, forward and backward, whose changes are undone afterwards."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Step:
     """A forward pass and a backward pass.
 
     Attributes:
-        model: what is trained.
-        batch: what it is called with: a tensor, positional arguments in a tuple or list, or keywords in a mapping.
-        loss: of the model's output; None: the output's own `loss`, the output where it is one number, else its mean.
-        autocast: what the forward pass computes in; None: as it comes.
+        model: the model to train.
+        batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
+        loss: of the model's output; None means the output's `loss`, the output if it has one element, else its mean.
+        autocast: the dtype of the forward pass; None disables autocast.
     """
 
     model: nn.Module
@@ -37,15 +37,15 @@ class Step:
     autocast: torch.dtype | None
 
     def on(self, model: nn.Module, batch: Any) -> Step:
-        """The same of another model."""
+        """Return the step with another model and batch."""
         return replace(self, model=model, batch=batch)
 
     @property
     def device(self) -> torch.device:
-        """Where the model's first parameter is.
+        """The device of the model's first parameter.
 
         Raises:
-            ConfigurationError: it has none.
+            ConfigurationError: the model has no parameters.
         """
         parameter = next(self.model.parameters(), None)
         if parameter is None:
@@ -53,23 +53,23 @@ class Step:
         return parameter.device
 
     def forward(self) -> Tensor:
-        """The loss.
+        """Run the forward pass and return the loss.
 
         Raises:
-            ConfigurationError: it is none.
+            ConfigurationError: the loss is not a tensor with one element that requires a gradient.
         """
         with autocasting(self.model, self.autocast):
             value = (self.loss or _loss)(call_model(self.model, self.batch))
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise ConfigurationError(
-                f"the loss is {_told(value)}, no tensor of one number: give one with loss=lambda output: ..."
+                f"the loss is {_describe(value)}, not a tensor with one element: use loss=lambda output: ..."
             )
         if not value.requires_grad:
-            raise ConfigurationError("the loss depends on no parameter that is trained: there is nothing to measure")
+            raise ConfigurationError("the loss depends on no parameter that requires a gradient")
         return value
 
     def leaves(self) -> list[Tensor]:
-        """What backward may write gradients to."""
+        """Return the tensors that backward may write gradients to."""
         tensors = [leaf for leaf in tree_leaves(self.batch) if isinstance(leaf, Tensor)]
         return [*self.model.parameters(), *(tensor for tensor in tensors if tensor.requires_grad and tensor.is_leaf)]
 
@@ -84,18 +84,19 @@ def _loss(output: Any) -> Any:
     return logits if logits.numel() == 1 else logits.float().mean()
 
 
-def _told(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 @contextmanager
 def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
-    """The step may be run meanwhile; `with … as renew`: call that before each run, so that they all start alike.
+    """Undo what runs of the step change: gradients, buffers, random number generators and modes.
 
-    A model in evaluation mode trains meanwhile; one in training mode keeps the modes of its parts.
+    Yields a function that does so before each run, so that all runs start equally. A model in evaluation mode trains
+    within the block; a model in training mode keeps the modes of its parts.
 
     Raises:
-        ConfigurationError: a run would change the parameters, or the model cannot be trained here.
+        ConfigurationError: a run would change the parameters, or the model cannot be trained.
     """
     _check(step)
     modes = [(module, module.training) for module in step.model.modules()]
@@ -104,7 +105,7 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     devices = sorted({leaf.device.index for leaf in step.leaves() if leaf.is_cuda})
     numbers = _RandomNumbers.now(devices)
 
-    def renew() -> None:
+    def restore() -> None:
         numbers.restore()
         for leaf, _ in gradients:
             leaf.grad = None
@@ -115,9 +116,9 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
         if not step.model.training:
             step.model.train()
         with torch.enable_grad():
-            yield renew
+            yield restore
     finally:
-        renew()
+        restore()
         for leaf, gradient in gradients:
             leaf.grad = gradient
         for module, training in modes:
@@ -126,33 +127,34 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
 
 def _check(step: Step) -> None:
     if torch.is_inference_mode_enabled():
-        raise ConfigurationError("nothing can be trained in torch.inference_mode: call it outside")
+        raise ConfigurationError("a model cannot be trained in torch.inference_mode: call this function outside")
     if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(step.batch)):
         raise ConfigurationError(
-            "the batch was computed from something that is trained, and each measured step would go back into that:"
-            " give it detached"
+            "the batch has a gradient function, so that each run would go back into its computation: pass it detached"
         )
     views = any(getattr(module, "gradient_as_bucket_view", False) for module in step.model.modules())
     for name, parameter in step.model.named_parameters():
         if views and parameter.grad is not None:
             raise ConfigurationError(
-                f"{name} has a gradient that lies in DistributedDataParallel's bucket, into which each step writes:"
-                " call it after optimizer.zero_grad()"
+                f"the gradient of {name} is in DistributedDataParallel's bucket, which each run overwrites:"
+                " call this function after optimizer.zero_grad()"
             )
         if is_lazy(parameter):
-            raise ConfigurationError(f"{name} is made in the first forward pass: run one before")
+            raise ConfigurationError(f"{name} is lazy: run a forward pass first")
         if parameter.is_meta:
-            raise ConfigurationError(f"{name} is on the meta device: it has no values; move the model to a device")
+            raise ConfigurationError(
+                f"{name} is on the meta device and has no values: move the model to another device"
+            )
         if parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
-                f"a hook runs as soon as {name} has its gradient (an optimizer that steps in backward?): it would run"
-                " in each measured step; take it off first"
+                f"{name} has a hook that runs after its gradient is accumulated, such as an optimizer step in backward:"
+                " remove the hook first"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class _RandomNumbers:
-    """Where the generators of torch, of Python, and of numpy where the program uses it, were."""
+    """The states of the generators of torch, Python, and numpy if it is imported."""
 
     host: Tensor
     devices: Mapping[int, Tensor]
@@ -180,7 +182,7 @@ class _RandomNumbers:
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """One buffer, as it was, None where it is yet to be made; its copy is in the host's memory."""
+    """One buffer and a copy of its values on the CPU; None if the module has not created it."""
 
     module: nn.Module
     name: str
@@ -190,7 +192,7 @@ class _Buffer:
     def restore(self) -> None:
         if getattr(self.module, self.name) is not self.tensor:
             setattr(self.module, self.name, self.tensor)
-        # Not by its version: batch normalization writes without counting it up.
+        # The version counter does not help: batch normalization does not increment it.
         if (
             self.tensor is not None
             and self.values is not None

@@ -1,6 +1,7 @@
-"""What a training job will take of a GPU, before it runs.
+"""Predicts the memory of a training job before it runs.
 
-`tracing` runs the job's own Python on fake tensors and writes down every allocation; `kernels`, `attention` and
-`autocast` make that the allocations which the CUDA kernels would ask for; `replay` plays them through a model of the
-caching allocator; `planner` asks that for many batch sizes. Nothing here needs a GPU, and nothing initialises CUDA.
+`worker` starts a fresh interpreter. `simulation` runs the job's code there on fake tensors, and `tracing` records its
+allocations. `cuda_rules` and `kernels` make those the allocations of CUDA. `trace` replays them through a model of the
+caching allocator, `search` does so for many batch sizes, and `planner` makes a plan of the results. None of them needs
+a GPU or initializes CUDA; only `profile` does.
 """

@@ -1,7 +1,7 @@
-"""Writes planned values into YAML and TOML files, and takes them back.
+"""Writes planned values into YAML and TOML files, and restores the files.
 
-Only the values themselves change: comments, order, quotes and line ends stay as they are. The first time a file is
-changed, what it was is kept beside it as `NAME.backup`; undoing puts that back.
+Only the values change. Comments, order and line ends stay. The first change of a file keeps the original as
+`NAME.backup`.
 """
 
 from __future__ import annotations
@@ -20,40 +20,39 @@ from gpumem_exporter.errors import ConfigurationError
 __all__ = ["apply", "backup_of", "diff", "parse_map", "planned_text", "restore"]
 
 Value = int | str
-_PACKAGES = {"tomlkit": "tomlkit", "ruamel.yaml": "ruamel.yaml"}
 
 
 def parse_map(texts: Sequence[str], values: Mapping[str, Value]) -> dict[str, Value]:
-    """Read `train.batch_size=batch`: which key of the files gets which of the planned values.
+    """Parse assignments such as `train.batch_size=batch`, and return the planned value of each key.
 
     Raises:
-        ConfigurationError: it is written differently, or there is no such value; lists those that there are.
+        ConfigurationError: an assignment has another form, or names an unknown value.
     """
     chosen: dict[str, Value] = {}
     for text in texts:
         key, equals, name = text.partition("=")
         if not (key.strip() and equals):
-            raise ConfigurationError(f"--map {text!r}: write KEY=VALUE, such as train.batch_size=batch")
+            raise ConfigurationError(f"invalid --map {text!r}: write KEY=VALUE, such as train.batch_size=batch")
         if name.strip() not in values:
-            raise ConfigurationError(f"--map {text!r}: the planned values are {', '.join(values)}")
+            raise ConfigurationError(f"invalid --map {text!r}: the planned values are {', '.join(values)}")
         chosen[key.strip()] = values[name.strip()]
     return chosen
 
 
 def planned_text(path: Path, values: Mapping[str, Value]) -> tuple[str, str]:
-    """A file's text as it is and with the values in it. Nothing is written.
+    """Return a file's text without and with the planned values. Nothing is written.
 
     Args:
-        path: ends in .yaml, .yml or .toml.
-        values: by the dotted path of the key (`train.loader.batch_size`, `stages.0.batch`); the key must be there.
+        path: a .yaml, .yml or .toml file.
+        values: by the dotted path of an existing key, such as `train.loader.batch_size` or `stages.0.batch`.
 
     Raises:
-        ConfigurationError: the file cannot be read, a key is not in it, or the package for its kind is missing.
+        ConfigurationError: the file cannot be read, a key is missing, or the package for the file format is missing.
     """
     try:
         text = path.read_bytes().decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
         raise ConfigurationError(f"{path}: {reason}") from error
     edits: dict[str, Callable[[str, Mapping[str, Value], Path], str]] = {
         ".yaml": _edit_yaml,
@@ -67,7 +66,7 @@ def planned_text(path: Path, values: Mapping[str, Value]) -> tuple[str, str]:
 
 
 def diff(path: Path, before: str, after: str) -> str:
-    """What would change, as `diff -u` shows it; empty when nothing would."""
+    """Return the change as `diff -u` shows it; empty if there is none."""
     lines = difflib.unified_diff(
         before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), f"{path} (planned)"
     )
@@ -75,14 +74,14 @@ def diff(path: Path, before: str, after: str) -> str:
 
 
 def apply(path: Path, before: str, after: str) -> None:
-    """Keep what the file was, unless that is kept already, and write the new text in one go.
+    """Write the new text atomically. Keep the original in the backup, unless there is one already.
 
     Raises:
         ConfigurationError: the file or its backup cannot be written, or the file has changed since it was read.
     """
     try:
         if path.read_bytes().decode("utf-8") != before:
-            raise ConfigurationError(f"{path} has changed meanwhile; nothing is written")
+            raise ConfigurationError(f"{path} was changed by another program; nothing is written")
         if not backup_of(path).exists():
             _replace(backup_of(path), before, path)
         _replace(path, after, path)
@@ -91,10 +90,10 @@ def apply(path: Path, before: str, after: str) -> None:
 
 
 def restore(path: Path) -> None:
-    """Put back what a file was before it was changed for the first time; the backup is gone then.
+    """Restore a file from its backup, and remove the backup.
 
     Raises:
-        ConfigurationError: there is no backup, or it cannot be put back.
+        ConfigurationError: there is no backup, or the file cannot be written.
     """
     try:
         backup_of(path).replace(path.resolve())
@@ -105,12 +104,12 @@ def restore(path: Path) -> None:
 
 
 def backup_of(path: Path) -> Path:
-    """Where a file's former text is kept."""
+    """Return the path of a file's backup."""
     return path.with_name(path.name + ".backup")
 
 
 def _replace(path: Path, text: str, like: Path) -> None:
-    path = path.resolve()  # what a link points to is written, the link stays
+    path = path.resolve()  # writes the target of a link; the link stays
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -129,7 +128,7 @@ def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
     try:
         root = yaml.YAML(typ="rt", pure=True).compose(text)
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"{path} is no YAML: {_first_line(error)}") from error
+        raise ConfigurationError(f"{path} is not valid YAML: {_first_line(error)}") from error
     places = []
     for key, value in values.items():
         name, node = None, root
@@ -138,21 +137,21 @@ def _edit_yaml(text: str, values: Mapping[str, Value], path: Path) -> str:
             if node is None:
                 raise ConfigurationError(f"{path} has no key {key!r}; add it first")
         if not hasattr(node, "value") or not isinstance(node.value, str):
-            raise ConfigurationError(f"{path}: {key!r} holds more than one value")
+            raise ConfigurationError(f"{path}: {key!r} is not a single value")
         start, end, new = node.start_mark.index, node.end_mark.index, str(value)
         if start == end and name is not None:
-            # Nothing stands there, and the marks are those of what comes next.
+            # The key has no value; the marks are those of the next token.
             start = end = text.index(":", name.end_mark.index) + 1
             new = f" {new}"
         places.append((start, end, new))
-    # The text between two marks is the value alone, quotes included; from the end on, so that the marks stay right.
+    # Two marks enclose the value with its quotes. Replacing from the end keeps the other marks valid.
     for start, end, new in sorted(places, reverse=True):
         text = text[:start] + new + text[end:]
     return text
 
 
 def _inside(node: Any, part: str) -> tuple[Any, Any]:
-    """The nodes of a key and of its value, or of an index; None when it is not there."""
+    """Return the nodes of a key and its value, or of an index; None if it is missing."""
     pairs = getattr(node, "value", None)
     if not isinstance(pairs, list):
         return None, None
@@ -166,19 +165,19 @@ def _edit_toml(text: str, values: Mapping[str, Value], path: Path) -> str:
     try:
         document = tomlkit.parse(text)
     except tomlkit.exceptions.ParseError as error:
-        raise ConfigurationError(f"{path} is no TOML: {_first_line(error)}") from error
+        raise ConfigurationError(f"{path} is not valid TOML: {_first_line(error)}") from error
     for key, value in values.items():
-        *way, last = key.split(".")
+        *parents, last = key.split(".")
         holder: Any = document
         try:
-            for part in way:
+            for part in parents:
                 holder = holder[int(part) if isinstance(holder, list) else part]
             index = int(last) if isinstance(holder, list) else last
             former = holder[index]
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise ConfigurationError(f"{path} has no key {key!r}; add it first") from error
         if isinstance(former, dict | list):
-            raise ConfigurationError(f"{path}: {key!r} holds more than one value")
+            raise ConfigurationError(f"{path}: {key!r} is not a single value")
         item = tomlkit.item(value)
         if hasattr(former, "trivia"):
             item.trivia.indent, item.trivia.comment_ws = former.trivia.indent, former.trivia.comment_ws
@@ -192,7 +191,7 @@ def _package(name: str, path: Path) -> Any:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigurationError(
-            f"changing {path.name} needs the Python package {_PACKAGES[name]}: pip install 'gpumem-exporter[plan]'"
+            f"changing {path.name} needs the Python package {name}: pip install 'gpumem-exporter[plan]'"
         ) from error
 
 

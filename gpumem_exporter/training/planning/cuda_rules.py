@@ -1,10 +1,8 @@
 """Makes fake CPU tensors go through the operators that CUDA tensors would go through.
 
-The planner's tensors say that they are on the CPU: fake CUDA tensors fail in backward where there is no GPU. Above the
-dispatch mode the two devices differ in a few ways, and each is registered here for as long as `cuda_rules` is entered:
-which operators autocast runs in float32 (`ATen/autocast_mode.h`), that dropout keeps a mask of one byte
-(`native_dropout`), that RMS norm is fused, and which attention kernel runs. The registrations concern CPU tensors of
-the whole process, so that nothing else may compute meanwhile.
+The planner's tensors are on the CPU, because fake CUDA tensors fail in backward on a machine without a GPU. Above the
+dispatch mode the two devices differ in two ways: the operators that autocast runs in float32
+(`ATen/autocast_mode.h`), and the fused operators. The registrations apply to all CPU tensors of the process.
 """
 
 from __future__ import annotations
@@ -16,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from gpumem_exporter.training.planning.attention import attend
-from gpumem_exporter.training.planning.rms_norm import fused_rms_norm
+from gpumem_exporter.training.planning.fused_operators import attention, dropout, rms_norm
 
 __all__ = ["cuda_rules"]
 
@@ -29,27 +26,20 @@ _FLOAT32 = (
     *("multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "dist", "pdist"),
     *("binary_cross_entropy_with_logits", "cdist", "renorm", "logsumexp", "rms_norm"),
 )
-"""What CUDA's autocast runs on inputs cast to float32."""
+"""CUDA's autocast casts the inputs of these to float32."""
 
 _FLOAT32_DTYPE = (
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "sum",
-    "sum.dim_IntList",
+    *("prod", "prod.dim_int", "softmax.int", "log_softmax.int", "cumprod", "cumsum", "sum", "sum.dim_IntList"),
 )
-"""What it tells to compute in float32 through the operator's own `dtype`."""
+"""CUDA's autocast sets the argument `dtype` of these to float32."""
 
 
 @contextmanager
-def cuda_rules(attention: str) -> Iterator[None]:
-    """For as long as it is entered, CPU tensors follow CUDA's rules.
+def cuda_rules(attention_kernel: str) -> Iterator[None]:
+    """Make CPU tensors follow CUDA's rules within the block.
 
     Args:
-        attention: auto, flash, efficient, math or cudnn (see attention.choose).
+        attention_kernel: auto, flash, efficient, math or cudnn.
     """
     library = torch.library.Library("aten", "IMPL")
     try:
@@ -59,10 +49,10 @@ def cuda_rules(attention: str) -> Iterator[None]:
             _register(library, name, _in_float32)
         for name in _FLOAT32_DTYPE:
             _register(library, name, _with_float32_dtype)
-        library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("dropout", dropout, "AutogradCPU")
         if hasattr(torch.ops.aten, "_fused_rms_norm"):
-            library.impl("rms_norm", fused_rms_norm, "AutogradCPU")
-        library.impl("scaled_dot_product_attention", _attention(attention), "AutogradCPU")
+            library.impl("rms_norm", rms_norm, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", attention(attention_kernel), "AutogradCPU")
         yield
     finally:
         library._destroy()
@@ -78,7 +68,7 @@ def _register(library: Any, name: str, make: Callable[[Any], Callable[..., Any]]
     if not torch._C._dispatch_has_kernel(qualified):
         return  # this release of torch does not have the operator
     if torch._C._dispatch_has_kernel_for_dispatch_key(qualified, "AutocastCPU"):
-        return  # the CPU's autocast has the same rule
+        return  # the CPU has the same rule
     packet, _, overload = name.partition(".")
     library.impl(name, make(getattr(getattr(torch.ops.aten, packet), overload or "default")), "AutocastCPU")
 
@@ -103,7 +93,7 @@ def _with_float32_dtype(operator: Any) -> Callable[..., Any]:
 
 
 def _without_dtype(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The positional arguments but for a `dtype` of None among them."""
+    """Return the positional arguments before `dtype`."""
     names = [argument.name for argument in operator._schema.arguments]
     return args[: names.index("dtype")]
 
@@ -112,28 +102,3 @@ def _to_float32(value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
         return value.to(torch.float32)
     return value
-
-
-def _dropout(x: torch.Tensor, probability: float, train: bool) -> torch.Tensor:
-    if not train or probability == 0 or x.numel() == 0:
-        return x
-    if probability == 1:
-        return x * torch.zeros((), dtype=x.dtype)
-    return torch.ops.aten.native_dropout(x, probability, train)[0]
-
-
-def _attention(kernel: str) -> Callable[..., Any]:
-    def run(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        dropout: float = 0.0,
-        causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> torch.Tensor:
-        return attend(kernel, query, key, value, mask, dropout, causal, scale, enable_gqa)
-
-    return run

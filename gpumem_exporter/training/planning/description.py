@@ -1,13 +1,14 @@
-"""A decoder-only transformer by its measures, for when there is no code yet."""
+"""A decoder-only transformer, described by its dimensions instead of by code."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training.planning.inputs import parse_tensor
-from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.job import Job, parse_tensor
 
 __all__ = ["Description"]
 
@@ -16,15 +17,15 @@ _HEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """The measures of a transformer.
+    """The dimensions of a transformer.
 
     Attributes:
         layers: blocks of attention and feed-forward.
-        hidden: width.
-        sequence: tokens of a sample.
-        parameters: in all; None: what a feed-forward part of four times the width gives.
-        vocabulary: tokens that there are; its embedding is the output's too.
-        heads: of the attention; None: as many as are 64 wide, or one.
+        hidden: the model's width.
+        sequence: tokens of one sample.
+        parameters: total number; None means a feed-forward part of four times the width.
+        vocabulary: number of different tokens. The output shares the weights of the embedding.
+        heads: of the attention; None means heads of width 64, at least one.
     """
 
     layers: int
@@ -35,35 +36,31 @@ class Description:
     heads: int | None = None
 
     def job(self, **options: Any) -> Job:
-        """The job that trains it on the next token; options are those of Job.
+        """Return the job that trains the transformer to predict the next token; options are those of Job.
 
         Raises:
-            ConfigurationError: the measures do not fit together.
+            ConfigurationError: the dimensions contradict each other.
         """
-        heads, wide = self._heads(), self._feed_forward()
-
-        def make() -> Any:
-            from gpumem_exporter.training.planning.transformer import Decoder
-
-            return Decoder(self.layers, self.hidden, heads, wide, self.vocabulary)
-
+        make: Callable[[], Any] = partial(
+            _make, self.layers, self.hidden, self._heads(), self._feed_forward(), self.vocabulary
+        )
         tokens = parse_tensor(f"int64[B,{self.sequence}]")
         return Job(make, (tokens,), (parse_tensor(f"int64[B*{self.sequence}]"),), **options)
 
     def _heads(self) -> int:
         for name in ("layers", "hidden", "sequence", "vocabulary"):
             if getattr(self, name) < 1:
-                raise ConfigurationError(f"{name} {getattr(self, name)}; it must be at least 1")
+                raise ConfigurationError(f"invalid {name} {getattr(self, name)}: it must be at least 1")
         heads = self.heads if self.heads is not None else max(1, self.hidden // _HEAD)
         if heads < 1 or self.hidden % heads:
-            raise ConfigurationError(f"hidden {self.hidden} does not divide into {heads} heads")
+            raise ConfigurationError(f"hidden {self.hidden} is not divisible by {heads} heads")
         return heads
 
     def _feed_forward(self) -> int:
-        """The width of the feed-forward part that gives the number of parameters."""
+        """Return the width of the feed-forward part that results in the number of parameters."""
         if self.parameters is None:
             return 4 * self.hidden
-        # Attention takes 4h², the feed-forward part 2hw, of each block; embedding and norms are small beside it.
+        # In each block attention has 4h² parameters and the feed-forward part 2hw. The norms are small.
         rest = self.parameters - self.vocabulary * self.hidden - 4 * self.layers * self.hidden**2
         width = rest // (2 * self.layers * self.hidden)
         if width < 1:
@@ -72,3 +69,9 @@ class Description:
                 f"and a vocabulary of {self.vocabulary}"
             )
         return width
+
+
+def _make(layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> Any:
+    from gpumem_exporter.training.planning.transformer import Decoder  # imports torch
+
+    return Decoder(layers, hidden, heads, wide, vocabulary)

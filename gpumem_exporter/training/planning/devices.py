@@ -1,4 +1,4 @@
-"""How much memory a GPU has, by its name or as a size."""
+"""The memory of a GPU, by its name or as a size."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ __all__ = ["DEFAULT_OVERHEAD_BYTES", "KNOWN_GPUS", "Gpu", "parse_bytes", "parse_
 MIB = 1 << 20
 
 DEFAULT_OVERHEAD_BYTES = 768 * MIB
-"""What a process takes beside its tensors, and the driver for itself: the CUDA context with its kernels is 200 to
-700 MB (PyTorch issues 28113 and 107667), what the driver reserves some hundred more. Communication libraries (NCCL)
-are not in it."""
+"""The CUDA context with its kernels (200 to 700 MB) and the driver's reserve, without NCCL."""
 
 KNOWN_GPUS = {
     "t4": 15360,
@@ -32,19 +30,19 @@ KNOWN_GPUS = {
     "h100-80gb": 81559,
     "h200": 143771,
 }
-"""Totals in MiB as the driver shows them; boards and drivers differ by a few hundred."""
+"""Total MiB as the driver shows it. Boards and drivers differ by a few hundred MiB."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)(b?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The device that a job is planned for.
+    """The device to plan for.
 
     Attributes:
-        name: as asked for, or as the driver names it.
-        total_bytes: all of its memory.
-        overhead_bytes: what no tensor can have of it: context, driver, and whoever else is on it.
+        name: the requested name, or the driver's.
+        total_bytes: all memory of the device.
+        overhead_bytes: memory that tensors cannot use: context, driver and other processes.
     """
 
     name: str
@@ -53,15 +51,15 @@ class Gpu:
 
     @property
     def free_bytes(self) -> int:
-        """What is there for PyTorch's allocator."""
+        """The memory for PyTorch's allocator."""
         return max(0, self.total_bytes - self.overhead_bytes)
 
 
 def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
-    """A device by name (`h100-80gb`) or size (`80GiB`).
+    """Parse a name (`h100-80gb`) or a size (`80GiB`).
 
     Raises:
-        ConfigurationError: it is neither; lists the names.
+        ConfigurationError: the text is neither; the message lists the names.
     """
     overhead = DEFAULT_OVERHEAD_BYTES if overhead_bytes is None else overhead_bytes
     name = re.sub(r"[\s_]+", "-", text.strip().lower())
@@ -71,19 +69,19 @@ def parse_gpu(text: str, overhead_bytes: int | None = None) -> Gpu:
         total_bytes = parse_bytes(text)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f"no GPU {text!r}: give its memory, such as 80GiB, or one of {', '.join(KNOWN_GPUS)}"
+            f"invalid GPU {text!r}: use its memory, such as 80GiB, or one of {', '.join(KNOWN_GPUS)}"
         ) from error
     return Gpu(text.strip(), total_bytes, overhead)
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `512MiB`, `24GB`; a number alone is bytes.
+    """Parse `80GiB`, `512MiB` or `24GB`; a number alone is bytes.
 
     Raises:
-        ConfigurationError: it is no size.
+        ConfigurationError: the text is not a size.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
-        raise ConfigurationError(f"{text!r} is no size; write one as 80GiB, 24GB or 1073741824")
+        raise ConfigurationError(f"invalid size {text!r}: write 80GiB, 24GB or 1073741824")
     power = " kmgt".index(match[2].lower() or " ")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)

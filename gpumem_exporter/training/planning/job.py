@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training.planning.inputs import TensorSpec
 
-__all__ = ["LOSSES", "OPTIMIZERS", "PRECISIONS", "Job"]
+__all__ = ["LOSSES", "OPTIMIZERS", "PRECISIONS", "Job", "TensorSpec", "parse_tensor"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
 """fp32; autocast in bf16 or fp16 over fp32 parameters; parameters themselves in bf16 or fp16."""
@@ -18,25 +18,82 @@ ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
 CONVOLUTIONS = ("cudnn", "native")
 LOSSES = ("auto", "cross_entropy", "mse", "mean", "sum", "output")
 
+_PLAIN = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool")
+_SHORT = {"double": "float64", "float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16"}
+_DTYPES = {name: name for name in _PLAIN} | _SHORT | {"bf16": "bfloat16", "long": "int64", "int": "int32"}
+_TENSOR = re.compile(r"\s*(?:(?P<name>\w+)\s*=)?\s*(?P<dtype>\w+)\s*\[(?P<shape>[^\[\]]*)\]\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor whose shape may depend on the batch size.
+
+    Attributes:
+        dtype: PyTorch's name of the type, such as `bfloat16`.
+        shape: each dimension as a factor, and whether the batch size multiplies it.
+        name: the keyword argument that receives the tensor; empty for a positional argument.
+    """
+
+    dtype: str
+    shape: tuple[tuple[int, bool], ...]
+    name: str = ""
+
+    def at(self, batch: int) -> tuple[int, ...]:
+        """Return the shape at a batch size."""
+        return tuple(factor * batch if scaled else factor for factor, scaled in self.shape)
+
+
+def parse_tensor(text: str) -> TensorSpec:
+    """Parse `[name=]dtype[dimension, …]`; a dimension is a number, `B`, or a product such as `B*512`.
+
+    Raises:
+        ConfigurationError: the text has another form; the message says what is accepted.
+    """
+    match = _TENSOR.fullmatch(text)
+    if match is None:
+        raise ConfigurationError(f"invalid tensor {text!r}: write float32[B,3,224,224] or tokens=int64[B,1024]")
+    dtype = _DTYPES.get(match["dtype"])
+    if dtype is None:
+        raise ConfigurationError(
+            f"invalid dtype {match['dtype']!r} in {text!r}: use one of {', '.join(sorted(_DTYPES))}"
+        )
+    words = [word.strip() for word in match["shape"].split(",")] if match["shape"].strip() else []
+    return TensorSpec(dtype, tuple(_dimension(word, text) for word in words), match["name"] or "")
+
+
+def _dimension(word: str, text: str) -> tuple[int, bool]:
+    factor, batches = 1, 0
+    for part in word.split("*"):
+        part = part.strip()
+        if part in ("B", "b"):
+            batches += 1
+        elif part.isdecimal() and int(part) > 0:
+            factor *= int(part)
+        else:
+            raise ConfigurationError(f"invalid dimension {word!r} in {text!r}: use a number, B, or a product of them")
+    if batches > 1:
+        raise ConfigurationError(f"dimension {word!r} in {text!r} contains the batch size more than once")
+    return factor, batches == 1
+
 
 @dataclass(frozen=True)
 class Job:
     """One training job.
 
     Attributes:
-        make_model: returns the module; called with fake tensors in force, so that it takes no memory.
-        inputs: what the model is called with; dimensions may hold the batch size.
-        targets: what the loss is called with after the model's output.
-        loss: one of LOSSES, or a callable of the output and the targets. `auto`: the output itself where it is a
-            number or has a `loss`; `cross_entropy` with integer targets, `mse` with others; `mean` without.
+        make_model: returns the module. It is called under a FakeTensorMode, so that the model takes no memory.
+        inputs: the arguments of the model.
+        targets: the arguments of the loss after the model's output.
+        loss: one of LOSSES, or a callable of the output and the targets. `auto` uses an output that is one number or
+            has a `loss`; otherwise `cross_entropy` for integer targets, `mse` for others, and `mean` without targets.
         optimizer: one of OPTIMIZERS, or a callable of the parameters.
-        optimizer_options: keyword arguments of it (`fused=True`, `momentum=0.9`).
+        optimizer_options: keyword arguments of the optimizer, such as `fused=True` or `momentum=0.9`.
         precision: one of PRECISIONS.
-        attention: which kernel scaled dot-product attention takes (one of ATTENTIONS).
-        convolution: `cudnn`, or `native` where cuDNN is off.
+        attention: the kernel of scaled dot-product attention, one of ATTENTIONS.
+        convolution: `cudnn`, or `native` if cuDNN is off.
         accumulation: backward passes before each optimizer step.
-        checkpointing: recompute the repeated blocks of the model in backward; what the model does by itself stays.
-        frozen: keep all parameters fixed but those of the model's last layer that has some.
+        checkpointing: recompute the model's repeated blocks in backward, besides what the model checkpoints itself.
+        frozen: train only the last layer that has parameters.
     """
 
     make_model: Callable[[], Any]
@@ -53,19 +110,19 @@ class Job:
     frozen: bool = False
 
     def __post_init__(self) -> None:
-        if self.precision not in PRECISIONS:
-            raise ConfigurationError(f"precision {self.precision!r}; it is one of {', '.join(PRECISIONS)}")
-        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
-            raise ConfigurationError(f"optimizer {self.optimizer!r}; it is one of {', '.join(OPTIMIZERS)}")
-        if isinstance(self.loss, str) and self.loss not in LOSSES:
-            raise ConfigurationError(f"loss {self.loss!r}; it is one of {', '.join(LOSSES)}")
-        if self.attention not in ATTENTIONS:
-            raise ConfigurationError(f"attention {self.attention!r}; it is one of {', '.join(ATTENTIONS)}")
-        if self.convolution not in CONVOLUTIONS:
-            raise ConfigurationError(f"convolution {self.convolution!r}; it is one of {', '.join(CONVOLUTIONS)}")
+        _check_choice("precision", self.precision, PRECISIONS)
+        _check_choice("optimizer", self.optimizer, OPTIMIZERS)
+        _check_choice("loss", self.loss, LOSSES)
+        _check_choice("attention", self.attention, ATTENTIONS)
+        _check_choice("convolution", self.convolution, CONVOLUTIONS)
         if self.accumulation < 1:
-            raise ConfigurationError(f"accumulation {self.accumulation}; it counts backward passes, at least 1")
+            raise ConfigurationError(f"invalid accumulation {self.accumulation}: it must be at least 1")
 
     def changed(self, **fields: Any) -> Job:
-        """The same job with other values."""
+        """Return the job with other values."""
         return replace(self, **fields)
+
+
+def _check_choice(name: str, value: object, accepted: Sequence[str]) -> None:
+    if isinstance(value, str) and value not in accepted:
+        raise ConfigurationError(f"invalid {name} {value!r}: use one of {', '.join(accepted)}")

@@ -1,31 +1,36 @@
-"""What CUDA kernels allocate for themselves while they run, which no tensor of the program shows.
+"""The memory that CUDA kernels allocate while they run, and that no tensor of the program shows.
 
-Each rule is that of the kernel's source, for the device that `_Device` describes; the sizes were held against the
-allocator's own trace of real training steps (benchmarks/planner.md).
+The rules follow the source of PyTorch 2.15 for an H100. Without any of them, at least one planned peak of
+benchmarks/planner.md changes by more than 1 %.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gpumem_exporter.training.planning.reductions import reduction_buffers
-
 __all__ = ["Kernels"]
 
-MIB = 1 << 20
-BLAS_WORKSPACE_BYTES = 32 * MIB
-"""cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB before."""
-BLAS_LT_WORKSPACE_BYTES = MIB
+BLAS_WORKSPACE_BYTES = 32 << 20
+"""cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB on older GPUs."""
+
+MULTIPROCESSORS = 132
+THREADS_PER_MULTIPROCESSOR = 2048
+MAX_THREADS = 512
+WARP = 32
+MIN_VALUES, MAX_VALUES = 16, 256
+"""Values that a thread of a reduction adds up."""
+_ONE_BLOCK = (0, 0)
+"""Not empty, so that the number of events is the same at every batch size."""
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addbmm)
 
 
 class Kernels:
-    """Sizes of an operator's own temporaries, in bytes, by what it was given and what it returned.
+    """The temporaries of operators.
 
     Args:
         convolution: `cudnn` or `native`.
@@ -35,36 +40,28 @@ class Kernels:
         self._convolution = convolution
 
     def temporaries(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[int]:
-        """What the operator allocates beside its results, and frees before it returns."""
+        """Return the bytes of the allocations that an operator frees before it returns."""
         packet = getattr(func, "overloadpacket", func)
-        if packet in _PRODUCTS:
+        if packet in _PRODUCTS or (packet is _aten.addmm and args[0].dim() > 1):
             return (BLAS_WORKSPACE_BYTES,)
-        if packet is _aten.addmm:
-            # A bias of one dimension is added in cublasLt's epilogue.
-            return (BLAS_LT_WORKSPACE_BYTES if args[0].dim() == 1 else BLAS_WORKSPACE_BYTES,)
         if packet in (_aten.sum, _aten.mean):
-            return reduction_buffers(args[0], result)
-        rule = _RULES.get(packet)
-        if rule is not None:
-            return rule(args)
+            return _reduction(args[0], result)
+        if packet is _aten._scaled_dot_product_flash_attention_backward:
+            return _flash_backward(args[1])
         if packet in (_aten.convolution, _aten.convolution_backward):
-            return self._convolve(packet, args)
+            backward = packet is _aten.convolution_backward
+            x, weight = args[1:3] if backward else args[:2]
+            if self._convolution == "native":
+                return _native_convolution(x, weight, *(args[4:8] if backward else args[3:7]))
+            # cuDNN chooses an algorithm at run time. Assumed: a copy of the input in another layout.
+            return (x.numel() * x.element_size(),)
         return ()
-
-    def _convolve(self, packet: Any, args: Sequence[Any]) -> Sequence[int]:
-        backward = packet is _aten.convolution_backward
-        x, weight = args[1:3] if backward else args[:2]
-        stride, padding, dilation, transposed = args[4:8] if backward else args[3:7]
-        if self._convolution == "native":
-            return _native_convolution(x, weight, stride, padding, dilation, transposed)
-        # cuDNN chooses its algorithm by itself; assumed: a copy of the input in the layout that its kernels want.
-        return (_bytes(x),)
 
 
 def _native_convolution(
     x: torch.Tensor, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any, transposed: bool
 ) -> Sequence[int]:
-    """One sample unfolded into columns, multiplied (`SpatialConvolutionMM.cu`)."""
+    """One sample, unfolded into columns and multiplied (`SpatialConvolutionMM.cu`)."""
     kernel = weight.shape[2:]
     if transposed:
         columns = weight[0].numel() * x[0, 0].numel()
@@ -78,36 +75,59 @@ def _native_convolution(
     return (columns * x.element_size(), BLAS_WORKSPACE_BYTES)
 
 
-def _flash_backward(args: Sequence[Any]) -> Sequence[int]:
+def _flash_backward(query: torch.Tensor) -> Sequence[int]:
     """The row sums and the query's gradient in float32 (`mha_bwd` in flash_api.cpp)."""
-    query = args[1]
-    batch, heads, length, size = query.shape
-    rounded = _multiple(length, 128)
-    return (4 * batch * heads * rounded, 4 * batch * heads * rounded * _multiple(size, 32 if size <= 128 else 64))
+    batch, heads, length, head = query.shape
+    rows = 4 * batch * heads * (_divide_up(length, 128) * 128)
+    multiple = 32 if head <= 128 else 64
+    return (rows, rows * _divide_up(head, multiple) * multiple)
 
 
-def _efficient_backward(args: Sequence[Any]) -> Sequence[int]:
-    """Row sums and a staging area for the gradients (`_efficient_attention_backward` in attention_backward.cu)."""
-    query, key = args[1:3]
-    batch, heads, length, size = query.shape
-    rows = 4 * batch * heads * length
-    staging = batch * heads * (4 * _multiple(length, 64) * size + 128)
-    if query.dtype == torch.float32:
-        return (max(rows * size + rows, staging), rows)
-    if size > 128:
-        staging += 8 * batch * heads * key.shape[2] * size
-    return (rows, staging)
+def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[int]:
+    """The buffer and the semaphores of a reduction that several thread blocks share (`Reduce.cuh`)."""
+    outputs, numbers = result.numel(), source.numel()
+    if not outputs or not numbers or outputs == numbers:
+        return _ONE_BLOCK
+    inputs = numbers // outputs
+    last_removed = result.dim() == 0 or result.shape[-1] != source.shape[-1]
+    contiguous = outputs == 1 or source.dim() == 0 or (source.shape[-1] > 1 and last_removed)
+    width, height, vector = _thread_block(inputs, outputs, contiguous, source)
+    step_input, step_output = (width, 1) if contiguous else (1, width)
+    if _divide_up(inputs, step_input) < min(height * 16, MAX_VALUES):
+        return _ONE_BLOCK
+    values = _divide_up(inputs, step_input * height)
+    grid = _divide_up(outputs // vector, step_output)
+    target = MULTIPROCESSORS * (THREADS_PER_MULTIPROCESSOR // (width * height))
+    if values < MAX_VALUES or grid > target:
+        return _ONE_BLOCK
+    blocks = min(
+        max(_divide_up(target, grid), _divide_up(values, MAX_VALUES)),
+        _divide_up(values, MIN_VALUES),
+    )
+    if blocks <= 1:
+        return _ONE_BLOCK
+    size = max(4, result.element_size()) * outputs * blocks
+    return (size if contiguous else size * width * vector, 4 * grid)
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+def _thread_block(inputs: int, outputs: int, contiguous: bool, source: torch.Tensor) -> tuple[int, int, int]:
+    vector = 1
+    first, second = (inputs, outputs) if contiguous else (outputs, inputs)
+    if contiguous and first >= 128:
+        first //= 4
+    elif not contiguous:
+        vector = next((v for v in (4, 2) if outputs % v == 0 and source.shape[-1] % v == 0), 1)
+        first //= vector
+    threads = MAX_THREADS // vector
+    first_power, second_power = _power_of_two(min(first, threads)), _power_of_two(min(second, threads))
+    width = min(first_power, WARP)
+    height = min(second_power, threads // width)
+    return min(first_power, threads // height), height, vector
 
 
-def _multiple(n: int, of: int) -> int:
-    return -(-n // of) * of
+def _power_of_two(n: int) -> int:
+    return 1 << (max(1, n).bit_length() - 1)
 
 
-_RULES: dict[Any, Callable[[Sequence[Any]], Sequence[int]]] = {
-    _aten._scaled_dot_product_flash_attention_backward: _flash_backward,
-    _aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
-}
+def _divide_up(a: int, b: int) -> int:
+    return -(-a // b)

@@ -1,4 +1,4 @@
-"""Makes the job's model out of fake tensors, and changes it as the job or a question asks."""
+"""Builds the job's model from fake tensors, and applies the job's options to it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bflo
 
 
 def make_fake_mode() -> FakeTensorMode:
-    """A mode in which tensors take no memory."""
+    """Return a mode in which tensors take no memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # A copied fake tensor (nn.TransformerEncoder copies its layer) would bring a copy of the mode, another mode.
+    # A deep copy of a fake tensor (nn.TransformerEncoder copies its layer) must keep the same mode.
     mode.__deepcopy__ = lambda _: mode  # type: ignore[attr-defined]
     return mode
 
 
 def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
-    """The module, in training mode. Call it with `mode` left.
+    """Build the module in training mode. `mode` must not be active.
 
     Raises:
-        ConfigurationError: what the factory returned is no module.
+        ConfigurationError: the factory does not return a module.
     """
     try:
         with mode:
             model = job.make_model()
     except DataDependentOutputException:
-        # It computes with values (`torch.linspace(...).tolist()`): made for once in this machine's memory, then faked.
+        # The factory reads values, as `torch.linspace(...).tolist()` does: build in memory, then replace the tensors.
         model = job.make_model()
         if isinstance(model, nn.Module):
-            _fake(model, mode)
+            _replace(model, mode.from_tensor)
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"the model factory returned {type(model).__name__}, not a torch.nn.Module")
     with mode:
@@ -52,23 +52,19 @@ def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
 
 
 def in_moving_order(module: nn.Module) -> list[nn.Module]:
-    """Modules in the order in which `Module.to` moves their tensors: children first."""
+    """Return the modules in the order in which `Module.to` moves their tensors: children first."""
     return [m for child in module.children() for m in in_moving_order(child)] + [module]
 
 
-def _fake(model: nn.Module, mode: FakeTensorMode) -> None:
-    _replace(model, mode.from_tensor)
-
-
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """What `Module.to(dtype)` does, which refuses to swap fake parameters that anybody else knows."""
+    """Cast as `Module.to(dtype)` does, which refuses to swap fake parameters with other references."""
     _replace(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change every parameter and buffer; what was tied stays tied."""
+    """Replace every parameter and buffer; tied ones stay tied."""
     made: dict[int, Tensor] = {}
-    kept: list[Tensor] = []  # so that no id is used again
+    kept: list[Tensor] = []  # keeps ids from being reused
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
@@ -83,7 +79,7 @@ def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def freeze(model: nn.Module) -> None:
-    """Fix all parameters but those of the last module that has some of its own."""
+    """Freeze all parameters except those of the last module that has parameters of its own."""
     last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-1]
     kept = {id(p) for p in last.parameters(recurse=False)}
     for parameter in model.parameters():
@@ -91,10 +87,10 @@ def freeze(model: nn.Module) -> None:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Recompute each of the model's repeated blocks: the longest list of modules with parameters that it has."""
+    """Checkpoint each block of the model's longest list of modules with parameters."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
     blocks = max(([c for c in m.children() if any(True for _ in c.parameters())] for m in lists), key=len, default=[])
     if not blocks:
-        raise ConfigurationError("the model has no nn.ModuleList and no nn.Sequential whose parts could be recomputed")
+        raise ConfigurationError("the model has no nn.ModuleList and no nn.Sequential of modules to recompute")
     for block in blocks:
         block.forward = recomputed(block.forward)

@@ -1,25 +1,51 @@
-"""What a plan says: figures and the answers that follow from them."""
+"""A plan: predicted memory, batch size and accumulation."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.devices import Gpu
 
-__all__ = ["Change", "Plan", "accumulate"]
+__all__ = ["Change", "Plan", "Target", "accumulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a plan should reach.
+
+    Attributes:
+        effective_batch: samples in one optimizer step over all devices; None means one batch of the largest size.
+        devices: number of data-parallel processes.
+        margin: the part of the device's free memory that the plan uses.
+        multiple_of: batch sizes are multiples of this number.
+    """
+
+    effective_batch: int | None = None
+    devices: int = 1
+    margin: float = 0.85
+    multiple_of: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 < self.margin <= 1:
+            raise ConfigurationError(f"invalid margin {self.margin}: it must be above 0 and at most 1")
+        values = {"devices": self.devices, "multiple of": self.multiple_of, "target": self.effective_batch}
+        for name, value in values.items():
+            if value is not None and value < 1:
+                raise ConfigurationError(f"invalid {name} {value}: it must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The same job with one thing changed.
+    """The effect of one change of the job.
 
     Attributes:
-        name: what is changed.
-        reserved_peak_bytes: at the plan's batch size; None where the job cannot be changed that way.
-        largest_batch: that would then fit; None where unknown.
-        note: what it costs, or why it cannot be.
+        name: the change.
+        reserved_peak_bytes: at the plan's batch size; None if the change is impossible.
+        largest_batch: the largest batch that fits with the change; None if it is unknown.
+        note: what the change costs, or why it is impossible.
     """
 
     name: str
@@ -30,22 +56,22 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A job on a device, before it runs. All sizes are bytes.
+    """The predicted memory of a job on a device. All sizes are bytes.
 
     Attributes:
-        source: where the figures come from: `model`, `profile` (measured on a device) or `description`.
-        margin: which part of the device's free memory may be planned with.
-        largest_batch: the largest one that fits; 0 when not even one sample does.
-        batch: what to train with: the largest, or less where the target is reached with less.
+        source: `model`, `profile` (measured on a device) or `description`.
+        margin: the part of the device's free memory that the plan uses.
+        largest_batch: the largest batch size that fits; 0 if not even one sample fits.
+        batch: the batch size to train with: the largest, or a smaller one that reaches the target.
         accumulation: backward passes before each optimizer step.
-        target_effective_batch: what was asked for, over all devices; None when nothing was.
-        devices: data-parallel processes.
-        allocated_peak_bytes: what `torch.cuda.max_memory_allocated` will say at `batch`.
-        reserved_peak_bytes: what `max_memory_reserved` will: what the job takes of the device beside its context.
-        breakdown: parameters, buffers, gradients, optimizer, activations, temporaries at the moment of the peak, and
-            overhead: what the allocator rounds up and holds in its cache.
-        highest: the most of each of these at any moment; not all at the same one. Empty where only the peak is known.
-        changes: what else could be done, with what it would give.
+        target_effective_batch: the requested effective batch over all devices; None if none was requested.
+        devices: number of data-parallel processes.
+        allocated_peak_bytes: the prediction for `torch.cuda.max_memory_allocated` at `batch`.
+        reserved_peak_bytes: the prediction for `max_memory_reserved`.
+        breakdown: parameters, buffers, gradients, optimizer, activations and temporaries at the peak, and overhead:
+            what the allocator rounds up and caches.
+        highest: the peak of each kind; the kinds reach them at different times. Empty if only the peak is known.
+        changes: changes of the job that save memory, with their effect.
     """
 
     source: str
@@ -64,60 +90,36 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether any batch size does."""
+        """Whether any batch size fits."""
         return self.largest_batch > 0
 
     @property
     def effective_batch(self) -> int:
-        """Samples in one optimizer step, over all devices."""
+        """Samples in one optimizer step over all devices."""
         return self.batch * self.accumulation * self.devices
 
     def error_ratio(self, reserved_peak_bytes: int) -> float:
-        """How far the plan was from a measured `torch.cuda.max_memory_reserved`: 0.05 is 5 % too much planned."""
+        """Compare with a measured `torch.cuda.max_memory_reserved`: 0.05 means that the plan is 5 % too large."""
         return self.reserved_peak_bytes / reserved_peak_bytes - 1
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "source": self.source,
-            "gpu": {
-                "name": self.gpu.name,
-                "total_bytes": self.gpu.total_bytes,
-                "overhead_bytes": self.gpu.overhead_bytes,
-                "free_bytes": self.gpu.free_bytes,
-            },
-            "margin": self.margin,
-            "fits": self.fits,
-            "largest_batch": self.largest_batch,
-            "batch": self.batch,
-            "accumulation": self.accumulation,
-            "devices": self.devices,
-            "effective_batch": self.effective_batch,
-            "target_effective_batch": self.target_effective_batch,
-            "allocated_peak_bytes": self.allocated_peak_bytes,
-            "reserved_peak_bytes": self.reserved_peak_bytes,
-            "breakdown_bytes": dict(self.breakdown),
-            "highest_bytes": dict(self.highest),
-            "changes": [
-                {
-                    "name": change.name,
-                    "reserved_peak_bytes": change.reserved_peak_bytes,
-                    "largest_batch": change.largest_batch,
-                    "note": change.note,
-                }
-                for change in self.changes
-            ],
-        }
+        """Return the plan as JSON-compatible values."""
+        document = asdict(self)
+        document["gpu"]["free_bytes"] = self.gpu.free_bytes
+        document["breakdown_bytes"] = document.pop("breakdown")
+        document["highest_bytes"] = document.pop("highest")
+        return {**document, "fits": self.fits, "effective_batch": self.effective_batch}
 
 
-def accumulate(largest_batch: int, target: int | None, devices: int) -> tuple[int, int]:
-    """Batch size and accumulation that reach a target.
+def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:
+    """Return the batch size and the accumulation that reach a target effective batch.
 
-    The target exactly, where that takes less than twice the fewest passes; else in the fewest, and a little more.
+    They reach the target exactly if that takes less than twice the minimum number of passes. Otherwise they exceed it
+    slightly with the minimum number of passes.
     """
-    if target is None or largest_batch < 1:
+    if target.effective_batch is None or largest_batch < 1:
         return max(1, largest_batch), 1
-    share = -(-target // devices)
+    share = -(-target.effective_batch // target.devices)
     for even in range(min(largest_batch, share), min(largest_batch, share) // 2, -1):
         if share % even == 0:
             return even, share // even

@@ -1,4 +1,4 @@
-"""Puts a plan together: the largest batch that fits, the accumulation, the breakdown and what else could be done."""
+"""Makes a plan: the largest batch that fits, the accumulation, the breakdown, and changes that save memory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from typing import Any
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.description import Description
 from gpumem_exporter.training.planning.devices import Gpu, parse_gpu
-from gpumem_exporter.training.planning.inputs import TensorSpec, parse_tensor
-from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.plan import Change, Plan, accumulate
+from gpumem_exporter.training.planning.job import Job, TensorSpec, parse_tensor
+from gpumem_exporter.training.planning.plan import Change, Plan, Target, accumulate
 from gpumem_exporter.training.planning.search import Sizing
+from gpumem_exporter.training.planning.worker import run_in_worker
 
-__all__ = ["DEFAULT_MARGIN", "plan", "plan_description", "plan_job"]
-
-DEFAULT_MARGIN = 0.85
+__all__ = ["plan", "plan_description", "plan_in_worker", "plan_job", "profile_in_worker"]
 
 
 def plan(
@@ -32,31 +30,33 @@ def plan(
     convolution: str = "cudnn",
     target_effective_batch: int | None = None,
     devices: int = 1,
-    margin: float = DEFAULT_MARGIN,
+    margin: float = 0.85,
     changes: bool = True,
 ) -> Plan:
-    """Plan the training of a model, without a GPU and without taking memory.
+    """Plan the training of a model, without a GPU and without the memory that the training needs.
+
+    The model is built in a fresh interpreter, which imports the module or script of `make_model`. A script therefore
+    calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
 
     Args:
-        make_model: returns the `torch.nn.Module`; it is called with fake tensors in force.
-        inputs: what the model is called with, as `float32[B,3,224,224]`.
+        make_model: returns the `torch.nn.Module`. It is called under a FakeTensorMode.
+        inputs: the arguments of the model, such as `float32[B,3,224,224]`.
         gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
-        targets: what the loss is called with after the model's output.
-        loss: see `job.Job`, as for the next five.
-        optimizer: its name, or a callable of the parameters.
-        optimizer_options: keyword arguments of it.
+        targets: the arguments of the loss after the model's output.
+        loss: see `job.Job`, also for the next five.
+        optimizer: a name, or a callable of the parameters.
+        optimizer_options: keyword arguments of the optimizer.
         precision: of parameters and computation.
-        attention: which kernel.
+        attention: the attention kernel.
         convolution: cudnn or native.
         target_effective_batch: samples in one optimizer step, over all devices.
-        devices: data-parallel processes.
-        margin: which part of the device's free memory may be planned with.
-        changes: also work out what else could be done; takes a few times as long.
-
-    Not thread-safe, and nothing else may compute on CPU tensors meanwhile.
+        devices: number of data-parallel processes.
+        margin: the part of the device's free memory to plan with.
+        changes: also plan the job with changes that save memory. Takes a few times longer.
 
     Raises:
-        ConfigurationError: an argument is wrong, or the model fails on tensors without values.
+        ConfigurationError: an argument is invalid, or the model fails on tensors without values. The cause of the
+            error has the traceback.
     """
     job = Job(
         make_model,
@@ -69,105 +69,117 @@ def plan(
         attention=attention,
         convolution=convolution,
     )
-    on = parse_gpu(gpu) if isinstance(gpu, str) else gpu
-    return plan_job(
-        job, on, target_effective_batch=target_effective_batch, devices=devices, margin=margin, changes=changes
-    )
+    return plan_in_worker(job, _gpu(gpu), Target(target_effective_batch, devices, margin), changes=changes)
 
 
-def plan_description(description: Description, gpu: str | Gpu, **options: Any) -> Plan:
-    """Plan a decoder-only transformer by its measures; `options` are those of `plan_job`, and of Job.
-
-    Raises:
-        ConfigurationError: a measure is wrong.
-    """
-    on = parse_gpu(gpu) if isinstance(gpu, str) else gpu
-    asked = ("target_effective_batch", "devices", "margin", "multiple_of", "changes")
-    chosen = {name: options.pop(name) for name in asked if name in options}
-    return plan_job(description.job(**options), on, source="description", **chosen)
-
-
-def plan_job(
-    job: Job,
-    gpu: Gpu,
+def plan_description(
+    description: Description,
+    gpu: str | Gpu,
     *,
-    source: str = "model",
     target_effective_batch: int | None = None,
     devices: int = 1,
-    margin: float = DEFAULT_MARGIN,
+    margin: float = 0.85,
     multiple_of: int = 1,
     changes: bool = True,
+    **options: Any,
 ) -> Plan:
-    """The same for a job.
+    """Plan a decoder-only transformer from its description; `options` are those of Job, the rest those of `plan`.
 
     Raises:
-        ConfigurationError: as `plan`.
+        ConfigurationError: an argument is invalid.
     """
-    _check(target_effective_batch, devices, margin, multiple_of)
-    limit_bytes = int(gpu.free_bytes * margin)
-    sizing = Sizing(job)
-    largest = sizing.largest(limit_bytes, multiple_of)
-    if target_effective_batch is not None and job.accumulation == 1 and largest * devices < target_effective_batch:
-        # Gradients that stay from pass to pass leave less room; beyond two passes nothing changes.
-        job = job.changed(accumulation=2)
-        sizing = Sizing(job)
-        largest = sizing.largest(limit_bytes, multiple_of)
-    batch, accumulation = accumulate(largest, target_effective_batch, devices)
-    if target_effective_batch is None:
-        accumulation = job.accumulation
+    target = Target(target_effective_batch, devices, margin, multiple_of)
+    return plan_in_worker(description.job(**options), _gpu(gpu), target, source="description", changes=changes)
+
+
+def plan_in_worker(job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True) -> Plan:
+    """Run `plan_job` in a fresh interpreter.
+
+    Raises:
+        ConfigurationError: the model fails on tensors without values, or the job cannot be passed on.
+    """
+    return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes)
+
+
+def profile_in_worker(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
+    """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU.
+
+    Raises:
+        ConfigurationError: there is no CUDA, or the measured batch does not fit.
+    """
+    return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True)
+
+
+def _profile(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
+    from gpumem_exporter.training.planning.profile import profile_job  # imports torch, which the caller does not need
+
+    return profile_job(job, gpu, target, batch=batch)
+
+
+def plan_job(job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True) -> Plan:
+    """Plan a job in this process, whose CPU tensors follow CUDA's rules during the call.
+
+    Raises:
+        ConfigurationError: the model fails on tensors without values.
+    """
+    limit_bytes = int(gpu.free_bytes * target.margin)
+    sizing, largest = _largest(job, limit_bytes, target)
+    batch, accumulation = accumulate(largest, target)
     peaks, trace = sizing.peaks(batch, gpu.free_bytes if largest else None), sizing.trace(batch)
-    shares = trace.peak()
-    breakdown = {**shares, "overhead": max(0, peaks.reserved_bytes - sum(shares.values()))}
-    others = tuple(_changes(sizing, batch, limit_bytes, max(2, devices), multiple_of)) if changes else ()
+    at_peak = trace.peak()
     return Plan(
         source=source,
         gpu=gpu,
-        margin=margin,
+        margin=target.margin,
         largest_batch=largest,
         batch=batch,
-        accumulation=accumulation,
-        target_effective_batch=target_effective_batch,
-        devices=devices,
+        accumulation=job.accumulation if target.effective_batch is None else accumulation,
+        target_effective_batch=target.effective_batch,
+        devices=target.devices,
         allocated_peak_bytes=peaks.allocated_bytes,
         reserved_peak_bytes=peaks.reserved_bytes,
-        breakdown=breakdown,
+        breakdown={**at_peak, "overhead": max(0, peaks.reserved_bytes - sum(at_peak.values()))},
         highest=trace.highs(),
-        changes=others,
+        changes=tuple(_changes(sizing, batch, limit_bytes, target)) if changes else (),
     )
 
 
-def _check(target_effective_batch: int | None, devices: int, margin: float, multiple_of: int) -> None:
-    """Refuse what no plan can be made with.
+def _largest(job: Job, limit_bytes: int, target: Target) -> tuple[Sizing, int]:
+    """Return the largest batch size within a limit, and the sizing of the job that reaches the target with it."""
+    sizing = Sizing(job)
+    largest = sizing.largest(limit_bytes, target.multiple_of)
+    if target.effective_batch is None or job.accumulation > 1 or largest * target.devices >= target.effective_batch:
+        return sizing, largest
+    # Gradients that stay from pass to pass leave less memory. More than two passes take no more than two.
+    sizing = Sizing(job.changed(accumulation=2))
+    return sizing, sizing.largest(limit_bytes, target.multiple_of)
 
-    Raises:
-        ConfigurationError: says what would be right.
-    """
-    if not 0 < margin <= 1:
-        raise ConfigurationError(f"margin {margin}; it is a part of the free memory, above 0 and at most 1")
-    for name, value in (("devices", devices), ("multiple of", multiple_of), ("target", target_effective_batch)):
-        if value is not None and value < 1:
-            raise ConfigurationError(f"{name} {value}; it must be at least 1")
+
+def _gpu(gpu: str | Gpu) -> Gpu:
+    return parse_gpu(gpu) if isinstance(gpu, str) else gpu
 
 
 def _tensors(texts: str | Sequence[str]) -> tuple[TensorSpec, ...]:
     return tuple(parse_tensor(text) for text in ((texts,) if isinstance(texts, str) else texts))
 
 
-def _changes(base: Sizing, batch: int, limit_bytes: int, shards: int, multiple_of: int) -> Iterator[Change]:
-    """What else could be done, each alone."""
-    job = base.job
-    asked = []
+def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target) -> Iterator[Change]:
+    """Plan the job with one change at a time."""
+    job, shards = base.job, max(2, target.devices)
+    changed = []
     if not job.checkpointing:
-        asked.append(("checkpointing", Sizing(job.changed(checkpointing=True)), "forward once more in backward"))
+        changed.append(("checkpointing", Sizing(job.changed(checkpointing=True)), "forward once more in backward"))
     if job.precision == "fp32":
-        asked.append(("bf16 autocast", Sizing(job.changed(precision="bf16")), "parameters and optimizer stay fp32"))
+        changed.append(("bf16 autocast", Sizing(job.changed(precision="bf16")), "parameters and optimizer stay fp32"))
     if not job.frozen:
-        note = "only the last layer is trained; an adapter costs its own few parameters more"
-        asked.append(("freezing", Sizing(job.changed(frozen=True)), note))
-    note = "parameters, gradients and optimizer state; the one layer that is gathered comes on top"
-    asked.append((f"sharding over {shards}", base.sharded(shards), note))
-    for name, sizing, note in asked:
+        note = "only the last layer is trained; an adapter adds its own few parameters"
+        changed.append(("freezing", Sizing(job.changed(frozen=True)), note))
+    note = "parameters, gradients and optimizer state; excludes the layer that is gathered"
+    changed.append((f"sharding over {shards}", base.sharded(shards), note))
+    for name, sizing, note in changed:
         try:
-            yield Change(name, sizing.peaks(batch).reserved_bytes, sizing.largest(limit_bytes, multiple_of), note)
+            yield Change(
+                name, sizing.peaks(batch).reserved_bytes, sizing.largest(limit_bytes, target.multiple_of), note
+            )
         except ConfigurationError as error:
             yield Change(name, None, None, str(error))

@@ -1,4 +1,4 @@
-"""Measures a few training steps on this machine's GPU, for models that do not run on tensors without values."""
+"""Plans from training steps measured on this machine's GPU, for models that do not run on tensors without values."""
 
 from __future__ import annotations
 
@@ -13,70 +13,62 @@ from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.devices import Gpu
 from gpumem_exporter.training.planning.job import Job
 from gpumem_exporter.training.planning.model import DTYPES, checkpoint_blocks, freeze
-from gpumem_exporter.training.planning.plan import Plan, accumulate
+from gpumem_exporter.training.planning.plan import Plan, Target, accumulate
 from gpumem_exporter.training.planning.stepping import train
 
 __all__ = ["profile_job"]
 
 STEPS = 2
-"""The second has the optimizer's state from its beginning on."""
+"""The first step creates the optimizer state."""
 
 
 @dataclass
 class _Measured:
-    """Peaks of one batch size, and what was there at the end, in bytes."""
+    """The peaks of one batch size, and the bytes of each kind."""
 
     allocated: int = 0
     reserved: int = 0
     shares: dict[str, int] = field(default_factory=dict)
 
 
-def profile_job(
-    job: Job,
-    gpu: Gpu,
-    *,
-    batch: int = 8,
-    target_effective_batch: int | None = None,
-    devices: int = 1,
-    margin: float,
-    multiple_of: int = 1,
-) -> Plan:
-    """Plan from steps measured on cuda:0 at a batch size and at half of it.
+def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
+    """Plan from steps measured on cuda:0 at a batch size and at half of it, by the line through both.
 
-    Uses CUDA, and resets the peak statistics of this process: for a process that does nothing else. What is said about
-    larger batches is the line through the two.
+    Uses CUDA and resets the peak statistics of this process.
 
     Raises:
-        ConfigurationError: there is no CUDA here, or the measured batch itself does not fit.
+        ConfigurationError: there is no CUDA, or the measured batch does not fit.
     """
     if not torch.cuda.is_available():
-        raise ConfigurationError("no CUDA here: --profile measures on a GPU; without it, nothing of a GPU is needed")
+        raise ConfigurationError(
+            "CUDA is not available: --profile measures on a GPU; without --profile no GPU is needed"
+        )
     if batch < 2:
-        raise ConfigurationError(f"batch {batch}; two sizes are measured, so that it must be at least 2")
-    accumulating = job.changed(accumulation=2) if target_effective_batch is not None else job
+        raise ConfigurationError(f"invalid batch {batch}: it must be at least 2, because half of it is measured too")
+    accumulating = job.changed(accumulation=2) if target.effective_batch is not None else job
     try:
         small, large = _measure(accumulating, batch // 2), _measure(accumulating, batch)
     except torch.OutOfMemoryError as error:
-        raise ConfigurationError(f"batch {batch} does not fit here; profile a smaller one with --batch") from error
+        raise ConfigurationError(f"batch {batch} does not fit: measure a smaller one with --batch") from error
     span = batch - batch // 2
     slope = max(1, -(-(large.allocated - small.allocated) // span))
-    # What the allocator rounds up and caches grows with what it hands out.
+    # What the allocator rounds up and caches grows with what is allocated.
     slack = large.reserved / max(1, large.allocated)
     fixed = large.allocated - slope * batch
-    limit = gpu.free_bytes * margin / slack
-    largest = max(0, int((limit - fixed) // slope)) // multiple_of * multiple_of
-    size, accumulation = accumulate(largest, target_effective_batch, devices)
+    limit = gpu.free_bytes * target.margin / slack
+    largest = max(0, int((limit - fixed) // slope)) // target.multiple_of * target.multiple_of
+    size, accumulation = accumulate(largest, target)
     allocated = fixed + slope * size
     rest = max(0, allocated - sum(large.shares.values()))
     return Plan(
         source="profile",
         gpu=gpu,
-        margin=margin,
+        margin=target.margin,
         largest_batch=largest,
         batch=size,
-        accumulation=accumulation if target_effective_batch is not None else job.accumulation,
-        target_effective_batch=target_effective_batch,
-        devices=devices,
+        accumulation=accumulation if target.effective_batch is not None else job.accumulation,
+        target_effective_batch=target.effective_batch,
+        devices=target.devices,
         allocated_peak_bytes=allocated,
         reserved_peak_bytes=int(allocated * slack),
         breakdown={**large.shares, "activations": rest, "overhead": int(allocated * (slack - 1))},
@@ -84,19 +76,19 @@ def profile_job(
 
 
 class _Sizes:
-    """Notes what parameters, gradients and optimizer state take."""
+    """Measures parameters, gradients and optimizer state."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.shares: dict[str, int] = {}
 
     def forward(self) -> None:
-        """Nothing is asked here."""
+        """Measure nothing."""
 
     def backward(self) -> None:
-        """Nor here."""
+        """Measure nothing."""
 
-    def optimizer(self, counts_on_device: bool) -> None:  # noqa: ARG002 - a Watch is told
+    def optimizer(self, counts_on_device: bool) -> None:  # noqa: ARG002 - part of Watch
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         self.shares = {
             "parameters": _bytes(self._model.parameters()),
@@ -105,7 +97,7 @@ class _Sizes:
             "optimizer": 0,
         }
 
-    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:  # noqa: ARG002 - a Watch is told
+    def stepped(self, optimizer: Any, counts_on_device: bool) -> None:  # noqa: ARG002 - part of Watch
         values = [v for state in optimizer.state.values() for v in state.values()]
         self.shares["optimizer"] = _bytes(v for v in values if isinstance(v, Tensor) and v.is_cuda)
 

@@ -1,12 +1,11 @@
-"""The largest batch size that fits: a few traces, and lines through them."""
+"""The search for the largest batch size that fits, by a few traces and lines through them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.replay import Peaks, replay
-from gpumem_exporter.training.planning.trace import Line, Trace, blend
+from gpumem_exporter.training.planning.trace import Line, Peaks, Trace, blend, replay
 
 __all__ = ["Sizing"]
 
@@ -17,11 +16,7 @@ _SPREAD = ("parameters", "gradients", "optimizer")
 
 
 class Sizing:
-    """One job at any batch size. A trace is made once for each size that is asked for; not thread-safe.
-
-    Args:
-        job: what is traced.
-    """
+    """The traces and peaks of one job at any batch size, each computed once. Not thread-safe."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -29,7 +24,7 @@ class Sizing:
         self._peaks: dict[tuple[int, int | None], Peaks] = {}
 
     def trace(self, batch: int) -> Trace:
-        """What the job allocates at that batch size.
+        """Return the allocations of the job at a batch size.
 
         Raises:
             ConfigurationError: the job's own code failed.
@@ -39,7 +34,7 @@ class Sizing:
         return self._traces[batch]
 
     def sharded(self, shards: int) -> Sizing:
-        """The same with parameters, gradients and optimizer state spread over that many devices."""
+        """Return the sizing with parameters, gradients and optimizer state divided over a number of devices."""
         return _Sharded(self, shards)
 
     def _make(self, batch: int) -> Trace:
@@ -48,21 +43,21 @@ class Sizing:
         return trace_job(self.job, batch)
 
     def peaks(self, batch: int, free_bytes: int | None = None) -> Peaks:
-        """What it takes of a device with that many bytes free; None: of one that has enough."""
+        """Return the peaks on a device with that many free bytes; None means unlimited."""
         key = batch, free_bytes
         if key not in self._peaks:
             self._peaks[key] = replay(self.trace(batch), free_bytes)
         return self._peaks[key]
 
     def largest(self, limit_bytes: int, multiple_of: int = 1) -> int:
-        """The largest batch size that runs within the limit; 0 when none does.
+        """Return the largest batch size that runs within the limit; 0 if no size does.
 
-        The cache may be flushed for it: with a margin above the limit, it then hardly ever is.
-        Lines through the traces of two sizes give an estimate, whose own trace decides and is an end of the next line.
+        A size fits even if the allocator has to flush its cache. A line through the traces of two sizes estimates the
+        largest. The trace of the estimate decides whether it fits, and is one end of the next line.
         """
         line = self._line(_NEAR * multiple_of, _FAR * multiple_of)
         fits = self._fitting(limit_bytes, multiple_of)
-        low, high = 0, max(1, LARGEST // multiple_of) + 1  # low fits, high does not, in multiples
+        low, high = 0, max(1, LARGEST // multiple_of) + 1  # in units of multiple_of: low fits, high does not
         guess = _FAR
         for _ in range(_TRIES):
             low, high = (guess, high) if fits(guess) else (low, guess)
@@ -86,10 +81,10 @@ class Sizing:
 
 
 def _largest(line: Line, limit_bytes: int, multiple_of: int, low: int, high: int) -> int:
-    """The largest number of multiples from `low` on, below `high`, that fits by a line."""
+    """Return the largest number of units from `low` to below `high` that fits according to a line."""
     step = 1
     while high - low > 1:
-        # Doubling steps first: replaying a trace costs the more, the less bounded the search is.
+        # Doubling steps, because the replay of a large batch takes longest.
         middle = min(low + step, (low + high) // 2)
         if replay(line.at(middle * multiple_of), limit_bytes).out_of_memory:
             high = middle
@@ -99,7 +94,7 @@ def _largest(line: Line, limit_bytes: int, multiple_of: int, low: int, high: int
 
 
 class _Sharded(Sizing):
-    """Another's traces, with what can be spread over devices divided."""
+    """The traces of another sizing, with parameters, gradients and optimizer state divided."""
 
     def __init__(self, whole: Sizing, shards: int) -> None:
         super().__init__(whole.job)

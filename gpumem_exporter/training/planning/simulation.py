@@ -1,4 +1,4 @@
-"""What a job's first training steps allocate, found without a device: its own Python, run on fake tensors."""
+"""Records the allocations of a job's first training steps by running its code on fake tensors."""
 
 from __future__ import annotations
 
@@ -23,48 +23,49 @@ from gpumem_exporter.training.planning.tracing import Tracer
 __all__ = ["STEPS", "move", "quiet", "trace_job"]
 
 STEPS = 3
-"""The optimizer's state is made in the first step, the cache has its shape after the second."""
+"""The first step creates the optimizer state, the second the final state of the cache."""
 
 
 def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
-    """Run a few training steps at a batch size on fake tensors. Takes a second or so; needs no memory and no GPU.
+    """Run a few training steps at a batch size on fake tensors, in about a second.
 
-    Not thread-safe: CPU tensors of the whole process follow CUDA's rules meanwhile.
+    Not thread-safe: CPU tensors of the whole process follow CUDA's rules during the call.
 
     Raises:
-        ConfigurationError: the job's own code failed; says how.
+        ConfigurationError: the job's own code failed.
     """
     tracer = Tracer(Kernels(job.convolution))
-    with quiet():
-        try:
-            mode = make_fake_mode()
-            model = make_model(job, mode)
-            with mode, cuda_rules(job.attention), tracer:
-                move(model, tracer)
-                train(job, model, batch, steps, "cpu", _Kinds(tracer))
-        except ConfigurationError:
-            raise
-        except Exception as error:
-            text = str(error).strip().partition("\n")[0]
-            raise ConfigurationError(
-                f"the job failed on tensors without values, at batch size {batch}: {type(error).__name__}: {text}"
-            ) from error
-        # What is still alive dies after this, in an order that means nothing.
+    with quiet(f"the job at batch size {batch}"):
+        mode = make_fake_mode()
+        model = make_model(job, mode)
+        with mode, cuda_rules(job.attention), tracer:
+            move(model, tracer)
+            train(job, model, batch, steps, "cpu", _Kinds(tracer))
+        # The tensors that are still alive are freed after this, in an arbitrary order.
         return tracer.trace.ordered()
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Without torch's warnings and logs, and without garbage collections, whose moments differ from run to run."""
+def quiet(what: str) -> Iterator[None]:
+    """Suppress PyTorch's warnings and logs, and garbage collection, whose timing differs from run to run.
+
+    Raises:
+        ConfigurationError: the code in the block failed; `what` names it.
+    """
     collecting = gc.isenabled()
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     gc.disable()
-    logger.setLevel(logging.CRITICAL)  # what fails is told by the error itself
+    logger.setLevel(logging.CRITICAL)  # the exception has the same information
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]
+        raise ConfigurationError(f"{what} fails on tensors without values: {type(error).__name__}: {text}") from error
     finally:
         logger.setLevel(level)
         if collecting:
@@ -72,22 +73,22 @@ def quiet() -> Iterator[None]:
 
 
 def move(model: nn.Module, tracer: Tracer) -> None:
-    """What `model.to(device)` allocates, and telling gradients when they come."""
+    """Record the allocations of `model.to(device)`, and mark gradients when they are created."""
     for module in in_moving_order(model):
-        tracer.hold(module.parameters(recurse=False), "parameters")
-        tracer.hold(module.buffers(recurse=False), "buffers")
+        tracer.mark(module.parameters(recurse=False), "parameters")
+        tracer.mark(module.buffers(recurse=False), "buffers")
 
-    def hold_gradient(parameter: Tensor) -> None:
+    def mark_gradient(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            tracer.hold([parameter.grad], "gradients")
+            tracer.mark([parameter.grad], "gradients")
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(hold_gradient)
+            parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
 class _Kinds:
-    """Tells the tracer what allocations are for."""
+    """Sets the kind of the allocations that the tracer records."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
@@ -106,4 +107,4 @@ class _Kinds:
         self._tracer.ignore_scalars = False
         for state in optimizer.state.values():
             values = [value for value in state.values() if isinstance(value, Tensor)]
-            self._tracer.hold((v for v in values if counts_on_device or v.dim()), "optimizer")
+            self._tracer.mark((v for v in values if counts_on_device or v.dim()), "optimizer")

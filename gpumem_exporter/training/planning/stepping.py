@@ -1,4 +1,4 @@
-"""The training steps of a job: on fake tensors, written down by a tracer, or on a device, for real."""
+"""The training steps of a job, on fake tensors or on a device."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training.planning.inputs import TensorSpec
-from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.job import Job, TensorSpec
 from gpumem_exporter.training.planning.model import DTYPES
 
 __all__ = ["Watch", "train"]
@@ -23,23 +22,23 @@ _FP16_SCALE = 65536.0
 
 
 class Watch(Protocol):
-    """Whoever is told how far a step is."""
+    """Receives the progress of a step. `counts_on_device`: the optimizer's step counts are on the device."""
 
     def forward(self) -> None:
-        """A batch is about to be made."""
+        """Called before the batch is created."""
 
     def backward(self) -> None:
-        """The forward pass is over."""
+        """Called after the forward pass."""
 
     def optimizer(self, counts_on_device: bool) -> None:
-        """The gradients are there."""
+        """Called after the last backward pass of a step."""
 
     def stepped(self, optimizer: Any, counts_on_device: bool) -> None:
-        """The optimizer has made its step."""
+        """Called after the optimizer's step."""
 
 
 def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch: Watch) -> None:
-    """Train for a few steps, as a plain script would: what it names lives until the name gets another value."""
+    """Train for a few steps. As in a plain script, a tensor lives until its variable is assigned again."""
     optimizer, counts_on_device = _optimizer(job, model)
     autocast = job.precision in ("bf16", "fp16")
     for _ in range(steps):
@@ -62,56 +61,63 @@ def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch
         optimizer.zero_grad()
 
 
-def _make(specs: Sequence[TensorSpec], batch: int, device: str) -> list[tuple[str, Tensor]]:
-    # Zeros are right for class indices and token numbers. On fake tensors only the shape counts.
-    return [(spec.name, torch.zeros(spec.at(batch), dtype=getattr(torch, spec.dtype), device=device)) for spec in specs]
+def _make(specs: Sequence[TensorSpec], batch: int, device: str) -> list[Tensor]:
+    # Zeros are valid class indices and token numbers. On fake tensors only the shape matters.
+    return [torch.zeros(spec.at(batch), dtype=getattr(torch, spec.dtype), device=device) for spec in specs]
 
 
-def _loss(job: Job, model: nn.Module, inputs: list[tuple[str, Tensor]], targets: list[tuple[str, Tensor]]) -> Tensor:
-    low = DTYPES[job.precision] if job.precision.startswith("pure-") else None
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(low) if low is not None and tensor.is_floating_point() else tensor
-
-    output = model(*(cast(t) for name, t in inputs if not name), **{name: cast(t) for name, t in inputs if name})
-    answers = [tensor for _, tensor in targets]
+def _loss(job: Job, model: nn.Module, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+    output = _forward(job, model, inputs)
     if callable(job.loss):
-        return _number(job.loss(output, *answers))
+        return _number(job.loss(output, *targets))
     kind = job.loss
     if kind == "auto":
         if isinstance(getattr(output, "loss", None), Tensor):
             return _number(output.loss)
-        kind = _fitting_loss(output, answers)
+        kind = _default_loss(output, targets)
     if kind == "output":
         return _number(output)
     logits = next((t for t in (getattr(output, "logits", None), output) if isinstance(t, Tensor)), None)
     if logits is None:
-        raise ConfigurationError(f"the model returns {type(output).__name__}, no tensor: name a loss for it")
+        raise ConfigurationError(f"the model returns {type(output).__name__}, not a tensor: choose a loss for it")
     if kind == "mean":
         return logits.mean()
     if kind == "sum":
         return logits.sum()
-    if not answers:
+    if not targets:
         raise ConfigurationError(f"loss {kind} needs a target")
     if kind == "cross_entropy":
-        return functional.cross_entropy(logits, answers[0])
-    return functional.mse_loss(logits, answers[0].to(logits.dtype))
+        return functional.cross_entropy(logits, targets[0])
+    return functional.mse_loss(logits, targets[0].to(logits.dtype))
 
 
-def _fitting_loss(output: Any, answers: Sequence[Tensor]) -> str:
-    if answers:
-        return "mse" if answers[0].is_floating_point() else "cross_entropy"
+def _forward(job: Job, model: nn.Module, inputs: Sequence[Tensor]) -> Any:
+    positional: list[Tensor] = []
+    named: dict[str, Tensor] = {}
+    for spec, tensor in zip(job.inputs, inputs, strict=True):
+        if job.precision.startswith("pure-") and tensor.is_floating_point():
+            tensor = tensor.to(DTYPES[job.precision])
+        if spec.name:
+            named[spec.name] = tensor
+        else:
+            positional.append(tensor)
+    return model(*positional, **named)
+
+
+def _default_loss(output: Any, targets: Sequence[Tensor]) -> str:
+    if targets:
+        return "mse" if targets[0].is_floating_point() else "cross_entropy"
     return "output" if isinstance(output, Tensor) and output.numel() == 1 else "mean"
 
 
 def _number(value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ConfigurationError("the loss is no tensor of one number")
+        raise ConfigurationError("the loss is not a tensor with one element")
     return value
 
 
 def _optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
-    """The optimizer, and whether its step counts are on the device."""
+    """Return the optimizer, and whether its step counts are on the device."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if job.optimizer == "none" or not parameters:
         return None, False
@@ -125,7 +131,7 @@ def _optimizer(job: Job, model: nn.Module) -> tuple[Any, bool]:
     else:
         made = job.optimizer(parameters, **options)
     for group in made.param_groups:
-        # CUDA parameters get the foreach form unless the job says otherwise; fake ones, on the CPU, never would.
+        # CUDA parameters get the foreach implementation by default; CPU parameters, which these are, do not.
         if group.get("foreach", False) is None and not group.get("fused"):
             group["foreach"] = True
     return made, any(group.get("fused") or group.get("capturable") for group in made.param_groups)

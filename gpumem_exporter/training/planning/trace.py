@@ -1,24 +1,29 @@
-"""The allocations and frees of a few training steps, in their order, each with what it is for."""
+"""The allocations and frees of a few training steps, and what the caching allocator reserves for them.
+
+`core.allocator_model` is the allocator. Its own tests compare it with PyTorch's.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-__all__ = ["KINDS", "Line", "Trace", "blend"]
+from gpumem_exporter.core.allocator_model import Block, CachingAllocator, SimulatedOutOfMemoryError
+
+__all__ = ["KINDS", "Line", "Peaks", "Trace", "blend", "replay"]
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries")
-"""What an allocation is for. Activations: made in the forward pass, batches included; temporaries: all else."""
+"""The purposes of allocations. The forward pass and its batch make activations; all else is temporary."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """What a job asks the allocator for.
+    """The allocations and frees of a job, in their order.
 
     Attributes:
-        events: `+n` allocates the allocation with that number, `-n` frees it; numbers start with 1.
-        sizes: of each allocation, bytes as requested; index 0 stands for none.
-        kinds: of each allocation, one of KINDS.
+        events: `+n` allocates allocation number n, `-n` frees it; numbers start at 1.
+        sizes: the requested bytes of each allocation; index 0 is unused.
+        kinds: the purpose of each allocation, one of KINDS.
     """
 
     events: list[int] = field(default_factory=list)
@@ -26,7 +31,7 @@ class Trace:
     kinds: list[str] = field(default_factory=lambda: ["temporaries"])
 
     def allocate(self, size_bytes: int, kind: str) -> int:
-        """Write an allocation down; returns its number."""
+        """Record an allocation and return its number."""
         self.sizes.append(size_bytes)
         self.kinds.append(kind)
         number = len(self.sizes) - 1
@@ -34,14 +39,14 @@ class Trace:
         return number
 
     def free(self, number: int) -> None:
-        """Write down that an allocation is over."""
+        """Record a free."""
         self.events.append(-number)
 
     def ordered(self) -> Trace:
-        """The same with frees that follow each other in a fixed order.
+        """Return the trace with consecutive frees in a fixed order.
 
-        The allocator ends up the same, and two runs can be compared: autocast, for one, drops its cached casts in the
-        order of their addresses.
+        The allocator ends in the same state, and two traces can be compared. Autocast, for example, drops its cached
+        casts in the order of their addresses, which differs from run to run.
         """
         events: list[int] = []
         frees: list[int] = []
@@ -49,40 +54,40 @@ class Trace:
             if event < 0:
                 frees.append(event)
                 continue
-            if frees:
-                events += sorted(frees, reverse=True)
-                frees.clear()
+            events += sorted(frees, reverse=True)
+            frees.clear()
             events.append(event)
         return Trace(events + sorted(frees, reverse=True), self.sizes, self.kinds)
 
     def peak(self) -> dict[str, int]:
-        """Bytes of each kind, as requested, at the moment at which the most was live."""
-        live = best = 0
-        best_at = -1
-        for i, event in enumerate(self.events):
-            live += self.sizes[event] if event > 0 else -self.sizes[-event]
-            if live > best:
-                best, best_at = live, i
-        shares = dict.fromkeys(KINDS, 0)
-        for event in self.events[: best_at + 1]:
-            number = abs(event)
-            shares[self.kinds[number]] += self.sizes[number] if event > 0 else -self.sizes[number]
-        return shares
+        """Return the requested bytes of each kind at the event with the highest total."""
+        total = highest = 0
+        live, at_peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        for kind, change in self._changes():
+            live[kind] += change
+            total += change
+            if total > highest:
+                highest, at_peak = total, dict(live)
+        return at_peak
 
     def highs(self) -> dict[str, int]:
-        """The most that was live of each kind at any moment, bytes as requested; not all at the same one."""
-        live, most = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        """Return the highest requested bytes of each kind; the kinds reach them at different events."""
+        live, highest = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0)
+        for kind, change in self._changes():
+            live[kind] += change
+            highest[kind] = max(highest[kind], live[kind])
+        return highest
+
+    def _changes(self) -> Iterator[tuple[str, int]]:
         for event in self.events:
-            kind, size = self.kinds[abs(event)], self.sizes[abs(event)]
-            live[kind] += size if event > 0 else -size
-            most[kind] = max(most[kind], live[kind])
-        return most
+            number = abs(event)
+            yield self.kinds[number], self.sizes[number] if event > 0 else -self.sizes[number]
 
 
 def blend(small: Trace, small_batch: int, large: Trace, large_batch: int) -> Line | None:
-    """The trace of any batch size from those of two, if each allocation's size is a line in the batch size.
+    """Interpolate the traces of two batch sizes, if each allocation's size is linear in the batch size.
 
-    Returns None when the two do not make the same allocations in the same order: the job then branches on the batch.
+    Returns None when the events differ: the job then branches on the batch size.
     """
     if small.events != large.events or small_batch == large_batch:
         return None
@@ -91,7 +96,7 @@ def blend(small: Trace, small_batch: int, large: Trace, large_batch: int) -> Lin
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Two traces of the same events at two batch sizes; `at` gives the trace of another."""
+    """Two traces with the same events at two batch sizes."""
 
     small: Trace
     small_batch: int
@@ -99,10 +104,62 @@ class Line:
     large_batch: int
 
     def at(self, batch: int) -> Trace:
-        """The trace of that batch size; sizes in between are rounded up."""
+        """Return the trace of a batch size, with sizes rounded up."""
         return Trace(self.small.events, list(self._sizes(batch)), self.small.kinds)
 
     def _sizes(self, batch: int) -> Iterator[int]:
         span, way = self.large_batch - self.small_batch, batch - self.small_batch
         for a, b in zip(self.small.sizes, self.large.sizes, strict=True):
             yield a if a == b else max(0, a - (a - b) * way // span)
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """The values of `torch.cuda.max_memory_allocated` and `max_memory_reserved` at the end of a trace.
+
+    Attributes:
+        out_of_memory: the job ended with an out-of-memory error; the peaks are those until then.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    out_of_memory: bool = False
+
+
+class _Device:
+    """The memory that the driver has free for the process."""
+
+    def __init__(self, free_bytes: int | None) -> None:
+        self.free_bytes = free_bytes
+
+    def allocate(self, size_bytes: int) -> bool:
+        if self.free_bytes is None:
+            return True
+        if size_bytes > self.free_bytes:
+            return False
+        self.free_bytes -= size_bytes
+        return True
+
+    def free(self, size_bytes: int) -> None:
+        if self.free_bytes is not None:
+            self.free_bytes += size_bytes
+
+
+def replay(trace: Trace, free_bytes: int | None = None) -> Peaks:
+    """Run a trace through the allocator, on a device with that many free bytes; None means unlimited."""
+    allocator = CachingAllocator(_Device(free_bytes))
+    blocks: dict[int, Block] = {}
+    out_of_memory = False
+    for event in trace.events:
+        if event < 0:
+            block = blocks.pop(-event, None)
+            if block is not None:
+                allocator.free(block)
+        elif trace.sizes[event]:
+            try:
+                blocks[event] = allocator.allocate(trace.sizes[event])
+            except SimulatedOutOfMemoryError:
+                out_of_memory = True
+                break
+    stats = allocator.statistics
+    return Peaks(stats.allocated_peak_bytes, stats.reserved_peak_bytes, out_of_memory)

@@ -1,8 +1,8 @@
-"""Writes down every allocation of PyTorch code that runs on fake tensors.
+"""Records every allocation of PyTorch code that runs on fake tensors.
 
-A dispatch mode sees each operator below autograd with its results; a storage that it has not seen is an allocation, and
-the end of that storage's life a free, exactly when reference counting frees it on a device. PyTorch's own `MemTracker`
-works the same way, but keeps sums only, and the order of events is what an allocator's behaviour depends on.
+A dispatch mode receives the results of each operator below autograd. A new storage is an allocation; the end of the
+storage's life is a free. PyTorch's `MemTracker` works the same way but keeps only sums. The caching allocator depends
+on the order of events.
 """
 
 from __future__ import annotations
@@ -20,36 +20,37 @@ from gpumem_exporter.training.planning.trace import Trace
 
 __all__ = ["Tracer"]
 
-_ALONE = 2
-"""Holders of a storage that one tensor has: that tensor, and Python while it looks."""
+
+_SINGLE_USE = 2
+"""The use count of a storage that one tensor refers to, while Python reads it."""
 
 
 class Tracer(TorchDispatchMode):
-    """Records into `trace` while it is entered. Not thread-safe; autograd runs CPU graphs in the calling thread.
+    """Records into `trace` while the mode is active. Not thread-safe; autograd runs CPU graphs in the calling thread.
 
     Args:
-        kernels: knows what the operators' CUDA kernels allocate for themselves.
+        kernels: the temporaries of the operators' CUDA kernels.
 
     Attributes:
-        kind: what allocations are for from now on (see trace.KINDS).
-        in_backward: autograd is at work.
-        ignore_scalars: leave tensors without dimensions out: an optimizer's step counts stay on the host.
+        kind: the kind of the next allocations (see trace.KINDS).
+        in_backward: whether a backward pass runs.
+        ignore_scalars: skip tensors without dimensions, because an optimizer's step counts stay on the host.
     """
 
     def __init__(self, kernels: Kernels) -> None:
         super().__init__()
         self.trace = Trace()
         self.kind = "activations"
-        self.ignore_scalars = False
         self.in_backward = False
+        self.ignore_scalars = False
         self._kernels = kernels
-        self._numbers: dict[int, int] = {}
-        self._holders: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of the allocation, by storage
+        self._storages: dict[int, int] = {}  # how many share an allocation, by its number
 
-    def hold(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Tell what tensors are for; those not seen yet are allocated here and now, as `.to(device)` does."""
+    def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
+        """Set the kind of tensors. New ones are allocated now, as `.to(device)` does."""
         for tensor in tensors:
-            self._see(tensor, kind)
+            self._record(tensor, kind)
             number = self._numbers.get(tensor.untyped_storage()._cdata)
             if number is not None:
                 self.trace.kinds[number] = kind
@@ -63,13 +64,13 @@ class Tracer(TorchDispatchMode):
             self._share(result, args[0])
         tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, torch.Tensor)]
         for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
-            self._see(tensor, self.kind)
+            self._record(tensor, self.kind)
         temporaries = [self.trace.allocate(n, "temporaries") for n in self._kernels.temporaries(func, args, result)]
         for number in reversed(temporaries):
             self.trace.free(number)
         return result
 
-    def _see(self, tensor: torch.Tensor, kind: str) -> None:
+    def _record(self, tensor: torch.Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._numbers or (self.ignore_scalars and tensor.dim() == 0):
@@ -79,10 +80,10 @@ class Tracer(TorchDispatchMode):
             self._follow(storage, self.trace.allocate(size_bytes, kind))
 
     def _adds_in_place(self, func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether autograd, adding a gradient to one that it has, would write into the latter.
+        """Whether autograd on a device adds a gradient in place (`InputBuffer::accumulate`).
 
-        It does so where nobody else holds that one (`InputBuffer::accumulate`), but never with tensors of a subclass,
-        which fake ones are. In a recomputed forward pass, gradients are enabled.
+        It does so if nothing else refers to the existing gradient, but never for tensor subclasses, such as fake
+        tensors. In a recomputed forward pass, gradients are enabled.
         """
         if not self.in_backward or func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
             return False
@@ -91,8 +92,8 @@ class Tracer(TorchDispatchMode):
         old, new = args[:2]
         if not (isinstance(new, torch.Tensor) and old.shape == new.shape and old.dtype == new.dtype):
             return False
-        alone = torch._C._storage_Use_Count(old.untyped_storage()._cdata) <= _ALONE
-        return alone and old._use_count() <= new._use_count()
+        unshared = torch._C._storage_Use_Count(old.untyped_storage()._cdata) <= _SINGLE_USE
+        return unshared and old._use_count() <= new._use_count()
 
     def _share(self, result: torch.Tensor, old: torch.Tensor) -> None:
         number = self._numbers.get(old.untyped_storage()._cdata)
@@ -101,12 +102,12 @@ class Tracer(TorchDispatchMode):
 
     def _follow(self, storage: Any, number: int) -> None:
         self._numbers[storage._cdata] = number
-        self._holders[number] = self._holders.get(number, 0) + 1
-        weakref.finalize(storage, self._gone, storage._cdata, number).atexit = False
+        self._storages[number] = self._storages.get(number, 0) + 1
+        weakref.finalize(storage, self._free, storage._cdata, number).atexit = False
 
-    def _gone(self, key: int, number: int) -> None:
+    def _free(self, key: int, number: int) -> None:
         if self._numbers.get(key) == number:
             del self._numbers[key]
-        self._holders[number] -= 1
-        if not self._holders[number]:
+        self._storages[number] -= 1
+        if not self._storages[number]:
             self.trace.free(number)

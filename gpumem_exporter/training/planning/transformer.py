@@ -1,4 +1,4 @@
-"""The transformer that a description stands for: pre-norm, fused attention, the embedding tied to the output."""
+"""The transformer of a Description: pre-norm, fused attention, the embedding tied to the output."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class _Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits of the next token, for every token, as rows."""
+    """Computes logits of the next token, one row for each token."""
 
     def __init__(self, layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Rows of logits from rows of token numbers."""
+        """Return one row of logits for each token."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)

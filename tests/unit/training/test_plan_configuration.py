@@ -54,7 +54,7 @@ def test_only_the_values_of_a_yaml_file_change(tmp_path: Path) -> None:
     assert after == expected
 
 
-def test_a_yaml_key_without_a_value_gets_one(tmp_path: Path) -> None:
+def test_a_yaml_key_without_a_value_receives_one(tmp_path: Path) -> None:
     assert change(tmp_path / "a.yml", YAML, {"empty": 5}) == YAML.replace("empty:", "empty: 5")
 
 
@@ -73,7 +73,7 @@ def test_line_ends_stay_as_they_are(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "key", "said"),
+    ("name", "text", "key", "expected"),
     [
         ("a.yaml", YAML, "loader.batch", "'loader.batch'"),
         ("a.yaml", YAML, "stages.7.batch", "'stages.7.batch'"),
@@ -87,16 +87,14 @@ def test_line_ends_stay_as_they_are(tmp_path: Path, name: str) -> None:
         ("a.json", "{}", "a", ".yaml, .yml and .toml"),
     ],
 )
-def test_what_cannot_be_changed_is_refused_in_one_line(
-    tmp_path: Path, name: str, text: str, key: str, said: str
-) -> None:
+def test_errors_are_one_line(tmp_path: Path, name: str, text: str, key: str, expected: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         change(tmp_path / name, text, {key: 1})
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_change_is_shown_kept_and_undone(tmp_path: Path) -> None:
+def test_a_change_is_shown_written_and_restored(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(YAML)
     path.chmod(0o640)
@@ -127,7 +125,7 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "real.toml").read_text() == TOML
 
 
-def test_a_file_that_changed_meanwhile_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_another_program_changed_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "a.toml"
     path.write_text(TOML)
     before, after = planned_text(path, {"train.batch_size": 9})
@@ -159,9 +157,9 @@ def test_without_the_package_the_extra_is_named(
     assert "gpumem-exporter[plan]" in str(caught.value)
 
 
-def test_a_map_gives_keys_planned_values() -> None:
+def test_a_map_assigns_planned_values_to_keys() -> None:
     values = {"batch": 48, "accumulation": 2}
     assert parse_map(["train.b = batch", "a=accumulation"], values) == {"train.b": 48, "a": 2}
-    for text, said in (("train.b", "KEY=VALUE"), ("=batch", "KEY=VALUE"), ("b=size", "batch, accumulation")):
-        with pytest.raises(ConfigurationError, match=said):
+    for text, expected in (("train.b", "KEY=VALUE"), ("=batch", "KEY=VALUE"), ("b=size", "batch, accumulation")):
+        with pytest.raises(ConfigurationError, match=expected):
             parse_map([text], values)

@@ -9,8 +9,7 @@ import pytest
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.description import Description
 from gpumem_exporter.training.planning.devices import Gpu, parse_bytes, parse_gpu
-from gpumem_exporter.training.planning.inputs import TensorSpec, parse_tensor
-from gpumem_exporter.training.planning.job import Job
+from gpumem_exporter.training.planning.job import Job, TensorSpec, parse_tensor
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
@@ -27,7 +26,7 @@ GIB = 1 << 30
         ("float[]", "float32", "", ()),
     ],
 )
-def test_a_tensor_is_a_dtype_and_dimensions_of_which_some_hold_the_batch(
+def test_a_tensor_has_a_dtype_and_dimensions_that_may_contain_the_batch_size(
     text: str, dtype: str, name: str, shape: tuple[int, ...]
 ) -> None:
     spec = parse_tensor(text)
@@ -35,7 +34,7 @@ def test_a_tensor_is_a_dtype_and_dimensions_of_which_some_hold_the_batch(
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("float32", "float32[B,3,224,224]"),
         ("float31[B]", "bfloat16"),
@@ -45,10 +44,10 @@ def test_a_tensor_is_a_dtype_and_dimensions_of_which_some_hold_the_batch(
         ("float32[B,,3]", "''"),
     ],
 )
-def test_what_is_no_tensor_is_refused_with_what_would_be_one(text: str, said: str) -> None:
+def test_an_invalid_tensor_is_rejected(text: str, expected: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_tensor(text)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +58,12 @@ def test_a_size_has_binary_or_decimal_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "1e9", "80 gigs", "3i"])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_rejected(text: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(repr(text))):
         parse_bytes(text)
 
 
-def test_a_gpu_is_a_size_or_a_name_and_has_less_for_tensors_than_in_all() -> None:
+def test_a_gpu_is_a_size_or_a_name_and_has_overhead() -> None:
     assert parse_gpu("H100 80GB") == parse_gpu("h100-80gb")
     assert parse_gpu("80GiB", 2 * GIB) == Gpu("80GiB", 80 * GIB, 2 * GIB)
     assert parse_gpu("80GiB", 2 * GIB).free_bytes == 78 * GIB
@@ -77,12 +76,12 @@ def test_a_gpu_is_a_size_or_a_name_and_has_less_for_tensors_than_in_all() -> Non
     ("field", "value"),
     [("precision", "fp8"), ("optimizer", "lion"), ("loss", "l3"), ("attention", "paged"), ("convolution", "winograd")],
 )
-def test_a_job_names_what_it_takes_where_it_does_not_know_a_word(field: str, value: str) -> None:
+def test_a_job_with_an_unknown_option_is_rejected(field: str, value: str) -> None:
     with pytest.raises(ConfigurationError, match=value):
         Job(object, (TensorSpec("float32", ()),), **{field: value})  # type: ignore[arg-type]
 
 
-def test_a_description_that_does_not_add_up_is_refused() -> None:
+def test_an_inconsistent_description_is_rejected() -> None:
     with pytest.raises(ConfigurationError, match=r"1000000000\b.*\b32\b.*4096\b.*32000"):
         Description(32, 4096, 2048, parameters=10**9).job()
     with pytest.raises(ConfigurationError, match="7 heads"):

@@ -1,4 +1,4 @@
-"""The plan that a running job is told of: what counts as one, which device it is for, and what its error is."""
+"""The plan of a running job: its sources, its device and its error."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ PLAN = Plan(
 )
 
 
-def test_a_file_what_stands_in_it_and_the_plan_itself_say_the_same(tmp_path: Path) -> None:
+def test_a_plan_is_a_file_its_content_or_an_object(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(json.dumps(PLAN.as_dict(), indent=2))
-    for told in (PLAN, PLAN.as_dict(), file, str(file), SimpleNamespace(reserved_peak_bytes=1000)):
-        assert planned_peak_bytes(told) == 1000
+    for plan in (PLAN, PLAN.as_dict(), file, str(file), SimpleNamespace(reserved_peak_bytes=1000)):
+        assert planned_peak_bytes(plan) == 1000
 
 
-def test_an_argument_beats_the_environment_and_a_path_stays_the_same_file(
+def test_an_argument_overrides_the_environment_and_a_path_is_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -52,7 +52,7 @@ def test_an_argument_beats_the_environment_and_a_path_stays_the_same_file(
     assert ReporterSettings.resolve(plan=PLAN, environ=environ).plan is PLAN
 
 
-def test_a_folder_that_is_gone_breaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_working_directory_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "gone"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -64,7 +64,7 @@ def test_a_folder_that_is_gone_breaks_nothing(tmp_path: Path, monkeypatch: pytes
 
 FILE = r"/.*/plan\.json"
 NO_JSON = rf"{FILE}.*gpumem-exporter plan.*--json"
-NO_PLANS: dict[str, tuple[Any, str]] = {
+INVALID_PLANS: dict[str, tuple[Any, str]] = {
     "an empty mapping": ({}, r"reserved_peak_bytes.*gpumem-exporter plan.*--json"),
     "a number": (7, r"reserved_peak_bytes.*gpumem-exporter plan.*--json"),
     "nothing planned": ({"reserved_peak_bytes": 0}, r"reserved_peak_bytes.*\b1\b.*2\^63 - 1.*\b0$"),
@@ -83,17 +83,17 @@ NO_PLANS: dict[str, tuple[Any, str]] = {
     "a number of many digits": (b'{"reserved_peak_bytes": 1' + b"0" * 9000 + b"}", FILE),
     "more than any plan": (b" " * (2 << 20), rf"{FILE}.*\b1048576\b"),
 }
-"""What is told as a plan, and what the error names: the file, the field, the value, or the command that writes one."""
+"""Invalid plans, and a pattern of the error: the file, the field, the value, or the command that writes a plan."""
 
 
-@pytest.mark.parametrize("case", NO_PLANS)
-def test_what_is_no_plan_is_told_in_a_line_that_says_where_and_why(case: str, tmp_path: Path) -> None:
-    told, why = NO_PLANS[case]
-    if isinstance(told, bytes):
-        (tmp_path / "plan.json").write_bytes(told)
-        told = tmp_path / "plan.json"
-    with pytest.raises(ConfigurationError, match=why) as caught:
-        planned_peak_bytes(told)
+@pytest.mark.parametrize("case", INVALID_PLANS)
+def test_the_error_of_an_invalid_plan_is_one_line_with_place_and_reason(case: str, tmp_path: Path) -> None:
+    plan, pattern = INVALID_PLANS[case]
+    if isinstance(plan, bytes):
+        (tmp_path / "plan.json").write_bytes(plan)
+        plan = tmp_path / "plan.json"
+    with pytest.raises(ConfigurationError, match=pattern) as caught:
+        planned_peak_bytes(plan)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
 
@@ -105,7 +105,7 @@ def test_neither_a_folder_nor_a_pipe_is_read(tmp_path: Path) -> None:
             planned_peak_bytes(path)
 
 
-def test_of_several_devices_the_plan_is_for_the_one_with_the_highest_peak() -> None:
+def test_the_plan_is_for_the_device_with_the_highest_peak() -> None:
     def planned(*peaks: int | None, plan: int | None = 1000) -> list[int | None]:
         samples = [DeviceSample(f"GPU-{at}", reserved_peak_bytes=peak) for at, peak in enumerate(peaks)]
         return [sample.planned_reserved_peak_bytes for sample in with_plan(samples, plan)]
@@ -122,11 +122,11 @@ def error(step: int | None, peak: int | None = 800, planned: int | None = 1000) 
     return plan_error_ratio(sample, step)
 
 
-def test_the_error_is_the_plan_s_own_and_over_0_where_too_much_was_planned() -> None:
+def test_the_error_is_positive_if_the_plan_was_too_large() -> None:
     assert error(2) == PLAN.error_ratio(800) == 0.25
     assert error(100, peak=1250) == PLAN.error_ratio(1250) < 0
 
 
-def test_there_is_no_error_without_a_plan_a_peak_or_two_steps() -> None:
+def test_the_error_needs_a_plan_a_peak_and_two_steps() -> None:
     assert [error(None), error(0), error(1)] == [None] * 3
     assert [error(2, peak=None), error(2, peak=0), error(2, planned=None)] == [None] * 3

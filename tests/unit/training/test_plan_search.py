@@ -4,19 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpumem_exporter.training.planning.inputs import TensorSpec
-from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.plan import accumulate
-from gpumem_exporter.training.planning.replay import replay
+from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.training.planning.job import Job, TensorSpec
+from gpumem_exporter.training.planning.plan import Target, accumulate
 from gpumem_exporter.training.planning.search import Sizing
-from gpumem_exporter.training.planning.trace import Trace, blend
+from gpumem_exporter.training.planning.trace import Trace, blend, replay
 
 MIB = 1 << 20
 JOB = Job(object, (TensorSpec("float32", ((1, True),)),))
 
 
 def steps(batch: int) -> Trace:
-    """100 MiB of parameters, and in each of two steps 3 MiB of activations a sample and 40 MiB of temporaries."""
+    """100 MiB of parameters; in each of two steps 3 MiB of activations per sample and 40 MiB of temporaries."""
     trace = Trace()
     trace.allocate(100 * MIB, "parameters")
     for _ in range(2):
@@ -28,7 +27,7 @@ def steps(batch: int) -> Trace:
 
 
 class Made(Sizing):
-    """Sizes a job by traces made here; counts them."""
+    """A sizing with traces from `steps`, which counts them."""
 
     def __init__(self, *, jumps: bool = False) -> None:
         super().__init__(JOB)
@@ -43,7 +42,7 @@ class Made(Sizing):
         return trace
 
 
-def test_the_breakdown_is_that_of_the_moment_with_the_most() -> None:
+def test_the_breakdown_is_that_of_the_peak() -> None:
     shares = steps(10).peak()
     assert shares["parameters"] == 100 * MIB
     assert (shares["activations"], shares["temporaries"], shares["gradients"]) == (30 * MIB, 40 * MIB, 0)
@@ -53,12 +52,12 @@ def test_the_breakdown_is_that_of_the_moment_with_the_most() -> None:
 def test_a_replay_reserves_segments_and_keeps_them_for_the_next_step() -> None:
     peaks = replay(steps(30))
     assert (peaks.allocated_bytes, peaks.reserved_bytes) == (230 * MIB, 230 * MIB)
-    assert (peaks.retries, peaks.out_of_memory) == (0, False)
+    assert not peaks.out_of_memory
     assert replay(steps(30), 229 * MIB).out_of_memory
     assert not replay(steps(30), 230 * MIB).out_of_memory
 
 
-def test_a_trace_of_another_batch_lies_on_the_line_through_two() -> None:
+def test_the_trace_of_another_batch_is_interpolated_from_two() -> None:
     line = blend(steps(4), 4, steps(8), 8)
     assert line is not None
     for batch in (1, 5, 8, 333):
@@ -71,7 +70,7 @@ def test_traces_of_different_events_have_no_line() -> None:
     assert blend(steps(4), 4, other, 8) is None
 
 
-def test_frees_that_follow_each_other_have_one_order() -> None:
+def test_consecutive_frees_have_a_fixed_order() -> None:
     forward, backward = Trace(), Trace()
     for trace, order in ((forward, (1, 2)), (backward, (2, 1))):
         for _ in range(2):
@@ -92,12 +91,12 @@ def test_the_largest_batch_fits_and_one_more_sample_does_not(jumps: bool, free: 
     assert sizing.made <= (24 if jumps else 6)
 
 
-def test_the_largest_batch_divides_as_asked() -> None:
+def test_the_largest_batch_is_a_multiple_of_the_requested_number() -> None:
     exact = Made().largest(1000 * MIB)
     assert Made().largest(1000 * MIB, 64) == exact // 64 * 64
 
 
-def test_sharding_divides_what_is_of_the_model_alone() -> None:
+def test_sharding_divides_only_parameters_gradients_and_optimizer_state() -> None:
     whole = Made()
     assert whole.sharded(5).peaks(10).allocated_bytes == whole.peaks(10).allocated_bytes - 80 * MIB
     assert whole.made == 1, "the trace is the same one"
@@ -118,11 +117,19 @@ def test_sharding_divides_what_is_of_the_model_alone() -> None:
 def test_accumulation_reaches_the_target(
     largest: int, target: int | None, devices: int, answer: tuple[int, int]
 ) -> None:
-    assert accumulate(largest, target, devices) == answer
+    assert accumulate(largest, Target(target, devices)) == answer
 
 
 @given(st.integers(1, 500), st.integers(1, 5000), st.integers(1, 16))
 def test_accumulation_never_falls_short_and_never_overfills(largest: int, target: int, devices: int) -> None:
-    batch, passes = accumulate(largest, target, devices)
+    batch, passes = accumulate(largest, Target(target, devices))
     assert 1 <= batch <= largest
     assert target <= batch * passes * devices < target + (passes + batch) * devices
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("margin", 0.0), ("margin", 1.5), ("devices", 0), ("multiple_of", 0), ("effective_batch", 0)]
+)
+def test_an_impossible_target_is_rejected(field: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=str(value)):
+        Target(**{field: value})  # type: ignore[arg-type]

@@ -1,0 +1,47 @@
+"""The time and the peak memory of repeated runs on one device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from gpumem_exporter.client.measure.measured import DeviceUse, MemoryUse
+
+__all__ = ["peak_above_start", "run_seconds", "use_on"]
+
+
+def run_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of one run, including the device's work."""
+    _synchronize(device)
+    started = time.perf_counter()
+    run()
+    _synchronize(device)
+    return time.perf_counter() - started
+
+
+def peak_above_start(warm_up: MemoryUse, timed: MemoryUse, device: torch.device) -> tuple[int | None, int | None]:
+    """Return the bounds of the peak above what was allocated before the timed runs; None where unknown.
+
+    Args:
+        warm_up: of a first run and the timed ones; its peak counts if that of the timed runs alone is not exact.
+        timed: of the timed runs.
+        device: the device of the runs.
+    """
+    inner, outer = use_on(timed, device), use_on(warm_up, device)
+    if inner is None or outer is None:
+        return None, None
+    peak = inner if inner.exact else outer
+    most = peak.peak_at_most_bytes
+    return peak.peak_bytes - inner.before_bytes, None if most is None else most - inner.before_bytes
+
+
+def use_on(use: MemoryUse, device: torch.device) -> DeviceUse | None:
+    """Return the memory use on a device; None without CUDA."""
+    return next((each for each in use.devices if device.type == "cuda" and each.index == device.index), None)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,258 @@
+"""Runs the planner in a fresh interpreter.
+
+The planner replaces CPU kernels of PyTorch and stops the garbage collector. A process of its own keeps both away from
+the caller. The worker reads a function with its arguments from standard input, and writes the outcome to standard
+output. What the job's code prints goes to standard error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import importlib.util
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, Any, TypeVar, cast
+
+from gpumem_exporter.errors import ConfigurationError
+
+__all__ = ["WorkerError", "main", "named", "run_in_worker"]
+
+_Result = TypeVar("_Result")
+_START = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from gpumem_exporter.training.planning import worker; worker.main()"
+)
+_SCRIPT = "__gpumem_script__"
+"""The name under which the worker imports the caller's script, so that its `__main__` guard keeps it from running."""
+
+_in_worker = False
+
+
+class WorkerError(Exception):
+    """An error in the worker, as the text of its traceback."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the worker prepares before it unpickles the request.
+
+    Attributes:
+        main: the caller's `__main__` as the name of a module; None for a script.
+        script: the path of the caller's script; None where there is none, as in a notebook.
+        torch: settings of PyTorch that change a plan.
+    """
+
+    main: str | None
+    script: str | None
+    torch: dict[str, Any]
+
+    @classmethod
+    def of_this_process(cls) -> _Setup:
+        """Describe the process that requests the plan."""
+        module = sys.modules["__main__"]
+        spec = getattr(module, "__spec__", None)
+        path = getattr(module, "__file__", None)
+        torch = sys.modules.get("torch")
+        settings = {}
+        if torch is not None:
+            cuda = torch.backends.cuda
+            settings = {"dtype": torch.get_default_dtype()}
+            settings |= {"flash": cuda.flash_sdp_enabled(), "efficient": cuda.mem_efficient_sdp_enabled()}
+        return cls(spec.name if spec is not None else None, path, settings)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A result, or an error: its text, the traceback of its cause, and whether it is a ConfigurationError."""
+
+    value: Any = None
+    error: str | None = None
+    traceback: str = ""
+    expected: bool = True
+
+
+def run_in_worker(
+    function: Callable[..., _Result], /, *arguments: Any, uses_cuda: bool = False, **options: Any
+) -> _Result:
+    """Call a function of the planner in a fresh interpreter, and return its result.
+
+    Args:
+        function: a module-level function.
+        arguments: pickled, and with cloudpickle where pickle cannot.
+        uses_cuda: let the worker see the GPUs.
+        options: keyword arguments of the function.
+
+    Raises:
+        ConfigurationError: the function raised one, the arguments cannot be pickled, or the worker was killed.
+        RuntimeError: the function raised another error. The cause of both is a WorkerError.
+    """
+    if _in_worker:
+        raise ConfigurationError(
+            "the planner imports this script to find the model: call training.plan under `if __name__ == '__main__':`"
+        )
+    setup = _Setup.of_this_process()
+    call = _dump((function, arguments, options), setup)
+    environment = {**os.environ, "GPUMEM_DISABLED": "1"}
+    if not uses_cuda:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    ended = subprocess.run(  # noqa: S603 - this interpreter; KeyboardInterrupt and other exceptions kill the worker
+        [sys.executable, "-c", _START],
+        input=pickle.dumps(sys.path) + pickle.dumps(setup) + call,
+        stdout=subprocess.PIPE,
+        env=environment,
+        check=False,
+    )
+    if not ended.stdout:
+        code = ended.returncode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise ConfigurationError(f"the process that ran the model ended with {how} and without a result")
+    outcome: _Outcome = pickle.loads(ended.stdout)  # noqa: S301 - from the process started above
+    if outcome.error is None:
+        return cast(_Result, outcome.value)
+    kind = ConfigurationError if outcome.expected else RuntimeError
+    raise kind(outcome.error) from WorkerError(outcome.traceback)
+
+
+def named(text: str) -> Any:
+    """Stand for the callable `package.module:name`. Only the worker imports it, when it unpickles this object.
+
+    Raises:
+        ConfigurationError: the text does not name a module and a callable.
+    """
+    return _Named(text)
+
+
+class _Named:
+    def __init__(self, text: str) -> None:
+        module, _, name = text.partition(":")
+        if not (module and name):
+            raise ConfigurationError(
+                f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model"
+            )
+        self._text = text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _load, (self._text,)
+
+
+def _load(text: str) -> Callable[..., Any]:
+    """Import `package.module:name`; modules of the working directory come first."""
+    module, _, name = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found: Any = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(f"{text!r}: there is no module {error.name!r}") from error
+    except Exception as error:
+        raise ConfigurationError(f"{text!r}: the import failed: {type(error).__name__}: {error}") from error
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise ConfigurationError(f"{text!r}: {module} has no callable {name}")
+    return cast(Callable[..., Any], found)
+
+
+def _dump(call: Any, setup: _Setup) -> bytes:
+    """Pickle a call.
+
+    Raises:
+        ConfigurationError: it refers to something that the worker cannot import.
+    """
+    try:
+        data = pickle.dumps(call)
+        if setup.main or setup.script or b"__main__" not in data:
+            return data
+        reason = "it is defined in a notebook or an interactive session"
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        reason = str(error)
+    try:
+        cloudpickle = importlib.import_module("cloudpickle")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"the job cannot be passed to the planner's process: {reason}. "
+            "Define it at the top level of a module or script, or install cloudpickle: "
+            "pip install 'gpumem-exporter[plan]'"
+        ) from error
+    try:
+        return cast(bytes, cloudpickle.dumps(call))
+    except Exception as error:
+        raise ConfigurationError(f"the job cannot be passed to the planner's process: {error}") from error
+
+
+def main() -> None:
+    """Serve one request, in the worker."""
+    global _in_worker
+    _in_worker = True
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the worker without a traceback
+    with os.fdopen(os.dup(1), "wb") as results:
+        os.dup2(2, 1)
+        results.write(pickle.dumps(_serve(sys.stdin.buffer)))
+
+
+def _serve(requests: IO[bytes]) -> _Outcome:
+    try:
+        return _Outcome(_call(requests))
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the caller raises it
+        trace = "".join(traceback.format_exception(error.__cause__ or error))
+        if isinstance(error, ConfigurationError):
+            return _Outcome(error=str(error), traceback=trace)
+        return _Outcome(error=f"{type(error).__name__}: {error}", traceback=trace, expected=False)
+
+
+def _call(requests: IO[bytes]) -> Any:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigurationError("the planner runs the model in PyTorch, which is not installed")
+    import torch
+
+    setup: _Setup = pickle.load(requests)  # noqa: S301 - from the process that started this one
+    if setup.torch:
+        torch.set_default_dtype(setup.torch["dtype"])
+        torch.backends.cuda.enable_flash_sdp(setup.torch["flash"])
+        torch.backends.cuda.enable_mem_efficient_sdp(setup.torch["efficient"])
+    try:
+        function, arguments, options = _Unpickler(io.BytesIO(requests.read()), setup).load()
+    except ConfigurationError:
+        raise
+    except (Exception, SystemExit) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"the planner's process cannot load the job: {text}") from error
+    return function(*arguments, **options)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Imports the caller's script when the request refers to it."""
+
+    def __init__(self, file: IO[bytes], setup: _Setup) -> None:
+        super().__init__(file)
+        self._setup = setup
+        self._main: Any = None
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "__main__" and self._main is None:
+            self._main = sys.modules["__main__"] = self._import_main()
+        return super().find_class(module, name)
+
+    def _import_main(self) -> Any:
+        if self._setup.main is not None:
+            return importlib.import_module(self._setup.main)
+        path = self._setup.script or ""
+        loader = importlib.machinery.SourceFileLoader(_SCRIPT, path)
+        spec = importlib.util.spec_from_file_location(_SCRIPT, path, loader=loader)
+        if spec is None:
+            raise ImportError(f"cannot import {path}")
+        module = sys.modules[_SCRIPT] = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        return module
