@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.client import process_state
+from gpumem_exporter.client.process_state import once_made
 
 if TYPE_CHECKING:
+    from gpumem_exporter.client.allocator.attached import AttachedAllocator
+    from gpumem_exporter.client.hooks.steps import Steps
     from gpumem_exporter.client.reporter.plan import AnyPlan
+    from gpumem_exporter.client.reporter.reporter import Reporter
     from gpumem_exporter.wire.protocol import OutOfMemory
 
 __all__ = ["latest_oom", "start", "step", "stop"]
@@ -40,10 +43,11 @@ def start(
     Raises:
         ConfigurationError: the URL has none of these forms.
     """
+    from gpumem_exporter.client.reporter.reporter import process_reporter
     from gpumem_exporter.client.reporter.settings import ReporterSettings
 
     settings = ReporterSettings.resolve(workload=workload, rank=rank, url=url, plan=plan)
-    process_state.reporter().start(settings)
+    process_reporter().start(settings)
     if clean and not settings.disabled:
         from gpumem_exporter.client.cleanup.clear import clean_start
 
@@ -52,7 +56,7 @@ def start(
 
 def latest_oom() -> tuple[float, OutOfMemory] | None:
     """Return the last out-of-memory error that the reporter has observed, and its monotonic time."""
-    reporter = process_state.reporter_if_made()
+    reporter: Reporter | None = once_made("reporter")
     return None if reporter is None else reporter.latest_oom()
 
 
@@ -62,13 +66,15 @@ def stop() -> None:
     The exporter forgets this process at once. The call waits at most 0.3 seconds. `client.hooks` lists the hooks, and
     what torch and Python offer no way to remove.
     """
-    reporter = process_state.reporter_if_made()
+    reporter: Reporter | None = once_made("reporter")
     if reporter is not None:
         reporter.stop()
-    steps = process_state.steps_if_made()
+    steps: Steps | None = once_made("steps")
     if steps is not None:
         steps.remove()
-    process_state.detach_allocator()
+    allocator: AttachedAllocator | None = once_made("shared_allocator")
+    if allocator is not None:
+        allocator.detach()
 
 
 def step() -> None:
@@ -77,6 +83,6 @@ def step() -> None:
     Once called, only these marks count as steps. A call takes a few microseconds, and about 15 µs per device once per
     report. It does nothing if nothing listens to steps.
     """
-    steps = process_state.steps_if_made()
+    steps: Steps | None = once_made("steps")
     if steps is not None:
         steps.mark()

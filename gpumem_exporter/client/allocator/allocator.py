@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.captures import Captures
 from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
 from gpumem_exporter.client.allocator.reclaimable import Reclaimable, known
 from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
-from gpumem_exporter.client.measure.observed import Observed
+from gpumem_exporter.client.measure.observed import Observed, process_observed
 from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import DeviceSample, ReasonCode
 
@@ -50,7 +49,7 @@ class Allocator:
     def attach(cls) -> Allocator | None:
         """Return the allocator if CUDA is initialized in this process, otherwise None."""
         torch = torch_access.initialized_torch()
-        return None if torch is None else cls(torch, process_state.observed())
+        return None if torch is None else cls(torch, process_observed())
 
     @property
     def settings(self) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.torch_access import initialized_torch
 from gpumem_exporter.client.log import log
+from gpumem_exporter.client.process_state import once
 
-__all__ = ["AttachedAllocator", "attached", "no_cuda"]
+__all__ = ["AttachedAllocator", "attached", "no_cuda", "shared_allocator"]
 
 
 class AttachedAllocator:
@@ -38,14 +38,19 @@ class AttachedAllocator:
             log.warning("%s: no CUDA in this process, nothing is done", function)
 
 
+def shared_allocator() -> AttachedAllocator:
+    """Return the allocator of this process that the user's calls share."""
+    return once("shared_allocator", AttachedAllocator)
+
+
 def attached() -> Allocator | None:
     """Return this process' allocator, or None if CUDA is not initialized; initializes nothing.
 
     Two threads may use the allocator at the same time only where `Allocator` says so.
     """
-    return process_state.attached_allocator().allocator()
+    return shared_allocator().allocator()
 
 
 def no_cuda(function: str) -> None:
     """Log once per process that a function does nothing because CUDA is not initialized."""
-    process_state.attached_allocator().warn_without_cuda(function)
+    shared_allocator().warn_without_cuda(function)

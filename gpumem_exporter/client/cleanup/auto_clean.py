@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.attached import attached
 from gpumem_exporter.client.cleanup.clear import clear_cache
-from gpumem_exporter.client.hooks.steps import OneStep
+from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.sizes import human_bytes
 
@@ -73,7 +72,7 @@ class AutoClean:
 
     def listen(self) -> None:
         """Check at the end of each step."""
-        self._stop_listening = process_state.steps().listen(self._stepped)
+        self._stop_listening = process_steps().listen(self._stepped)
 
     def _stepped(self, optimizer: Any) -> None:
         if self._step.ends(optimizer):

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.torch_access import uncompiled
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
+from gpumem_exporter.client.process_state import once
 
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 
@@ -198,4 +198,4 @@ def _an_optimizer_steps(optimizers: Any) -> bool:
 
 def process_steps() -> Steps:
     """Return the steps of this process."""
-    return process_state.steps()
+    return once("steps", Steps)

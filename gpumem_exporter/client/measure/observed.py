@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpumem_exporter.client import process_state
 from gpumem_exporter.client.allocator.peaks import PeakWatch
 from gpumem_exporter.client.allocator.torch_access import Statistics, initialized_torch
 from gpumem_exporter.client.hooks.calling_thread import calling_thread, mark_thread
 from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.peak_bounds import PeakBounds
+from gpumem_exporter.client.process_state import once
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
 __all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Span", "WatchedBytes", "process_observed"]
@@ -332,4 +332,4 @@ def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:
 
 def process_observed() -> Observed:
     """Return the instance of this process, which has one allocator."""
-    return process_state.observed()
+    return once("observed", Observed)

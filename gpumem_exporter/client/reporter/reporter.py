@@ -9,14 +9,15 @@ from typing import Any
 from gpumem_exporter.client.hooks.cuda_start import when_cuda_starts
 from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child, at_exit
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
-from gpumem_exporter.client.hooks.steps import Steps
+from gpumem_exporter.client.hooks.steps import Steps, process_steps
+from gpumem_exporter.client.process_state import once
 from gpumem_exporter.client.reporter.error_log import ErrorLog
 from gpumem_exporter.client.reporter.settings import ReporterSettings
 from gpumem_exporter.client.reporter.worker import Worker
 from gpumem_exporter.wire.http import Connection
 from gpumem_exporter.wire.protocol import OutOfMemory
 
-__all__ = ["Reporter"]
+__all__ = ["Reporter", "process_reporter"]
 
 _FAREWELL_SECONDS = 0.3
 """The longest that `stop`, or an ending interpreter, waits for the final report."""
@@ -160,3 +161,8 @@ class Reporter:
         worker, self._worker, self._last_worker = self._worker, None, None
         if worker is not None:
             worker.abandon()
+
+
+def process_reporter() -> Reporter:
+    """Return the reporter of this process."""
+    return once("reporter", lambda: Reporter(process_steps()))
