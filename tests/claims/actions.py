@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from tests.claims.place import Bench
-from tests.claims.values import NotAvailableError, Value, Values, equal
+from tests.claims.values import Value, Values, equal
 from tests.support.waiting import wait_for
 
 __all__ = [
@@ -131,8 +131,6 @@ result = counter.item()
 
 def waits_in_a_capture(bench: Bench) -> Values:
     """A clear waits while a CUDA graph is captured; the capture survives reports and the wait; then a clear is done."""
-    if not bench.exec("result = hasattr(torch.cuda.graphs, 'register_graph_capture_start_hook')"):
-        raise NotAvailableError("torch before 2.14 does not report captures of other threads")
     bench.process.call("free", numbers=[bench.process.call("alloc", nbytes=64 * MIB)])
     with tempfile.TemporaryDirectory() as folder:
         capturing, go_on = Path(folder) / "capturing", Path(folder) / "go_on"
