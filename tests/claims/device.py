@@ -40,10 +40,10 @@ def memory_of_the_device(place: Place) -> Values:
         "gpumem_device_up": equal(metrics.value("gpumem_device_up", **labels), 1),
         "total": equal(int(told["total"]), book.total_bytes),
         "reserved": equal(int(told["reserved"]), book.reserved_bytes),
-        "used": equal(int(told["used"]), book.used_bytes),
+        "used": equal(int(told["used"]), book.used_bytes, per_device=True),
         "free + used + reserved": equal(int(free + told["used"] + told["reserved"]), book.total_bytes),
         "total, by CUDA": equal(cuda["total"], book.total_bytes - book.reserved_bytes),
-        "free, by CUDA": equal(cuda["free"], book.free_bytes),
+        "free, by CUDA": equal(cuda["free"], book.free_bytes, per_device=True),
         "health": equal(bench.exporter.get("/health")["status"], "ok"),
     }
 
@@ -57,7 +57,7 @@ def processes_of_the_device(bench: Bench) -> Values:
         bench.wait_until_listed(used)
     found = bench.exporter.metrics().values("gpumem_process_memory_used_bytes", **labels)
     return {
-        "gpumem_process_memory_used_bytes": equal(found[0] if found else None, used),
+        "gpumem_process_memory_used_bytes": equal(found[0] if found else None, used, per_device=True),
     }
 
 
@@ -74,7 +74,8 @@ def context_of_a_process(place: Place) -> Values:
         _, found = bench.settle()
         values: dict[str, Value] = {
             "reserved by torch": equal(reserved, 0),
-            "gpumem_torch_non_torch_bytes": equal(found.get("non_torch_bytes"), non_torch),
+            "driver's used bytes of the context": measured(after.used_bytes - was.used_bytes, per_device=True),
+            "gpumem_torch_non_torch_bytes": equal(found.get("non_torch_bytes"), non_torch, per_device=True),
         }
     with contextlib.suppress(AssertionError):
         wait_for(lambda: bench.book().used_bytes <= was.used_bytes, "the driver to free the context")

@@ -27,8 +27,8 @@ def figures_of_an_error(bench: Bench) -> Values:
     return {
         "torch's message has the requested size": equal("4096.00 GiB" in text, True),
         "requested": equal(detail["requested_bytes"], REQUESTED_BYTES),
-        "free": equal(detail["device_free_bytes"], cuda["free"]),
-        "free, by the driver": equal(detail["device_free_bytes"], book.free_bytes),
+        "free": equal(detail["device_free_bytes"], cuda["free"], per_device=True),
+        "free, by the driver": equal(detail["device_free_bytes"], book.free_bytes, per_device=True),
         "limit": equal(detail["limit_bytes"], cuda["total"]),
         "limit, by the driver": equal(detail["limit_bytes"], book.total_bytes - book.reserved_bytes),
         "allocated": equal(held["allocated_bytes"], stats["allocated_bytes.all.current"]),
@@ -49,7 +49,7 @@ def limit_of_a_fraction(bench: Bench) -> Values:
     detail = _next(bench.exporter, bench.pid, len(seen))["detail"]
     return {
         "limit": equal(detail["limit_bytes"], int(0.25 * total)),
-        "free": equal(detail["device_free_bytes"], bench.book().free_bytes),
+        "free": equal(detail["device_free_bytes"], bench.book().free_bytes, per_device=True),
     }
 
 

@@ -49,7 +49,7 @@ def every_series_is_what_torch_says(bench: Bench, devices: Sequence[int] = (0,))
         reserved, allocated = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
         (non_torch,) = metrics.values("gpumem_torch_non_torch_bytes", **labels) or [None]
         truth = None if used is None else used - reserved
-        values["gpumem_torch_non_torch_bytes" + where] = equal(non_torch, truth)
+        values["gpumem_torch_non_torch_bytes" + where] = equal(non_torch, truth, per_device=True)
         slack = metrics.value("gpumem_torch_slack_ratio", **labels)
         values["gpumem_torch_slack_ratio" + where] = equal(slack, (reserved - allocated) / reserved)
     return values

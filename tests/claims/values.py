@@ -25,23 +25,30 @@ class Value:
     Attributes:
         value: the measured value; None if it is absent.
         expected: the value that the process, the driver or arithmetic requires.
+        per_device: whether the value differs between devices; otherwise an emulated node must have the real one's.
     """
 
     value: Scalar
     expected: Scalar
+    per_device: bool = False
+
+    @property
+    def wrong(self) -> bool:
+        """Whether the value is not the expected one."""
+        return self.value != self.expected
 
 
 Values = Mapping[str, Value]
 
 
-def equal(value: Scalar, expected: Scalar) -> Value:
+def equal(value: Scalar, expected: Scalar, *, per_device: bool = False) -> Value:
     """Return a value that must equal the value of an independent source."""
-    return Value(value, expected)
+    return Value(value, expected, per_device)
 
 
-def measured(value: Scalar) -> Value:
+def measured(value: Scalar, *, per_device: bool = False) -> Value:
     """Return a value without an independent source; the caller compares it."""
-    return Value(value, value)
+    return Value(value, value, per_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,5 +100,5 @@ class SameNumber:
 def require(values: Values) -> None:
     """Assert that each value is the expected one."""
     assert values
-    wrong = [f"{name} is {v.value!r}, not {v.expected!r}" for name, v in values.items() if v.value != v.expected]
+    wrong = [f"{name} is {v.value!r}, not {v.expected!r}" for name, v in values.items() if v.wrong]
     assert not wrong, "\n".join(wrong)
