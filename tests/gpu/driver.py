@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ import pynvml
 
 from tests.emulation.node import DeviceBook
 
-__all__ = ["books", "nvml", "why_no_device"]
+__all__ = ["anonymous", "books", "nvml", "why_no_device"]
 
 
 def why_no_device() -> str:
@@ -40,6 +41,13 @@ def books() -> list[DeviceBook]:
     """Return every GPU with the driver's values, unchanged."""
     with nvml():
         return [_book(index) for index in range(pynvml.nvmlDeviceGetCount())]
+
+
+def anonymous(text: str, uuids: Sequence[str]) -> str:
+    """Replace the UUIDs of the devices by numbers, and the ids of containers by zeros."""
+    for number, uuid in enumerate(uuids):
+        text = text.replace(uuid.partition("-")[2], f"00000000-0000-0000-0000-{number:012}")
+    return re.sub(r"\b[0-9a-f]{64}\b", "0" * 64, text)
 
 
 def _book(index: int) -> DeviceBook:

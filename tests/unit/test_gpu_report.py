@@ -1,0 +1,126 @@
+"""The page of `tests.gpu.report` shows where an emulated node and a real device agree, and where they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.claims.place import Place
+from tests.claims.values import Claim, NotAvailableError, SameNumber, Values, equal, measured, require
+from tests.gpu.report import Report
+from tests.support.paths import REPOSITORY
+
+UUID = "GPU-0123abcd-1111-2222-3333-444455556666"
+
+
+class Sides:
+    """Two places in which nothing runs, and the report of claims with fixed results."""
+
+    def __init__(self, folder: Path) -> None:
+        self.places = {"emulated": Place(folder), "real": Place(folder)}
+        self.path = folder / "out" / "report.md"
+        self.report = Report(self.path, {"GPU": "model"}, self.places, [UUID])
+
+    def measure(self, emulated: Any, real: Any, name: str = "a claim") -> str:
+        """Measure a claim with a result for each place, an exception or values; return the file."""
+
+        def measured_in(place: Place) -> Values:
+            result = emulated if place is self.places["emulated"] else real
+            if isinstance(result, BaseException):
+                raise result
+            return result if isinstance(result, dict) else {"freed": result}
+
+        self.report.measure([Claim(name, measured_in)])
+        return self.path.read_text()
+
+
+@pytest.fixture
+def sides(tmp_path: Path) -> Sides:
+    return Sides(tmp_path)
+
+
+def rows(text: str, heading: str) -> list[str]:
+    """Return the rows of a section's table."""
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return [line for line in section.splitlines() if line.startswith("| ")][2:]
+
+
+@pytest.mark.parametrize(
+    ("emulated", "real", "cells"),
+    [
+        (equal(5, 5), equal(5, 5), "5 | 5"),
+        (equal(5, 5, per_device=True), equal(1234567.0, 1234567, per_device=True), "5 | 1,234,567"),
+        (measured(None), measured(None), "absent | absent"),
+    ],
+    ids=["the same value", "the expected value of each device", "absent in both"],
+)
+def test_values_agree(sides: Sides, emulated: Any, real: Any, cells: str) -> None:
+    assert rows(sides.measure(emulated, real), "Agreements") == [f"| a claim | freed | {cells} |"]
+    assert sides.report.agrees
+
+
+@pytest.mark.parametrize(
+    ("emulated", "real", "cells"),
+    [
+        (equal(5, 5), equal(6, 6), "5 | 6"),
+        (measured(None), measured(0), "absent | 0"),
+        (equal(5, 4), equal(5, 4), "5 instead of 4 | 5 instead of 4"),
+        (equal(4, 4), equal(5, 4, per_device=True), "4 | 5 instead of 4"),
+        (equal(4, 4), {}, "4 | –"),
+    ],
+    ids=["two values", "absent in one", "not the expected value", "not the device's value", "not measured in one"],
+)
+def test_values_disagree(sides: Sides, emulated: Any, real: Any, cells: str) -> None:
+    assert rows(sides.measure(emulated, real), "Disagreements") == [f"| a claim | freed | {cells} |"]
+    assert not sides.report.agrees
+
+
+def test_equal_values_of_a_claim_share_a_row(sides: Sides) -> None:
+    values = {"freed": equal(7, 7), "outcome": equal("done", "done"), "reclaimable": equal(7, 7)}
+    assert rows(sides.measure(values, values), "Agreements") == [
+        "| a claim | freed = reclaimable | 7 | 7 |",
+        "| a claim | outcome | done | done |",
+    ]
+
+
+def test_a_claim_that_raises_disagrees_and_the_next_one_runs(sides: Sides) -> None:
+    error = RuntimeError(f"CUDA error: out of | memory\n{REPOSITORY}/tests {UUID}")
+    sides.measure(equal(7, 7), error, "first")
+    text = sides.measure(equal(1, 1), equal(1, 1), "second")
+    assert not sides.report.agrees
+    (failed,) = rows(text, "Disagreements")
+    assert failed == "| first | the claim | measured | RuntimeError: CUDA error: out of \\| memory |"
+    assert rows(text, "Not compared") == ["| first | freed | 7 | – |"]
+    assert rows(text, "Agreements") == ["| second | freed | 1 | 1 |"]
+    traceback = text.partition("### first: real\n")[2]
+    assert "\ntests GPU-00000000-0000-0000-0000-000000000000\n" in traceback, "shows this machine's paths or UUIDs"
+
+
+def test_a_claim_that_is_not_available_is_not_compared(sides: Sides) -> None:
+    text = sides.measure(equal(1, 1), NotAvailableError("torch before 2.7"))
+    assert rows(text, "Not compared") == [
+        "| a claim | the claim | measured | torch before 2.7 |",
+        "| a claim | freed | 1 | – |",
+    ]
+    assert sides.report.agrees
+
+
+def test_an_interrupted_report_keeps_what_it_measured(sides: Sides) -> None:
+    sides.measure(equal(1, 1), equal(1, 1), "first")
+    with pytest.raises(KeyboardInterrupt):
+        sides.measure(equal(1, 1), KeyboardInterrupt(), "second")
+    assert rows(sides.path.read_text(), "Agreements") == ["| first | freed | 1 | 1 |"]
+
+
+def test_the_sources_of_one_number_differ_in_a_round_although_their_sums_are_equal() -> None:
+    number = SameNumber()
+    assert number.add({"reserved fell": 5, "action freed": 5}) == 5
+    require(number.values())
+    number.add({"reserved fell": 1, "action freed": 2})
+    number.add({"reserved fell": 2, "action freed": 1})
+    values = number.values()
+    assert values["reserved fell"].value == values["action freed"].value == 8
+    with pytest.raises(AssertionError, match=r"action freed in round 2"):
+        require(values)
