@@ -32,16 +32,16 @@ def memory_of_the_device(place: Place) -> Values:
     metrics = bench.exporter.metrics()
     (info,) = [dict(found) for found in metrics.samples["gpumem_device_info"] if labels.items() <= dict(found).items()]
     free = metrics.value("gpumem_device_memory_free_bytes", **labels)
-    told = {
+    scraped = {
         field: metrics.value(f"gpumem_device_memory_{field}_bytes", **labels) for field in ("total", "reserved", "used")
     }
     return {
         "name": equal(info["name"], book.name),
         "gpumem_device_up": equal(metrics.value("gpumem_device_up", **labels), 1),
-        "total": equal(int(told["total"]), book.total_bytes),
-        "reserved": equal(int(told["reserved"]), book.reserved_bytes),
-        "used": equal(int(told["used"]), book.used_bytes, per_device=True),
-        "free + used + reserved": equal(int(free + told["used"] + told["reserved"]), book.total_bytes),
+        "total": equal(int(scraped["total"]), book.total_bytes),
+        "reserved": equal(int(scraped["reserved"]), book.reserved_bytes),
+        "used": equal(int(scraped["used"]), book.used_bytes, per_device=True),
+        "free + used + reserved": equal(int(free + scraped["used"] + scraped["reserved"]), book.total_bytes),
         "total, by CUDA": equal(cuda["total"], book.total_bytes - book.reserved_bytes),
         "free, by CUDA": equal(cuda["free"], book.free_bytes, per_device=True),
         "health": equal(bench.exporter.get("/health")["status"], "ok"),

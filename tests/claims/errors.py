@@ -10,13 +10,13 @@ from tests.support.ending_programs import end_with
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
-__all__ = ["figures_of_an_error", "limit_of_a_fraction", "told_by_the_dying"]
+__all__ = ["error_that_ends_its_process", "limit_of_a_fraction", "values_of_an_error"]
 
 REQUESTED_BYTES = 1 << 42
 _RUN_OUT = f"torch.empty({REQUESTED_BYTES}, dtype=torch.uint8, device='cuda')"
 
 
-def figures_of_an_error(bench: Bench) -> Values:
+def values_of_an_error(bench: Bench) -> Values:
     """The event has the requested, free and limit bytes at the time of the error; the program gets torch's error."""
     bench.process.call("random_heap", seed=5)
     before, seen = bench.stats()["num_ooms"], _errors(bench.exporter, bench.pid)
@@ -53,7 +53,7 @@ def limit_of_a_fraction(bench: Bench) -> Values:
     }
 
 
-def told_by_the_dying(place: Place) -> Values:
+def error_that_ends_its_process(place: Place) -> Values:
     """An error that ends its process is an event, and the series of the process are removed."""
     process = place.torch()
     process.call("start_client", workload="doomed")

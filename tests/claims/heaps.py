@@ -118,5 +118,5 @@ def memory_fraction(place: Place) -> Values:
         return {
             **number.values(),
             "the allocator freed segments by itself": equal(segments_freed > 0, True),
-            "segments that it gave back": measured(segments_freed),
+            "segments freed by the allocator": measured(segments_freed),
         }

@@ -172,9 +172,9 @@ class Bench:
 
 def pools_of(bench: Bench, stats: Mapping[str, Any]) -> int:
     """Return the bytes of private pools: from torch's statistics since 2.13, before that from its snapshot."""
-    told = {key: value for key, value in stats.items() if key.startswith("reserved_bytes_by_private_pools")}
-    if told:
-        return sum(value for key, value in told.items() if key.endswith(".all.current"))
+    found = {key: value for key, value in stats.items() if key.startswith("reserved_bytes_by_private_pools")}
+    if found:
+        return sum(value for key, value in found.items() if key.endswith(".all.current"))
     segments = bench.process.call("snapshot")
     return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
 
@@ -247,8 +247,8 @@ class Place:
     def torch(self, **environment: str | None) -> TorchProcess:
         """Start a process that does not report yet; `rest` ends it at the latest."""
         cleared: dict[str, str | None] = {SETTINGS: None, "PYTORCH_ALLOC_CONF": None}
-        told = {**cleared, "GPUMEM_EXPORTER_URL": self.exporter.url, **environment}
-        process = TorchProcess(self.node, told)
+        variables = {**cleared, "GPUMEM_EXPORTER_URL": self.exporter.url, **environment}
+        process = TorchProcess(self.node, variables)
         self._stack.callback(process.close)
         return process
 

@@ -78,7 +78,7 @@ def graphs_living_and_dead(bench: Bench) -> Values:
         bench.exec(code)
         freed = SameNumber()
         freed.add({"expected": nbytes, **bench.clear()})
-        values |= {f"{name}, {what}": figure for name, figure in freed.values(at_least=0).items()}
+        values |= {f"{name}, {what}": value for name, value in freed.values(at_least=0).items()}
         held = pools_of(bench, bench.stats())
         values[f"private pools afterwards, {what}"] = equal(bench.once("private_pools_bytes", held), held)
     _, at_the_end = bench.settle()
@@ -122,9 +122,9 @@ def pinned_host_memory(bench: Bench) -> Values:
     ):
         bench.exec(code)
         metrics, _ = bench.settle()
-        said = bench.exec("result = torch.cuda.host_memory_stats()['allocated_bytes.current']")
-        told = metrics.value("gpumem_torch_pinned_host_bytes", pid=str(bench.pid))
-        values[f"gpumem_torch_pinned_host_bytes, {what}"] = equal(told, said)
+        by_torch = bench.exec("result = torch.cuda.host_memory_stats()['allocated_bytes.current']")
+        by_exporter = metrics.value("gpumem_torch_pinned_host_bytes", pid=str(bench.pid))
+        values[f"gpumem_torch_pinned_host_bytes, {what}"] = equal(by_exporter, by_torch)
     rose = bench.book().used_bytes - used
     return {
         **values,
