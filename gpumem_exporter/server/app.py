@@ -45,7 +45,7 @@ _Lifespan: TypeAlias = "Callable[[FastAPI], contextlib.AbstractAsyncContextManag
 POLLER_STOP_SECONDS = 0.5
 """A poller that hangs in the driver is abandoned: its thread is a daemon."""
 EVENTS_STOP_SECONDS = 1.0
-"""For events that are not stored yet."""
+"""The time for storing the queued events at the exit."""
 
 
 def create_app(
@@ -201,8 +201,10 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             pods.start()
         runtime.poller.start()
         tasks = [
-            asyncio.ensure_future(keep_house(runtime)),
-            asyncio.ensure_future(recall_ooms(runtime)),
+            asyncio.ensure_future(keep_house(_chores(runtime))),
+            asyncio.ensure_future(
+                recall_ooms(runtime.store, runtime.events.log, clock=runtime.clock, wall_clock=runtime.wall_clock)
+            ),
             asyncio.ensure_future(runtime.audit.recall(runtime.dispatcher)),
         ]
         try:
@@ -220,6 +222,19 @@ def _lifespan(runtime: Runtime, pods: PodResources | None) -> _Lifespan:
             await asyncio.to_thread(runtime.events.log.stop, EVENTS_STOP_SECONDS)
 
     return lifespan
+
+
+def _chores(runtime: Runtime) -> dict[str, Callable[[], None]]:
+    """Return the work that is due once a second, by name."""
+    chores: dict[str, Callable[[], None]] = {
+        "expire_actions": runtime.dispatcher.expire,
+        "remove_ended_processes": runtime.presence.sweep,
+        "record_expired_reports": lambda: runtime.events.sweep(runtime.snapshot()),
+        "record_history": lambda: runtime.history.take(runtime.snapshot()),
+    }
+    if runtime.policies is not None:
+        chores["run_policies"] = runtime.policies.tick
+    return chores
 
 
 def _reloads(runtime: Runtime) -> list[Callable[[], Coroutine[Any, Any, None]]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -9,7 +11,6 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.limits import retry_after
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.request import ActionRequest
 from gpumem_exporter.errors import (
     ActionNotAllowedError,
     GroupIncompleteError,
@@ -24,7 +25,7 @@ from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_response
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 
-__all__ = ["actions_router"]
+__all__ = ["ActionRoutes", "actions_router"]
 
 MAX_IDEMPOTENCY_KEY_LENGTH = 255
 MAX_LISTED = 1000
@@ -68,54 +69,68 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> API
         audit: records the actions.
         holds: the requests that wait.
     """
+    routes = ActionRoutes(dispatcher, audit, holds)
+    path = ACTIONS_PATH + "/{action_id}"
     router = APIRouter(tags=["actions"])
+    router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
+    router.get(ACTIONS_PATH, response_model=ActionsDocument, responses=problems(401, 403, 422))(routes.recent)
+    router.get(path, response_model=ActionDocument, responses=problems(401, 403, 404))(routes.one)
+    router.delete(path, **_CANCEL)(routes.cancel)
+    return router
 
-    @router.post(ACTIONS_PATH, **_SUBMIT)
-    async def submit(request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
+
+class ActionRoutes:
+    """The handlers of the routes."""
+
+    def __init__(self, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> None:
+        self._dispatcher = dispatcher
+        self._audit = audit
+        self._holds = holds
+
+    async def submit(self, request: Request, body: ActionBody, idempotency_key: _IdempotencyKey = None) -> Response:
         """Request an action on the target processes and wait up to `wait_seconds` for its results."""
         if body.action == "terminate" and request.state.caller.anonymous:
             raise ProblemError(403, _ANONYMOUS_TERMINATION)
-        wanted = body.request()
+        action_request = body.request()
         if idempotency_key is not None:
-            await audit.wait_until_recalled()
-        action = _submitted(dispatcher, wanted, request, idempotency_key)
+            await self._audit.wait_until_recalled()
+        with _refusals_as_problems():
+            action = self._dispatcher.submit(
+                action_request, requested_by=request.state.caller, idempotency_key=idempotency_key
+            )
         if not action.finished and body.wait_seconds > 0:
-            await holds.until(dispatcher.wait(action.id, body.wait_seconds), request.receive)
-            action = dispatcher.get(action.id) or action
-        reply = await recorded(action)
+            await self._holds.until(self._dispatcher.wait(action.id, body.wait_seconds), request.receive)
+            action = self._dispatcher.get(action.id) or action
+        reply = await self._recorded(action)
         if not action.finished:
             reply.headers["Location"] = f"{ACTIONS_PATH}/{action.id}"
         return reply
 
-    @router.get(ACTIONS_PATH, response_model=ActionsDocument, responses=problems(401, 403, 422))
-    async def recent(limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> Response:
+    async def recent(self, limit: Annotated[int, Query(ge=1, le=MAX_LISTED)] = 100) -> Response:
         """The audit log: the last actions, newest first."""
-        return json_response({"actions": [action_document(action) for action in dispatcher.recent()[:limit]]})
+        return json_response({"actions": [action_document(action) for action in self._dispatcher.recent()[:limit]]})
 
-    @router.get(ACTIONS_PATH + "/{action_id}", response_model=ActionDocument, responses=problems(401, 403, 404))
-    async def one(action_id: str) -> Response:
+    async def one(self, action_id: str) -> Response:
         """One action."""
-        return await recorded(dispatcher.get(action_id), running_status=200)
+        return await self._recorded(self._dispatcher.get(action_id), running_status=200)
 
-    @router.delete(ACTIONS_PATH + "/{action_id}", **_CANCEL)
-    async def cancel(request: Request, action_id: str) -> Response:
+    async def cancel(self, request: Request, action_id: str) -> Response:
         """Cancel the parts of an action that have not started. May be repeated."""
-        return await recorded(dispatcher.cancel(action_id, requested_by=request.state.caller))
+        return await self._recorded(self._dispatcher.cancel(action_id, requested_by=request.state.caller))
 
-    async def recorded(action: Action | None, running_status: int = 202) -> Response:
-        """Return the action when its end, if any, is stored."""
+    async def _recorded(self, action: Action | None, running_status: int = 202) -> Response:
+        """Return the action. If it has ended, wait until its end is stored."""
         if action is None:
             raise ProblemError(404, _UNKNOWN_ACTION)
         if action.finished:
-            await audit.wait_until_stored(action)
+            await self._audit.wait_until_stored(action)
         return json_response(action_document(action), 200 if action.finished else running_status)
 
-    return router
 
-
-def _submitted(dispatcher: Dispatcher, wanted: ActionRequest, request: Request, key: str | None) -> Action:
+@contextlib.contextmanager
+def _refusals_as_problems() -> Iterator[None]:
     try:
-        return dispatcher.submit(wanted, requested_by=request.state.caller, idempotency_key=key)
+        yield
     except ActionNotAllowedError as error:
         raise ProblemError(403, str(error)) from None
     except TargetNotFoundError as error:

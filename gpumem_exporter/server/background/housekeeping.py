@@ -1,16 +1,17 @@
-"""Work that no request triggers: chores once a second, and the restoring of out-of-memory errors at the start."""
+"""Work that no request triggers: chores once a second, and out-of-memory errors restored at the start."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
+from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events import Event, Query, last_ooms
+from gpumem_exporter.events import Event, EventLog, Query, last_ooms
 from gpumem_exporter.server.api.event_writes import read_events
-from gpumem_exporter.server.runtime import Runtime
 
 __all__ = ["keep_house", "recall_ooms"]
 
@@ -20,71 +21,55 @@ RETRY_SECONDS = 1.0
 _log = logging.getLogger(__name__)
 
 
-async def keep_house(runtime: Runtime) -> None:
-    """Run the chores once a second, until cancelled. A failing chore does not affect the others."""
+async def keep_house(chores: Mapping[str, Callable[[], None]]) -> None:
+    """Run the chores once a second, until cancelled. A failing chore does not affect the others.
+
+    Args:
+        chores: the chores in their order, by name; a log line about an error has the name.
+    """
     while True:
         await asyncio.sleep(INTERVAL_SECONDS)
-        for chore in (
-            _expire_actions,
-            _remove_ended_processes,
-            _record_expired_reports,
-            _record_history,
-            _run_policies,
-        ):
+        for name, chore in chores.items():
             try:
-                chore(runtime)
+                chore()
             except Exception:  # noqa: BLE001 - neither the other chores nor the next round may stop
-                _log.exception("housekeeping failed", extra={"fields": {"chore": chore.__name__.strip("_")}})
+                _log.exception("housekeeping failed", extra={"fields": {"chore": name}})
 
 
-def _expire_actions(runtime: Runtime) -> None:
-    runtime.dispatcher.expire()
+async def recall_ooms(
+    store: Store, log: EventLog, *, clock: Callable[[], float], wall_clock: Callable[[], float]
+) -> None:
+    """Restore the out-of-memory errors of the last hour that an earlier run stored.
 
+    If the storage cannot be read, for example because an earlier exporter still uses it, this retries. It gives up when
+    no stored error would be shown any more.
 
-def _remove_ended_processes(runtime: Runtime) -> None:
-    runtime.presence.sweep()
-
-
-def _record_expired_reports(runtime: Runtime) -> None:
-    runtime.events.sweep(runtime.snapshot())
-
-
-def _record_history(runtime: Runtime) -> None:
-    runtime.history.take(runtime.snapshot())
-
-
-def _run_policies(runtime: Runtime) -> None:
-    if runtime.policies is not None:
-        runtime.policies.tick()
-
-
-async def recall_ooms(runtime: Runtime) -> None:
-    """Restore the stored out-of-memory errors of the last hour; nothing waits for this.
-
-    Retries while the storage cannot be read (an earlier exporter may still have it), for as long as its errors would be
-    shown.
+    Args:
+        store: receives the errors.
+        log: the stored events.
+        clock: monotonic seconds.
+        wall_clock: seconds of the Unix epoch.
     """
-    end_seconds = runtime.clock() + SHOWN_SECONDS
-    while runtime.clock() < end_seconds:
+    end_seconds = clock() + SHOWN_SECONDS
+    while clock() < end_seconds:
         try:
-            ooms = await _stored_ooms(runtime)
+            ooms = await _stored_ooms(log, wall_clock() - SHOWN_SECONDS)
         except StorageError:
             await asyncio.sleep(RETRY_SECONDS)  # the event log has logged the error
         except Exception:  # noqa: BLE001 - the exporter works without them
             _log.exception("the out-of-memory errors before this start cannot be restored")
             return
         else:
-            runtime.store.restore_ooms(last_ooms(ooms, runtime.clock(), runtime.wall_clock()))
+            store.restore_ooms(last_ooms(ooms, clock(), wall_clock()))
             return
 
 
-async def _stored_ooms(runtime: Runtime) -> list[Event]:
+async def _stored_ooms(log: EventLog, since_unix_seconds: float) -> list[Event]:
     """Read all pages before any error is restored, because the first page has the oldest errors."""
-    since = runtime.wall_clock() - SHOWN_SECONDS
-    query = Query(since_unix_seconds=since, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
+    query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
     ooms: list[Event] = []
     while True:
-        page = await read_events(runtime.events.log, query)
+        page = await read_events(log, query)
         ooms += page.events
         if not page.more:
             return ooms
