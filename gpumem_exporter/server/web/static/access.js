@@ -18,7 +18,7 @@ const access = (() => {
     const sent = { Accept: "application/json", ...headers };
     if (token && acts) sent.Authorization = `Bearer ${token}`;
     if (body !== undefined) sent["Content-Type"] = "application/json";
-    const answer = await fetch(path, {
+    const reply = await fetch(path, {
       method,
       headers: sent,
       body: body === undefined ? undefined : JSON.stringify(body),
@@ -28,15 +28,15 @@ const access = (() => {
       referrerPolicy: "no-referrer",
       signal: AbortSignal.timeout(seconds * 1000),
     });
-    if (!answer.ok) throw new Refusal(answer.status, await problemOf(answer));
-    return { status: answer.status, document: await answer.json(), location: answer.headers.get("Location") };
+    if (!reply.ok) throw new Refusal(reply.status, await problemOf(reply));
+    return { status: reply.status, document: await reply.json(), location: reply.headers.get("Location") };
   }
 
-  async function problemOf(answer) {
+  async function problemOf(reply) {
     try {
-      return String((await answer.json()).detail);
+      return String((await reply.json()).detail);
     } catch {
-      return `the exporter replied with status ${answer.status}`;
+      return `the exporter replied with status ${reply.status}`;
     }
   }
 

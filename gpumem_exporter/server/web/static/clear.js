@@ -3,13 +3,13 @@
 const CLEAR = "empty_cache";
 const WAIT_SECONDS = 10;
 const EXPLANATION =
-  "PyTorch releases cached memory that no tensor uses. The processes continue, and allocate from the driver again when they need memory.";
+  "PyTorch frees its reclaimable memory for other processes. The processes continue, and allocate from the driver again when they need memory.";
 
 const clearing = (() => {
   const dialog = $("dialog");
   let attempt = 0; // a reply for an earlier dialog is not shown in a later one
   let target = null;
-  let next = null;
+  let onConfirm = null;
 
   function open(newTarget, name) {
     target = newTarget;
@@ -34,11 +34,11 @@ const clearing = (() => {
     setText($("dialog-confirm"), confirm);
     setHidden($("dialog-confirm"), confirm === "");
     setText($("dialog-cancel"), cancel);
-    next = then;
+    onConfirm = then;
   }
 
   async function preview() {
-    const mine = attempt;
+    const ownAttempt = attempt;
     if (app.view !== null && !app.view.allowed_actions.includes(CLEAR)) {
       show({ error: `Clearing is disabled: --action.allow does not include ${CLEAR}.`, cancel: "Close" });
       return;
@@ -48,11 +48,11 @@ const clearing = (() => {
     try {
       reply = await access.request("/api/v1/actions", { method: "POST", body: { action: CLEAR, target, dry_run: true } });
     } catch (error) {
-      if (mine === attempt) explain(error, preview);
+      if (ownAttempt === attempt) explain(error, preview);
       return;
     }
     app.events.refresh(true);
-    if (mine !== attempt) return;
+    if (ownAttempt !== attempt) return;
     const action = reply.document;
     const freed = freedBytes(action);
     const status =
@@ -65,20 +65,20 @@ const clearing = (() => {
   }
 
   async function run() {
-    const mine = attempt;
+    const ownAttempt = attempt;
     show({ status: "Clearing…", cancel: "Close" });
     try {
       const body = { action: CLEAR, target, wait_seconds: WAIT_SECONDS, reason: "requested on the live page" };
       const headers = { "Idempotency-Key": randomKey() };
-      let answer = await access.request("/api/v1/actions", { method: "POST", body, headers, seconds: WAIT_SECONDS + 5 });
-      while (answer.status === 202 || isRunning(answer.document)) {
-        if (mine !== attempt) return;
+      let reply = await access.request("/api/v1/actions", { method: "POST", body, headers, seconds: WAIT_SECONDS + 5 });
+      while (reply.status === 202 || isRunning(reply.document)) {
+        if (ownAttempt !== attempt) return;
         await new Promise((resolve) => setTimeout(resolve, 500));
-        answer = await access.request(`/api/v1/actions/${encodeURIComponent(answer.document.id)}`);
+        reply = await access.request(`/api/v1/actions/${encodeURIComponent(reply.document.id)}`);
       }
       app.events.refresh(true);
-      if (mine !== attempt) return;
-      const action = answer.document;
+      if (ownAttempt !== attempt) return;
+      const action = reply.document;
       const failed = action.results.filter((result) => result.outcome !== "done").length;
       const rest = failed > 0 ? ` ${failed} of ${action.results.length} results are not done.` : "";
       const freed = freedBytes(action);
@@ -86,7 +86,7 @@ const clearing = (() => {
       show({ status, action, results: "Results", cancel: "Close" });
       $("dialog-cancel").focus();
     } catch (error) {
-      if (mine === attempt) explain(error, run);
+      if (ownAttempt === attempt) explain(error, run);
     }
   }
 
@@ -112,15 +112,15 @@ const clearing = (() => {
     return undefined;
   }
 
-  $("dialog-confirm").addEventListener("click", () => next?.());
+  $("dialog-confirm").addEventListener("click", () => onConfirm?.());
   $("token-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    next?.();
+    onConfirm?.();
   });
   $("dialog-cancel").addEventListener("click", () => dialog.close());
   dialog.addEventListener("close", () => {
     attempt += 1;
-    next = null;
+    onConfirm = null;
     $("token").value = "";
     $("dialog-results").replaceChildren();
   });

@@ -7,7 +7,7 @@ const LOST_POLL_SECONDS = 1;
 const STREAM_RETRY_SECONDS = { first: 2, last: 60 };
 
 class Connection {
-  /** `on`: callbacks for the history, a state, a time, and the mode: "live", "polling", "lost" or "waiting". */
+  /** `on`: the callbacks for the history, a state, a time, and the mode: "live", "polling", "lost" or "waiting". */
   constructor(on) {
     this.on = on;
     this.stream = null;
@@ -86,17 +86,17 @@ class Connection {
   async poll() {
     clearTimeout(this.timer);
     this.polls += 1;
-    const mine = this.polls; // a later poll has replaced this one if the numbers differ
+    const ownPoll = this.polls; // a later poll has replaced this one if the numbers differ
     let wait = POLL_SECONDS;
     try {
       const { document } = await access.request(LIVE, { seconds: SILENCE_SECONDS, acts: false });
-      if (mine !== this.polls) return;
+      if (ownPoll !== this.polls) return;
       if (this.lost) this.retryAt = 0; // the exporter is back: try a stream at once
       this.lost = false;
       this.on.history(document.history);
       this.hear("polling", document.moment, document.state);
     } catch {
-      if (mine !== this.polls) return;
+      if (ownPoll !== this.polls) return;
       this.lost = true;
       this.on.mode("lost");
       wait = LOST_POLL_SECONDS;

@@ -19,11 +19,11 @@ class DeviceCard {
   update(device, view) {
     const { memory, ledger } = device;
     setText(this.title, gpuName(device.gpu, device.uuid));
-    const of = [device.name];
-    if (!device.name.includes(device.mig_profile)) of.push(`MIG ${device.mig_profile}`); // the driver's name may include it
-    if (device.utilization_ratio !== null) of.push(`utilization ${percent(device.utilization_ratio)}`);
-    if (memory?.of_host) of.push("host memory");
-    setText(this.model, of.filter(Boolean).join(" · "));
+    const facts = [device.name];
+    if (!device.name.includes(device.mig_profile)) facts.push(`MIG ${device.mig_profile}`); // the driver's name may include it
+    if (device.utilization_ratio !== null) facts.push(`utilization ${percent(device.utilization_ratio)}`);
+    if (memory?.of_host) facts.push("host memory");
+    setText(this.model, facts.filter(Boolean).join(" · "));
     const unread = device.up ? "The driver does not report its memory." : device.error;
     setText(this.error, ledger === null ? unread : "");
     setHidden(this.error, ledger !== null);

@@ -113,12 +113,12 @@ function setAttribute(element, name, value) {
 /** Give `parent` these children in this order with as few moves as possible, because each move needs layout. */
 function arrange(parent, elements) {
   const wanted = new Set(elements);
-  const places = new Map();
+  const positions = new Map();
   for (const child of [...parent.children]) {
-    if (wanted.has(child)) places.set(child, places.size);
+    if (wanted.has(child)) positions.set(child, positions.size);
     else child.remove();
   }
-  const staying = longestIncrease(elements.map((element) => places.get(element) ?? -1));
+  const staying = longestIncrease(elements.map((element) => positions.get(element) ?? -1));
   let next = null;
   for (let i = elements.length - 1; i >= 0; i -= 1) {
     if (!staying.has(i)) parent.insertBefore(elements[i], next);
@@ -127,15 +127,15 @@ function arrange(parent, elements) {
 }
 
 /** Return the indexes of the longest increasing subsequence; negative numbers are never part of it. */
-function longestIncrease(places) {
+function longestIncrease(positions) {
   const ends = []; // the index of the smallest last element of an increase of each length
-  const before = new Array(places.length).fill(-1);
-  for (let i = 0; i < places.length; i += 1) {
-    if (places[i] < 0) continue;
+  const before = new Array(positions.length).fill(-1);
+  for (let i = 0; i < positions.length; i += 1) {
+    if (positions[i] < 0) continue;
     let [low, high] = [0, ends.length];
     while (low < high) {
       const middle = (low + high) >> 1;
-      if (places[ends[middle]] < places[i]) low = middle + 1;
+      if (positions[ends[middle]] < positions[i]) low = middle + 1;
       else high = middle;
     }
     if (low > 0) before[i] = ends[low - 1];

@@ -1,13 +1,13 @@
 // A ledger as a stacked bar and as a list. The categories and their order are those of `gpumem_ledger_bytes`.
 
 const CATEGORIES = [
-  ["torch_allocated", "allocated", "in tensors"],
-  ["torch_reclaimable", "reclaimable", "cached; a clear releases it"],
-  ["torch_fragmented", "fragmented", "cached; a clear cannot release it"],
+  ["torch_allocated", "allocated", "in use by PyTorch"],
+  ["torch_reclaimable", "reclaimable", "cached; clearing frees it"],
+  ["torch_fragmented", "fragmented", "cached; clearing cannot free it"],
   ["non_torch", "non-torch", "CUDA context, NCCL, libraries"],
   ["other_processes", "other processes", "processes without a reporter"],
-  ["driver_reserved", "driver reserved", "kept by driver and firmware"],
-  ["unattributed", "unattributed", "used by no known process"],
+  ["driver_reserved", "driver reserved", "used by driver and firmware"],
+  ["unattributed", "unattributed", "used by no listed process"],
   ["free", "free", "used by no process"],
 ];
 

@@ -37,7 +37,7 @@ const app = {
   processes: new Processes(),
 
   start() {
-    setText($("place"), location.host);
+    setText($("node-name"), location.host);
     $("clear-all").addEventListener("click", () => clearing.open({ all: true }, "all processes"));
     $("filter").value = "";
     this.connection = new Connection({
@@ -78,7 +78,7 @@ const app = {
     this.view = view;
     setText($("moment"), timeOfDay(moment.unix_seconds));
     const driver = state.nvml.driver_version;
-    setText($("place"), driver ? `${location.host} · driver ${driver}` : location.host);
+    setText($("node-name"), driver ? `${location.host} · driver ${driver}` : location.host);
     const why = state.nvml.up ? "" : `NVML is down, so devices are not shown: ${state.nvml.error || "unknown reason"}`;
     setText($("degraded"), why);
     setHidden($("degraded"), why === "");
@@ -92,7 +92,7 @@ const app = {
     const { access: may, detail } = this.events;
     const off = this.view !== null && !this.view.allowed_actions.includes(CLEAR);
     const words = {
-      token: "Clearing requires the exporter's token; the buttons ask for it.",
+      token: "Clearing requires the exporter's token; the buttons request it.",
       refused: `You may not clear. ${sentence(detail)}`,
     };
     const text = off ? `Clearing is disabled: --action.allow does not include ${CLEAR}.` : (words[may] ?? "");

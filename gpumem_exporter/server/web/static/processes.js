@@ -30,7 +30,7 @@ class ProcessRow {
     this.key = key;
     this.data = null;
     this.shown = true;
-    this.place = undefined;
+    this.sortKey = undefined;
     this.cells = new Map();
     this.element = h("tr", { role: "row" });
     for (const [name, title] of NAMES) {
@@ -101,7 +101,7 @@ class Processes {
     this.rows = new Map();
     this.order = { column: "used_bytes", descending: true };
     this.wanted = [];
-    this.round = 0;
+    this.updates = 0;
     this.sorted = -Infinity;
     this.headings = new Map();
     for (const [column, title] of ORDERS) this.heading(column, title);
@@ -125,7 +125,7 @@ class Processes {
   }
 
   update(view) {
-    this.round += 1;
+    this.updates += 1;
     let added = false;
     for (const data of view.rows) {
       const key = `${data.pid} ${data.uuid}`;
@@ -135,11 +135,11 @@ class Processes {
         this.rows.set(key, row);
         added = true;
       }
-      row.round = this.round;
+      row.updates = this.updates;
       row.update(data, view.moment.unix_seconds);
     }
     for (const [key, row] of this.rows) {
-      if (row.round === this.round) continue;
+      if (row.updates === this.updates) continue;
       row.element.remove();
       this.rows.delete(key);
     }
@@ -161,9 +161,9 @@ class Processes {
     const { column, descending } = this.order;
     let moved = must;
     for (const row of this.rows.values()) {
-      const place = sortable(column, row.data[column]);
-      if (row.place !== place) moved = true;
-      row.place = place;
+      const sortKey = sortable(column, row.data[column]);
+      if (row.sortKey !== sortKey) moved = true;
+      row.sortKey = sortKey;
     }
     if (!moved) return;
     const rows = [...this.rows.values()].sort((a, b) => compare(a, b, descending));
@@ -190,8 +190,8 @@ function sortable(column, value) {
 
 /** Unknown values come last in both orders. */
 function compare(a, b, descending) {
-  const x = a.place;
-  const y = b.place;
+  const x = a.sortKey;
+  const y = b.sortKey;
   if (x !== y) {
     if (x === "") return 1;
     if (y === "") return -1;

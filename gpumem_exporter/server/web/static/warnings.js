@@ -33,16 +33,16 @@ function warningsOfDevice(device, view, add) {
   // If the reclaimable part of a cache is unknown, the ledger counts the whole cache as fragmented.
   const unsplit = rows.some((row) => row.reclaimable_bytes === null && row.reserved_bytes > (row.allocated_bytes ?? 0));
   const fragmented = unsplit ? rows.reduce((sum, row) => sum + (row.fragmented_bytes ?? 0), 0) : ledger.torch_fragmented;
-  const who = ({ workload, command, rank, pid }) => processName(workload || command, rank, pid);
-  const most = (column, all) => {
+  const nameOf = ({ workload, command, rank, pid }) => processName(workload || command, rank, pid);
+  const largestShare = (column, all) => {
     const row = view.largest(device.uuid, column);
     if (row === null) return "";
-    return `, ${row[column] > all / 2 ? "most" : bytes(row[column])} of it in ${who(row)}`;
+    return `, ${row[column] > all / 2 ? "most" : bytes(row[column])} of it in ${nameOf(row)}`;
   };
   if (free < 0.1 * total) {
     const help =
       reclaimable >= 0.01 * total
-        ? `Clearing would free ${unsplit ? "at least " : ""}${bytes(reclaimable)}${most("reclaimable_bytes", reclaimable)}.`
+        ? `Clearing would free ${unsplit ? "at least " : ""}${bytes(reclaimable)}${largestShare("reclaimable_bytes", reclaimable)}.`
         : unsplit
           ? "The reclaimable memory is unknown."
           : `Clearing would free ${reclaimable > 0 ? `no more than ${bytes(reclaimable)}` : "nothing"}.`;
@@ -50,15 +50,15 @@ function warningsOfDevice(device, view, add) {
     const leastMib = Math.floor(((1 - left) * total) / 2 ** 20);
     const since = sinceInWords(view.history.since(device.uuid, (mib) => mib !== null && mib >= leastMib), view.moment);
     const user = view.largest(device.uuid, "used_bytes");
-    const whose = user === null ? "" : `; ${who(user)} uses ${bytes(user.used_bytes)}`;
+    const whose = user === null ? "" : `; ${nameOf(user)} uses ${bytes(user.used_bytes)}`;
     const text = `${name} is ${word}${since}: ${bytes(free)} of ${bytes(total)} free${whose}. ${help}`;
     add(level, `full ${device.uuid}`, text);
   } else if (reclaimable >= 0.2 * total) {
-    const text = `${name}: ${bytes(reclaimable)} is reclaimable${most("reclaimable_bytes", reclaimable)}. Clearing frees it.`;
+    const text = `${name}: ${bytes(reclaimable)} is reclaimable${largestShare("reclaimable_bytes", reclaimable)}. Clearing frees it.`;
     add("note", `cached ${device.uuid}`, text, true);
   }
   if (fragmented >= 0.1 * total) {
-    const text = `${name}: ${bytes(fragmented)} is fragmented${most("fragmented_bytes", fragmented)}. Clearing cannot free it.`;
+    const text = `${name}: ${bytes(fragmented)} is fragmented${largestShare("fragmented_bytes", fragmented)}. Clearing cannot free it.`;
     add("warning", `fragmented ${device.uuid}`, text, true);
   }
   // As in the alert: no warning if the driver hides the memory of other processes, or if the memory is the host's.
@@ -98,13 +98,13 @@ function warningsOfEvents(view, add) {
 function oomInWords(event) {
   const { requested_bytes: requested, device_free_bytes: free, limit_bytes: limit, allocator } = event.detail;
   const who = processName(event.workload, event.rank, event.pid);
-  const asked = requested === null ? `${who} requested more than was available` : `${who} requested ${bytes(requested)}`;
-  const had = [];
-  if (free !== null && free !== undefined) had.push(`${bytes(free)} was free`);
+  const request = requested === null ? `${who} requested more than was available` : `${who} requested ${bytes(requested)}`;
+  const memory = [];
+  if (free !== null && free !== undefined) memory.push(`${bytes(free)} was free`);
   const reserved = allocator?.reserved_bytes ?? null;
-  if (free >= requested && limit !== null && reserved !== null) had.push(`it had reserved ${bytes(reserved)} of its limit of ${bytes(limit)}`);
-  if (allocator?.fragmented_bytes) had.push(`${bytes(allocator.fragmented_bytes)} fragmented`);
-  return had.length > 0 ? `${asked}; ${had.join(", ")}.` : `${asked}.`;
+  if (free >= requested && limit !== null && reserved !== null) memory.push(`it had reserved ${bytes(reserved)} of its limit of ${bytes(limit)}`);
+  if (allocator?.fragmented_bytes) memory.push(`${bytes(allocator.fragmented_bytes)} fragmented`);
+  return memory.length > 0 ? `${request}; ${memory.join(", ")}.` : `${request}.`;
 }
 
 class Warnings {
