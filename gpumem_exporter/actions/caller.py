@@ -12,13 +12,13 @@ class CallerKind(Enum):
     """How a request for an action came to the exporter."""
 
     UNIX = "unix"
-    """On the unix socket, whose peer the kernel names."""
+    """On the unix socket, where the kernel identifies the peer."""
     TCP = "tcp"
     """Over TCP; only the address is known."""
     POLICY = "policy"
     """From a rule of the policy file."""
     ALERT = "alert"
-    """From an alert that Alertmanager has sent."""
+    """From an alert of Alertmanager."""
     UNKNOWN = "unknown"
     """From a peer without an address."""
 
@@ -28,13 +28,13 @@ class Caller:
     """Who requests an action.
 
     Attributes:
-        kind: How the request came.
+        kind: How the request came to the exporter.
         uid: Of the peer of a unix socket, in the exporter's user namespace; else None.
         pid: Of that peer, in the exporter's PID namespace; 0 if the exporter cannot see it.
         host: Address of a TCP peer; else empty.
         name: Name of the policy's rule or of the alert; else empty.
         token: Whether the request had the right token.
-        sender: The client that has sent an alert; else None.
+        sender: The client that sent the alert; else None.
     """
 
     kind: CallerKind
@@ -52,17 +52,17 @@ class Caller:
 
     @classmethod
     def alert(cls, name: str, sender: Caller) -> Caller:
-        """An alert, and the client that has sent it."""
+        """An alert, and the client that sent it."""
         return cls(CallerKind.ALERT, name=name, sender=sender)
 
     @property
     def anonymous(self) -> bool:
-        """Whether nothing but an address is known: every user of a machine has its addresses."""
+        """Whether only an address is known, which all users of a machine share."""
         return self.kind in (CallerKind.TCP, CallerKind.UNKNOWN) and not self.token
 
     @property
     def share(self) -> str:
-        """The name under which the caller's actions are counted: a user on the unix socket has many pids."""
+        """The key of the caller's rate limit. It has no pid, because a user may start many processes."""
         return self._spelled(f"uid={self.uid}", self.sender.share if self.sender is not None else "")
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ gets it, and no other program in the same process.
 A group acts on all ranks or on none, as far as that is possible without a barrier. Its step is some seconds ahead. If a
 rank does not have its command in time, the dispatcher recalls the commands of all ranks.
 
-The states of actions and of their parts are in `lifecycle`. For the event loop only: not thread-safe.
+The states of actions and of their parts are in `lifecycle`. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ ANSWER_GRACE_SECONDS = 10.0
 GROUP_ANSWER_SECONDS = 2.0
 """A rank must report within this time that it keeps its command; otherwise the group does not act."""
 _DEVICE_ACTIONS = ("reset_peak", "set_memory_fraction")
-"""The actions on the target devices only. All other actions concern every device of a process."""
+"""The actions that apply to the target devices only. All others apply to every device of a process."""
 
 
 class Dispatcher:

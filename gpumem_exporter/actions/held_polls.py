@@ -1,4 +1,4 @@
-"""Requests of reporters that are held open until there is a command for them. For the event loop only."""
+"""Requests of reporters that are held open until there is a command for them. Used on the event loop only."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ An action is `QUEUED` until a process has fetched a command of it, then `RUNNING
     TERMINATING                              the exporter itself ends the process
 
 Each of these states may be followed by `ENDED`. A transition that is not in the table is a defect and raises
-`IllegalTransitionError`. For the event loop only: not thread-safe.
+`IllegalTransitionError`. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ class CommandPart:
         return self.state in (PartState.HELD, PartState.RECALLED_HELD)
 
     def deliver(self) -> None:
-        """Record that the command is sent; again changes nothing."""
+        """Record that the command is sent. A repetition has no effect."""
         if self.state is not PartState.DELIVERED:
             self.state = advanced(self.state, PartState.DELIVERED)
 
     def hold(self) -> None:
-        """Record that the process reports that it keeps the command; again changes nothing."""
+        """Record that the process reports that it keeps the command. A repetition has no effect."""
         if not self.held:
             self.state = advanced(self.state, PartState.RECALLED_HELD if self.recalled else PartState.HELD)
 
@@ -191,7 +191,7 @@ class RunningAction:
         return not self.commands and not self.terminations
 
     def start(self) -> None:
-        """Record that a part has started; again changes nothing."""
+        """Record that a part has started. A repetition has no effect."""
         if self.action.state != ActionState.RUNNING.value:
             self._advance(ActionState.RUNNING)
 

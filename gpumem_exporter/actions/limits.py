@@ -15,7 +15,7 @@ _MINUTE_SECONDS = 60.0
 
 
 class RateLimits:
-    """Counts actions. A full minute's number may come at once. Not thread-safe.
+    """Counts actions. A caller may use the limit of a whole minute at once. Not thread-safe.
 
     Args:
         per_caller: actions per minute for one caller.
@@ -58,7 +58,7 @@ class _Buckets:
         """The level of each bucket, and when it had that level."""
 
     def wait_seconds(self, key: Hashable, now: float) -> float:
-        """Return the seconds until one can be taken; 0 if one can be taken now."""
+        """Return the seconds until an action is permitted; 0 if one is permitted now."""
         missing = 1.0 - self._level(key, now)
         return max(0.0, missing * _MINUTE_SECONDS / self.size) if missing > 1e-9 else 0.0
 

@@ -24,9 +24,9 @@ class ActionResult:
     outcome: str
     """One of `protocol.OUTCOMES`."""
     reason: str = ""
-    """Why it ended so, for people."""
+    """The reason for the outcome, for people."""
     reason_code: str | None = None
-    """The same for programs: see `protocol.ReasonCode`."""
+    """The reason for programs: see `protocol.ReasonCode`."""
     reserved_before_bytes: int | None = None
     reserved_after_bytes: int | None = None
     allocated_before_bytes: int | None = None
@@ -44,7 +44,7 @@ class ActionResult:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """An action at one time."""
+    """The state of an action at one time."""
 
     id: str
     action: str
@@ -64,7 +64,7 @@ class Action:
 
     @property
     def freed_bytes(self) -> int | None:
-        """The bytes released to the driver, or for a dry run those that would be; None if no result has them."""
+        """The bytes released to the driver, for a dry run the expected bytes. None if no result has a value."""
         return sum_of_known([result.freed_bytes for result in self.results])
 
     @property
@@ -75,7 +75,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class SubmittedAction:
-    """A new action with its request: what a restarted exporter needs to know of it."""
+    """A new action and its request, as a restarted exporter restores them."""
 
     action: Action
     request: ActionRequest

@@ -73,7 +73,7 @@ class ActionRequest:
     group: bool = False
     """Every rank of the target's workload acts after the same step."""
     at_step: int | None = None
-    """The step of a group; None: the dispatcher chooses one that every rank has yet to reach."""
+    """The step of a group. If None, the dispatcher chooses one that no rank has reached."""
     collect_garbage: bool = False
     """For `empty_cache`: run Python's garbage collector first."""
     fraction: float | None = None
@@ -148,7 +148,7 @@ def _invalid_values(request: ActionRequest) -> Iterator[InvalidField]:
 
 
 def _invalid_combinations(request: ActionRequest) -> Iterator[InvalidField]:
-    """Assumes that each field has a valid value by itself."""
+    """Check the combination of fields that are valid by themselves."""
     if request.group and request.mode in ("now", "idle"):
         yield InvalidField("mode", request.mode, "step, because a group acts at the end of a step")
     elif request.action == "terminate" and request.mode in ("step", "idle"):

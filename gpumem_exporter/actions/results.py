@@ -66,7 +66,7 @@ def command_results(selected: SelectedProcess, result: CommandResult, gpus: GpuL
 
 
 def dry_run_results(selected: SelectedProcess, request: ActionRequest, gpus: GpuLabels) -> Iterator[ActionResult]:
-    """Yield the expected results, from the last report. What a garbage collection would free is unknown."""
+    """Yield the expected results, from the last report. The effect of a garbage collection is unknown."""
     devices = []
     for sample in selected.samples:
         freed = {"empty_cache": sample.reclaimable_bytes, "reset_peak": 0}.get(request.action)

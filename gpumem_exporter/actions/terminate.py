@@ -24,7 +24,7 @@ _KILL_SECONDS = 10.0
 
 
 class Terminator:
-    """Terminates processes. For the event loop.
+    """Terminates processes. Used on the event loop only.
 
     Args:
         host: finds the start time of a process.

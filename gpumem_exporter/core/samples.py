@@ -106,7 +106,7 @@ class NodeReading:
     driver_version: str = ""
     devices: tuple[DeviceReading, ...] = ()
     facts: Mapping[int, ProcessFacts] = field(default_factory=dict)
-    """By host pid, for the processes on the devices that still exist in /proc."""
+    """By host pid, for each process on the devices that /proc has."""
 
     def pid_belongs_to(self, process: ReportingProcess | SilentReporter) -> bool:
         """Return whether the reporter's host pid in this reading belongs to the reporter's process.

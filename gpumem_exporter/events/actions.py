@@ -13,7 +13,7 @@ from gpumem_exporter.events.model import Event
 if TYPE_CHECKING:
     from gpumem_exporter.actions.policy.outcomes import Stop
 
-__all__ = ["MAX_RESULTS", "action_event", "asked_event", "policy_stopped_event", "read_action", "read_asked"]
+__all__ = ["MAX_RESULTS", "action_event", "policy_stopped_event", "read_action", "read_requested", "requested_event"]
 
 T = TypeVar("T")
 
@@ -44,26 +44,26 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
     )
 
 
-def asked_event(asked: SubmittedAction) -> Event:
+def requested_event(submitted: SubmittedAction) -> Event:
     """Build the event of a requested action."""
-    request = {name: value for name, value in asdict(asked.request).items() if name != "target"}
+    request = {name: value for name, value in asdict(submitted.request).items() if name != "target"}
     return Event(
         "action_asked",
-        asked.action.created_unix_seconds,
-        pid=_one_of([pid for pid, _, _ in asked.processes]),
-        workload=_one_of(workload for _, workload, _ in asked.processes),
-        rank=_one_of(rank for _, _, rank in asked.processes),
+        submitted.action.created_unix_seconds,
+        pid=_one_of([pid for pid, _, _ in submitted.processes]),
+        workload=_one_of(workload for _, workload, _ in submitted.processes),
+        rank=_one_of(rank for _, _, rank in submitted.processes),
         detail={
-            **_common_detail(asked.action),
+            **_common_detail(submitted.action),
             "request": request,
-            "idempotency_key": asked.idempotency_key,
-            "processes": [list(process) for process in asked.processes[:MAX_RESULTS]],
-            "processes_left_out": max(0, len(asked.processes) - MAX_RESULTS),
+            "idempotency_key": submitted.idempotency_key,
+            "processes": [list(process) for process in submitted.processes[:MAX_RESULTS]],
+            "processes_left_out": max(0, len(submitted.processes) - MAX_RESULTS),
         },
     )
 
 
-def read_asked(event: Event) -> SubmittedAction:
+def read_requested(event: Event) -> SubmittedAction:
     """Restore the requested action from an `action_asked` event."""
     detail = event.detail
     action = _action(detail, "queued")

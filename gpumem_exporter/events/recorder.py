@@ -9,7 +9,7 @@ from functools import cached_property
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.core.naming import ambiguous_pids, json_pid, reporter_name
 from gpumem_exporter.core.samples import NodeReading, ProcessKey, ReportingProcess, Snapshot
-from gpumem_exporter.events.actions import action_event, asked_event
+from gpumem_exporter.events.actions import action_event, requested_event
 from gpumem_exporter.events.devices import device_changes
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Event
@@ -133,9 +133,9 @@ class Recorder:
             )
         )
 
-    def action_asked(self, asked: SubmittedAction) -> Future[bool]:
+    def action_requested(self, submitted: SubmittedAction) -> Future[bool]:
         """Record a requested action; the future is true once the event is committed."""
-        return self.log.put([asked_event(asked)])
+        return self.log.put([requested_event(submitted)])
 
     def action_finished(self, action: Action) -> Future[bool] | None:
         """Record a finished action; the future is true once the event is committed. A dry run has no event."""

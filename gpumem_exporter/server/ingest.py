@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Ingest:
-    """Takes reports. For the event loop. All parts that a report changes meet here, and only here.
+    """Takes reports: the only place that connects the parts that a report changes. Used on the event loop only.
 
     Args:
         store: keeps the report.

@@ -30,12 +30,12 @@ from gpumem_exporter.server.settings import Settings
 __all__ = ["build_server", "run", "serve"]
 
 GRACE_SECONDS = 1.0
-"""For running requests when the exporter stops; requests that wait for a command end at once."""
+"""The time for running requests when the exporter stops. Requests that wait for a command end at once."""
 
 DEMO_STOP_SECONDS = 0.5
 
 _SPARE_FILES = 64
-"""File descriptors for everything except connections."""
+"""The number of file descriptors for everything except connections."""
 
 _HEADERS = [
     ("X-Content-Type-Options", "nosniff"),

@@ -96,7 +96,7 @@ class Connection:
             raise self._unreachable(error) from error
 
     def interrupt(self) -> None:
-        """Make a `request` that waits in another thread fail now, and all later ones. Thread-safe."""
+        """Make a waiting `request` of another thread, and every later one, fail. Thread-safe."""
         self._interrupted = True
         sock = self._socket
         if sock is not None:

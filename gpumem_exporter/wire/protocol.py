@@ -60,7 +60,7 @@ OUTCOMES = ("done", "refused", "failed", "expired", "unsupported", "gone")
 
 
 class ReasonCode(str, Enum):
-    """Why a command ended as it did, for programs. The text beside it is for people.
+    """The reason for a command's outcome, for programs. The text beside it is for people.
 
     A reader accepts other codes as well: another version may send them.
     """
@@ -263,9 +263,9 @@ class CommandResult:
     outcome: str
     """One of `OUTCOMES`."""
     reason: str = ""
-    """Why the command ended so, for people; empty if it was done without a remark."""
+    """The reason for the outcome, for people; empty if there is nothing to explain."""
     reason_code: str | None = None
-    """The same for programs, usually a `ReasonCode`; None without a reason, and from older reporters."""
+    """The reason for programs, usually a `ReasonCode`; None without a reason, and from older reporters."""
     duration_seconds: float | None = None
     devices: tuple[DeviceResult, ...] = ()
     step: int | None = None

@@ -1,8 +1,8 @@
 """Evaluates the rules of a policy once a second and decides which actions to request.
 
-The engine itself requests nothing: its caller does, and reports the results. All times are those of the snapshots. A
-process whose last sample is stale meets no condition. A rule's `for` starts again when the process reports again, and
-for another process or another program with the same pid.
+Its caller requests the actions and reports their results. All times are those of the snapshots. A process whose last
+sample is stale meets no condition. A rule's `for` starts again when the process reports again, and for another process
+or another program with the same pid.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Engine:
         return Evaluation(tuple(round_.decisions), stops, round_.counts)
 
     def finished(self, decision: Decision, action: Action, now: float) -> Stop | None:
-        """Take the end of a decision's action; return the stop of its rule, if the rule stops now."""
+        """Take the finished action of a decision; return the stop of its rule, if the rule stops now."""
         return self._outcomes.finished(decision, action, now)
 
     def _evaluate_rule(self, state: RuleState, seen: _Observed, round_: _Round) -> None:
@@ -104,14 +104,14 @@ class Engine:
         met = seen.met(rule, concerned)
         round_.count(rule, "unmet", len(concerned) - len(met))
         since = state.met_since
-        state.met_since = since = {seen.places[i]: since.get(seen.places[i], seen.all[i].sampled_seconds) for i in met}
+        state.met_since = since = {seen.keys[i]: since.get(seen.keys[i], seen.all[i].sampled_seconds) for i in met}
         if state.presumed:
             state.presumed &= {state.subject(seen.all[i]) for i in met}
-        ready = [i for i in met if seen.all[i].sampled_seconds - since[seen.places[i]] >= rule.for_seconds]
+        ready = [i for i in met if seen.all[i].sampled_seconds - since[seen.keys[i]] >= rule.for_seconds]
         round_.count(rule, "pending", len(met) - len(ready))
         for i in ready:
             if round_.decide(state, seen.all[i]):
-                since[seen.places[i]] = seen.all[i].sampled_seconds
+                since[seen.keys[i]] = seen.all[i].sampled_seconds
 
 
 class _Observed:
@@ -119,7 +119,7 @@ class _Observed:
 
     def __init__(self, all_: tuple[Observation, ...]) -> None:
         self.all = all_
-        self.places = [f"{each.who}:{each.sample.uuid}" for each in all_]
+        self.keys = [f"{each.who}:{each.sample.uuid}" for each in all_]
         self._by_workload: dict[str, list[int]] = {}
         for index, each in enumerate(all_):
             self._by_workload.setdefault(each.workload, []).append(index)
@@ -131,7 +131,7 @@ class _Observed:
         return matching[0] if len(matching) == 1 else [index for indices in matching for index in indices]
 
     def met(self, rule: Rule, indices: list[int]) -> list[int]:
-        """Return those of the indices where all conditions of a rule are true."""
+        """Return the indices of the observations for which all conditions of a rule are true."""
         for condition in rule.when:
             values, over, under = self._of(condition.field), condition.over, condition.under
             indices = [i for i in indices if over < values[i] < under]  # never true for NaN
@@ -167,7 +167,7 @@ class _Round:
             self.counts[rule.name, result] = self.counts.get((rule.name, result), 0) + count
 
     def decide(self, state: RuleState, seen: Observation) -> bool:
-        """Return whether a rule acts whose conditions have been true for long enough."""
+        """Decide for a rule whose conditions have been true for long enough; return whether it acts."""
         rule, now = state.rule, self._snapshot.taken_seconds
         if len(self.decisions) >= MAX_DECISIONS:
             self.count(rule, "pending")

@@ -44,7 +44,7 @@ class StopAfter:
     freed_under_bytes: float = 64 << 20
     """An action that released less than this did not help."""
     still_free_seconds: float | None = None
-    """Nor did one of which less than that is still free after this time. None: this is not checked."""
+    """Nor did one whose released memory is reserved again after this time. None: this is not checked."""
 
 
 @dataclass(frozen=True, slots=True)

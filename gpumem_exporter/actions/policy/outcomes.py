@@ -20,12 +20,12 @@ class Stop:
 
     rule: Rule
     action: Action
-    """The last one."""
+    """The last action that did not help."""
     tries: tuple[UnhelpfulAction, ...]
 
     @property
     def reason(self) -> str:
-        """Why, in one sentence."""
+        """The reason in one sentence."""
         times = f"{len(self.tries)} times in a row" if len(self.tries) > 1 else "once"
         return f"{self.action.action} did not help {times}: {self.tries[-1].why}"
 
@@ -74,7 +74,7 @@ class Outcomes:
             return self._did_not_help(state, decision, action, None, "; ".join(reasons))
         freed = action.freed_bytes
         if freed is None:
-            return None  # not measured: neither helpful nor unhelpful
+            return None  # not measured, so it counts neither as helpful nor as unhelpful
         if freed < stop_after.freed_under_bytes:
             state.presumed.discard(decision.subject)
             why = f"it released {shown_quantity(freed, 'bytes')}"

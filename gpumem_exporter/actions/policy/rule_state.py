@@ -1,4 +1,4 @@
-"""What the engine remembers of one rule: the conditions that are true, and what keeps the rule from acting."""
+"""The state of one rule: since when its conditions are true, and what prevents it from acting."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RuleState:
     Attributes:
         rule: the rule.
         met_since: when all conditions became true, by process and device, in the time of the samples.
-        presumed: for a dry run, the subjects whose conditions an action would have made false, until they are.
+        presumed: for a dry run, the subjects on which it would have acted, until their conditions are false.
     """
 
     def __init__(self, rule: Rule) -> None:
@@ -62,7 +62,7 @@ class RuleState:
         self._subjects: dict[str, _SubjectState] = {}
 
     def subject(self, observation: Observation) -> str:
-        """Return what the rule acts on: the process on all its devices, or the ranks of its workload."""
+        """Return the subject of the rule: the process on all its devices, or the ranks of its workload."""
         return observation.group if self.rule.request.group else observation.who
 
     def objection(self, subject: str, now: float) -> str:
@@ -109,7 +109,7 @@ class RuleState:
                 del self._subjects[subject]
 
     def take_over(self, earlier: RuleState) -> None:
-        """Continue the state of the rule before a reload. A changed rule keeps only when it has acted."""
+        """Continue the state of the rule before a reload. A changed rule keeps only the times of its actions."""
         self._acted.extend(earlier._acted)
         if self.rule == earlier.rule:
             self.met_since, self.presumed = earlier.met_since, earlier.presumed

@@ -58,12 +58,12 @@ class Field:
 class IdleClock:
     """Measures how long each process has been idle: no step, and nothing allocated or freed.
 
-    Releasing memory to the driver is not an activity, otherwise a clear would make an idle process a busy one. A
-    program that replays CUDA graphs, counts no steps and allocates nothing looks idle. `device_utilization_ratio` shows
-    that it is not, and the mode `idle` asks the process itself.
+    Releasing memory to the driver does not end the idle time, otherwise a clear would. A program that replays CUDA
+    graphs, counts no steps and allocates nothing looks idle. Only `device_utilization_ratio` and the mode `idle`, which
+    the process itself evaluates, show that it is busy.
 
     Args:
-        stale_seconds: after a gap of more than this between two samples the clock starts again.
+        stale_seconds: after a longer gap between two samples, the idle time starts again.
     """
 
     def __init__(self, stale_seconds: float) -> None:
@@ -113,7 +113,7 @@ def observations(snapshot: Snapshot, stale_seconds: float, clock: IdleClock | No
 
 
 def _who(process: ReportingProcess) -> str:
-    # A text caches its hash, unlike a tuple, and this one is a key many times a second.
+    # A string caches its hash, unlike a tuple, and this key is used many times a second.
     identity = process.report.process
     return f"{identity.pid_namespace}:{identity.pid}:{identity.start_time_ticks}:{identity.session}"
 

@@ -1,7 +1,7 @@
-"""Records actions on disk: each before a process gets a command of it, and its end before the caller gets the reply.
+"""Records actions on disk: each before a process gets its command, and its end before the caller gets the reply.
 
 This needs `--storage.path`; otherwise actions are only in memory. After a restart, an action without a recorded end has
-failed. The processes that keep its command forget it; whether other processes have run it is unknown.
+failed. Processes that keep its command forget it. It is unknown whether other processes have run it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gpumem_exporter.actions.model import Action, ActionResult, SubmittedAction
 from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import Event, Query, Recorder
-from gpumem_exporter.events.actions import read_action, read_asked
+from gpumem_exporter.events.actions import read_action, read_requested
 from gpumem_exporter.server.api.event_writes import read_events, wait_until_kept
 from gpumem_exporter.wire.protocol import ReasonCode
 
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 class Audit:
-    """Records actions and reads them after a restart. For the event loop.
+    """Records actions and reads them after a restart. Used on the event loop only.
 
     Args:
         events: stores the records.
@@ -63,7 +63,7 @@ class Audit:
 
     async def record(self, submitted: SubmittedAction) -> None:
         """Record a new action; return when it is on disk, or when the disk fails."""
-        await wait_until_kept(self._events.log, self._events.action_asked(submitted))
+        await wait_until_kept(self._events.log, self._events.action_requested(submitted))
 
     def finished(self, action: Action) -> None:
         """Record the end of an action."""
@@ -79,7 +79,7 @@ class Audit:
             await wait_until_kept(self._events.log, end)
 
     async def wait_until_recalled(self) -> None:
-        """Return when the dispatcher knows the actions before the restart, after some seconds at the latest."""
+        """Wait until the dispatcher knows the actions before the restart, for some seconds at most."""
         if self.durable and not self._recalled.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._recalled.wait(), _WAIT_SECONDS)
@@ -104,18 +104,18 @@ class Audit:
             self._recalled.set()
 
     def _restore(self, dispatcher: Dispatcher, events: Sequence[Event]) -> None:
-        submitted = dict(_readable(events, "action_asked", read_asked))
+        submitted = dict(_readable(events, "action_asked", read_requested))
         finished = dict(_readable(events, "action", read_action))
         ended_ids = {event.detail.get("id") for event in events if event.type == "action"}
         known = [(action, submitted.get(action_id)) for action_id, action in finished.items()]
-        for action_id, one in submitted.items():
+        for action_id, origin in submitted.items():
             if action_id not in ended_ids and dispatcher.get(action_id) is None:
-                lost = _lost(one)
-                known.append((lost, one))
+                lost = _lost(origin)
+                known.append((lost, origin))
                 self._on_lost(lost)
                 self.finished(lost)
-        for action, origin in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
-            dispatcher.recall(action, origin)
+        for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
+            dispatcher.recall(action, submission)
 
     async def _read(self, since_unix_seconds: float) -> list[Event]:
         query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
@@ -129,7 +129,7 @@ class Audit:
 
 
 def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:
-    """Yield what can be read, by action id. Another version of the exporter may have written other events."""
+    """Yield the readable actions by id. Another version of the exporter may have written other events."""
     for event in events:
         if event.type == type_:
             try:

@@ -104,7 +104,7 @@ class SeenProcess:
 def processes_document(snapshot: Snapshot, source: str) -> ProcessesDocument:
     """Return every process that reports, that is silent, or that the driver lists."""
     gpus = gpu_labels(snapshot)
-    return {"source": source, "processes": [_process(one, gpus, snapshot) for one in seen_processes(snapshot)]}
+    return {"source": source, "processes": [_process(process, gpus, snapshot) for process in seen_processes(snapshot)]}
 
 
 def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
@@ -113,43 +113,43 @@ def seen_processes(snapshot: Snapshot) -> list[SeenProcess]:
     names = Names.of(snapshot)
     seen = [SeenProcess(process.host_pid, json_pid(name), reporter=process) for name, process in names.reporting]
     seen += [SeenProcess(silent.host_pid, json_pid(name), silent=silent) for name, silent in names.silent]
-    by_host_pid = {one.host_pid: one for one in reversed(seen) if one.host_pid is not None}
+    by_host_pid = {process.host_pid: process for process in reversed(seen) if process.host_pid is not None}
     for uuid, shares in node_shares(snapshot, names).items():
         for share in shares:
             host_pid = int(share.pid)
-            one = by_host_pid.get(host_pid)
-            if one is None:
-                one = by_host_pid[host_pid] = SeenProcess(host_pid, host_pid)
-                seen.append(one)
-            one.shares[uuid] = share
-    for one in seen:
-        one.facts = _facts(one, facts)
+            process = by_host_pid.get(host_pid)
+            if process is None:
+                process = by_host_pid[host_pid] = SeenProcess(host_pid, host_pid)
+                seen.append(process)
+            process.shares[uuid] = share
+    for process in seen:
+        process.facts = _facts(process, facts)
     return seen
 
 
-def _facts(one: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
+def _facts(process: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFacts | None:
     """Return the host's description, unless it is of another process that used the same pid."""
-    found = facts.get(one.host_pid) if one.host_pid is not None else None
-    known = one.reporter or one.silent
+    found = facts.get(process.host_pid) if process.host_pid is not None else None
+    known = process.reporter or process.silent
     return found if found is None or known is None or known.start_time_ticks == found.start_time_ticks else None
 
 
-def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> ProcessDocument:
-    reporter, silent, facts = one.reporter, one.silent, one.facts
+def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> ProcessDocument:
+    reporter, silent, facts = process.reporter, process.silent, process.facts
     report = reporter.report if reporter else None
     identity = report.process if report else None
     known = reporter or silent
     document = {
-        "pid": one.pid,
+        "pid": process.pid,
         "own_pid": known.key.pid if known else None,
-        "host_pid": one.host_pid,
+        "host_pid": process.host_pid,
         "pid_namespace": known.key.pid_namespace if known else None,
         "reporting": reporter is not None,
-        "state": one.state,
+        "state": process.state,
         "workload": identity.workload if identity else silent.workload if silent else None,
         "rank": identity.rank if identity else silent.rank if silent else None,
         "world_size": identity.world_size if identity else None,
-        "command": one.command,
+        "command": process.command,
         **{name: getattr(facts, name) if facts else None for name in _FACTS},
         **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},
         "torch_version": identity.torch_version if identity else None,
@@ -159,19 +159,19 @@ def _process(one: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> P
         "step_seconds": report.step_seconds if report else None,
         "pinned_host_bytes": report.pinned_host_bytes if report else None,
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
-        "last_report_unix_seconds": one.last_report_unix_seconds,
+        "last_report_unix_seconds": process.last_report_unix_seconds,
         "actions": list(report.actions) if report else [],
-        "devices": _process_devices(one, gpus),
+        "devices": _process_devices(process, gpus),
     }
     return cast("ProcessDocument", document)
 
 
-def _process_devices(one: SeenProcess, gpus: Mapping[str, str]) -> list[ProcessDeviceDocument]:
-    report = one.reporter.report if one.reporter else None
+def _process_devices(process: SeenProcess, gpus: Mapping[str, str]) -> list[ProcessDeviceDocument]:
+    report = process.reporter.report if process.reporter else None
     samples = {sample.uuid: sample for sample in report.devices} if report else {}
     step = report.step if report else None
-    uuids = [*samples, *(uuid for uuid in one.shares if uuid not in samples)]
-    return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), one.shares.get(uuid), step) for uuid in uuids]
+    uuids = [*samples, *(uuid for uuid in process.shares if uuid not in samples)]
+    return [_process_device(uuid, gpus.get(uuid), samples.get(uuid), process.shares.get(uuid), step) for uuid in uuids]
 
 
 def _process_device(

@@ -94,7 +94,7 @@ def events_router(log: EventLog) -> APIRouter:
 
     @router.get(EVENTS_PATH, response_model=EventsDocument, responses=problems(401, 403, 422, 503))
     async def events(parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
-        """What happened, in the order in which the exporter recorded it.
+        """The events in the order in which the exporter recorded them.
 
         Without `after` and `since`, the reply has the last `limit` events. With one of them, it has the first `limit`
         events that match; `after=<next_after>` continues from there. The callers that may read the audit log may read

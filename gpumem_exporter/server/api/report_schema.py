@@ -21,9 +21,9 @@ from gpumem_exporter.wire.protocol import MAX_INTEGER, MAX_LABEL_LENGTH, OUTCOME
 __all__ = ["MAX_DEVICES", "ReportReader", "report_core_schema"]
 
 MAX_DEVICES = 64
-"""The most devices in a report: 16 GPUs with 4 MIG devices each."""
+"""The maximum number of devices in a report: 16 GPUs with 4 MIG devices each."""
 MAX_ENTRIES = 64
-"""The most phases or components of a device, actions of a reporter, and results in a report."""
+"""The maximum number of phases or components of a device, actions of a reporter, and results in a report."""
 MAX_REASON_LENGTH = 2000
 
 _PID = core_schema.int_schema(ge=1, le=2**31 - 1)

@@ -36,7 +36,7 @@ class _Known:
 
 
 class Presence:
-    """Identifies reporters by their host pid and removes those that have ended. For the event loop.
+    """Identifies reporters by their host pid and removes those that have ended. Used on the event loop only.
 
     Args:
         store: has the processes.
@@ -124,7 +124,7 @@ class Presence:
         self._forget_all(ended)
 
     def connection_lost(self, process: ReportingProcess) -> None:
-        """Find out soon whether a process exited whose held request broke.
+        """Check soon whether a process whose held request broke has exited.
 
         If its host pid is unknown, /proc does not show it, and the process is removed when its report expires. A
         running process reports again before, and a stopped process keeps its connection.

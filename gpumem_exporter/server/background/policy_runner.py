@@ -1,6 +1,6 @@
-"""Runs the rules of `--policy.file`: evaluates them, submits their actions, logs what they stop, reloads the file.
+"""Runs the rules of `--policy.file`: evaluates them, submits their actions, logs stops, reloads the file.
 
-For the event loop. A thread reads the file.
+Used on the event loop only. A thread reads the file.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ __all__ = ["SUPPORTED_UVICORN", "LimitedProtocol", "LimitedServer", "Limits"]
 SUPPORTED_UVICORN = ">=0.32,<0.55"
 
 TLS_SHUTDOWN_SECONDS = 1.0
-"""For a client to confirm the end of a connection."""
+"""The time for a client to confirm the end of a connection."""
 
 _CREDENTIALS = struct.Struct("3i")
 """`struct ucred` of unix(7): pid, uid, gid."""
@@ -198,7 +198,7 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application, or a refusal in its place."""
+        """Start the application, or refuse the request."""
         self._in_head = False
         self._head_received = 0
         app = self.app

@@ -18,7 +18,7 @@ __all__ = ["BasicAuth"]
 
 _CHALLENGE_BASIC = {"WWW-Authenticate": 'Basic realm="gpumem-exporter", charset="UTF-8"'}
 _CHALLENGE_BEARER = {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'}
-"""For a request with a token, so that a browser does not ask for a password after the page asked for a token."""
+"""The reply to a wrong token. With a Basic challenge, a browser would show its password dialog."""
 
 
 @dataclass(frozen=True, slots=True)

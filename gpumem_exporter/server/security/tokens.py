@@ -1,4 +1,4 @@
-"""Tokens in files, which are read again when they change, so that a token is rotated without a restart."""
+"""Tokens in files. A changed file is read again, so that a token can be rotated without a restart."""
 
 from __future__ import annotations
 
