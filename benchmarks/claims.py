@@ -1,7 +1,7 @@
 """What all benchmarks share: their options, their progress on stderr, and the table of claims that they print.
 
-A claim is never about a time alone. It is a ratio to something that the same run measures beside it, or it counts
-something that does not depend on the machine's speed: lost commands, false alarms, steps, percent of error.
+A claim is never about a time alone. It is the ratio to another value of the same run, or a value that does not depend
+on the machine's speed: lost commands, false alarms, steps, percent of error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 __all__ = ["Options", "Progress", "Row", "compared", "percentile", "show", "typical"]
 
-_HELD = {True: "yes", False: "NO", None: ""}
+_PASSED = {True: "yes", False: "NO", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +27,11 @@ class Row:
     """One measured value; information only, unless it has a limit.
 
     Attributes:
-        what: What was measured.
+        what: The measured quantity.
         measured: The value.
         unit: Its unit; empty for a count.
-        beside: What the same run measured beside it.
-        ratio: `measured` divided by that.
+        beside: The value of the same run for comparison, as text.
+        ratio: `measured` divided by the value for comparison.
         ratio_limit: The claim: the ratio is at most this.
         limit: A claim about a value that does not depend on the machine's speed: `measured` is below this.
     """
@@ -45,7 +45,7 @@ class Row:
     limit: float | None = None
 
     @property
-    def held(self) -> bool | None:
+    def passed(self) -> bool | None:
         """Whether the claim is true; None if the row claims nothing."""
         if self.limit is None and self.ratio_limit is None:
             return None
@@ -64,7 +64,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def typical(values: Sequence[float]) -> float:
-    """Return the lower quartile: what something takes while other programs interrupt it seldom."""
+    """Return the lower quartile: the value with few interruptions by other programs."""
     return percentile(values, 0.25)
 
 
@@ -148,15 +148,15 @@ def show(title: str, rows: Sequence[Row], *, as_json: bool) -> int:
     """Print the table; return 1 if a claim was missed, else 0."""
     machine = f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, Python {platform.python_version()}"
     if as_json:
-        entries = [{**dataclasses.asdict(row), "held": row.held} for row in rows]
+        entries = [{**dataclasses.asdict(row), "passed": row.passed} for row in rows]
         print(json.dumps({"benchmark": title, "machine": machine, "rows": entries}, indent=1))
     else:
         print(f"{title}  ({machine})")
-        lines = [("", "claim", "ratio", "measured", "compared with", "held"), *map(_cells, rows)]
+        lines = [("", "claim", "ratio", "measured", "compared with", "passed"), *map(_cells, rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in lines:
             print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    return int(any(row.held is False for row in rows))
+    return int(any(row.passed is False for row in rows))
 
 
 def _number(value: float) -> str:
@@ -170,4 +170,4 @@ def _cells(row: Row) -> tuple[str, ...]:
     if row.ratio_limit is not None:
         claims.append(f"≤ {row.ratio_limit:g} ×")
     ratio = "" if row.ratio is None else f"{row.ratio:.3g} ×"
-    return row.what, ", ".join(claims), ratio, f"{_number(row.measured)} {row.unit}", row.beside, _HELD[row.held]
+    return row.what, ", ".join(claims), ratio, f"{_number(row.measured)} {row.unit}", row.beside, _PASSED[row.passed]

@@ -1,4 +1,4 @@
-"""A server of the exporter's kind whose answer never changes: the least that a request can cost."""
+"""A server of the exporter's kind with a constant reply: the minimum cost of a request."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ConstantServer:
     Any method on `/metrics` is answered with a body of `length` bytes.
 
     Args:
-        folder: Where its unix socket lies.
+        folder: The folder of its unix socket.
         length: Bytes of the body.
     """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.exposition [--quick] [--json]
 
-"scrape" is what a scrape costs if the reports were rendered as they came in; each one has new reports and a new reading
-of the driver. Compared in turns: `prometheus_client.generate_latest` over the same samples; the same page with nothing
-rendered before; and one copy of the finished body, the least that any page costs.
+"scrape" is the cost of a scrape if the reports were rendered when they arrived. Each scrape has new reports and a new
+reading of the driver. It is compared, in turns, with `prometheus_client.generate_latest` on the same samples, with the
+same page without rendered reports, and with one copy of the finished body, the minimum cost of any page.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
         cold = Exposition(registry, version="0", source="nvml")
         seconds["nothing rendered"].append(timed(cold.render, snapshot, openmetrics=False)[0])
         seconds["copy"].append(timed(bytearray, body)[0])
-        if turn < max(3, rounds // 10):  # the slowest of them by far
+        if turn < max(3, rounds // 10):  # by far the slowest of them
             embedded = CollectorRegistry()
             embedded.register(ByPrometheusClient(snapshot))
             seconds["prometheus_client"].append(timed(generate_latest, embedded)[0])
@@ -81,7 +81,7 @@ def measure(progress: Progress, devices: int, rounds: int) -> list[Row]:
 
 
 def timed(work: Callable[..., Any], *arguments: object, **options: object) -> tuple[float, Any]:
-    """Return the CPU seconds of a call in this thread, and what it returned."""
+    """Return the CPU seconds of a call in this thread, and its result."""
     started = time.thread_time()
     result = work(*arguments, **options)
     return time.thread_time() - started, result

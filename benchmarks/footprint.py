@@ -1,10 +1,10 @@
-"""What the exporter takes on a node where nothing happens: start, memory, CPU.
+"""Time to start, memory and CPU of the exporter on an idle node.
 
     python -m benchmarks.footprint [--quick] [--json] [--real-gpu]
 
-Compared, in turns: the start with a bare import of the exporter's dependencies; its memory with a Python that has
-imported FastAPI and uvicorn; its CPU at rest with an idle server of the same kind. The bytecode is there already, as it
-is in an image or after the first start.
+The start is compared, in turns, with a bare import of the exporter's dependencies, its memory with a Python that has
+imported FastAPI and uvicorn, and its CPU at rest with an idle server of the same kind. The bytecode exists already, as
+in an image or after the first start.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def starts(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
-    """From the start of the process to its first answer, and to its first poll."""
+    """From the start of the process to its first reply, and to its first poll."""
     progress.part("starts")
     answered, ready, bare = [], [], []
     environment = _environment(place)
@@ -61,7 +61,7 @@ def starts(given: argparse.Namespace, progress: Progress, place: Place) -> list[
             bare.append(imported)
     beside, base = "importing its dependencies", typical(bare)
     return [
-        compared("start to first answer", typical(answered), "s", beside, base, START_RATIO),
+        compared("start to first reply", typical(answered), "s", beside, base, START_RATIO),
         compared("start to first poll of 8 devices", typical(ready), "s", beside, base),
     ]
 
@@ -117,7 +117,7 @@ def _serving(place: Place, environment: Mapping[str, str]) -> Iterator[tuple[sub
 
 
 def _first_answer(url: str, path: str, process: subprocess.Popen[bytes]) -> float:
-    """The moment of the first answer with status 200."""
+    """The time of the first reply with status 200."""
 
     def answered() -> float:
         if process.poll() is not None:
@@ -131,7 +131,7 @@ def _first_answer(url: str, path: str, process: subprocess.Popen[bytes]) -> floa
             client.close()
         return time.perf_counter()
 
-    return eventually(answered, what=f"an answer to GET {path}")
+    return eventually(answered, what=f"a reply to GET {path}")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,10 @@
 
     python -m benchmarks.page [--quick] [--json] [--real-gpu]
 
-The script's time is the page's own measure of each refresh, one per second; the second row adds the reading of the
-event. Compared in turns, in the same page: building a table of as many rows and 16 columns from nothing, which the page
-does not do. The driver's bytes of every process change with every poll. The page gets ten minutes of
-history from before the exporter's start, so that full lines are drawn from the start. Needs Chromium and the Python
-package playwright.
+The script's time is the page's own measurement of each refresh, one per second. The second row adds the reading of the
+event. Both are compared, in turns and in the same page, with building a new table of the same number of rows and 16
+columns, which the page avoids. The driver's bytes of every process change with every poll. The page gets a simulated
+history of ten minutes, so that it draws full lines immediately. Needs Chromium and the Python package playwright.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def _measure(progress: Progress, exporter: Exporter, seconds: float, rows: int) 
 
 
 def _change_driver_bytes(place: Place, stand: Stand) -> None:
-    """Change the bytes of every process once a second, and those of each eighth enough to change its row."""
+    """Change the bytes of every process once a second, and those of every eighth one enough to change its row."""
     node = place.node
     if node is None:
         return

@@ -48,7 +48,7 @@ class Http(http.client.HTTPConnection):
     def timed(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> tuple[float, bytes]:
-        """Send a request; return the seconds until the last byte of the answer, and the answer's body.
+        """Send a request; return the seconds until the last byte of the reply, and its body.
 
         Raises:
             RuntimeError: The status is not 200.
@@ -80,7 +80,7 @@ class Exporter(ExporterProcess):
 
 
 class Place:
-    """A node for one benchmark. A context manager that ends all that was started in it.
+    """A node for one benchmark. A context manager that ends every process it started.
 
     Processes are fresh interpreters, never forks of one that has done their imports: their memory and the cost of
     their starts are measured.
@@ -126,7 +126,7 @@ class Place:
 
 
 def compiling_once(environment: Mapping[str, str], folder: Path) -> dict[str, str]:
-    """Return an environment in which Python keeps its bytecode in `folder`: from the second start on it is there."""
+    """Return an environment in which Python stores its bytecode in `folder`, for faster starts after the first."""
     kept = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return {**kept, "PYTHONPYCACHEPREFIX": str(folder)}
 

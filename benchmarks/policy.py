@@ -4,7 +4,7 @@
 
 512 processes, each on one of eight devices, and 20 rules of three conditions. Each round has new reports and a new
 reading of the driver. In the first row no rule's conditions are true, as is usual. In the second all of them are true
-for every process and wait for their time, which is the most that there is to remember.
+for every process but not yet for long enough, which needs the most memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A relay between a reporter and its exporter that loses selected answers."""
+"""A relay between a reporter and its exporter that loses selected replies."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Relay:
         self.cut()
 
     def cut(self) -> None:
-        """Break every connection in both directions: for the exporter, the reporter whose request it holds is gone."""
+        """Break every connection in both directions, as if the reporter of a held request had died."""
         for end in tuple(self._open):
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     def lose_next(self, answer: Callable[[bytes], bool]) -> None:
-        """Drop the next answer for which `answer` is true and break its connection, as if its client had died."""
+        """Drop the next reply for which `answer` is true and break its connection, as if its client had died."""
         self.lost.clear()
         self._loses = answer
 

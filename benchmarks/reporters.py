@@ -48,9 +48,9 @@ def report_for_ever(url: str, pids: Sequence[int], uuids: Sequence[str], interva
 def probe(
     urls: tuple[str, str], pid: int, uuids: Sequence[str], seconds: float, rate_hz: float, answer: Connection
 ) -> None:
-    """Send reports that are answered at once to the exporter, and the same bodies to a constant route, in turns.
+    """Send reports that request an immediate reply to the exporter, and the same bodies to a constant route, in turns.
 
-    Sends to `answer` the seconds that each answer of the exporter took, and those of the constant route.
+    Sends to `answer` the seconds until each reply of the exporter, and those of the constant route.
 
     Args:
         urls: Of the exporter and of the constant server.

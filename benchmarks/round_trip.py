@@ -1,13 +1,13 @@
-"""How long an action takes from its POST to its measured result, and what happens if its reporter is gone.
+"""How long an action takes from its POST to its measured result, and what happens if its reporter dies.
 
     python -m benchmarks.round_trip [--quick] [--json] [--real-gpu]
 
 The reporter is the real one, in a process with real torch. It waits for commands in its long poll: first beside a main
 thread that waits, then beside one that computes in pure Python and never releases the GIL voluntarily. The time of
-`empty_cache()` itself is subtracted: it belongs to the driver.
+`empty_cache()` itself is subtracted, because the driver determines it.
 
-Compared, in turns: with a GET of the exporter's constant route `/-/healthy`; for the process that computes also with
-an echo of one byte by a thread of that process, which must wait for the GIL as the reporter does.
+It is compared, in turns, with a GET of the exporter's constant route `/-/healthy`. For the process that computes, it is
+also compared with an echo of one byte by a thread of that process, which waits for the GIL as the reporter does.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ IDLE_RATIO = 12.0
 BUSY_RATIO = 5.0
 GONE_RATIO = 0.2
 HOLD_SECONDS = 30.0
-"""Time for which the exporter holds a request if it does not notice that the client is gone."""
+"""The time for which the exporter holds a request if it does not notice that the client disconnected."""
 CLIENTS = 20
 BUSY_SECONDS, BUSY_REST_SECONDS = 0.9, 0.2
-"""The main thread computes for so long at a time. Nothing is requested near the end of that time and in the pause."""
+"""The main thread computes for this time, then pauses. Nothing is requested shortly before and in the pause."""
 
 
 def main() -> int:
@@ -71,7 +71,7 @@ def main() -> int:
 def round_trips(
     given: argparse.Namespace, progress: Progress, process: TorchProcess, url: str, transport: str, *, busy: bool
 ) -> list[Row]:
-    """Actions at random moments, each after the last one's result was reported."""
+    """Actions at random times, each after the result of the previous one."""
     client = Http(url)
     echo = _Echo(process) if busy else None
     whole, own, dry, constant, echoes = [], [], [], [], []
@@ -181,7 +181,7 @@ def gone_clients(exporter: Exporter) -> list[Row]:
 
 
 def lost_replies(given: argparse.Namespace, progress: Progress, place: Place) -> list[Row]:
-    """Commands that went to a client which died with them, and commands that came just after a client was gone."""
+    """Commands to a client that died with them, and commands requested just after a client died."""
     exporter = place.exporter()
     count = max(5, given.actions // 10)
     rows = []
@@ -191,7 +191,7 @@ def lost_replies(given: argparse.Namespace, progress: Progress, place: Place) ->
         process.call("start_client")
         exporter.wait_for_processes(process.pid)
         client = Http(exporter.url)
-        for dies, what in ((True, "whose first client dies with it"), (False, "given just after its client was gone")):
+        for dies, what in ((True, "whose first client dies with it"), (False, "requested just after its client died")):
             progress.part(f"commands {what}")
             lost, took = 0, []
             for _ in progress.turns(count):
@@ -204,7 +204,7 @@ def lost_replies(given: argparse.Namespace, progress: Progress, place: Place) ->
                 lost += action["state"] != "done"
                 took.append(seconds)
                 if dies and not relay.lost.is_set():
-                    raise RuntimeError("the relay lost no answer: nothing was measured")
+                    raise RuntimeError("the relay lost no reply: nothing was measured")
             rows.append(Row(f"commands lost, of {count} {what}", lost, "", limit=1))
             rows.append(Row(f"round trip of a command {what}, median", 1e3 * statistics.median(took), "ms"))
         client.close()
@@ -213,7 +213,7 @@ def lost_replies(given: argparse.Namespace, progress: Progress, place: Place) ->
 
 
 def _ask(port: int, path: str, body: bytes) -> socket.socket:
-    """Send a request without reading its answer."""
+    """Send a request without reading its reply."""
     client = socket.create_connection(("127.0.0.1", port))
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -2,9 +2,9 @@
 
     python -m benchmarks.scrape [--quick] [--json] [--real-gpu]
 
-Compared, in turns: a scrape with a constant body of the same length from the same kind of server; the answer to a
-report with that server's answer to the same POST, while the exporter is scraped once a second. The reporters and both
-servers are processes of their own. On a machine with few CPUs they compete, and the tails show it.
+A scrape is compared, in turns, with a constant body of the same length from the same kind of server. The reply to a
+report, while the exporter is scraped once a second, is compared with that server's reply to the same POST. The
+reporters and both servers are separate processes. On a machine with few CPUs they compete, and the tails show it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _answers(
     uuids: list[str],
     scraper: Http,
 ) -> list[Row]:
-    """Answers to reports while one scrape per second is served, alternately plain and with gzip."""
+    """Replies to reports while one scrape per second is served, alternately plain and with gzip."""
     server = place.stack.enter_context(ConstantServer(place.folder, 64))
     receiver, sender = multiprocessing.Pipe(duplex=False)
     urls = exporter.tcp_url, server.tcp_url
@@ -117,8 +117,8 @@ def _answers(
     answers, constant = ([1e3 * taken for taken in times] for times in receiver.recv())
     base = typical(constant)
     return [
-        compared(f"{name}: a report's answer", typical(answers), "ms", "a constant route", base, ANSWER_RATIO),
-        Row(f"{name}: a report's answer, p99", percentile(answers, 0.99), "ms"),
+        compared(f"{name}: the reply to a report", typical(answers), "ms", "a constant route", base, ANSWER_RATIO),
+        Row(f"{name}: the reply to a report, p99", percentile(answers, 0.99), "ms"),
         Row(f"{name}: exporter's CPU, scraped once per second", share, "% of a core"),
     ]
 

@@ -1,4 +1,4 @@
-"""Nodes and reports for benchmarks: every value changes with each tick, as on a node where everything moves."""
+"""Nodes and reports for benchmarks: every value changes with each tick, as on a busy node."""
 
 from __future__ import annotations
 

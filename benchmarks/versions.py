@@ -1,4 +1,4 @@
-"""How fast this checkout is beside another one, such as the last release: both run at the same time.
+"""The speed of this checkout compared with another one, such as the last release. Both run at the same time.
 
     git worktree add ../released v0.1.0
     python -m benchmarks.versions ../released [--quick] [--json]
@@ -219,7 +219,7 @@ def actions_and_reports(
 def _in_turns(
     progress: Progress, sides: Sequence[Side], turns: int, measure: Callable[[Side, int], float]
 ) -> list[float]:
-    """Return what is typical of each side; neither is always the second, and the first turn writes the bytecode."""
+    """Return the typical value of each side, without the first turn, which writes bytecode. Their order alternates."""
     times: Mapping[Side, list[float]] = {side: [] for side in sides}
     for turn in progress.turns(turns + 1):
         for side in sides if turn % 2 else sides[::-1]:
