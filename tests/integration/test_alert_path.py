@@ -16,14 +16,14 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 TIMES = 150.0
-"""How much faster than in production: what takes 50 minutes there takes 20 seconds here."""
+"""The speed relative to production: 50 minutes there are 20 seconds here."""
 TIMEOUT_SECONDS = 180.0
-"""On a machine that is slow."""
+"""Enough for a slow machine."""
 
 
 @dataclass(frozen=True)
 class AlertPath:
-    """Its two ends."""
+    """The exporter that alerts are about, and the receiver of their notifications."""
 
     exporter: ExporterProcess
     receiver: Receiver
@@ -47,15 +47,15 @@ def path(tmp_path: Path) -> Iterator[AlertPath]:
 
 def test_a_leak_and_fragmentation_fire_alerts_that_an_action_resolves(path: AlertPath) -> None:
     alerts = {"GpuMemFragmentationHigh": "demo-asr-varlen", "GpuMemLeak": "demo-rag-indexer-leak"}
-    fired, come_before_action = {}, {}
+    fired, notified_before_action = {}, {}
     for name, workload in alerts.items():
         fired[name] = path.receiver.wait_for_alert("firing", TIMEOUT_SECONDS, alertname=name, workload=workload)
-        come_before_action[name] = len(path.receiver.notifications)
-        # What hangs in reference cycles is what leaks in the one and what lies between the pieces in the other.
+        notified_before_action[name] = len(path.receiver.notifications)
+        # In both workloads, the garbage collector frees tensors: the leaked ones, or those that fragment the cache.
         action = path.exporter.act("empty_cache", target={"workload": workload}, collect_garbage=True, wait_seconds=30)
         assert (action["state"], action["freed_bytes"] > 1 << 28) == ("done", True)
     for name, workload in alerts.items():
-        since = come_before_action[name]
+        since = notified_before_action[name]
         resolved = path.receiver.wait_for_alert(
             "resolved", TIMEOUT_SECONDS, since=since, alertname=name, workload=workload
         )
@@ -89,10 +89,12 @@ def test_faster_rules_differ_only_in_their_durations() -> None:
             for rule, fast in zip(group["rules"], fast_group["rules"], strict=True):
                 durations = r"\b\d+(?:ms|[smhd])\b"
                 assert re.sub(durations, "", fast["expr"]) == re.sub(durations, "", rule["expr"])
-                was, now = (re.findall(r"\b(\d+)(ms|[smhd])\b", each["expr"]) for each in (rule, fast))
-                assert [unit for _, unit in now] == ["ms"] * len(was)
+                before, after = (re.findall(r"\b(\d+)(ms|[smhd])\b", each["expr"]) for each in (rule, fast))
+                assert [unit for _, unit in after] == ["ms"] * len(before)
                 seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-                assert [60 * int(number) for number, _ in now] == [int(n) * 1000 * seconds[unit] for n, unit in was]
+                assert [60 * int(number) for number, _ in after] == [
+                    int(n) * 1000 * seconds[unit] for n, unit in before
+                ]
                 assert {key: value for key, value in fast.items() if key not in ("expr", "for", "keep_firing_for")} == {
                     key: value for key, value in rule.items() if key not in ("expr", "for", "keep_firing_for")
                 }

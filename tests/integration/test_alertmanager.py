@@ -210,7 +210,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
         "labels": {"alertname": "CacheHoarded", "gpumem_action": "empty_cache", "pid": str(process.pid)},
         "annotations": {
             "gpumem_target_pid": str(process.pid),
-            "gpumem_reason": "256 MiB could be given back",
+            "gpumem_reason": "256 MiB could be released",
         },
         "endsAt": (now + timedelta(minutes=10)).isoformat(),
     }
@@ -218,7 +218,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     with alertmanager(tmp_path, f"http://{address}{ALERTS}", token) as post:
         post(firing, other)
         wait_for(lambda: node.books().used_by(process.pid) == before - 256 * MIB, "the clear")
-        process.call("free", numbers=[process.call("alloc", nbytes=128 * MIB)])  # a second clear would give it back
+        process.call("free", numbers=[process.call("alloc", nbytes=128 * MIB)])  # a second clear would release it
         wait_for(lambda: outcome("repeated") >= 2, "its repetitions")
         post({**firing, "endsAt": datetime.now(timezone.utc).isoformat()})
         wait_for(lambda: outcome("resolved") >= 1, "its end")
@@ -229,7 +229,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     (row,) = action["results"]
     assert (row["pid"], row["outcome"], row["freed_bytes"]) == (process.pid, "done", 256 * MIB)
     assert action["requested_by"] == "alert:CacheHoarded by token@127.0.0.1"
-    assert re.search(r"\bCacheHoarded \([0-9a-f]{16}\): 256 MiB could be given back$", action["reason"])
+    assert re.search(r"\bCacheHoarded \([0-9a-f]{16}\): 256 MiB could be released$", action["reason"])
 
 
 @contextmanager

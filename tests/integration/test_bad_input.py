@@ -24,17 +24,17 @@ from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient
 
 ACTIONS = "/api/v1/actions"
-STILL = ("--collect.interval", "3600", "--report.interval", "3600", "--report.expiry", "36000")
+QUIET = ("--collect.interval", "3600", "--report.interval", "3600", "--report.expiry", "36000")
 
 Change = Callable[[dict[str, Any]], Any]
 
 
-class StandingStill:
+class QuietExporter:
     """An exporter that knows one process, and valid reports of it."""
 
     def __init__(self, node: EmulatedNode, folder: Path) -> None:
         self.node = node
-        self.exporter = ExporterProcess(folder, *STILL, "--report.max-processes", "1", environment=node.environment())
+        self.exporter = ExporterProcess(folder, *QUIET, "--report.max-processes", "1", environment=node.environment())
         self._sequence = 0
         self.identity = ProcessIdentity(
             pid=os.getpid(),
@@ -74,15 +74,15 @@ class StandingStill:
 
 
 @pytest.fixture(scope="module")
-def still(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandingStill]:
-    folder = tmp_path_factory.mktemp("still")
+def quiet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[QuietExporter]:
+    folder = tmp_path_factory.mktemp("quiet")
     with EmulatedNode(folder / "node") as node:
         # this process has bytes on the device, so that the ledger is not empty
         node.set_process(os.getpid(), 0, 500 * MIB)
-        standing = StandingStill(node, folder)
-        yield standing
-        print(standing.exporter.log())
-        standing.exporter.close()
+        quiet_exporter = QuietExporter(node, folder)
+        yield quiet_exporter
+        print(quiet_exporter.exporter.log())
+        quiet_exporter.exporter.close()
 
 
 def changed_lines(before: list[str], after: list[str]) -> dict[str, tuple[float, float]]:
@@ -116,7 +116,7 @@ def double_device(report: dict[str, Any]) -> None:
 
 
 def another_session(started_seconds: float, start_time_ticks: int = 0) -> Change:
-    """Another reporter in the same pid."""
+    """Return a change to another reporter in the same process."""
 
     def change(report: dict[str, Any]) -> None:
         report["process"] |= {
@@ -157,16 +157,16 @@ BAD_REPORTS: dict[str, tuple[int, str, str, Change]] = {
 
 
 @pytest.mark.parametrize("name", BAD_REPORTS)
-def test_an_invalid_report_changes_only_the_count_of_refusals(still: StandingStill, name: str) -> None:
+def test_an_invalid_report_changes_only_the_count_of_refusals(quiet: QuietExporter, name: str) -> None:
     status, outcome, field, spoil = BAD_REPORTS[name]
-    report = still.good_report()
+    report = quiet.good_report()
     report["devices"][0] |= {"allocated_bytes": 4 * MIB, "ooms": 9}  # valid new values, which must not be stored
     spoil(report)
-    before, state = still.page(), still.state()
-    problem = assert_refused(still.post(report), status)
+    before, state = quiet.page(), quiet.state()
+    problem = assert_refused(quiet.post(report), status)
     if field:
         assert [error["field"].startswith(field) for error in problem["errors"]] == [True], problem
-    changes = changed_lines(before, still.page())
+    changes = changed_lines(before, quiet.page())
     counted = changes.pop(f'gpumem_reports_total{{outcome="{outcome}"}}')
     assert counted[1] - counted[0] == 1
     if outcome == "dropped":
@@ -174,7 +174,7 @@ def test_an_invalid_report_changes_only_the_count_of_refusals(still: StandingSti
         assert dropped[1] - dropped[0] == 1
     changes.pop(f'gpumem_reports_created{{outcome="{outcome}"}}', None)  # comes with the first of its kind
     assert changes == {}
-    assert still.state() == state
+    assert quiet.state() == state
 
 
 BAD_BODIES = {
@@ -188,17 +188,17 @@ BAD_BODIES = {
 
 
 @pytest.mark.parametrize("name", BAD_BODIES)
-def test_a_body_that_is_not_a_report_changes_only_the_count_of_refusals(still: StandingStill, name: str) -> None:
+def test_a_body_that_is_not_a_report_changes_only_the_count_of_refusals(quiet: QuietExporter, name: str) -> None:
     status, body = BAD_BODIES[name]
-    before, state = still.page(), still.state()
-    assert send(still.exporter.socket, REPORTS_PATH, body) == status
-    changes = changed_lines(before, still.page())
+    before, state = quiet.page(), quiet.state()
+    assert send(quiet.exporter.socket, REPORTS_PATH, body) == status
+    changes = changed_lines(before, quiet.page())
     outcome = "too_large" if status == 413 else "invalid"
     counted = changes.pop(f'gpumem_reports_total{{outcome="{outcome}"}}')
     assert counted[1] - counted[0] == 1
     changes.pop(f'gpumem_reports_created{{outcome="{outcome}"}}', None)  # comes with the first of its kind
     assert changes == {}
-    assert still.state() == state
+    assert quiet.state() == state
 
 
 BAD_ACTIONS: dict[str, tuple[int, Any]] = {
@@ -226,14 +226,14 @@ BAD_ACTIONS: dict[str, tuple[int, Any]] = {
 
 
 @pytest.mark.parametrize("name", BAD_ACTIONS)
-def test_an_invalid_request_for_an_action_changes_nothing(still: StandingStill, name: str) -> None:
+def test_an_invalid_request_for_an_action_changes_nothing(quiet: QuietExporter, name: str) -> None:
     status, request = BAD_ACTIONS[name]
-    before, state = still.page(), still.state()
-    assert send(still.exporter.socket, ACTIONS, json.dumps(request).encode()) == status
-    assert still.page() == before
-    assert still.state() == state
+    before, state = quiet.page(), quiet.state()
+    assert send(quiet.exporter.socket, ACTIONS, json.dumps(request).encode()) == status
+    assert quiet.page() == before
+    assert quiet.state() == state
     # the process gets no command
-    reply = still.post(still.good_report())
+    reply = quiet.post(quiet.good_report())
     assert reply.status == 200
     assert "commands" not in json.loads(reply.body)
 

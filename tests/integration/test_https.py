@@ -43,7 +43,7 @@ USERS = {"ada": bcrypt.hashpw(b"s:ecr@t", bcrypt.gensalt(4)).decode()}
 PASSWORD = "ada:s:ecr@t"
 IN_URL = "ada:s%3Aecr%40t@"
 GONE = r"(?i)alert|reset|eof|closed connection"
-"""The error of a refused client, which depends on when it notices."""
+"""The possible errors of a refused client: they depend on when it reads the refusal."""
 REPORT = "/api/v1/reports"
 ACTIONS = "/api/v1/actions"
 
@@ -240,12 +240,12 @@ def test_sighup_loads_new_users_and_refuses_other_changes(
     exporter = start_https(users=USERS)
     assert exporter.request("/metrics", user=IN_URL).status == 200
     other = {"bob": bcrypt.hashpw(b"x", bcrypt.gensalt(4)).decode()}
-    for changed, said in (
+    for changed, message in (
         ({"basic_auth_users": other}, r"\bTLS\b.*\brestart"),
         ({"tls_server_config": {**TLS, "min_version": "TLS13"}}, r"\bmin_version\b.*\brestart"),
     ):
         exporter.config.write_text(json.dumps(changed))
-        assert re.search(said, exporter.reload())
+        assert re.search(message, exporter.reload())
         assert exporter.request("/metrics", user=IN_URL).status == 200
     exporter.config.write_text(json.dumps({"tls_server_config": TLS, "basic_auth_users": other}))
     assert "users=1" in exporter.reload()

@@ -163,16 +163,16 @@ def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_
     assert (info[str(host_pid)]["workload"], info[str(host_pid)]["reporting"]) == ("", "false")
 
     process.call("free")
-    gone = exporter.request("POST", "/api/v1/actions", {"action": "empty_cache", "target": {"pid": host_pid}})
-    assert gone.status == 404
-    assert f"pid={name}" in gone.body.decode()
+    unmatched = exporter.request("POST", "/api/v1/actions", {"action": "empty_cache", "target": {"pid": host_pid}})
+    assert unmatched.status == 404
+    assert f"pid={name}" in unmatched.body.decode()
     action = exporter.act("empty_cache", target={"pid": name})
     assert [(row["pid"], row["outcome"], row["freed_bytes"]) for row in action["results"]] == [(name, "done", 40 * MIB)]
 
     finding = doctor(exporter)
     assert finding["verdict"] == "FAIL"
     assert str(name) in finding["detail"]
-    assert "hostPID: true" in finding["mend"]
+    assert "hostPID: true" in finding["fix"]
 
 
 UID = "0a1b2c3d_1111_2222_3333_444455556666"

@@ -314,11 +314,11 @@ def test_a_full_device_is_the_first_warning_with_the_reclaimable_memory(demo: De
 
     held, times = 2 * GIB, list[float]()
     live = open_page(url, answer=answer, timezone_id="UTC")
-    said = live.text("#warnings li[data-level=critical]")
+    text = live.text("#warnings li[data-level=critical]")
     since = re.search(
-        r"GPU 0\b.*(\d\d:\d\d:\d\d).*256 MiB\b.*10\.0 GiB\b.*hoarder \(pid 77\).*6\.0 GiB.*2\.0 GiB.*hoarder", said
+        r"GPU 0\b.*(\d\d:\d\d:\d\d).*256 MiB\b.*10\.0 GiB\b.*hoarder \(pid 77\).*6\.0 GiB.*2\.0 GiB.*hoarder", text
     )
-    assert since, said
+    assert since, text
     assert since[1] in {time.strftime("%H:%M:%S", time.gmtime(at + late)) for at in times for late in (-0.01, 0.01)}
     held = GIB // 2
     live.until(

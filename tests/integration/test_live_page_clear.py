@@ -69,8 +69,8 @@ def test_a_clear_frees_what_its_dry_run_showed(
         live.page.locator("#events li[data-type=action]").wait_for()
         requested = live.text("#events li[data-type=action_asked]")
         assert "empty_cache" in requested
-        said = live.text("#events li[data-type=action]")
-        assert re.search(r"empty_cache\b.*\b1\b.*\bdone\b.*\b1\.0 GiB", said)
+        text = live.text("#events li[data-type=action]")
+        assert re.search(r"empty_cache\b.*\b1\b.*\bdone\b.*\b1\.0 GiB", text)
 
 
 def test_a_clear_works_by_keyboard_and_restores_the_focus(demo: Demo, open_page: OpenPage) -> None:

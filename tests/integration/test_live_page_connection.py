@@ -69,7 +69,7 @@ def test_a_stopped_exporter_is_shown_as_lost(own: Demo, open_page: OpenPage) -> 
     exporter, url = own
     live = open_page(url, expects=LOST)
     assert_live(live)
-    # Instead of waiting: the page's clock runs ahead, and what it asks for takes too long.
+    # Simulate a minute without replies: the page's clock is ahead, and its requests time out.
     live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + (window.ahead ?? 0); }")
     exporter.signal(signal.SIGSTOP)
     live.page.evaluate("() => { window.ahead = 60_000; AbortSignal.timeout = () => AbortSignal.abort(); }")
@@ -115,7 +115,7 @@ def test_a_hidden_page_disconnects_and_shows_no_old_values_when_it_is_visible_ag
     live.page.evaluate("turnAway(true)")
     assert live.page.evaluate("streams.map((stream) => stream.readyState)") == [2]
     requested = len(live.requested)
-    # Instead of waiting: minutes have gone by.
+    # Simulate the passing of five minutes.
     live.page.evaluate("() => { const now = Date.now; Date.now = () => now() + 300_000; }")
     mode, shown, of_events = live.page.evaluate(
         "() => { turnAway(false); return [document.body.dataset.mode, main.innerText, events.innerText]; }"

@@ -54,17 +54,17 @@ def test_after_a_release_no_driver_file_is_open_and_torch_series_remain(
     answer = request(exporter, RELEASE, reason="driver upgrade")
     assert held(exporter, node) == set()
     who = f"unix:uid={os.geteuid()}:pid={os.getpid()}"
-    said = answer["error"]
+    error = answer["error"]
     assert (answer["state"], answer["held"]) == ("released", [])
-    assert who in said
-    assert "driver upgrade" in said
+    assert who in error
+    assert "driver upgrade" in error
     metrics = scrape(exporter)
     assert metrics.value("gpumem_nvml_up") == 0
-    gone = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
+    of_nvml = ("gpumem_device_", "gpumem_ledger_", "gpumem_process_memory_", "gpumem_torch_non_torch_")
     for device in (0, 1):
-        assert [name for name in series_of(metrics, uuid=node.uuid(device)) if name.startswith(gone)] == []
+        assert [name for name in series_of(metrics, uuid=node.uuid(device)) if name.startswith(of_nvml)] == []
     health = exporter.get("/health")
-    assert (health["status"], health["nvml"]) == ("degraded", {"up": False, "error": said, "released": True})
+    assert (health["status"], health["nvml"]) == ("degraded", {"up": False, "error": error, "released": True})
 
     # NVML stays released for longer than the interval of attempts to attach, also during other requests.
     node.restart_driver()
