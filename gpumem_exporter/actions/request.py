@@ -128,7 +128,7 @@ def _invalid_target(target: Target) -> Iterator[InvalidField]:
             yield InvalidField(f"target.{name}", value, f"{shortest} to {MAX_LABEL_LENGTH} characters")
     pid = target.pid
     if pid is not None and not (_PID_IN_NAMESPACE.fullmatch(pid) if isinstance(pid, str) else 1 <= pid <= _MAX_PID):
-        yield InvalidField("target.pid", pid, f"an integer from 1 to {_MAX_PID}, or a text such as 1@4026532007")
+        yield InvalidField("target.pid", pid, f"an integer from 1 to {_MAX_PID}, or a string such as 1@4026532007")
 
 
 def _invalid_values(request: ActionRequest) -> Iterator[InvalidField]:

@@ -1,7 +1,7 @@
-"""Terminates processes: SIGTERM, a grace period, SIGKILL. The exporter does it, because a hung process would not.
+"""Terminates processes from outside, because one may hang: SIGTERM, a grace period, SIGKILL.
 
-A pidfd makes sure that no later process with the same pid is hit: it is opened first, then the start time is compared
-(pidfd_open(2)). The kernel decides which processes the exporter's user may signal.
+A pidfd (pidfd_open(2)) makes sure that no later process with the same pid is hit: it is opened before the start time is
+compared. The kernel decides which processes the exporter's user may signal.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class CachingAllocator:
         self.driver = driver
         self.statistics = AllocatorStatistics()
         self.limit_bytes: int | None = None
-        """The most bytes to reserve (the process' memory fraction). None where only the device limits the process."""
+        """The maximum of reserved bytes (the process' memory fraction). None if only the device limits the process."""
         self._small: FreeList = []
         self._large: FreeList = []
         self._next_address = 0

@@ -12,7 +12,7 @@ __all__ = ["MAX_SHOWN", "SHOWN_SECONDS", "LastOoms"]
 SHOWN_SECONDS = 3600.0
 """Seconds for which an error is shown: long enough for a scrape, an alert and a person."""
 MAX_SHOWN = 256
-"""The most errors that are shown; the oldest are dropped first."""
+"""The maximum number of errors that are shown; the oldest are dropped first."""
 
 
 class LastOoms:

@@ -30,7 +30,7 @@ class Store:
     Args:
         report_expiry_seconds: the age at which a report expires; its process then counts as silent.
         reading_expiry_seconds: the age at which a reading of the driver expires.
-        max_processes: the most reporters to keep, not counting silent ones.
+        max_processes: the maximum number of reporters, without silent ones.
     """
 
     def __init__(self, *, report_expiry_seconds: float, reading_expiry_seconds: float, max_processes: int) -> None:

@@ -107,7 +107,7 @@ class YamlReader:
     def text(self, node: Node, key: str) -> str:
         """Return a value as it is written."""
         if not is_scalar(node) or node.tag not in _SCALAR_TAGS or not node.value:
-            self.fail(node, f"{key}: expected a text")
+            self.fail(node, f"{key}: expected a string")
         return str(node.value)
 
     def choice(self, node: Node, key: str, choices: Sequence[str]) -> str:

@@ -20,7 +20,7 @@ T = TypeVar("T")
 _COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
 
 MAX_RESULTS = 512
-"""The most results in an event; an action on more has the first ones and the number of those left out."""
+"""The maximum number of results in an event. Of more results, it has the first ones and the number of the others."""
 
 
 def action_event(action: Action, finished_unix_seconds: float) -> Event:

@@ -25,10 +25,10 @@ __all__ = ["EventLog", "EventLogStatus"]
 T = TypeVar("T")
 
 MAX_WAITING = 4096
-"""The most events in the queue. The largest event, an action on many processes, has tens of KiB."""
+"""The maximum number of events in the queue. The largest event, an action on many processes, has tens of KiB."""
 MAX_READERS = 16
 _BATCH = 256
-"""The most events in one commit."""
+"""The maximum number of events in one commit."""
 _MAINTENANCE_SECONDS = 60.0
 _RETRY_SECONDS = 1.0
 _DROP_WARNING_SECONDS = 60.0
@@ -77,7 +77,7 @@ class EventLog:
         on_dropped: receives the number of dropped events, in the thread that dropped them.
         on_committed: receives the new events after a commit, before they can be read, in the log's thread.
         retry_seconds: the time between two attempts after an error of the disk.
-        max_waiting: the most events in the queue.
+        max_waiting: the maximum number of events in the queue.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class EventLog:
     def _run(self) -> None:
         while not self._stopping:
             self._write()
-            self._answer()
+            self._serve_readers()
             with self._changed:
                 self._changed.wait_for(self._has_work, max(0.0, self._due_seconds - self._clock()))
         while self._waiting:
@@ -253,7 +253,7 @@ class EventLog:
         for each in waiting:
             _resolve(each.committed, False)
 
-    def _answer(self) -> None:
+    def _serve_readers(self) -> None:
         while self._readers:
             with self._changed:
                 query, page = self._readers.popleft()

@@ -32,7 +32,7 @@ _WAL_PAGES = 256
 _WAL_BYTES = 2 << 20
 """The largest size of the write-ahead log between checkpoints, which is subtracted from the limit of the file."""
 _PAGE_TEXT = 1 << 20
-"""The most characters of detail in one page, so that an answer does not block the event loop for long."""
+"""The maximum number of characters of detail in one page, so that a reply does not block the event loop for long."""
 
 _SCHEMA = """
 CREATE TABLE events (
@@ -250,7 +250,7 @@ def _row(event: Event) -> dict[str, Any]:
 
 
 def _text(value: str | None) -> str | None:
-    """Return a text that SQLite accepts; a name from the system may not be valid UTF-8."""
+    """Return a string that SQLite accepts: a name from the system may not be valid UTF-8."""
     return None if value is None else value.encode("utf-8", "replace").decode()
 
 
@@ -258,19 +258,20 @@ def _read(connection: sqlite3.Connection, query: Query) -> Page:
     (newest,) = connection.execute("SELECT coalesce(max(id), 0) FROM events").fetchone()
     latest = query.after is None and query.since_unix_seconds is None
     after = query.after or 0
-    wanted = []
+    conditions = []
     if query.since_unix_seconds is not None:
-        wanted.append("time >= :since")
+        conditions.append("time >= :since")
     if query.types:
-        wanted.append(f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})")
+        conditions.append(f"type IN ({', '.join(f':type{i}' for i in range(len(query.types)))})")
     if query.pid is not None:
-        wanted.append(_OF_PID)
+        conditions.append(_OF_PID)
     if query.newest_of_each:
-        wanted.append(f"id IN (SELECT max(id) FROM events WHERE {' AND '.join(wanted) or 'TRUE'} GROUP BY uuid, pid)")  # noqa: S608
-    wanted.append("id > :after")
+        earlier = " AND ".join(conditions) or "TRUE"
+        conditions.append(f"id IN (SELECT max(id) FROM events WHERE {earlier} GROUP BY uuid, pid)")  # noqa: S608
+    conditions.append("id > :after")
     order = "DESC" if latest else "ASC"
     rows = connection.execute(
-        f"SELECT {_COLUMNS} FROM events WHERE {' AND '.join(wanted)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
+        f"SELECT {_COLUMNS} FROM events WHERE {' AND '.join(conditions)} ORDER BY id {order} LIMIT :limit",  # noqa: S608
         {
             "after": after,
             "since": query.since_unix_seconds,

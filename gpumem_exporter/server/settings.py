@@ -34,12 +34,12 @@ _EXCEPTIONS = {"web_config_file": "web.config.file"}
 
 
 def _split(value: Any) -> Any:
-    """Return the values of a text, separated by commas, or of a list of such texts."""
+    """Return the values of a string, separated by commas, or of a list of such strings."""
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, (list, tuple, set, frozenset)) and all(isinstance(part, str) for part in value):
         return tuple(part for item in value for part in _split(item))
-    raise ValueError("expected a text or a list of texts")
+    raise ValueError("expected a string or a list of strings")
 
 
 def _number(value: Any) -> Any:

@@ -1,10 +1,10 @@
 """HTTP to the exporter over TCP, TLS or a Unix socket.
 
-Not `http.client`: it adds a quarter to the import time of the client because it imports `email` and `ssl`, its parsing
-of headers takes a third of the cost of a report, and its timeouts release the GIL twice for each send and receive.
+This is not `http.client`, which imports `email` and `ssl` and so adds a quarter to the import time of the client. Its
+parsing of headers is a third of the cost of a report, and its timeouts release the GIL twice for each send and receive.
 
-A request is one send and usually one receive. The kernel keeps the timeouts (SO_RCVTIMEO): one of Python's own costs
-5 ms each time beside a thread that computes. TLS needs Python's timeout.
+A request is one send and usually one receive. The timeouts are the kernel's (SO_RCVTIMEO), because one of Python's own
+costs 5 ms while another thread computes. Only TLS needs Python's timeout.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Connection:
         if sock is None and not self._interrupted:
             sock = self._socket = _connect(self._exporter, self._timeout_seconds, self.url)
             self._wait_seconds = 0.0
-        # `interrupt` sets the flag before it looks for the socket, and this checks the flag after it has set the
-        # socket: one of the two notices the other.
+        # `interrupt` sets the flag, then reads the socket. Here the socket is set, then the flag is read. So either
+        # `interrupt` finds the socket or this finds the flag.
         if sock is None or self._interrupted:
             raise ConnectionAbortedError("interrupted")
         self._set_timeout(sock, wait_seconds)
@@ -303,7 +303,7 @@ def _connect(exporter: _Exporter, timeout_seconds: float, url: str) -> socket.so
         sock = socket.socket(socket.AF_UNIX)
     else:
         host, port = exporter.address
-        # For a text, Python loads a codec. A fork while another thread imports leaves a child that waits forever.
+        # Bytes, because Python imports a codec for a str. A fork during an import leaves a child that waits forever.
         name = host.encode() if host.isascii() else host
         sock = socket.create_connection((name, port), timeout_seconds)  # type: ignore[arg-type]
     try:

@@ -119,7 +119,7 @@ class _Observed:
 
     def __init__(self, all_: tuple[Observation, ...]) -> None:
         self.all = all_
-        self.keys = [f"{each.who}:{each.sample.uuid}" for each in all_]
+        self.keys = [f"{each.reporter_id}:{each.sample.uuid}" for each in all_]
         self._by_workload: dict[str, list[int]] = {}
         for index, each in enumerate(all_):
             self._by_workload.setdefault(each.workload, []).append(index)
@@ -141,7 +141,7 @@ class _Observed:
 
     def subjects(self) -> set[str]:
         """Return every process and workload."""
-        return {each.who for each in self.all} | {workload_subject(workload) for workload in self._by_workload}
+        return {each.reporter_id for each in self.all} | {workload_subject(workload) for workload in self._by_workload}
 
     def _of(self, field: str) -> list[float]:
         values = self._values.get(field)

@@ -134,7 +134,7 @@ def _reserved_by_subject(observations: Iterable[Observation]) -> tuple[dict[str,
     reserved: dict[str, int | None] = {}
     sampled: dict[str, float] = {}
     for each in observations:
-        for subject in (each.who, each.group):
+        for subject in (each.reporter_id, each.group):
             known, more = reserved.get(subject, 0), each.sample.reserved_bytes
             reserved[subject] = None if known is None or more is None else known + more
             sampled[subject] = min(sampled.get(subject, each.sampled_seconds), each.sampled_seconds)

@@ -63,7 +63,7 @@ class RuleState:
 
     def subject(self, observation: Observation) -> str:
         """Return the subject of the rule: the process on all its devices, or the ranks of its workload."""
-        return observation.group if self.rule.request.group else observation.who
+        return observation.group if self.rule.request.group else observation.reporter_id
 
     def objection(self, subject: str, now: float) -> str:
         """Return why the rule does not act now, as one of `RESULTS`; empty if it may act."""

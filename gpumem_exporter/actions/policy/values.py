@@ -21,7 +21,7 @@ __all__ = ["FIELDS", "Field", "IdleClock", "Observation", "observations", "workl
 class Observation(NamedTuple):
     """One process on one device, at the time of its last sample."""
 
-    who: str
+    reporter_id: str
     """One reporter session of one process. A later process with the same pid differs, and so does another program."""
     process: ReportingProcess
     sample: DeviceSample
@@ -42,7 +42,7 @@ class Observation(NamedTuple):
 
 
 def workload_subject(workload: str) -> str:
-    """Return a workload as a rule's subject; it differs from `Observation.who` of every process."""
+    """Return a workload as a rule's subject; it differs from `Observation.reporter_id` of every process."""
     return f"workload {workload}"
 
 
@@ -78,15 +78,18 @@ class IdleClock:
             processes: each process with the time of its last sample.
         """
         seen: dict[str, tuple[object, float, float]] = {}
-        for who, (process, seconds) in processes.items():
+        for reporter_id, (process, seconds) in processes.items():
             activity = _activity(process)
-            known = self._seen.get(who)
+            known = self._seen.get(reporter_id)
             if known is None or known[0] != activity or seconds - known[2] > self._stale_seconds:
-                seen[who] = (activity, seconds, seconds)
+                seen[reporter_id] = (activity, seconds, seconds)
             else:
-                seen[who] = (activity, known[1], seconds)
+                seen[reporter_id] = (activity, known[1], seconds)
         self._seen = seen
-        return {who: nan if activity is None else last - since for who, (activity, since, last) in seen.items()}
+        return {
+            reporter_id: nan if activity is None else last - since
+            for reporter_id, (activity, since, last) in seen.items()
+        }
 
 
 def observations(snapshot: Snapshot, stale_seconds: float, clock: IdleClock | None = None) -> Iterator[Observation]:
@@ -101,18 +104,18 @@ def observations(snapshot: Snapshot, stale_seconds: float, clock: IdleClock | No
     devices = {device.uuid: device for device in node.devices if device.up} if node is not None else {}
     oldest_seconds = snapshot.taken_seconds - stale_seconds
     fresh = {
-        _who(process): (process, seconds)
+        _reporter_id(process): (process, seconds)
         for process in snapshot.processes
         if (seconds := process.sampled_seconds) >= oldest_seconds
     }
     idle = clock.update(fresh) if clock is not None else {}
-    for who, (process, seconds) in fresh.items():
-        idle_seconds = idle.get(who, nan)
+    for reporter_id, (process, seconds) in fresh.items():
+        idle_seconds = idle.get(reporter_id, nan)
         for sample in process.report.devices:
-            yield Observation(who, process, sample, devices.get(sample.uuid), idle_seconds, seconds)
+            yield Observation(reporter_id, process, sample, devices.get(sample.uuid), idle_seconds, seconds)
 
 
-def _who(process: ReportingProcess) -> str:
+def _reporter_id(process: ReportingProcess) -> str:
     # A string caches its hash, unlike a tuple, and this key is used many times a second.
     identity = process.report.process
     return f"{identity.pid_namespace}:{identity.pid}:{identity.start_time_ticks}:{identity.session}"

@@ -33,12 +33,12 @@ MAX_WAIT_SECONDS = 60.0
 def _pid(value: object) -> object:
     """Reject other types with one error, where a union would have one error for each of its types."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise ValueError("must be an integer, or a text such as 1@4026532007")  # noqa: TRY004 - pydantic expects it
+        raise ValueError("must be an integer, or a string such as 1@4026532007")  # noqa: TRY004 - pydantic expects it
     return value
 
 
 class _Strict(BaseModel):
-    """No text is accepted as a number, and no unknown field: a mistyped one could widen the target.
+    """No string is accepted as a number, and no unknown field: a mistyped one could widen the target.
 
     The models check types only; `actions.request.invalid_fields` checks values.
     """
@@ -52,7 +52,7 @@ class TargetBody(_Strict):
     gpu: str | None = Field(None, description="NVML index; `parent:instance` for a MIG device", examples=["0"])
     uuid: str | None = Field(None, description="of the device, as NVML spells it")
     pid: Annotated[int | str, BeforeValidator(_pid)] | None = Field(
-        None, description="the `pid` label; a text if it has an @", examples=[4711, "1@4026532007"]
+        None, description="the `pid` label; a string if it has an @", examples=[4711, "1@4026532007"]
     )
     workload: str | None = None
     rank: str | None = None

@@ -41,7 +41,7 @@ _TARGET = "target_"
 
 
 class _Lenient(BaseModel):
-    """No text is accepted as a number; unknown fields are ignored."""
+    """No string is accepted as a number; unknown fields are ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -117,7 +117,7 @@ def requested_action(alert: AlertBody) -> RequestedAction | None:
 def _texts(alert: AlertBody) -> dict[str, str]:
     """Return the labels and annotations for the exporter, without the prefix.
 
-    A template without a value produces an empty text, so empty texts are left out.
+    A template without a value produces an empty string, so empty strings are left out.
 
     Raises:
         AlertRequestError: a label and an annotation have different values.

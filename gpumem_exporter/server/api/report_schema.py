@@ -72,7 +72,7 @@ class ReportReader:
 
 
 def report_core_schema() -> CoreSchema:
-    """Return the schema of a report. It is strict: a text is not accepted as a number, or a number as a text."""
+    """Return the schema of a report. It is strict: a string is not accepted as a number, or a number as a string."""
     return _dataclass_schema(Report)
 
 

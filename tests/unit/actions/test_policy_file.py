@@ -138,7 +138,7 @@ def test_the_example_has_every_field_and_key() -> None:
         (lambda text: text.replace("{over: 1}", "3"), 4, ("slack_bytes:", "over, under")),
         (lambda text: text.replace("{over: 1}", "{over: -1}"), 4, ("4GiB",)),
         (lambda text: text.replace("{over: 1}", "{over: 1e999}"), 4, ("4GiB",)),
-        (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "text")),
+        (lambda text: text.replace("{over: 1}", "{over: [1]}"), 4, ("slack_bytes", "string")),
         (lambda text: text.replace("{over: 1}", "{over: 2GiB, under: 1GiB}"), 4, ("2.0 GiB", "1.0 GiB")),
         (
             lambda text: text.replace("slack_bytes: {over: 1}", "slack_ratio: {over: 101%}"),
@@ -164,7 +164,7 @@ def test_the_example_has_every_field_and_key() -> None:
         (lambda text: "rules: 3\n", 1, ("rules:", "list")),
         (lambda text: "- 1\n", 1, ("file:", "keys")),
         (lambda text: "? [a]\n: 1\n", 1, ("key", "text")),
-        (lambda text: text.replace("name: r", "name: !!python/object/apply:os.system [id]"), 2, ("name", "text")),
+        (lambda text: text.replace("name: r", "name: !!python/object/apply:os.system [id]"), 2, ("name", "string")),
         (lambda text: "rules:\n" + "  - {}\n" * (MAX_RULES + 1), 2, ("100",)),
     ],
 )

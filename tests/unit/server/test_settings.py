@@ -123,7 +123,7 @@ def test_action_allow_can_be_none() -> None:
         ({"web.listen-address": "::1:9844"}, ("--web.listen-address", "[IPV6]:PORT")),
         ({"web.listen-address": ","}, ("--web.listen-address", "address")),
         ({"web.listen-address": ":1,:1"}, ("--web.listen-address", "repeated")),
-        ({"web.listen-address": 9844}, ("--web.listen-address", "9844", "text")),
+        ({"web.listen-address": 9844}, ("--web.listen-address", "9844", "string")),
         ({"web.listen-socket": "run/x.sock"}, ("--web.listen-socket", "absolute")),
         ({"web.listen-socket": "/" + "x" * 107}, ("--web.listen-socket", "107 bytes")),
         ({"web.telemetry-path": "metrics"}, ("--web.telemetry-path", "/metrics")),
