@@ -22,7 +22,7 @@ def test_a_request_needs_only_its_action_and_its_target() -> None:
     assert read.request() == ActionRequest(action="empty_cache", target=Target(all=True))
 
 
-def test_a_full_request_arrives_whole() -> None:
+def test_a_request_with_every_field_is_read_unchanged() -> None:
     target = {"gpu": "0:1", "uuid": "MIG-1", "pid": 4711, "workload": "w", "rank": "0"}
     values = {
         "action": "empty_cache",

@@ -3,7 +3,7 @@ from __future__ import annotations
 from gpumem_exporter.server.api.alert_memory import MAX_REMEMBERED, AlertMemory
 
 
-def test_an_alert_that_was_acted_on_is_no_news_for_as_long_as_it_fires() -> None:
+def test_an_alert_is_acted_on_once_while_it_fires() -> None:
     memory = AlertMemory()
     assert memory.objection("a", "monday", 0.0) == ""
     memory.acted("a", "monday", 60.0, 0.0)
@@ -12,7 +12,7 @@ def test_an_alert_that_was_acted_on_is_no_news_for_as_long_as_it_fires() -> None
     assert memory.objection("b", "monday", 1.0) == ""
 
 
-def test_another_firing_is_news_once_the_cooldown_is_over() -> None:
+def test_another_firing_is_acted_on_after_the_cooldown() -> None:
     memory = AlertMemory()
     memory.acted("a", "monday", 60.0, 0.0)
     assert memory.objection("a", "tuesday", 59.9) == "cooling"
@@ -21,7 +21,7 @@ def test_another_firing_is_news_once_the_cooldown_is_over() -> None:
     assert memory.objection("a", "tuesday", 61.0) == "repeated"
 
 
-def test_it_remembers_so_many_and_forgets_the_one_heard_of_longest_ago() -> None:
+def test_the_least_recently_seen_alert_is_forgotten_at_the_limit() -> None:
     memory = AlertMemory()
     for number in range(MAX_REMEMBERED):
         memory.acted(str(number), "monday", 60.0, 0.0)

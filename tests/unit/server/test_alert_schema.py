@@ -142,7 +142,7 @@ def test_an_alert_can_request_a_group_a_fraction_and_every_process() -> None:
     assert request(gpumem_action="snapshot", gpumem_target_pid="1@4026532007").target.pid == "1@4026532007"
 
 
-def test_an_empty_text_is_ignored() -> None:
+def test_an_empty_string_is_ignored() -> None:
     requested = request(gpumem_action="empty_cache", gpumem_target_pid="7", gpumem_target_rank="", gpumem_mode=" ")
     assert (requested.target, requested.mode) == (Target(pid=7), "now")
 

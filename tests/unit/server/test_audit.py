@@ -13,7 +13,9 @@ from gpumem_exporter.events import Page, Query
 from gpumem_exporter.server.api.audit import Audit
 
 
-def test_a_row_that_cannot_be_read_is_told_and_keeps_no_request_waiting(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_earlier_actions_are_logged_and_delay_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def read(_: Query) -> Future[Page]:
         page: Future[Page] = Future()
         page.set_exception(ValueError("no JSON"))

@@ -98,7 +98,7 @@ def test_a_replaced_token_is_in_force_after_the_next_refresh(tmp_path: Path) -> 
     assert token.matches(b"new")
 
 
-def test_a_token_stays_in_force_while_its_file_is_away(tmp_path: Path) -> None:
+def test_a_token_stays_in_force_while_its_file_is_missing(tmp_path: Path) -> None:
     token = token_file(tmp_path / "token", "old")
     assert token.matches(b"old")
     (tmp_path / "token").unlink()

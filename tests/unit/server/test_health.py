@@ -59,16 +59,16 @@ def test_a_lost_device_is_degraded_and_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("poller", "said"),
+    ("poller", "text"),
     [({"alive": False, "error": "boom"}, "boom"), ({"stuck": True, "busy_seconds": 61.0}, "61 s")],
 )
-def test_a_stopped_or_stuck_poller_is_failing(poller: dict[str, Any], said: str) -> None:
+def test_a_stopped_or_stuck_poller_is_failing(poller: dict[str, Any], text: str) -> None:
     document = health(Snapshot(0.0, None), **poller)
     assert document["status"] == "failing"
-    assert said in document["checks"]["poller"]["detail"]
+    assert text in document["checks"]["poller"]["detail"]
 
 
-def test_a_silent_reporter_is_counted_and_no_failure() -> None:
+def test_a_silent_reporter_is_counted_and_is_not_a_failure() -> None:
     silent = SilentReporter(ProcessKey(1, 2), 2, 3, "w", "0", 0.0)
     document = health(Snapshot(0.0, node(device()), silent=(silent,)))
     assert document["status"] == "ok"
@@ -93,7 +93,7 @@ def test_events_that_cannot_be_stored_are_degraded_with_the_reason(events: dict[
     assert re.search(named, check["detail"])
 
 
-def test_a_renamed_damaged_file_is_shown_and_no_failure() -> None:
+def test_a_renamed_damaged_file_is_shown_and_is_not_a_failure() -> None:
     events = dataclasses.replace(KEEPING, damaged_file="/e/events.db.damaged")
     document = health_document(Snapshot(0.0, node(device())), WELL, events, source="nvml", version="1")
     assert document["status"] == "ok"

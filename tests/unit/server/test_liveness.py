@@ -17,18 +17,18 @@ from tests.support.builders import UNLIMITED, NobodyHost, identity, report
 
 @dataclass
 class ScriptedHost:
-    """A host whose processes are what a test says."""
+    """A host whose processes the test sets."""
 
     living: set[int] = field(default_factory=set)
     found: int | None = 4711
-    asked: list[tuple[int, int | None]] = field(default_factory=list)
+    lookups: list[tuple[int, int | None]] = field(default_factory=list)
     runs: int | None = None
 
     def facts(self, pid: int) -> ProcessFacts | None:
         return None
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        self.asked.append((identity.pid, peer_pid))
+        self.lookups.append((identity.pid, peer_pid))
         return self.found
 
     def program(self, host_pid: int) -> int | None:
@@ -39,7 +39,7 @@ class ScriptedHost:
 
 
 class Bench:
-    """A presence with everything round it, on a clock that stands until it is moved."""
+    """A presence with its store and dispatcher, and a clock that only the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -68,7 +68,7 @@ class Bench:
         return [process.key.pid for process in self.store.snapshot(self.now).processes]
 
 
-def test_a_quiet_process_that_died_is_forgotten_and_its_actions_end() -> None:
+def test_a_quiet_process_that_exited_is_removed_and_its_actions_end() -> None:
     bench = Bench()
     bench.take_report(1, host_pid=1)
     bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t"))
@@ -79,7 +79,7 @@ def test_a_quiet_process_that_died_is_forgotten_and_its_actions_end() -> None:
     assert [result.outcome for result in action.results] == ["gone"]
 
 
-def test_a_process_that_lives_or_cannot_be_told_is_kept() -> None:
+def test_a_process_that_runs_or_has_no_known_host_pid_is_kept() -> None:
     bench = Bench()
     bench.host.living = {1}
     bench.take_report(1, host_pid=1)
@@ -89,7 +89,7 @@ def test_a_process_that_lives_or_cannot_be_told_is_kept() -> None:
     assert bench.pids() == [1, 2]
 
 
-def test_a_process_that_reports_is_not_asked_after() -> None:
+def test_a_process_that_reports_is_not_checked() -> None:
     bench = Bench()
     bench.take_report(1, host_pid=1)
     bench.now += 1.9
@@ -97,7 +97,7 @@ def test_a_process_that_reports_is_not_asked_after() -> None:
     assert bench.pids() == [1]
 
 
-def test_a_silent_reporter_goes_with_its_process() -> None:
+def test_a_silent_reporter_is_removed_when_its_process_exits() -> None:
     bench = Bench()
     bench.host.living = {1}
     bench.take_report(1, host_pid=1)
@@ -109,7 +109,7 @@ def test_a_silent_reporter_goes_with_its_process() -> None:
     assert bench.store.snapshot(bench.now).silent == ()
 
 
-def test_a_reporter_without_a_host_pid_is_silent_while_its_connection_stands_and_goes_if_it_broke() -> None:
+def test_an_expired_reporter_without_a_host_pid_is_removed_only_if_its_connection_broke() -> None:
     bench = Bench()
     bench.host.found = None
     broken, stopped, again = (bench.take_report(pid, host_pid=None) for pid in (1, 2, 3))
@@ -129,7 +129,7 @@ def test_a_reporter_without_a_host_pid_is_silent_while_its_connection_stands_and
     assert [silent.key for silent in bench.store.snapshot(bench.now).silent] == [stopped.key, again.key]
 
 
-def test_a_quiet_process_that_runs_another_program_is_forgotten_and_its_actions_end() -> None:
+def test_a_quiet_process_that_runs_another_program_is_removed_and_its_actions_end() -> None:
     bench = Bench()
     bench.host.living, bench.host.found, bench.host.runs = {1}, 1, 77
 
@@ -140,11 +140,11 @@ def test_a_quiet_process_that_runs_another_program_is_forgotten_and_its_actions_
             bench.take_report(1, host_pid=1)
             bench.now += 2.1
             bench.presence.sweep()
-            assert bench.pids() == [1], "it runs what it ran when it began to report"
+            assert bench.pids() == [1], "it runs the program of its first report"
         bench.dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t"))
         bench.host.runs = None
         bench.presence.sweep()
-        assert bench.pids() == [1], "the kernel does not say"
+        assert bench.pids() == [1], "its program is unknown"
         bench.host.runs = 79
         bench.presence.sweep()
         assert bench.pids() == []
@@ -154,16 +154,16 @@ def test_a_quiet_process_that_runs_another_program_is_forgotten_and_its_actions_
     assert [(result.outcome, "exec" in result.reason) for result in action.results] == [("gone", True)]
 
 
-def test_a_host_pid_is_looked_up_once_a_process() -> None:
+def test_a_host_pid_is_looked_up_once_per_process() -> None:
     bench = Bench()
 
     async def scenario() -> None:
         for _ in range(3):
             assert await bench.presence.host_pid(identity(7), 70) == 4711
         await bench.presence.host_pid(identity(7, session="another"), 70)
-        assert bench.host.asked == [(7, 70)]
+        assert bench.host.lookups == [(7, 70)]
         await bench.presence.host_pid(identity(7, start_time_ticks=2000), 71)
-        assert bench.host.asked == [(7, 70), (7, 71)]
+        assert bench.host.lookups == [(7, 70), (7, 71)]
 
     asyncio.run(scenario())
 
@@ -183,7 +183,7 @@ def test_a_host_pid_that_was_not_found_is_looked_up_again_after_a_while() -> Non
     asyncio.run(scenario())
 
 
-def test_what_is_remembered_of_processes_is_bounded() -> None:
+def test_the_number_of_remembered_host_pids_is_limited() -> None:
     bench = Bench()
 
     async def scenario() -> None:
@@ -193,4 +193,4 @@ def test_what_is_remembered_of_processes_is_bounded() -> None:
         await bench.presence.host_pid(identity(1), None)
 
     asyncio.run(scenario())
-    assert len(bench.host.asked) == 101  # the latest was still known, the first no longer
+    assert len(bench.host.lookups) == 101  # only the latest was still known

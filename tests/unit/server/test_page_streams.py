@@ -59,7 +59,7 @@ def test_all_followers_get_the_same_rendering() -> None:
     asyncio.run(scenario())
 
 
-def test_an_unchanged_state_is_told_apart_from_a_changed_one() -> None:
+def test_only_a_changed_state_is_marked_as_changed() -> None:
     async def scenario() -> None:
         state = State()
         with state.streams().follow() as follower:

@@ -103,7 +103,7 @@ _REPORTS = st.builds(
 
 
 @given(_REPORTS)
-def test_whatever_a_reporter_can_say_arrives_unchanged(sent: Report) -> None:
+def test_every_report_that_a_reporter_can_send_is_read_unchanged(sent: Report) -> None:
     assert READER.read(json.dumps(to_wire(sent)).encode()) == sent
 
 
@@ -115,7 +115,7 @@ def test_fields_of_a_newer_reporter_are_ignored() -> None:
     assert READER.read(json.dumps(document).encode()) == READER.read(json.dumps(wire()).encode())
 
 
-def test_an_older_reporter_may_leave_out_all_that_has_a_default() -> None:
+def test_an_older_reporter_may_omit_fields_with_a_default() -> None:
     names = ("pid", "start_time_ticks", "pid_namespace", "session", "session_started_seconds")
     document = {"process": {name: wire()["process"][name] for name in names}, "sequence": 1}
     read = READER.read(json.dumps(document).encode())
@@ -177,7 +177,7 @@ def test_null_is_unknown() -> None:
         ("final", lambda d: d.update(final=1)),
     ],
 )
-def test_what_cannot_be_true_is_refused_by_the_name_of_its_field(field: str, change: Change) -> None:
+def test_an_impossible_value_is_rejected_with_the_name_of_its_field(field: str, change: Change) -> None:
     problem = refused(change)
     assert problem.status == 422
     assert [error.field for error in problem.errors] == [field]
@@ -185,7 +185,7 @@ def test_what_cannot_be_true_is_refused_by_the_name_of_its_field(field: str, cha
     assert len(problem.detail) < 1000
 
 
-def test_every_wrong_field_is_named() -> None:
+def test_every_invalid_field_is_reported() -> None:
     def change(document: dict[str, Any]) -> None:
         document["devices"][0]["active_bytes"] = -1
         document["devices"][1]["active_bytes"] = -1
@@ -195,7 +195,7 @@ def test_every_wrong_field_is_named() -> None:
     assert "1 more" in problem.detail
 
 
-def test_memory_that_grew_while_a_command_ran_is_a_result_like_any_other() -> None:
+def test_freed_bytes_may_be_negative() -> None:
     document = wire()
     document["results"][0]["devices"][0]["freed_bytes"] = -4096
     assert READER.read(json.dumps(document).encode()).results[0].devices[0].freed_bytes == -4096
@@ -204,7 +204,7 @@ def test_memory_that_grew_while_a_command_ran_is_a_result_like_any_other() -> No
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b"1", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"process": "\\ud800"}', b"{}{}"]
 )
-def test_what_is_no_report_at_all_is_refused(body: bytes) -> None:
+def test_a_body_that_is_not_a_report_is_rejected(body: bytes) -> None:
     with pytest.raises(ProblemError) as caught:
         READER.read(body)
     assert caught.value.status == 422
