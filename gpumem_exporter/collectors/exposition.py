@@ -78,8 +78,8 @@ class Exposition:
     def refresh(self, process: ReportingProcess) -> None:
         """Render the lines of a process' new report, so that the next scrape only joins them.
 
-        The call is optional and has no effect on the page. A process that was not on the last page is left to the
-        scrape, so nothing is rendered for an exporter without scrapes.
+        The call is optional and does not change the page. It skips a process that was not on the last page, so an
+        exporter without scrapes renders nothing.
         """
         allocators = self._lines[TORCH.name]
         last = allocators.source(process.key)

@@ -58,7 +58,7 @@ class _Rendered(NamedTuple):
     source: Source
     samples: Samples
     prefixes: list[tuple[int, str]]
-    """The place of each series' family, and the text of the line before the value."""
+    """The index of each series' family, and the text of the line before the value."""
     lines: tuple[bytes, ...]
     """The lines of each family."""
 
@@ -71,7 +71,7 @@ class SubjectLines:
     """
 
     def __init__(self, families: Iterable[Metric]) -> None:
-        self._places = {metric: place for place, metric in enumerate(families)}
+        self._indexes = {metric: index for index, metric in enumerate(families)}
         self._rendered: dict[Hashable, _Rendered] = {}
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class SubjectLines:
         page = [(key, self._render(key, source)) for key, source in subjects]
         self._rendered = dict(page)
         rows = [rendered.lines for _, rendered in page]
-        return dict(zip(self._places, zip(*rows, strict=True), strict=True)) if rows else {}
+        return dict(zip(self._indexes, zip(*rows, strict=True), strict=True)) if rows else {}
 
     def source(self, key: Hashable) -> Source | None:
         """Return the last source of a subject; None if the subject was not on the last page."""
@@ -103,10 +103,10 @@ class SubjectLines:
         samples = source.samples()
         same_series = last is not None and last.samples[:2] == samples[:2]
         prefixes = last.prefixes if last is not None and same_series else self._prefixes(samples)
-        lines: list[list[str]] = [[] for _ in self._places]
-        for (place, prefix), value in zip(prefixes, samples.values, strict=True):
+        lines: list[list[str]] = [[] for _ in self._indexes]
+        for (index, prefix), value in zip(prefixes, samples.values, strict=True):
             if value is not None:
-                lines[place].append(f"{prefix}{value}\n")
+                lines[index].append(f"{prefix}{value}\n")
         encoded = tuple(["".join(family).encode("utf-8", "replace") for family in lines])
         return _Rendered(source, samples, prefixes, encoded)
 
@@ -116,5 +116,5 @@ class SubjectLines:
         for metric, labels in samples.series(*samples.labels):
             if labels is not last_labels:  # the series of an allocator share one tuple
                 text, last_labels = label_text(metric.labels, labels), labels
-            prefixes.append((self._places[metric], metric.name + text))
+            prefixes.append((self._indexes[metric], metric.name + text))
         return prefixes
