@@ -144,24 +144,24 @@ class _Receiver:
         from gpumem_exporter.server.api.alert_schema import AlertRequestError, requested_action
 
         now = self._clock()
-        wanted = requested_action(alert)
-        if wanted is None:
+        requested = requested_action(alert)
+        if requested is None:
             return "ignored", "the alert has no label or annotation gpumem_action", None
         objection = self._memory.objection(alert.fingerprint, alert.starts_at, now)
         if objection:
             return objection, "", None
-        if wanted.request.action == "terminate" and not self._has_action_token:
+        if requested.request.action == "terminate" and not self._has_action_token:
             raise AlertRequestError(_ANONYMOUS_TERMINATION)
         started_unix_seconds = self._wall_clock()
         try:
             action = self._dispatcher.submit(
-                wanted.request,
+                requested.request,
                 requested_by=Caller.alert(alert.name[:128], caller),
                 idempotency_key=f"alert:{alert.fingerprint}:{alert.starts_at}",
             )
         except IdempotencyConflictError:
-            action = None  # the alert's template has produced another value meanwhile
-        self._memory.acted(alert.fingerprint, alert.starts_at, wanted.cooldown_seconds, now)
+            action = None  # the alert's template now produces another request
+        self._memory.acted(alert.fingerprint, alert.starts_at, requested.cooldown_seconds, now)
         if action is None or action.created_unix_seconds < started_unix_seconds:
             return "repeated", "", None  # an earlier run of the exporter acted on it
         return "acted", "", action.id
