@@ -117,7 +117,7 @@ def test_without_a_driver_health_is_degraded_with_the_reason() -> None:
         answer = exporter.get("/health")
         document = json.loads(answer.body)
         assert (answer.status, document["status"]) == (200, "degraded")
-        assert document["nvml"] == {"up": False, "error": "no driver here"}
+        assert document["nvml"] == {"up": False, "error": "no driver here", "released": False}
         assert exporter.sample("gpumem_nvml_up") == 0
         assert exporter.document("/api/v1/devices")["nvml"]["error"] == "no driver here"
         provider.error = ""
