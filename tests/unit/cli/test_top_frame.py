@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from gpumem_exporter.cli.top.cells import whole
+from gpumem_exporter.cli.top.cells import join_lines
 from gpumem_exporter.cli.top.clearing import Note
-from gpumem_exporter.cli.top.frame import Frame, Moment, draw, print_lines
+from gpumem_exporter.cli.top.frame import Display, Frame, draw, print_lines
 from gpumem_exporter.cli.top.rows import SORTS, Choice
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
@@ -45,8 +45,8 @@ def _kept(of: Reading, events: int = 40) -> Reading:
 def _draw(of: Reading, width: int = 80, height: int = 24, **changes: Any) -> list[str]:
     view = changes.pop("view", View())
     unicode_output = changes.pop("unicode_output", True)
-    moment = Moment(of, changes.pop("age_seconds", 0.2), **changes)
-    return _lines(draw(moment, view, width, height, unicode_output=unicode_output))
+    display = Display(of, changes.pop("age_seconds", 0.2), **changes)
+    return _lines(draw(display, view, width, height, unicode_output=unicode_output))
 
 
 def _lines(frame: Frame) -> list[str]:
@@ -102,11 +102,13 @@ def test_a_frame_fits_any_terminal(
     of = reading([device(str(i), name=name) for i in range(devices)], [*listed, unreported(5, "0", 7)])
     told = tuple(event(i, "process_ended", 1e9 + i, workload=name, detail={"reason": name * 5}) for i in range(events))
     of = replace(_kept(of), events=told or None)
-    chosen = View(choice=Choice(text=""), sort=sort, helps=shows == "help", events=shows == "events", first_event=3)
-    frame = draw(Moment(of, 1.0), chosen, width, height, unicode_output=unicode_output)
+    chosen = View(
+        choice=Choice(text=""), sort=sort, shows_help=shows == "help", shows_events=shows == "events", first_event=3
+    )
+    frame = draw(Display(of, 1.0), chosen, width, height, unicode_output=unicode_output)
     assert len(frame.lines) == height
     out = io.StringIO()
-    Console(file=out, width=width, height=height, color_system=None).print(whole(frame.lines))
+    Console(file=out, width=width, height=height, color_system=None).print(join_lines(frame.lines))
     drawn = out.getvalue().removesuffix("\n").split("\n")
     assert len(drawn) == height, "no line wraps"
     assert all(cell_len(line) <= width for line in drawn)
@@ -122,7 +124,7 @@ def test_an_unknown_value_is_a_dash() -> None:
 
 def test_scarce_memory_is_marked_and_a_mig_profile_is_shown_once() -> None:
     def styles(width: int, **changes: Any) -> set[str]:
-        frame = draw(Moment(reading([device("0", **changes)], []), 0.1), View(), width, 24, unicode_output=True)
+        frame = draw(Display(reading([device("0", **changes)], []), 0.1), View(), width, 24, unicode_output=True)
         (row,) = [line for line in frame.lines if line.plain.startswith("0 ")]
         return {str(span.style) for span in row.spans if row.plain[span.start : span.end].strip().endswith(("G", "M"))}
 
@@ -145,7 +147,7 @@ def test_the_bar_adds_up_to_its_width() -> None:
 
 def test_an_ascii_terminal_gets_ascii() -> None:
     for width in (80, 200):
-        for view in (View(), View(helps=True), View(events=True), View(sort="reclaimable", reverse=True)):
+        for view in (View(), View(shows_help=True), View(shows_events=True), View(sort="reclaimable", reverse=True)):
             lines = _draw(_kept(_full()), width, 40, view=view, unicode_output=False)
             assert all(line.isascii() for line in lines)
     assert any("####" in line and "++" in line for line in _draw(_full(), unicode_output=False))
@@ -189,7 +191,7 @@ def test_the_chosen_row_is_on_the_screen_and_marked() -> None:
     view = View()
     rows = view.rows(_full().rows)
     view = view.press("end", rows, 10)
-    frame = draw(Moment(_full(), 0.1), view, 80, 24, unicode_output=True)
+    frame = draw(Display(_full(), 0.1), view, 80, 24, unicode_output=True)
     (marked,) = [line for line in frame.lines if any("reverse" in str(span.style) for span in line.spans)]
     assert marked.plain.split()[0] == str(rows[-1].pid)
     assert frame.view.first == len(rows) - frame.page
@@ -298,7 +300,7 @@ def test_the_output_of_top() -> None:
     down = {"nvml": {"up": False, "error": "no libnvidia-ml.so.1"}}
     bare = [unreported(7, "0", 3 * GIB) | {"state": None, "reporting": None}]
     alone = reading([device("0", ledger=None)], bare, url="", without_exporter="no exporter answers at X: refused")
-    events = View(events=True)
+    events = View(shows_events=True)
     frames = {
         "80x24": _draw(_kept(_full())),
         "120x30, with events": _draw(some, 120, 30),
@@ -308,10 +310,10 @@ def test_the_output_of_top() -> None:
         "events": _draw(some, view=events),
         "events, not permitted": _draw(replace(_full(), no_events="events are for those who may act"), view=events),
         "events, none yet": _draw(replace(_full(), events=()), view=events),
-        "events, none chosen": _draw(some, view=View(events=True, choice=Choice(gpus=("7",), workload="x"))),
+        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workload="x"))),
         "events, not known": _draw(_full(), view=events),
         "events, no exporter": _draw(alone, view=events),
-        "help": _draw(_full(1), view=View(helps=True)),
+        "help": _draw(_full(1), view=View(shows_help=True)),
         "filter": _draw(some, view=View(typing="", choice=Choice(text="llm"))),
         "no match": _draw(some, view=View(choice=Choice(text="nobody", gpus=("99",)))),
         "question": _draw(some, note=Note("pid 7: 3.0 GiB? y/n", 1.0, {"pid": 7})),

@@ -32,15 +32,15 @@ def test_however_the_bytes_are_cut_the_keys_are_the_same(data: bytes, draw: st.D
     cut = draw.draw(st.integers(0, len(data)))
     reader = KeyReader()
     assert (*reader.feed(data[:cut]), *reader.feed(data[cut:])) == _TYPED[data]
-    assert not reader.waits
+    assert not reader.incomplete
 
 
 def test_an_escape_is_that_key_only_when_nothing_follows() -> None:
     reader = KeyReader()
     assert reader.feed(b"\x1b") == ()
-    assert reader.waits
+    assert reader.incomplete
     assert reader.flush() == ("escape",)
-    assert not reader.waits
+    assert not reader.incomplete
     assert reader.feed(b"\x1b[") == ()
     assert reader.flush() == ()
 
@@ -51,4 +51,4 @@ def test_no_bytes_end_it(pieces: list[bytes]) -> None:
     for piece in pieces:
         assert all(key.isprintable() for key in reader.feed(piece))
     reader.flush()
-    assert not reader.waits
+    assert not reader.incomplete

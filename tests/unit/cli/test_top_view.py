@@ -93,26 +93,26 @@ def test_what_is_typed_behind_a_slash_filters_at_once_and_is_kept_or_dropped() -
 
 def test_keys_are_letters_while_a_filter_is_typed() -> None:
     view = _press(View(), ["/", "s", "r", "?", "j", "down"], _rows())
-    assert (view.choice.text, view.sort, view.reverse, view.helps) == ("sr?j", "used", False, False)
+    assert (view.choice.text, view.sort, view.reverse, view.shows_help) == ("sr?j", "used", False, False)
 
 
 def test_help_goes_with_any_key() -> None:
     view = _press(View(), "?", _rows())
-    assert view.helps
+    assert view.shows_help
     after = _press(view, "s", _rows())
-    assert (after.helps, after.sort) == (False, "used")
+    assert (after.shows_help, after.sort) == (False, "used")
 
 
 def test_e_changes_to_the_events_and_back_and_keys_of_the_processes_do_nothing_there() -> None:
     events = _press(View(), ["j", "e", "j", "j", "k"], _rows())
-    assert (events.events, events.first_event, events.lists_processes) == (True, 1, False)
+    assert (events.shows_events, events.first_event, events.lists_processes) == (True, 1, False)
     assert _chosen(events) == 1
     assert _press(events, ["s", "r", "/", "x"], _rows()) == events
     assert _press(events, ["g"], _rows()).first_event == 0
     for key in ("e", "escape"):
         back = _press(events, [key], _rows())
-        assert (back.events, back.first_event, _chosen(back)) == (False, 0, 1)
-    assert _press(events, ["?"], _rows()).helps
+        assert (back.shows_events, back.first_event, _chosen(back)) == (False, 0, 1)
+    assert _press(events, ["?"], _rows()).shows_help
 
 
 @pytest.mark.parametrize(
