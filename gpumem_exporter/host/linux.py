@@ -41,7 +41,7 @@ class LinuxHost:
     """Describes processes from /proc. Thread-safe.
 
     If a file is not readable (another user's process, `hidepid`), only the facts from that file are missing. Facts are
-    cached until the process runs another program, but for at most a minute, because a process may rename itself.
+    cached until the process runs another program, at most for a minute, because a process may rename itself.
 
     Args:
         proc: the mount point of the proc file system.

@@ -164,9 +164,9 @@ def test_without_a_wait_the_accepted_action_is_returned(node: _Node) -> None:
 
 
 def test_a_target_that_matches_nothing_exits_with_1_and_lists_the_processes(node: _Node) -> None:
-    ended = node.command("clear", "--workload", "nobody")
+    ended = node.command("clear", "--workload", "unknown")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert "workload=nobody" in ended.stderr
+    assert "workload=unknown" in ended.stderr
     assert "workload=demo-notebook" in ended.stderr
 
 

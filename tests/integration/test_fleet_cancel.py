@@ -46,14 +46,14 @@ def test_a_finished_action_cannot_be_canceled_and_an_unknown_one_is_404(exporter
     done = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, dry_run=True).body)
     answer = exporter.request("DELETE", f"{ACTIONS}/{done['id']}")
     assert (answer.status, json.loads(answer.body)) == (200, done)
-    problem(exporter.request("DELETE", f"{ACTIONS}/nobody"), 404)
+    problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 404)
 
 
 def test_canceling_needs_the_same_permission_as_acting(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     with running_exporter(action_token_file=str(token)) as exporter:
-        problem(exporter.request("DELETE", f"{ACTIONS}/nobody"), 401)
-        problem(exporter.request("DELETE", f"{ACTIONS}/nobody", Authorization="Bearer s3cret"), 404)
+        problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 401)
+        problem(exporter.request("DELETE", f"{ACTIONS}/unknown", Authorization="Bearer s3cret"), 404)
     with running_exporter() as exporter:
-        problem(exporter.request("DELETE", f"{ACTIONS}/nobody", Origin="http://evil.example"), 403)
+        problem(exporter.request("DELETE", f"{ACTIONS}/unknown", Origin="http://evil.example"), 403)

@@ -33,14 +33,14 @@ ACTIONS = "/api/v1/actions"
 class ScriptedProvider:
     """A driver with two devices. `hanging` makes every call block; `error` makes it unavailable.
 
-    `let_go` counts how often it was released.
+    `release_count` counts its releases.
     """
 
     source = "nvml"
 
     def __init__(self) -> None:
         self.error = ""
-        self.let_go = 0
+        self.release_count = 0
         self.hanging = threading.Event()
         self.released = threading.Event()
         self.stuck = threading.Event()
@@ -60,7 +60,7 @@ class ScriptedProvider:
         pass
 
     def release(self) -> None:
-        self.let_go += 1
+        self.release_count += 1
 
     def driver_version(self) -> str:
         return "999.1"

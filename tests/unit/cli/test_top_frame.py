@@ -61,7 +61,7 @@ def _row(lines: list[str], start: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (119, 40), (120, 24), (200, 60), (300, 100)])
-def test_every_size_is_whole_from_80_by_24(width: int, height: int) -> None:
+def test_no_size_is_cut_from_80_by_24(width: int, height: int) -> None:
     lines = _draw(_full(), width, height)
     assert len(lines) == height
     assert max(map(cell_len, lines)) <= width
@@ -210,7 +210,7 @@ def test_printed_output_has_every_device_and_row_in_full() -> None:
 
 
 def test_at_80_by_24_processes_take_precedence_over_history_and_events() -> None:
-    """The last ten minutes and the events take no line and no column from what was there without them."""
+    """The last ten minutes and the events are not shown if another part needs their space."""
     assert _draw(_kept(_full())) == _draw(_full())
 
 
@@ -222,10 +222,10 @@ def test_a_wider_screen_has_the_last_ten_minutes_and_a_readable_bar() -> None:
         assert sum(row.count(part) for part in "█▓▒░·") >= (20 if width < 120 else 12)
         assert row.endswith("80.0G")
     assert "10 min" not in "\n".join(_draw(_kept(_full()), 200, unicode_output=False))
-    assert "10 min" not in "\n".join(_draw(_full(), 200)), "one moment is no past"
+    assert "10 min" not in "\n".join(_draw(_full(), 200)), "one point is not a history"
 
 
-def test_events_are_below_the_processes_where_there_is_room() -> None:
+def test_events_are_below_the_processes_if_there_is_space() -> None:
     def events_and_rows(of: Reading, height: int, **changes: Any) -> tuple[int, int]:
         lines = _draw(of, 120, height, **changes)
         return sum("device lost" in line for line in lines), sum(" llm " in line for line in lines)
@@ -286,8 +286,8 @@ def _all_events() -> tuple[dict[str, Any], ...]:
     )
     noon = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
     listed = [event(i, type_, noon + i, detail=detail) for i, (type_, detail) in enumerate(types)]
-    nobody = {"gpu": None, "uuid": None, "workload": "", "rank": "", "pid": None}
-    return (event(99, "process_ended", noon - 86400, detail={"reason": "x"}, **nobody), *listed)
+    without_process = {"gpu": None, "uuid": None, "workload": "", "rank": "", "pid": None}
+    return (event(99, "process_ended", noon - 86400, detail={"reason": "x"}, **without_process), *listed)
 
 
 def test_the_output_of_top() -> None:
@@ -308,14 +308,16 @@ def test_the_output_of_top() -> None:
         "16 devices": _draw(_full(16)),
         "ASCII": _draw(some, 120, 30, unicode_output=False),
         "events": _draw(some, view=events),
-        "events, not permitted": _draw(replace(_full(), no_events="events are for those who may act"), view=events),
+        "events, not permitted": _draw(
+            replace(_full(), no_events="the exporter refuses to show events: token needed"), view=events
+        ),
         "events, none yet": _draw(replace(_full(), events=()), view=events),
         "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workload="x"))),
         "events, not known": _draw(_full(), view=events),
         "events, no exporter": _draw(alone, view=events),
         "help": _draw(_full(1), view=View(shows_help=True)),
         "filter": _draw(some, view=View(typing="", choice=Choice(text="llm"))),
-        "no match": _draw(some, view=View(choice=Choice(text="nobody", gpus=("99",)))),
+        "no match": _draw(some, view=View(choice=Choice(text="unknown", gpus=("99",)))),
         "question": _draw(some, note=Note("pid 7: 3.0 GiB? y/n", 1.0, {"pid": 7})),
         "no process": _draw(reading([device("0")], [])),
         "demo without devices": _draw(reading([], [], document={"source": "demo"})),
@@ -327,7 +329,7 @@ def test_the_output_of_top() -> None:
         "printed": [line.plain.rstrip() for line in print_lines(some, View(), 10_000, unicode_output=True)],
         "printed, no match": [
             line.plain.rstrip()
-            for line in print_lines(some, View(choice=Choice(text="nobody")), 10_000, unicode_output=True)
+            for line in print_lines(some, View(choice=Choice(text="unknown")), 10_000, unicode_output=True)
         ],
     }
     assert_golden("top.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in frames.items()))

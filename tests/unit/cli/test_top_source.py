@@ -15,7 +15,7 @@ _PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
 
 
 class _Api:
-    """An exporter that is there or not."""
+    """An exporter that answers or raises an error."""
 
     def __init__(self) -> None:
         self.url = "unix:///e.sock"
@@ -43,7 +43,7 @@ class _Api:
 
 
 class _Driver:
-    """A driver that is there or not."""
+    """A driver that answers or raises an error."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
