@@ -15,7 +15,6 @@ from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
 from gpumem_exporter.procfs import (
-    INITIAL_PID_NAMESPACE,
     describe_command,
     parse_stat_program,
     pid_namespace,
@@ -61,11 +60,6 @@ class LinuxHost:
         self._nameless: dict[int, float] = {}
         """Uids without a name, and when that was found; a directory service may be temporarily unavailable."""
         self._swept_seconds = clock()
-
-    @property
-    def sees_host_pids(self) -> bool:
-        """Whether this is the host's PID namespace, so that the driver's pids are valid here."""
-        return self._own_namespace == INITIAL_PID_NAMESPACE
 
     def facts(self, pid: int) -> ProcessFacts | None:
         """Return the description of a process; None if it does not exist. Facts that cannot be read are empty."""

@@ -40,13 +40,6 @@ WITH_LEGEND = {"timeseries", "status-history", "xychart"}
 AT_THE_END = {"stat", "bargauge", "table"}
 
 
-class _Sentinel(dict[str, str]):
-    """Maps each variable to its name in angle brackets."""
-
-    def __missing__(self, name: str) -> str:
-        return f"<{name}>"
-
-
 def parsed(expression: str) -> Any:
     """Parse an expression; each variable is replaced by its name in angle brackets."""
     lists = (*VARIABLES.values(), *ONE_OF.values())

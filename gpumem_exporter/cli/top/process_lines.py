@@ -133,7 +133,7 @@ def _named(column: _Column, short: bool) -> str:
 
 
 def _heading(column: _Column, size: int, short: bool, view: View, unicode_output: bool) -> Text:
-    """A heading and the gap after it, which has the arrow if the rows are sorted by it."""
+    """A heading and the gap after it. The heading of the sort column has an arrow."""
     style, mark = f"bold {column.style}".strip(), ""
     if column.name == view.sort:
         style = f"{style} underline"
