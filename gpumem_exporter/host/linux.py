@@ -51,8 +51,7 @@ class LinuxHost:
         self._proc = str(proc)
         self._clock = clock
         self._entries = ProcEntries(proc)
-        self._own_namespace = pid_namespace(f"{proc}/self")
-        self._translator = PidTranslator(self._entries, self._own_namespace, clock)
+        self._translator = PidTranslator(self._entries, pid_namespace(f"{proc}/self"), clock)
         self._lock = threading.Lock()
         """Protects the caches below; files and the directory service are read without it."""
         self._known: dict[int, _Known] = {}
