@@ -25,8 +25,8 @@ def exporter() -> Iterator[RunningExporter]:
 def test_an_action_that_has_not_started_is_canceled_in_processes_that_wait(
     exporter: RunningExporter,
 ) -> None:
-    asked = exporter.act(action="empty_cache", target={"all": True}, mode="step", wait_seconds=0)
-    action_id = json.loads(asked.body)["id"]
+    requested = exporter.act(action="empty_cache", target={"all": True}, mode="step", wait_seconds=0)
+    action_id = json.loads(requested.body)["id"]
     fetched = exporter.report(report(1, sequence=2, devices=(sample(UUIDS[0], 10, 7),), modes=MODES))
     assert [command["id"] for command in json.loads(fetched.body)["commands"]] == [action_id]
 
@@ -36,8 +36,10 @@ def test_an_action_that_has_not_started_is_canceled_in_processes_that_wait(
     assert (row["pid"], row["outcome"]) == (2, "refused")
     assert "tcp:127.0.0.1" in row["reason"]
 
-    told = exporter.report(report(1, sequence=3, devices=(sample(UUIDS[0], 10, 7),), modes=MODES, waiting=(action_id,)))
-    assert json.loads(told.body)["cancelled"] == [action_id]
+    reply = exporter.report(
+        report(1, sequence=3, devices=(sample(UUIDS[0], 10, 7),), modes=MODES, waiting=(action_id,))
+    )
+    assert json.loads(reply.body)["cancelled"] == [action_id]
     nothing = exporter.report(report(2, sequence=2, devices=(sample(UUIDS[0], 10, 7),), modes=MODES))
     assert "commands" not in json.loads(nothing.body)
 

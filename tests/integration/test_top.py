@@ -422,8 +422,10 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     terminal.type("c")
     terminal.until(asks, "the question")
     terminal.type("y")
-    said = terminal.until(lambda: not asks() and "300 MiB" in terminal.lines[-1] and terminal.lines[-1], "the result")
-    assert re.findall(r"\d+", said) == [str(process.pid), "300", "1", "1"]
+    message = terminal.until(
+        lambda: not asks() and "300 MiB" in terminal.lines[-1] and terminal.lines[-1], "the result"
+    )
+    assert re.findall(r"\d+", message) == [str(process.pid), "300", "1", "1"]
     after = {**sizes, "used": "612M", "reclaimable": "0B"}
     terminal.until(
         lambda: list(_process_rows(terminal).values()) == [after], f"the row without what was freed: {after}"

@@ -211,9 +211,9 @@ def check_actions(stack: Stack) -> str:
         connection.close()
     assert answer.status == 403, (answer.status, detail)
     assert "--action.token-file" in detail, detail
-    told = stack.inside("gpumem-demo-1", "gpumem-exporter", "clear", "--all", "--dry-run").strip().splitlines()[-1]
-    assert re.search(r"[1-9].* GiB\b.*\b([1-9]\d*) of \1\b", told), told
-    return told
+    summary = stack.inside("gpumem-demo-1", "gpumem-exporter", "clear", "--all", "--dry-run").strip().splitlines()[-1]
+    assert re.search(r"[1-9].* GiB\b.*\b([1-9]\d*) of \1\b", summary), summary
+    return summary
 
 
 def check_demo(stack: Stack) -> str:

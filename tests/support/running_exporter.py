@@ -85,13 +85,13 @@ class ScriptedHost:
     """A host on which a reporter's pid is the host's pid."""
 
     dead: set[int] = field(default_factory=set)
-    asked: list[tuple[int, int | None]] = field(default_factory=list)
+    lookups: list[tuple[int, int | None]] = field(default_factory=list)
 
     def facts(self, pid: int) -> ProcessFacts | None:
         return ProcessFacts(pid, 1000, command="python train.py", user="ada")
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        self.asked.append((identity.pid, peer_pid))
+        self.lookups.append((identity.pid, peer_pid))
         return identity.pid
 
     def program(self, host_pid: int) -> int | None:

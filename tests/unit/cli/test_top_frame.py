@@ -100,8 +100,10 @@ def test_a_frame_fits_any_terminal(
 ) -> None:
     listed = [process(10 + i, "0", workload=name, command=name, user=name) for i in range(processes)]
     of = reading([device(str(i), name=name) for i in range(devices)], [*listed, unreported(5, "0", 7)])
-    told = tuple(event(i, "process_ended", 1e9 + i, workload=name, detail={"reason": name * 5}) for i in range(events))
-    of = replace(_kept(of), events=told or None)
+    listed_events = tuple(
+        event(i, "process_ended", 1e9 + i, workload=name, detail={"reason": name * 5}) for i in range(events)
+    )
+    of = replace(_kept(of), events=listed_events or None)
     chosen = View(
         choice=Choice(text=""), sort=sort, shows_help=shows == "help", shows_events=shows == "events", first_event=3
     )
