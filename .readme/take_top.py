@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.top.cells import whole
-from gpumem_exporter.cli.top.frame import Moment, draw
+from gpumem_exporter.cli.top.cells import join_lines
+from gpumem_exporter.cli.top.frame import Display, draw
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.errors import ExporterError
@@ -70,11 +70,11 @@ def picture(reading: Reading, age_seconds: float) -> str:
     """Draw the screen as an SVG without external resources."""
     view = View(sort="reclaimable")
     view = view.press("down", view.rows(reading.rows), LINES)
-    frame = draw(Moment(reading, age_seconds), view, COLUMNS, LINES, unicode_output=True)
+    frame = draw(Display(reading, age_seconds), view, COLUMNS, LINES, unicode_output=True)
     console = Console(
         file=io.StringIO(), record=True, width=COLUMNS, height=LINES, force_terminal=True, color_system="truecolor"
     )
-    console.print(whole(frame.lines))
+    console.print(join_lines(frame.lines))
     svg = console.export_svg(title="gpumem-exporter top", theme=THEME, unique_id="top")
     return FONT_FACE.sub("", svg).replace("Fira Code, monospace", FONTS)
 

@@ -44,7 +44,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code.
+    """Run one command and return its exit code. Without arguments, print the help.
 
     Args:
         arguments: the words after the program's name; those of this process by default.
@@ -100,12 +100,10 @@ def _dispatch(words: list[str]) -> int:
         from gpumem_exporter.cli.commands.run import run
 
         return run(words[1:])
-    if not words:
-        raise ConfigurationError(f"no command; the commands are {', '.join(COMMANDS)}; see {PROGRAM} --help")
     try:
-        return int(importlib.import_module("gpumem_exporter.cli.application").invoke(words))
+        return int(importlib.import_module("gpumem_exporter.cli.application").invoke(words or ["--help"]))
     except ModuleNotFoundError as error:
-        raise _missing_dependency(first, error) from error
+        raise _missing_dependency(first or "the help", error) from error
 
 
 def _missing_dependency(command: str, error: ModuleNotFoundError) -> Exception:

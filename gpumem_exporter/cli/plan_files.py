@@ -13,7 +13,7 @@ __all__ = ["change_files", "restore_files"]
 
 
 def change_files(paths: Sequence[Path], maps: Sequence[str], plan: Plan, *, write: bool, file: IO[str]) -> None:
-    """Print the differences, and write them once it is known that every file can be changed.
+    """Print the changes of each file. If `write` is set, write the files after all of them have been checked.
 
     Raises:
         ConfigurationError: a file or a key cannot be changed. No file is changed then.
@@ -24,11 +24,11 @@ def change_files(paths: Sequence[Path], maps: Sequence[str], plan: Plan, *, writ
     values = parse_map(maps, planned)
     texts = [(path, *planned_text(path, values)) for path in paths]
     for path, before, after in texts:
-        print(diff(path, before, after) or f"{path} has these values already\n", end="", file=file)
+        print(diff(path, before, after) or f"{path} already has these values\n", end="", file=file)
     for path, before, after in texts if write else ():
         if before != after:
             apply(path, before, after)
-            print(f"changed {path}; the old file is {backup_of(path)}", file=file)
+            print(f"changed {path}; the previous version is {backup_of(path)}", file=file)
 
 
 def restore_files(paths: Sequence[Path]) -> int:

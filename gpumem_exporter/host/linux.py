@@ -15,7 +15,6 @@ from gpumem_exporter.host.containers import container_id, pod_uid
 from gpumem_exporter.host.entries import HiddenError, ProcEntries
 from gpumem_exporter.host.namespaces import PidTranslator
 from gpumem_exporter.procfs import (
-    INITIAL_PID_NAMESPACE,
     describe_command,
     parse_stat_program,
     pid_namespace,
@@ -41,7 +40,7 @@ class LinuxHost:
     """Describes processes from /proc. Thread-safe.
 
     If a file is not readable (another user's process, `hidepid`), only the facts from that file are missing. Facts are
-    cached until the process runs another program, but for at most a minute, because a process may rename itself.
+    cached until the process runs another program, at most for a minute, because a process may rename itself.
 
     Args:
         proc: the mount point of the proc file system.
@@ -52,8 +51,7 @@ class LinuxHost:
         self._proc = str(proc)
         self._clock = clock
         self._entries = ProcEntries(proc)
-        self._own_namespace = pid_namespace(f"{proc}/self")
-        self._translator = PidTranslator(self._entries, self._own_namespace, clock)
+        self._translator = PidTranslator(self._entries, pid_namespace(f"{proc}/self"), clock)
         self._lock = threading.Lock()
         """Protects the caches below; files and the directory service are read without it."""
         self._known: dict[int, _Known] = {}
@@ -61,11 +59,6 @@ class LinuxHost:
         self._nameless: dict[int, float] = {}
         """Uids without a name, and when that was found; a directory service may be temporarily unavailable."""
         self._swept_seconds = clock()
-
-    @property
-    def sees_host_pids(self) -> bool:
-        """Whether this is the host's PID namespace, so that the driver's pids are valid here."""
-        return self._own_namespace == INITIAL_PID_NAMESPACE
 
     def facts(self, pid: int) -> ProcessFacts | None:
         """Return the description of a process; None if it does not exist. Facts that cannot be read are empty."""

@@ -80,13 +80,13 @@ def variable(name: str, label: str, metric: str, value_of: str, *, several: bool
 
     All is `.*`, which includes series without the label.
     """
-    asked = f"label_values({metric}, {value_of})"
+    query = f"label_values({metric}, {value_of})"
     made = (
         dashboard.QueryVariable(name)
         .label(label)
         .datasource(SOURCE)
-        .query(asked)
-        .definition(asked)
+        .query(query)
+        .definition(query)
         .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(VariableSort.NATURAL_ASC)
     )

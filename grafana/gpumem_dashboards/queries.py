@@ -126,13 +126,13 @@ class Prometheus:
 
     def over_time(self, expression: str, start: float, end: float, step_seconds: float) -> list[dict[str, Any]]:
         """Return the series of a range query: `metric` and `values`, a list of (time, text)."""
-        asked = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_seconds:g}"}
-        return list(self._ask("query_range", query=expression, **asked)["result"])
+        parameters = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_seconds:g}"}
+        return list(self._ask("query_range", query=expression, **parameters)["result"])
 
     def label_values(self, selector: str, label: str, start: float, end: float) -> list[str]:
         """Return the values of a label on the series of a selector, in natural order."""
-        asked = {"match[]": selector, "start": f"{start:.3f}", "end": f"{end:.3f}"}
-        return sorted(self._ask(f"label/{label}/values", **asked), key=_natural)
+        parameters = {"match[]": selector, "start": f"{start:.3f}", "end": f"{end:.3f}"}
+        return sorted(self._ask(f"label/{label}/values", **parameters), key=_natural)
 
     def ask(self, query: Query, scope: Scope, smallest_seconds: float = 0.0) -> list[dict[str, Any]]:
         """Return the result of a dashboard's query."""
@@ -181,11 +181,11 @@ def variable_values(
     variable: Mapping[str, Any], prometheus: Prometheus, scope: Scope, chosen: Mapping[str, str]
 ) -> list[str]:
     """Return the choices of a variable, given the values of the variables before it."""
-    asked = _LABEL_VALUES.fullmatch(variable["query"])
-    if asked is None:
+    match = _LABEL_VALUES.fullmatch(variable["query"])
+    if match is None:
         raise ValueError(f"no label_values: {variable['query']}")
-    selector = Scope(scope.end, scope.range_seconds, variables=chosen).fill(asked["match"])
-    return prometheus.label_values(selector, asked["label"], scope.start, scope.end)
+    selector = Scope(scope.end, scope.range_seconds, variables=chosen).fill(match["match"])
+    return prometheus.label_values(selector, match["label"], scope.start, scope.end)
 
 
 def _duration(seconds: float) -> str:

@@ -82,11 +82,11 @@ def table(
     if no_value:
         # Grafana also shows `no_value` in each empty cell of a table with rows, unless the column overrides it.
         panel = panel.no_value(no_value).override_by_regexp(".*", [DynamicConfigValue("noValue", "")])
-    asked = [column for column in listed if column.expression]
+    queries = [column for column in listed if column.expression]
     # With one query, Grafana names its column "Value"; with several, "Value #A" and so on.
-    names = ["Value"] if len(asked) == 1 else [f"Value #{letter}" for letter in ascii_uppercase[: len(asked)]]
-    fields = {id(column): name for column, name in zip(asked, names, strict=True)}
-    for letter, column in zip(ascii_uppercase, asked, strict=False):
+    names = ["Value"] if len(queries) == 1 else [f"Value #{letter}" for letter in ascii_uppercase[: len(queries)]]
+    fields = {id(column): name for column, name in zip(queries, names, strict=True)}
+    for letter, column in zip(ascii_uppercase, queries, strict=False):
         made = query(column.expression, "", letter, instant=True).format(PromQueryFormat.TABLE)
         panel = panel.with_target(made)
     shown = {fields.get(id(column), column.title): column for column in listed}

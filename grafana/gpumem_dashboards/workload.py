@@ -347,8 +347,8 @@ def _wasted() -> list[Any]:
     parts = (
         (total("requested_bytes"), "requested", "dark-blue"),
         (f"{total('allocated_bytes')} - {total('requested_bytes')}", "rounding", "super-light-blue"),
-        (total("reclaimable_bytes"), "cached, a clear gives it back", "green"),
-        (total("fragmented_bytes"), "cached, a clear cannot give it back", "orange"),
+        (total("reclaimable_bytes"), "cached, a clear releases it", "green"),
+        (total("fragmented_bytes"), "cached, a clear cannot release it", "orange"),
     )
     anatomy = stacked(
         graph(

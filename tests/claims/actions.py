@@ -134,7 +134,7 @@ def waits_in_a_capture(bench: Bench) -> Values:
     bench.process.call("free", numbers=[bench.process.call("alloc", nbytes=64 * MIB)])
     with tempfile.TemporaryDirectory() as folder:
         capturing, go_on = Path(folder) / "capturing", Path(folder) / "go_on"
-        asked = bench.process.send("exec", code=_CAPTURING, capturing=str(capturing), go_on=str(go_on))
+        request = bench.process.send("exec", code=_CAPTURING, capturing=str(capturing), go_on=str(go_on))
         try:
             wait_for(capturing.exists, "the capture")
             reports = _accepted(bench)
@@ -142,7 +142,7 @@ def waits_in_a_capture(bench: Bench) -> Values:
             late = bench.result(bench.exporter.act("empty_cache", target={"pid": bench.pid}, deadline_seconds=1.0))
         finally:
             go_on.touch()
-        bench.process.receive(asked)
+        bench.process.receive(request)
     done = bench.result(bench.exporter.act("empty_cache", target={"pid": bench.pid}))
     return {
         "outcome during the capture": equal(late["outcome"], "expired"),

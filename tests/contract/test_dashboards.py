@@ -91,7 +91,7 @@ def test_the_preview_reports_a_missing_prometheus_in_one_line(tmp_path: Path) ->
         taken.bind(("127.0.0.1", 0))  # and not listening
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         command = (sys.executable, str(FOLDER / "preview.py"), "--prometheus", url, "--out", str(tmp_path))
-        told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 1
-    assert url in told.stderr
-    assert told.stderr.count("\n") == 1
+        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert url in ended.stderr
+    assert ended.stderr.count("\n") == 1

@@ -82,12 +82,12 @@ def test_phase_and_plan_are_optional_in_a_report() -> None:
     assert sent["devices"] == [{"uuid": "GPU-1"}]
     assert sent["ooms"] == [{"uuid": "GPU-1", "number": 1, "age_seconds": 0.0}]
     assert ReportReader().read(json.dumps(sent).encode()) == bare
-    told = dataclasses.replace(
+    complete = dataclasses.replace(
         bare,
         devices=(DeviceSample("GPU-1", planned_reserved_peak_bytes=7),),
         ooms=(OutOfMemory("GPU-1", 1, phase="forward"),),
     )
-    sent = to_wire(told)
+    sent = to_wire(complete)
     assert sent["devices"][0].pop("planned_reserved_peak_bytes") == 7
     assert sent["ooms"][0].pop("phase") == "forward"
     assert sent == to_wire(bare)

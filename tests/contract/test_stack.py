@@ -105,9 +105,9 @@ def test_grafanas_data_sources_are_the_services_with_the_scrape_interval() -> No
     for kind in ("prometheus", "alertmanager"):
         port = services()[kind]["ports"][0].rpartition(":")[2]
         assert sources[kind]["url"] == f"http://{kind}:{port}"
-    told = sources["prometheus"]["jsonData"]
-    assert told["timeInterval"] == read("deploy/prometheus/prometheus.yml")["global"]["scrape_interval"]
-    assert told["alertmanagerUid"] == sources["alertmanager"]["uid"]
+    settings = sources["prometheus"]["jsonData"]
+    assert settings["timeInterval"] == read("deploy/prometheus/prometheus.yml")["global"]["scrape_interval"]
+    assert settings["alertmanagerUid"] == sources["alertmanager"]["uid"]
 
 
 @pytest.mark.parametrize("path", ["deploy/kubernetes/exporter.yaml", "deploy/kubernetes/training.yaml"])

@@ -51,13 +51,13 @@ _TORCH_LIBRARIES = ("libc10_cuda.so", "libtorch_cuda.so", "libtorch_cuda_linalg.
 _LEFT_TO_THE_REAL = re.compile(r"cudaGetError(Name|String)|cublas(Lt)?GetStatus(Name|String)")
 
 _UNMET_RUNTIME = """\
-void emu_unmet(const char *name, int *said);
+void emu_unmet(const char *name, int *printed);
 int rt_fail(int error);
-#define UNMET(name) int name(void) { static int said; emu_unmet(#name, &said); return rt_fail(801); }
+#define UNMET(name) int name(void) { static int printed; emu_unmet(#name, &printed); return rt_fail(801); }
 """
 _UNMET_DRIVER = """\
-void emu_unmet(const char *name, int *said);
-#define UNMET(name) int name(void) { static int said; emu_unmet(#name, &said); return 801; }
+void emu_unmet(const char *name, int *printed);
+#define UNMET(name) int name(void) { static int printed; emu_unmet(#name, &printed); return 801; }
 """
 _SUCCEEDING = "#define UNMET(name) int name(void) { return 0; }\n"
 _UNSUPPORTED_NVML = """\

@@ -71,8 +71,8 @@ function* wrongInTable({ table }, frames) {
   // Grafana also has a column for a query without a result; the preview does not.
   if (frames.length > 1) yield `${frames.length} tables`;
   if (String(headings) !== String(table.headings)) yield `columns ${headings}\n  the preview has ${table.headings}`;
-  const [ours, theirs] = [linesOf(table.rows), linesOf(rows)];
-  if (String(ours) !== String(theirs)) yield `rows ${theirs.join("\n  ")}\n  the preview has ${ours.join("\n  ")}`;
+  const [preview, grafana] = [linesOf(table.rows), linesOf(rows)];
+  if (String(preview) !== String(grafana)) yield `rows ${grafana.join("\n  ")}\n  the preview has ${preview.join("\n  ")}`;
 }
 
 /** The frames with what the panel's options and overrides make of each field. */

@@ -164,9 +164,9 @@ def test_without_a_wait_the_accepted_action_is_returned(node: _Node) -> None:
 
 
 def test_a_target_that_matches_nothing_exits_with_1_and_lists_the_processes(node: _Node) -> None:
-    ended = node.command("clear", "--workload", "nobody")
+    ended = node.command("clear", "--workload", "unknown")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (1, "", 1)
-    assert "workload=nobody" in ended.stderr
+    assert "workload=unknown" in ended.stderr
     assert "workload=demo-notebook" in ended.stderr
 
 
@@ -182,12 +182,6 @@ def test_the_token_comes_from_an_option_or_a_variable(node: _Node) -> None:
     assert node.command(*by_option, token=False).returncode == 0
     assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN=_TOKEN).returncode == 0
     assert node.command(*by_option[:3], token=False, GPUMEM_ACTION_TOKEN="wrong").returncode == 1
-
-
-def test_a_value_that_the_exporter_rejects_is_wrong_usage(node: _Node) -> None:
-    ended = node.command("clear", "--all", "--deadline", "1e9")
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "deadline_seconds" in ended.stderr
 
 
 def test_an_unreachable_exporter_exits_with_1_and_is_named(node: _Node) -> None:

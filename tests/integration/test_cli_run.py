@@ -55,8 +55,8 @@ def test_the_command_gets_the_original_locale(locale: dict[str, str]) -> None:
         check=True,
         env=locale,
     )
-    told = dict(line.split("=", 1) for line in ended.stdout.splitlines())
-    assert {name: value for name, value in told.items() if name.startswith("LC_")} == locale
+    variables = dict(line.split("=", 1) for line in ended.stdout.splitlines())
+    assert {name: value for name, value in variables.items() if name.startswith("LC_")} == locale
 
 
 def test_the_users_path_and_sitecustomize_still_work(tmp_path: Path) -> None:
@@ -99,13 +99,13 @@ def test_a_command_that_cannot_be_executed_exits_with_126(tmp_path: Path) -> Non
     headless = tmp_path / "headless"
     headless.write_text("#!/nonexistent/interpreter\n")
     headless.chmod(0o755)
-    said = {}
+    errors = {}
     for program in (plain, headless, tmp_path):
         ended = _run("--", str(program))
         assert (ended.returncode, ended.stderr.count("\n")) == (126, 1), ended.stderr
         assert str(program) in ended.stderr
-        said[program] = ended.stderr.replace(str(program), "")
-    assert said[plain] == said[tmp_path] != said[headless], "a program's permission and its missing interpreter"
+        errors[program] = ended.stderr.replace(str(program), "")
+    assert errors[plain] == errors[tmp_path] != errors[headless], "a program's permission and its missing interpreter"
 
 
 def test_run_works_with_the_standard_library_alone() -> None:

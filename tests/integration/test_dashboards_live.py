@@ -208,8 +208,8 @@ def _begin_to_work(node: EmulatedNode, processes: Mapping[str, TorchProcess]) ->
 def _wait_for_scrapes(found: Scraped) -> None:
     def reporting() -> bool:
         # A post-mortem evaluates the time before the error in steps of five seconds.
-        asked = "count by (instance) (count_over_time(gpumem_reporter_up[1m]) > 7)"
-        series = found.prometheus.instant(asked, time.time())
+        scraped = "count by (instance) (count_over_time(gpumem_reporter_up[1m]) > 7)"
+        series = found.prometheus.instant(scraped, time.time())
         counts = {one["metric"]["instance"]: float(one["values"][0][1]) for one in series}
         return counts.get(EMULATED) == 3 and counts.get(DEMO, 0) > 5 and counts.get(ALSO_DEMO, 0) > 5
 
@@ -257,15 +257,15 @@ def _cases() -> Iterator[tuple[str, str, Query]]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("node", [DEMO, EMULATED])
 def test_every_query_has_a_result(scraped: Scraped, node: str, name: str) -> None:
-    asked = {query.where for of_node, of_name, query in _cases() if (of_node, of_name) == (node, name)}
+    wanted = {query.where for of_node, of_name, query in _cases() if (of_node, of_name) == (node, name)}
     answered = {where for of_node, where in scraped.answered if of_node == node}
     excused = {where for of_node, where in ANSWERLESS if of_node == node}
-    assert asked - answered - excused == set()
+    assert wanted - answered - excused == set()
 
 
 def test_a_query_without_a_result_on_one_node_has_one_on_the_other() -> None:
-    asked = {(node, query.where) for node, _, query in _cases()}
-    assert ANSWERLESS.keys() <= asked
+    wanted = {(node, query.where) for node, _, query in _cases()}
+    assert ANSWERLESS.keys() <= wanted
     assert all(ANSWERLESS.values())
     for node, where in ANSWERLESS:
         assert ({DEMO: EMULATED, EMULATED: DEMO}[node], where) not in ANSWERLESS
@@ -394,8 +394,8 @@ def test_the_preview_draws_the_results(scraped: Scraped, name: str, tmp_path: Pa
         *(("--var", "workload=train") if name == "workload" else ()),
     )
     # Without a browser the preview makes no screenshots; this test checks the page.
-    told = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": "/nowhere"})
-    assert (told.returncode, told.stdout) == (0, f"{tmp_path / name}.html\n"), told.stderr
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": "/nowhere"})
+    assert (ended.returncode, ended.stdout) == (0, f"{tmp_path / name}.html\n"), ended.stderr
     page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
     assert "This is not Grafana" in page
     for panel in all_panels(load(name)):

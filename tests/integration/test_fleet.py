@@ -123,8 +123,8 @@ def test_a_clear_acts_on_exactly_the_processes_that_the_query_selects(fleet: Fle
     assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
     assert len(wanted) == 9
     for number, instance in enumerate(fleet.instances):
-        asked = fleet.actions(number)
-        new = asked[: len(asked) - before[number]]
+        actions = fleet.actions(number)
+        new = actions[: len(actions) - before[number]]
         assert {str(action["target"]["pid"]) for action in new} == {pid for at, pid in wanted if at == instance}
         assert len(new) == 3  # a process on two devices has one request
         assert {(action["action"], action["reason"], action["state"]) for action in new} == {
@@ -270,14 +270,14 @@ def test_top_without_a_terminal_is_wrong_usage(fleet: Fleet) -> None:
 
 
 def test_the_api_gets_path_header_and_user_and_a_redirect_to_another_host_gets_none(fleet: Fleet) -> None:
-    with answering(fleet.prometheus.url) as (url, asked):
+    with answering(fleet.prometheus.url) as (url, requests):
         address = url.removeprefix("http://")
         ended = fleet.command(
             *("info", "--prometheus", f"http://ada:p%40ss@{address}/mimir/prometheus"),
             *("--prometheus-header", "X-Scope-OrgID: gpu"),
         )
         assert ended.returncode == 0, ended.stderr
-        path, headers = asked.pop()
+        path, headers = requests.pop()
         assert urlsplit(path).path == "/mimir/prometheus/api/v1/query"
         assert parse_qs(urlsplit(path).query)["query"] == ['up{job="gpumem"}']
         assert headers["x-scope-orgid"] == "gpu"
@@ -294,10 +294,10 @@ def test_the_api_gets_path_header_and_user_and_a_redirect_to_another_host_gets_n
 
 def test_a_bearer_token_is_read_from_its_file(fleet: Fleet, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("of-prometheus\n")
-    with answering(fleet.prometheus.url) as (url, asked):
+    with answering(fleet.prometheus.url) as (url, requests):
         ended = fleet.command("info", "--prometheus", url, "--prometheus-token-file", str(tmp_path / "token"))
         assert ended.returncode == 0, ended.stderr
-        assert asked.pop()[1]["authorization"] == "Bearer of-prometheus"
+        assert requests.pop()[1]["authorization"] == "Bearer of-prometheus"
 
 
 def test_a_prometheus_with_https_needs_a_trusted_certificate(fleet: Fleet, tmp_path: Path) -> None:
@@ -323,11 +323,11 @@ def test_an_unreachable_prometheus_is_named() -> None:
 @contextmanager
 def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str, str]]]]]:
     """A proxy of a Prometheus that strips a path and records requests."""
-    asked: list[tuple[str, Mapping[str, str]]] = []
+    requests: list[tuple[str, Mapping[str, str]]] = []
 
     class Front(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            asked.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
+            requests.append((self.path, {name.lower(): value for name, value in self.headers.items()}))
             if self.path.startswith("/elsewhere"):
                 self.send_response(302)
                 self.send_header("Location", "http://other.example/")
@@ -349,7 +349,7 @@ def answering(upstream: str) -> Iterator[tuple[str, list[tuple[str, Mapping[str,
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:
-            yield f"http://127.0.0.1:{server.server_address[1]}", asked
+            yield f"http://127.0.0.1:{server.server_address[1]}", requests
         finally:
             server.shutdown()
             thread.join(patient(30))

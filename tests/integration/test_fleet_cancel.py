@@ -25,8 +25,8 @@ def exporter() -> Iterator[RunningExporter]:
 def test_an_action_that_has_not_started_is_canceled_in_processes_that_wait(
     exporter: RunningExporter,
 ) -> None:
-    asked = exporter.act(action="empty_cache", target={"all": True}, mode="step", wait_seconds=0)
-    action_id = json.loads(asked.body)["id"]
+    requested = exporter.act(action="empty_cache", target={"all": True}, mode="step", wait_seconds=0)
+    action_id = json.loads(requested.body)["id"]
     fetched = exporter.report(report(1, sequence=2, devices=(sample(UUIDS[0], 10, 7),), modes=MODES))
     assert [command["id"] for command in json.loads(fetched.body)["commands"]] == [action_id]
 
@@ -36,8 +36,10 @@ def test_an_action_that_has_not_started_is_canceled_in_processes_that_wait(
     assert (row["pid"], row["outcome"]) == (2, "refused")
     assert "tcp:127.0.0.1" in row["reason"]
 
-    told = exporter.report(report(1, sequence=3, devices=(sample(UUIDS[0], 10, 7),), modes=MODES, waiting=(action_id,)))
-    assert json.loads(told.body)["cancelled"] == [action_id]
+    reply = exporter.report(
+        report(1, sequence=3, devices=(sample(UUIDS[0], 10, 7),), modes=MODES, waiting=(action_id,))
+    )
+    assert json.loads(reply.body)["cancelled"] == [action_id]
     nothing = exporter.report(report(2, sequence=2, devices=(sample(UUIDS[0], 10, 7),), modes=MODES))
     assert "commands" not in json.loads(nothing.body)
 
@@ -46,14 +48,14 @@ def test_a_finished_action_cannot_be_canceled_and_an_unknown_one_is_404(exporter
     done = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, dry_run=True).body)
     answer = exporter.request("DELETE", f"{ACTIONS}/{done['id']}")
     assert (answer.status, json.loads(answer.body)) == (200, done)
-    problem(exporter.request("DELETE", f"{ACTIONS}/nobody"), 404)
+    problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 404)
 
 
 def test_canceling_needs_the_same_permission_as_acting(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret\n")
     with running_exporter(action_token_file=str(token)) as exporter:
-        problem(exporter.request("DELETE", f"{ACTIONS}/nobody"), 401)
-        problem(exporter.request("DELETE", f"{ACTIONS}/nobody", Authorization="Bearer s3cret"), 404)
+        problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 401)
+        problem(exporter.request("DELETE", f"{ACTIONS}/unknown", Authorization="Bearer s3cret"), 404)
     with running_exporter() as exporter:
-        problem(exporter.request("DELETE", f"{ACTIONS}/nobody", Origin="http://evil.example"), 403)
+        problem(exporter.request("DELETE", f"{ACTIONS}/unknown", Origin="http://evil.example"), 403)

@@ -318,7 +318,7 @@ def test_hidden_process_memory_is_unattributed(node: EmulatedNode, watch: Any) -
     watched.wait_until_all_is_right(0)
     node.hide_process_memory(0)
     uuid = node.uuid(0)
-    wait_for(lambda: not watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid), "the figures to go")
+    wait_for(lambda: not watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid), "the series to end")
     watched.assert_torch_series_flow(0, gpu="0")
     whole = watched.expected(0)["ledger"]
     whole["unattributed"] += whole.pop("other_processes") + whole.pop("non_torch")

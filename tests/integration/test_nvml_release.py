@@ -208,7 +208,7 @@ def scripted() -> Iterator[Any]:
 def test_a_release_does_not_wait_for_the_poll_interval(scripted: Any) -> None:
     answer: Answer = scripted.request("POST", RELEASE, {"wait_seconds": 30})
     assert json.loads(answer.body)["state"] == "released"
-    assert scripted.provider.let_go >= 1
+    assert scripted.provider.release_count >= 1
     assert scripted.document("/api/v1/devices")["nvml"]["error"].count("tcp:127.0.0.1") == 1
 
 
@@ -226,7 +226,7 @@ def test_release_and_attach_need_the_rights_of_actions(path: str, tmp_path: Path
         problem(running.request("POST", path, {}, Origin="http://evil.example"), 403)
         problem(running.request("POST", path, body=b"{}", Content_Type="text/plain"), 415)
         assert running.request("GET", path).status == 405
-        assert running.provider.let_go == 0
+        assert running.provider.release_count == 0
 
 
 @pytest.mark.parametrize(

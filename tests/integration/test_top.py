@@ -29,7 +29,7 @@ from tests.support.waiting import wait_for
 
 __all__ = ["demo"]
 
-Sit = Callable[..., TerminalProgram]
+OpenTop = Callable[..., TerminalProgram]
 StartExporter = Callable[..., ExporterProcess]
 
 _FIELDS = {
@@ -43,8 +43,8 @@ _SHORT = {"allocated": "alloc", "reclaimable": "reclaim", "fragmented": "frag"}
 
 
 @pytest.fixture
-def sit() -> Iterator[Sit]:
-    """Sits down before a new terminal: `sit("--url", …, columns=80, lines=24, environment=…)`."""
+def open_top() -> Iterator[OpenTop]:
+    """Return a function that runs `top` in a terminal: `open_top("--url", …, columns=80, lines=24, environment=…)`."""
     programs: list[TerminalProgram] = []
 
     def start(
@@ -101,9 +101,9 @@ def _api_rows(document: Any) -> dict[tuple[str, str], dict[str, str]]:
 
 @pytest.mark.parametrize(("columns", "lines", "rows"), [(80, 24, 9), (200, 60, 14)])
 def test_the_sizes_on_the_screen_are_those_of_the_exporter(
-    demo: ExporterProcess, sit: Sit, columns: int, lines: int, rows: int
+    demo: ExporterProcess, open_top: OpenTop, columns: int, lines: int, rows: int
 ) -> None:
-    terminal = sit("--url", demo.url, "--interval", "0.2", columns=columns, lines=lines)
+    terminal = open_top("--url", demo.url, "--interval", "0.2", columns=columns, lines=lines)
 
     def agrees() -> bool:
         reported = _api_rows(demo.get("/api/v1/processes"))
@@ -120,8 +120,8 @@ def test_the_sizes_on_the_screen_are_those_of_the_exporter(
     assert max(map(len, terminal.lines)) <= columns
 
 
-def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, sit: Sit) -> None:
-    terminal = sit("--url", demo.url, "--sort", "pid", columns=120, lines=60)
+def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, open_top: OpenTop) -> None:
+    terminal = open_top("--url", demo.url, "--sort", "pid", columns=120, lines=60)
 
     def pids() -> list[int]:
         return [int(pid) for pid, _ in _process_rows(terminal)]
@@ -145,8 +145,8 @@ def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, sit:
     terminal.until(lambda: len(pids()) >= 12, "the others again")
 
 
-def test_arrows_select_and_scroll_and_the_help_lists_the_keys(demo: ExporterProcess, sit: Sit) -> None:
-    terminal = sit("--url", demo.url, "--sort", "pid")
+def test_arrows_select_and_scroll_and_the_help_lists_the_keys(demo: ExporterProcess, open_top: OpenTop) -> None:
+    terminal = open_top("--url", demo.url, "--sort", "pid")
     terminal.until_shows("1-9 of")
     _until_rows(terminal)
     first = next(iter(_process_rows(terminal)))
@@ -158,7 +158,7 @@ def test_arrows_select_and_scroll_and_the_help_lists_the_keys(demo: ExporterProc
     terminal.until_shows("1-9 of")
 
 
-def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, sit: Sit) -> None:
+def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, open_top: OpenTop) -> None:
     """`top --once` reads once, so its history is the exporter's."""
     wait_for(lambda: len(demo.get("/api/v1/live")["history"]["seconds"]) >= 3, "a history")
     printed = top_once("--url", demo.url, environment=top_environment(PYTHONUTF8="1")).stdout
@@ -167,7 +167,7 @@ def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, sit
     assert len(devices) == 8
     assert all(re.fullmatch("[▁▂▃▄▅▆▇█ ]*[▁▂▃▄▅▆▇█]", line[begin:end].rstrip()) for line in devices), devices
 
-    terminal = sit("--url", demo.url, "--interval", "0.2", columns=160, lines=120)
+    terminal = open_top("--url", demo.url, "--interval", "0.2", columns=160, lines=120)
 
     def reported() -> list[str]:
         events = demo.get("/api/v1/events?limit=100")["events"]
@@ -197,13 +197,13 @@ def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, sit
 
 
 def test_refused_events_show_the_reason_and_the_rest_works(
-    node: EmulatedNode, start_exporter: StartExporter, sit: Sit, tmp_path: Path
+    node: EmulatedNode, start_exporter: StartExporter, open_top: OpenTop, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
     token.write_text("s3cret-and-long-enough")
     exporter = start_exporter(node, "--action.token-file", str(token), *QUICK)
     node.set_process(FOREIGN, 0, 3 * GIB)
-    terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
+    terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=120)
     terminal.until_shows(str(FOREIGN), "3.0G", "in use, 10 min")
     assert "last events" not in terminal.text
     terminal.type("e")
@@ -213,14 +213,14 @@ def test_refused_events_show_the_reason_and_the_rest_works(
     assert str(FOREIGN) in ended.stdout
     assert "last events" not in ended.stdout
     node.lose_device(1)
-    ended_now = sit("--url", exporter.url, "--token-file", str(token), columns=120)
+    ended_now = open_top("--url", exporter.url, "--token-file", str(token), columns=120)
     ended_now.until_shows("last events", "device lost", "GPU is lost")
 
 
-def test_a_resized_window_is_filled_and_nothing_wraps(demo: ExporterProcess, sit: Sit) -> None:
+def test_a_resized_window_is_filled_and_nothing_wraps(demo: ExporterProcess, open_top: OpenTop) -> None:
     # The variables do not change with the window.
     environment = top_environment(COLUMNS="40", LINES="10")
-    terminal = sit("--url", demo.url, environment=environment)
+    terminal = open_top("--url", demo.url, environment=environment)
     _until_rows(terminal)
     for columns, lines in ((200, 60), (100, 30), (80, 24)):
         terminal.resize(columns, lines)
@@ -236,8 +236,10 @@ def test_a_resized_window_is_filled_and_nothing_wraps(demo: ExporterProcess, sit
 
 
 @pytest.mark.parametrize(("changes", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_no_color_disables_colors(demo: ExporterProcess, sit: Sit, changes: dict[str, str], colored: bool) -> None:
-    terminal = sit("--url", demo.url, environment=top_environment(**changes))
+def test_no_color_disables_colors(
+    demo: ExporterProcess, open_top: OpenTop, changes: dict[str, str], colored: bool
+) -> None:
+    terminal = open_top("--url", demo.url, environment=top_environment(**changes))
     _until_rows(terminal)
     assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is colored
 
@@ -260,9 +262,9 @@ def _assert_restored(terminal: TerminalProgram) -> None:
     ],
 )
 def test_the_terminal_is_restored_after_every_end(
-    demo: ExporterProcess, sit: Sit, typed: str | None, sent: int | None, status: int
+    demo: ExporterProcess, open_top: OpenTop, typed: str | None, sent: int | None, status: int
 ) -> None:
-    terminal = sit("--url", demo.url)
+    terminal = open_top("--url", demo.url)
     _until_rows(terminal)
     assert terminal.modes() != terminal.modes_before
     if typed is not None:
@@ -273,19 +275,19 @@ def test_the_terminal_is_restored_after_every_end(
     _assert_restored(terminal)
 
 
-def test_a_broken_connection_ends_top(demo: ExporterProcess, sit: Sit) -> None:
-    terminal = sit("--url", demo.url)
+def test_a_broken_connection_ends_top(demo: ExporterProcess, open_top: OpenTop) -> None:
+    terminal = open_top("--url", demo.url)
     _until_rows(terminal)
     assert terminal.hang_up() == -signal.SIGHUP
 
 
-def test_the_terminal_is_restored_after_an_exception(demo: ExporterProcess, sit: Sit) -> None:
+def test_the_terminal_is_restored_after_an_exception(demo: ExporterProcess, open_top: OpenTop) -> None:
     code = (
         "import sys; from gpumem_exporter.cli import main; from gpumem_exporter.cli.top import view\n"
         "view.View.press = lambda *_: 1 / 0\n"
         "sys.exit(main.main())"
     )
-    terminal = sit(command=[sys.executable, "-c", code, "top", "--url", demo.url])
+    terminal = open_top(command=[sys.executable, "-c", code, "top", "--url", demo.url])
     _until_rows(terminal)
     terminal.type("j")
     assert terminal.wait() == 1
@@ -294,9 +296,9 @@ def test_the_terminal_is_restored_after_an_exception(demo: ExporterProcess, sit:
     assert b"ZeroDivisionError" in after
 
 
-def test_ctrl_z_restores_the_terminal_and_fg_continues(demo: ExporterProcess, sit: Sit) -> None:
+def test_ctrl_z_restores_the_terminal_and_fg_continues(demo: ExporterProcess, open_top: OpenTop) -> None:
     environment = top_environment(PS1="ready> ", ENV="")
-    terminal = sit(command=["sh", "-i"], environment=environment)
+    terminal = open_top(command=["sh", "-i"], environment=environment)
     terminal.until_shows("ready>")
     terminal.type(f"{' '.join(top_command('--url', demo.url))}\n")
     _until_rows(terminal)
@@ -315,8 +317,8 @@ def test_ctrl_z_restores_the_terminal_and_fg_continues(demo: ExporterProcess, si
     assert terminal.output.count(b"\x1b[?1049l") == 3
 
 
-def test_top_continues_after_sigstop(demo: ExporterProcess, sit: Sit) -> None:
-    terminal = sit("--url", demo.url)
+def test_top_continues_after_sigstop(demo: ExporterProcess, open_top: OpenTop) -> None:
+    terminal = open_top("--url", demo.url)
     _until_rows(terminal)
     terminal.signal(signal.SIGSTOP)
     terminal.signal(signal.SIGCONT)
@@ -327,11 +329,11 @@ def test_top_continues_after_sigstop(demo: ExporterProcess, sit: Sit) -> None:
 
 
 def test_without_an_exporter_no_sizes_are_shown_until_it_answers_again(
-    node: EmulatedNode, start_exporter: StartExporter, sit: Sit
+    node: EmulatedNode, start_exporter: StartExporter, open_top: OpenTop
 ) -> None:
     node.set_process(FOREIGN, 0, 3 * GIB)
     exporter = start_exporter(node, *QUICK)
-    terminal = sit("--url", exporter.url, "--interval", "0.2", columns=200)
+    terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=200)
     terminal.until_shows(str(FOREIGN), "3.0G")
     for stop, start in (
         (lambda: exporter.stop(signal.SIGKILL), exporter.start),
@@ -347,13 +349,13 @@ def test_without_an_exporter_no_sizes_are_shown_until_it_answers_again(
 
 
 def test_the_driver_replaces_the_exporter_until_it_answers(
-    node: EmulatedNode, start_exporter: StartExporter, sit: Sit, tmp_path: Path
+    node: EmulatedNode, start_exporter: StartExporter, open_top: OpenTop, tmp_path: Path
 ) -> None:
     node.set_process(FOREIGN, 0, 3 * GIB)
     node.set_process(FOREIGN + 1, 1, 2 * GIB)
     node.lose_device(1)
     socket = tmp_path / "exporter0" / "exporter.sock"
-    terminal = sit(
+    terminal = open_top(
         command=top_without_default_exporter(socket, "--interval", "0.2"),
         environment=top_environment(node.environment()),
         columns=200,
@@ -376,7 +378,7 @@ def test_the_driver_replaces_the_exporter_until_it_answers(
 
 
 def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, sit: Sit
+    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, open_top: OpenTop
 ) -> None:
     exporter = start_exporter(node, *QUICK)
     name = "\x1b]0;owned\x07[red]x[/red]"
@@ -399,7 +401,7 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     assert json.loads(top_once("--json", "--url", exporter.url, "--gpu", "1").stdout)["rows"] == []
     assert json.loads(top_once("--json", "--url", exporter.url, "--workload", name).stdout)["rows"]
 
-    terminal = sit("--url", exporter.url, "--interval", "0.2", columns=120)
+    terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=120)
     terminal.until_shows(f"{process.pid} 0", "?]0;owned?[red]x[/red]", "300M")
     assert b"\x1b]0;" not in terminal.output
     sizes = {name: short_bytes(reported()[field]) for name, field in _FIELDS.items()}
@@ -420,16 +422,18 @@ def test_a_process_is_shown_to_the_byte_named_harmlessly_and_cleared_after_a_yes
     terminal.type("c")
     terminal.until(asks, "the question")
     terminal.type("y")
-    said = terminal.until(lambda: not asks() and "300 MiB" in terminal.lines[-1] and terminal.lines[-1], "the result")
-    assert re.findall(r"\d+", said) == [str(process.pid), "300", "1", "1"]
+    message = terminal.until(
+        lambda: not asks() and "300 MiB" in terminal.lines[-1] and terminal.lines[-1], "the result"
+    )
+    assert re.findall(r"\d+", message) == [str(process.pid), "300", "1", "1"]
     after = {**sizes, "used": "612M", "reclaimable": "0B"}
     terminal.until(
         lambda: list(_process_rows(terminal).values()) == [after], f"the row without what was freed: {after}"
     )
 
 
-def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, sit: Sit) -> None:
-    terminal = sit("--url", demo.url, environment=top_environment(TERM="dumb"), columns=120)
+def test_a_dumb_terminal_is_wrong_usage(demo: ExporterProcess, open_top: OpenTop) -> None:
+    terminal = open_top("--url", demo.url, environment=top_environment(TERM="dumb"), columns=120)
     assert terminal.wait() == 2
     assert "top --once" in terminal.text
     assert b"\x1b" not in terminal.output

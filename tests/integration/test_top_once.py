@@ -110,10 +110,10 @@ def test_a_reader_that_exits_early_causes_no_traceback(demo: ExporterProcess) ->
 
 
 @pytest.mark.parametrize(
-    ("output", "status", "said"),
+    ("output", "status", "error"),
     [(">&-", 0, ""), (">/dev/full", 1, f"{os.strerror(errno.ENOSPC)}\n")],
 )
-def test_closed_or_full_output_causes_no_traceback(demo: ExporterProcess, output: str, status: int, said: str) -> None:
+def test_closed_or_full_output_causes_no_traceback(demo: ExporterProcess, output: str, status: int, error: str) -> None:
     for more in ((), ("--json",)):
         shell = f"{' '.join(top_command('--once', '--url', demo.url, *more))} {output}"
         ended = subprocess.run(
@@ -121,7 +121,7 @@ def test_closed_or_full_output_causes_no_traceback(demo: ExporterProcess, output
         )
         assert (ended.returncode, ended.stdout) == (status, "")
         assert ended.stderr.count("\n") == (status != 0)
-        assert ended.stderr.endswith(said)
+        assert ended.stderr.endswith(error)
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def check_prometheus(stack: Stack) -> str:
     assert files
     loaded = {group["file"] for group in get_json(PROMETHEUS, "/api/v1/rules")["data"]["groups"]}
     assert loaded == {f"/etc/prometheus/rules/{path.name}" for path in files}, loaded
-    wait_for("every rule to be evaluated without trouble", lambda: all(rule["health"] == "ok" for rule in rules()))
+    wait_for("every rule to be evaluated without an error", lambda: all(rule["health"] == "ok" for rule in rules()))
     wait_for(
         "the Alertmanager to be known",
         lambda: get_json(PROMETHEUS, "/api/v1/alertmanagers")["data"]["activeAlertmanagers"],
@@ -211,9 +211,9 @@ def check_actions(stack: Stack) -> str:
         connection.close()
     assert answer.status == 403, (answer.status, detail)
     assert "--action.token-file" in detail, detail
-    told = stack.inside("gpumem-demo-1", "gpumem-exporter", "clear", "--all", "--dry-run").strip().splitlines()[-1]
-    assert re.search(r"[1-9].* GiB\b.*\b([1-9]\d*) of \1\b", told), told
-    return told
+    summary = stack.inside("gpumem-demo-1", "gpumem-exporter", "clear", "--all", "--dry-run").strip().splitlines()[-1]
+    assert re.search(r"[1-9].* GiB\b.*\b([1-9]\d*) of \1\b", summary), summary
+    return summary
 
 
 def check_demo(stack: Stack) -> str:
@@ -335,16 +335,16 @@ CHECKS: tuple[Callable[[Stack], str], ...] = (
 def wait_for(what: str, condition: Callable[[], Any], limit_seconds: float = WAIT_SECONDS) -> None:
     """Wait until a condition is true; an error of the condition counts as false."""
     deadline = time.monotonic() + limit_seconds
-    trouble: Exception | None = None
+    failure: Exception | None = None
     while time.monotonic() < deadline:
         try:
             if condition():
                 return
-            trouble = None
+            failure = None
         except (AssertionError, OSError, ValueError, LookupError, http.client.HTTPException) as error:
-            trouble = error
+            failure = error
         time.sleep(0.2)
-    raise AssertionError(f"waited {limit_seconds:g} s for {what}: {trouble or 'the condition is false'}")
+    raise AssertionError(f"waited {limit_seconds:g} s for {what}: {failure or 'the condition is false'}")
 
 
 def get(port: int, path: str) -> str:
@@ -384,12 +384,12 @@ def main() -> int:
         for check in CHECKS:
             sentence = " ".join((check.__doc__ or "").split())
             try:
-                figures = check(stack)
+                values = check(stack)
             except (AssertionError, LookupError, OSError, ValueError, subprocess.SubprocessError) as error:
                 stack.print_logs()
                 print(f"FAILED  {sentence}\n{error}", file=sys.stderr)
                 return 1
-            print(f"ok  {sentence}: {figures}", flush=True)
+            print(f"ok  {sentence}: {values}", flush=True)
     print(f"all {len(CHECKS)} checks passed; Grafana was not started, because no package has its image")
     return 0
 

@@ -40,13 +40,6 @@ WITH_LEGEND = {"timeseries", "status-history", "xychart"}
 AT_THE_END = {"stat", "bargauge", "table"}
 
 
-class _Sentinel(dict[str, str]):
-    """Maps each variable to its name in angle brackets."""
-
-    def __missing__(self, name: str) -> str:
-        return f"<{name}>"
-
-
 def parsed(expression: str) -> Any:
     """Parse an expression; each variable is replaced by its name in angle brackets."""
     lists = (*VARIABLES.values(), *ONE_OF.values())
@@ -70,7 +63,7 @@ def selectors(tree: Any) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     return ((node, above) for node, above in nodes(tree) if isinstance(node, promql.VectorSelector))
 
 
-def asked(dashboard: Dashboard) -> Iterator[Query]:
+def all_queries(dashboard: Dashboard) -> Iterator[Query]:
     """Yield every query, including those of variables."""
     yield from queries(dashboard)
     for variable in dashboard["templating"]["list"]:
@@ -130,7 +123,7 @@ def panels_use_the_query_type_of_their_kind(dashboard: Dashboard) -> Iterator[st
 
 def selectors_match_variables_with_the_right_operator(dashboard: Dashboard) -> Iterator[str]:
     several = {variable["name"]: bool(variable.get("multi")) for variable in dashboard["templating"]["list"]}
-    for query in asked(dashboard):
+    for query in all_queries(dashboard):
         for name in re.findall(r"\$\{?([a-z]+)", query.expression):
             if name not in several:
                 yield f"{query.where}: there is no variable {name}"
@@ -141,7 +134,7 @@ def selectors_match_variables_with_the_right_operator(dashboard: Dashboard) -> I
 
 def every_selector_has_the_node(dashboard: Dashboard) -> Iterator[str]:
     of_variable = f"{dashboard['uid']} / variable node"
-    for query in asked(dashboard):
+    for query in all_queries(dashboard):
         for selector, _ in selectors(parsed(query.expression)):
             chosen = {matcher.name: matcher.value for matcher in selector.matchers.matchers}
             if chosen.get("instance") != "<node>" and query.where != of_variable:
@@ -149,7 +142,7 @@ def every_selector_has_the_node(dashboard: Dashboard) -> Iterator[str]:
 
 
 def only_counters_have_rates(dashboard: Dashboard) -> Iterator[str]:
-    for query in asked(dashboard):
+    for query in all_queries(dashboard):
         if "$__interval" in query.expression:
             yield f"{query.where}: $__interval may be shorter than two scrapes; use $__rate_interval"
         for selector, above in selectors(parsed(query.expression)):
@@ -167,7 +160,7 @@ def only_counters_have_rates(dashboard: Dashboard) -> Iterator[str]:
 
 def pids_are_joined_with_the_node(dashboard: Dashboard) -> Iterator[str]:
     """Without the node, joins and groups merge processes with the same pid."""
-    for query in asked(dashboard):
+    for query in all_queries(dashboard):
         for node, _ in nodes(parsed(query.expression)):
             grouping = isinstance(node, promql.AggregateExpr) and node.modifier is not None
             if grouping and "pid" in node.modifier.labels and "instance" not in node.modifier.labels:
@@ -184,7 +177,7 @@ def pids_are_joined_with_the_node(dashboard: Dashboard) -> Iterator[str]:
 
 def count_values_has_sorted_labels(dashboard: Dashboard) -> Iterator[str]:
     """Prometheus up to 2.42 sorts the grouping of a count_values in place, including its new label."""
-    for query in asked(dashboard):
+    for query in all_queries(dashboard):
         for grouping, label in re.findall(r'count_values by \(([^)]*)\) \("(\w+)"', query.expression):
             names = [*re.split(r",\s*", grouping), label]
             if names != sorted(names):
@@ -192,7 +185,7 @@ def count_values_has_sorted_labels(dashboard: Dashboard) -> Iterator[str]:
 
 
 def only_known_labels_and_no_recording_rules(dashboard: Dashboard) -> Iterator[str]:
-    for query in asked(dashboard):
+    for query in all_queries(dashboard):
         tree = parsed(query.expression)
         for selector, _ in selectors(tree):
             if ":" in (selector.name or ""):

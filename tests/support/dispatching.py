@@ -88,9 +88,9 @@ class Ranks(Bench):
 
     def says(self, process: ReportingProcess, *waiting: str) -> ReportingProcess:
         """Let the process report again with these waiting commands."""
-        told = dataclasses.replace(process, report=dataclasses.replace(process.report, waiting=waiting))
-        self.dispatcher.take_results(told)
-        return told
+        reported = dataclasses.replace(process, report=dataclasses.replace(process.report, waiting=waiting))
+        self.dispatcher.take_results(reported)
+        return reported
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:

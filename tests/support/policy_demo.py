@@ -56,7 +56,7 @@ class DemoBench:
             limits=UNLIMITED,
         )
         self.engine = Engine(rules, stale_seconds=5.0)
-        self.asked: dict[str, Decision] = {}
+        self.pending: dict[str, Decision] = {}
         self.decided: list[tuple[float, Decision]] = []
         self.reporters: dict[int, Reporter] = {}
 
@@ -107,10 +107,10 @@ class DemoBench:
             reporter.results = process.run_commands(Reply(commands=tuple(commands)))
 
     def _follow_the_policy(self) -> None:
-        for action_id in list(self.asked):
+        for action_id in list(self.pending):
             action = self.dispatcher.get(action_id)
             if action is not None and action.finished:
-                self._take(self.asked.pop(action_id), action)
+                self._take(self.pending.pop(action_id), action)
         found = self.engine.evaluate(self.store.snapshot(self.now), self.dispatcher.under_way)
         self.stops += found.stops
         for decision in found.decisions:
@@ -119,7 +119,7 @@ class DemoBench:
             if action.finished:
                 self._take(decision, action)
             else:
-                self.asked[action.id] = decision
+                self.pending[action.id] = decision
 
     def _take(self, decision: Decision, action: Action) -> None:
         stop = self.engine.finished(decision, action, self.now)

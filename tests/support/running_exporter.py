@@ -33,14 +33,14 @@ ACTIONS = "/api/v1/actions"
 class ScriptedProvider:
     """A driver with two devices. `hanging` makes every call block; `error` makes it unavailable.
 
-    `let_go` counts how often it was released.
+    `release_count` counts its releases.
     """
 
     source = "nvml"
 
     def __init__(self) -> None:
         self.error = ""
-        self.let_go = 0
+        self.release_count = 0
         self.hanging = threading.Event()
         self.released = threading.Event()
         self.stuck = threading.Event()
@@ -60,7 +60,7 @@ class ScriptedProvider:
         pass
 
     def release(self) -> None:
-        self.let_go += 1
+        self.release_count += 1
 
     def driver_version(self) -> str:
         return "999.1"
@@ -85,13 +85,13 @@ class ScriptedHost:
     """A host on which a reporter's pid is the host's pid."""
 
     dead: set[int] = field(default_factory=set)
-    asked: list[tuple[int, int | None]] = field(default_factory=list)
+    lookups: list[tuple[int, int | None]] = field(default_factory=list)
 
     def facts(self, pid: int) -> ProcessFacts | None:
         return ProcessFacts(pid, 1000, command="python train.py", user="ada")
 
     def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
-        self.asked.append((identity.pid, peer_pid))
+        self.lookups.append((identity.pid, peer_pid))
         return identity.pid
 
     def program(self, host_pid: int) -> int | None:

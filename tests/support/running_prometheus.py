@@ -68,7 +68,7 @@ class RunningPrometheus:
         wait_for(self._ready, "Prometheus")
 
     def log(self) -> str:
-        """All that it has written."""
+        """The log."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 

@@ -61,9 +61,7 @@ def _doctor(options: ConnectionOptions) -> int:
     findings = tuple(diagnose(options))
     verdict = verdict_of(findings)
     if options.as_json:
-        # `fix` had another name before. Both are printed for one version.
-        documents = [{**asdict(finding), "mend": finding.fix} for finding in findings]
-        print_json({"verdict": verdict, "findings": documents})
+        print_json({"verdict": verdict, "findings": [asdict(finding) for finding in findings]})
     else:
         _print(findings)
     return FAILED if verdict == FAIL else 0

@@ -69,8 +69,7 @@ def _release(options: NvmlOptions) -> int:
 def _attach(options: NvmlOptions) -> int:
     """Attach NVML again after release-nvml.
 
-    If the driver is missing, the exporter tries it at once. If the driver does not answer yet, the exporter attaches
-    as soon as it does.
+    The exporter tries the driver at once. If the driver does not answer yet, the exporter attaches as soon as it does.
     """
     answer = _post("attach", options)
     state = answer.get("state")

@@ -1,4 +1,4 @@
-"""`plan`: batch size, accumulation and where the memory goes, before a job runs."""
+"""`plan`: batch size, gradient accumulation and memory of a job before it runs."""
 
 from __future__ import annotations
 
@@ -70,10 +70,10 @@ class PlanOptions:
     attention: Annotated[str, typer.Option("--attention", help="auto, flash, efficient, math or cudnn.")] = "auto"
     convolution: Annotated[str, typer.Option("--convolution", help="cudnn, or native if cuDNN is off.")] = "cudnn"
     checkpointing: Annotated[bool, typer.Option("--checkpointing", help="Recompute the repeated blocks.")] = False
-    layers: Annotated[
-        int | None, typer.Option("--layers", help="Blocks of a transformer that is described, not coded.")
-    ] = None
-    hidden: Annotated[int | None, typer.Option("--hidden", help="Width of the transformer.")] = None
+    layers: Annotated[int | None, typer.Option("--layers", help="Without a model: number of transformer blocks.")] = (
+        None
+    )
+    hidden: Annotated[int | None, typer.Option("--hidden", help="Without a model: width of the transformer.")] = None
     sequence: Annotated[int | None, typer.Option("--sequence", help="Tokens of one sample.")] = None
     parameters: Annotated[float | None, typer.Option("--parameters", help="Number of parameters: 7e9.")] = None
     vocabulary: Annotated[int, typer.Option("--vocabulary", help="Number of different tokens.")] = 32000
@@ -121,16 +121,16 @@ def build(name: str) -> typer.Typer:
 def plan(options: PlanOptions) -> int:
     """Predict the GPU memory of a training job before it runs.
 
-    Builds the model in a process of its own and trains it for a few steps on tensors without values, which needs no GPU
-    and almost no memory. The allocations go through a model of PyTorch's allocator. --profile measures on a GPU
-    instead. A transformer can also be described by its dimensions.
+    Builds the model in a separate process and simulates a few training steps, which needs no GPU and almost no memory.
+    The tensors have no values; a model of PyTorch's allocator places them. --profile measures on a GPU instead. Without
+    a model, describe a transformer by its dimensions.
 
     Exit code 1: not even a batch of one sample fits.
     """
     if options.restore:
         return restore_files(options.restore)
     if bool(options.apply) != bool(options.map):
-        raise ConfigurationError("--apply FILE and --map KEY=VALUE need each other")
+        raise ConfigurationError("--apply FILE and --map KEY=VALUE must be used together")
     made = _plan(options)
     if options.as_json:
         print_json(made.as_dict())
@@ -165,7 +165,7 @@ def _coded_job(options: PlanOptions) -> Job:
     if options.layers is not None or options.parameters is not None:
         raise ConfigurationError("use either a model or --layers and --parameters, not both")
     if not options.inputs:
-        raise ConfigurationError("--input is missing: write the model's arguments, as --input 'float32[B,3,224,224]'")
+        raise ConfigurationError("no --input; give the model's arguments, such as --input 'float32[B,3,224,224]'")
     inputs = tuple(map(parse_tensor, options.inputs))
     targets = tuple(map(parse_tensor, options.targets or ()))
     return Job(
@@ -229,12 +229,12 @@ def _smallest_gpu(overhead_bytes: int | None) -> Gpu:
         devices = [(provider.read_memory(device.uuid), device.name) for device in provider.devices()]
     except NvmlError as error:
         raise ConfigurationError(
-            f"--gpu is missing, such as --gpu 80GiB, and this node's cannot be read: {error}"
+            f"give --gpu, such as --gpu 80GiB; this node's GPUs cannot be read: {error}"
         ) from error
     finally:
         provider.close()
     if not devices:
-        raise ConfigurationError("--gpu is missing, such as --gpu 80GiB, and this node has no GPU")
+        raise ConfigurationError("give --gpu, such as --gpu 80GiB; this node has no GPU")
     memory, name = min(devices, key=lambda device: device[0].total_bytes)
     overhead = DEFAULT_OVERHEAD_BYTES if overhead_bytes is None else overhead_bytes
     return Gpu(name, memory.total_bytes, max(overhead, memory.reserved_bytes or 0))

@@ -39,7 +39,7 @@ e shows the events, ? helps, q quits.
 
 \b
 --once --json prints one document:
-  exporter   the address that answered; null if the driver alone was read
+  exporter   the address that answered; null if only the driver was read
   source     nvml, or demo for simulated devices
   taken_unix_seconds, nvml, devices
              as GET /api/v1/devices has them; a device's ledger is null without an exporter
@@ -100,7 +100,7 @@ def build(name: str) -> typer.Typer:
 def _top(options: TopOptions) -> int:
     """Show devices, their ledgers and the processes on them, live.
 
-    If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads the driver alone: devices and
+    If no exporter answers, and neither --url nor GPUMEM_EXPORTER_URL is set, `top` reads only the driver: devices and
     the memory of each process. A dash is a value that is not known.
     """
     view = options.view()

@@ -46,7 +46,7 @@ def check_version(health: Mapping[str, Any]) -> Iterator[Finding]:
     if version == __version__:
         yield Finding("version", PASS, f"{version}, the same as here")
     else:
-        fix = "install the same version in both places; until then they work together"
+        fix = "install the same version in both places; different versions still work together"
         detail = f"the exporter has {version or 'an unknown version'}, this command {__version__}"
         yield Finding("version", WARN, detail, fix)
 

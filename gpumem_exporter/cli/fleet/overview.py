@@ -1,4 +1,4 @@
-"""The devices of a fleet: what each exporter reports about its own, and the sums."""
+"""The devices of a fleet, as each exporter reports them, and the sums."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class Overview:
         return {"exporters": exporters, "warnings": list(self.warnings)}
 
     def tables(self) -> Iterator[RenderableType]:
-        """Yield a row for each device, the errors, and the sums last, which a shell's user sees first."""
+        """Yield the output of `fleet info`. The sums are last, because a shell shows the end of the output."""
         yield from self._demo_notice()
         yield from self._devices()
         yield from self._errors()
         yield self._sums()
 
     def screen(self) -> Iterator[RenderableType]:
-        """Yield the same for a screen, which cuts off its end: the devices come last."""
+        """Yield the output of `fleet top`. The devices are last, because a screen shows the start of the output."""
         yield from self._demo_notice()
         yield self._sums()
         yield from self._errors()

@@ -86,7 +86,7 @@ class TargetProcess:
 
     @property
     def api_target(self) -> dict[str, Any]:
-        """The process as the target of a request, with all that distinguishes it from a later one with its pid."""
+        """The target of a request. Its labels exclude a later process with the same pid."""
         identity = {"pid": self.pid, "workload": self.workload, "rank": self.rank}
         return {name: value for name, value in identity.items() if value is not None}
 

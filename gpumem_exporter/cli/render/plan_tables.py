@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 __all__ = ["show_plan"]
 
 _SOURCES = {
-    "model": "the model, run on tensors without values",
-    "profile": "steps measured on this machine's GPU, and a line fitted to them",
-    "description": "a transformer of these sizes",
+    "model": "a simulated training step of the model",
+    "profile": "training steps measured on this machine's GPU",
+    "description": "the sizes of a transformer",
 }
 
 
@@ -28,22 +28,22 @@ def show_plan(plan: Plan) -> None:
 
 def _answer(plan: Plan) -> list[RenderableType]:
     gpu = plan.gpu
-    room = (
-        f"{gpu.name}: {human_bytes(gpu.total_bytes)}, of which {human_bytes(gpu.free_bytes)} for tensors; "
-        f"planned with {plan.margin:.0%} of that"
+    device = (
+        f"{gpu.name}: {human_bytes(gpu.total_bytes)}, {human_bytes(gpu.free_bytes)} of it for tensors; "
+        f"the plan uses {plan.margin:.0%} of that"
     )
-    lines = [plain(f"from    {_SOURCES[plan.source]}"), plain(f"device  {room}")]
+    lines = [plain(f"from    {_SOURCES[plan.source]}"), plain(f"device  {device}")]
     if not plan.fits:
-        least = human_bytes(plan.reserved_peak_bytes)
-        return [*lines, plain(f"fits    no: a batch of {plan.batch} takes {least}", style="bold")]
+        peak = human_bytes(plan.reserved_peak_bytes)
+        return [*lines, plain(f"fits    no: a batch of {plan.batch} needs {peak}", style="bold")]
     lines.append(plain(f"fits    up to a batch of {plan.largest_batch}", style="bold"))
     steps = f"accumulate {plan.accumulation}, " if plan.accumulation > 1 else ""
-    over = f" over {plan.devices} devices" if plan.devices > 1 else ""
-    use = f"use     a batch of {plan.batch}, {steps}effective batch {plan.effective_batch}{over}"
+    devices = f" on {plan.devices} devices" if plan.devices > 1 else ""
+    use = f"use     a batch of {plan.batch}, {steps}effective batch {plan.effective_batch}{devices}"
     if plan.target_effective_batch not in (None, plan.effective_batch):
         use += f" (requested {plan.target_effective_batch}, which does not divide evenly)"
     peaks = (
-        f"peak    {human_bytes(plan.reserved_peak_bytes)} reserved, {human_bytes(plan.allocated_peak_bytes)} in tensors"
+        f"peak    {human_bytes(plan.reserved_peak_bytes)} reserved, {human_bytes(plan.allocated_peak_bytes)} allocated"
     )
     return [*lines, plain(use), plain(peaks)]
 

@@ -17,36 +17,36 @@ from gpumem_exporter.errors import GpumemError
 __all__ = ["Clearing", "Note", "OpenApi"]
 
 OpenApi = Callable[[str], ExporterApi]
-"""Makes the API of the exporter at an address."""
+"""Returns the API of the exporter at an address."""
 
 _DEADLINE_SECONDS, _WAIT_SECONDS = 10.0, 15.0
-_QUESTION_STANDS_SECONDS = 30.0
-"""After this time the sizes in the question are too old for a yes."""
+_QUESTION_SECONDS = 30.0
+"""After this time the sizes in the question are too old for an answer."""
 _SHOWN_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """A sentence for the reader, and whether it waits for a yes."""
+    """A message at the bottom of the screen. A note with a target is a question."""
 
     text: str
     ends_seconds: float
-    """When it disappears, by the monotonic clock."""
+    """When the note disappears, by the monotonic clock."""
     target: Mapping[str, Any] | None = None
-    """Of a question: what a yes would clear."""
+    """The process that the answer yes clears; None for a note without a question."""
 
     @property
     def asks(self) -> bool:
-        """It waits for an answer."""
+        """Whether the note waits for an answer."""
         return self.target is not None
 
 
 class Clearing:
-    """Asks for clears beside the screen. The screen's thread alone calls it.
+    """Requests clears in a thread of its own. Only the screen's thread calls it.
 
     Args:
-        open_api: makes the way to the exporter that is on the screen.
-        notify: called from another thread when there is something new to say.
+        open_api: opens the API of the exporter on the screen.
+        notify: called from another thread when the note has changed.
     """
 
     def __init__(
@@ -63,35 +63,35 @@ class Clearing:
         self._busy = False
 
     def note(self) -> Note | None:
-        """What there is to say now; None for nothing."""
+        """Return the current note; None if there is none."""
         note = self._note
         return note if note is not None and self._clock() < note.ends_seconds else None
 
     def ask(self, row: Row | None, url: str) -> None:
-        """Find out how much a clear of a row's process would free, and ask the user whether to do it."""
+        """Request a dry run for a row's process. Its result becomes a question."""
         refusal = _refusal(row, url)
         if self._busy or row is None or refusal:
-            self._tell(refusal or "an action is still running")
+            self._show(refusal or "an action is still running")
             return
         target = {"pid": row.pid, **{name: getattr(row, name) for name in ("workload", "rank") if getattr(row, name)}}
         self._url = url
-        self._start(target, dry_run=True, saying=f"asking how much a clear of pid {row.pid} would free …")
+        self._start(target, dry_run=True, text=f"dry run of a clear of pid {row.pid} …")
 
     def answer(self, *, yes: bool) -> None:
-        """Do what the question was about, or drop it."""
+        """Clear the process of the question, or drop the question."""
         note = self.note()
         self._note = None
         if note is not None and note.target is not None and yes:
-            self._start(note.target, dry_run=False, saying=f"clearing pid {note.target['pid']} …")
+            self._start(note.target, dry_run=False, text=f"clearing pid {note.target['pid']} …")
 
     def dismiss(self) -> None:
-        """Whatever was said has been read."""
+        """Remove the note, unless an action is running."""
         if not self._busy:
             self._note = None
 
-    def _start(self, target: Mapping[str, Any], *, dry_run: bool, saying: str) -> None:
+    def _start(self, target: Mapping[str, Any], *, dry_run: bool, text: str) -> None:
         self._busy = True
-        self._note = Note(saying, self._clock() + 2 * _WAIT_SECONDS)
+        self._note = Note(text, self._clock() + 2 * _WAIT_SECONDS)
         threading.Thread(
             target=self._run, args=(target, dry_run, self._url), name="gpumem-top-clear", daemon=True
         ).start()
@@ -119,13 +119,13 @@ class Clearing:
         results = action.get("results") or []
         problems = list(reasons(results))
         outcome = f"pid {target['pid']}: {summary(action, dry_run=dry_run)}"
-        said = one_line(" ".join(problems) or outcome)
+        text = one_line(" ".join(problems) or outcome)
         frees = any(result.get("freed_bytes") != 0 for result in results)
         if dry_run and frees and not problems:
-            return Note(f"{said} Clear it? y/n", self._clock() + _QUESTION_STANDS_SECONDS, target)
-        return Note(said, self._clock() + _SHOWN_SECONDS)
+            return Note(f"{text} Clear it? y/n", self._clock() + _QUESTION_SECONDS, target)
+        return Note(text, self._clock() + _SHOWN_SECONDS)
 
-    def _tell(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         if not self._busy:
             self._note = Note(text, self._clock() + _SHOWN_SECONDS)
 

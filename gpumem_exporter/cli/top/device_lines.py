@@ -1,4 +1,4 @@
-"""The devices of `top`: a line each, with the ledger as a bar and as sizes."""
+"""The devices of `top`: one line for each, with the ledger as a bar and as sizes."""
 
 from __future__ import annotations
 
@@ -22,58 +22,58 @@ __all__ = ["device_lines", "legend"]
 Device = Mapping[str, Any]
 
 _WIDE = 120
-"""The width from which every part of the bar has its size, and the headings are the legend."""
-_BUSY_WIDTH, _FIGURE_WIDTH = 5, 6
+"""From this width, each part of the bar has a column with its size, and the headings are the legend."""
+_BUSY_WIDTH, _SIZE_WIDTH = 5, 6
 _NAME_WIDTHS = (16, 28)
-"""The most that a name gets, on a narrow and on a wide screen."""
-_UNCUT = 180
-"""What is left beside a name that is shown whole."""
+"""The longest shown name, on a narrow and on a wide screen."""
+_FULL_NAME_REST = 180
+"""A name is not cut if this number of columns is left beside it."""
 _LONGEST_BAR = 100
 _PAST_HEADING = "in use, 10 min"
 _MAKER = "NVIDIA "
 _RECLAIMABLE = SEGMENTS[1]
-_LEAST_BARS = (20, 12)
-"""What is left of the bar beside the last ten minutes, on a narrow and on a wide screen."""
-_MEMORY_ALONE: tuple[Segment, ...] = (
+_SHORTEST_BARS = (20, 12)
+"""The shortest bar beside the last ten minutes, on a narrow and on a wide screen."""
+_DRIVER_SEGMENTS: tuple[Segment, ...] = (
     Segment("used", ("used",), "█", "#", "blue"),
     Segment("reserved by the driver", ("reserved",), "░", "-", "magenta"),
     SEGMENTS[-1],
 )
-"""The bar of a device that only NVML knows."""
+"""The parts of the bar without an exporter."""
 
 
 def device_lines(
-    devices: Sequence[Device], past: Past, now: float, width: int, *, unicode_output: bool, most: int
+    devices: Sequence[Device], past: Past, now: float, width: int, *, unicode_output: bool, max_devices: int
 ) -> list[Text]:
-    """A heading and a line for each device; empty where there is no device.
+    """Return a heading and a line for each device; empty if there is no device.
 
     Args:
-        devices: as `/api/v1/devices` has them.
-        past: their last ten minutes, which are shown where there is room for them.
-        now: at which these end, by the clock of `past`.
-        width: of the screen.
-        unicode_output: the terminal shows more than ASCII.
-        most: lines of devices; where there are more devices, the last line counts the others.
+        devices: from `/api/v1/devices`.
+        past: the last ten minutes of the devices, shown if there is space.
+        now: the end of these ten minutes, by the clock of `past`.
+        width: the columns of the screen.
+        unicode_output: whether the terminal shows more than ASCII.
+        max_devices: the number of lines. If there are more devices, the last line has their number.
     """
-    if not devices or most <= 0:
+    if not devices or max_devices <= 0:
         return []
     wide = width >= _WIDE and _with_ledgers(devices)
     gpu_width = width_of((_gpu(device) for device in devices), 3)
     name_width = width_of(map(_name, devices), 6)
-    if width - name_width < _UNCUT:
+    if width - name_width < _FULL_NAME_REST:
         name_width = min(name_width, _NAME_WIDTHS[wide])
-    headings = _figure_headings(devices, wide, unicode_output)
-    size_widths = [max(_FIGURE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
+    headings = _size_headings(devices, wide, unicode_output)
+    size_widths = [max(_SIZE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
     room = width - (gpu_width + name_width + _BUSY_WIDTH + sum(size_widths) + 3 + len(size_widths))
     past_width = _past_width(room, wide) if unicode_output and _has_past(devices, past) else 0
     bar_width = max(8, min(_LONGEST_BAR, room - (past_width + 1 if past_width else 0)))
 
-    def built(first: Sequence[Text], sizes: Sequence[Text]) -> Text:
+    def build_line(first: Sequence[Text], sizes: Sequence[Text]) -> Text:
         sized = [cell(value, size, right=True) for value, size in zip(sizes, size_widths, strict=True)]
         return line([*first, *sized], width)
 
     lines = [
-        built(
+        build_line(
             [
                 cell("gpu", gpu_width, style="bold"),
                 cell("device", name_width, style="bold"),
@@ -84,7 +84,7 @@ def device_lines(
             headings,
         )
     ]
-    shown = devices if len(devices) <= most else devices[: most - 1]
+    shown = devices if len(devices) <= max_devices else devices[: max_devices - 1]
     for device in shown:
         first = [
             cell(_gpu(device), gpu_width),
@@ -99,30 +99,30 @@ def device_lines(
                 total_bytes = (device.get("memory") or {}).get("total_bytes")
                 first.append(sparkline(past.get(device.get("uuid") or "", ()), total_bytes, past_width, now))
             bar = _bar(device, bar_width, unicode_output)
-            lines.append(built([*first, bar], _figures(device, wide, _with_ledgers(devices))))
+            lines.append(build_line([*first, bar], _sizes(device, wide, _with_ledgers(devices))))
     if len(shown) < len(devices):
         lines.append(plain(f"and {len(devices) - len(shown)} more devices: a taller screen or --gpu shows them", "dim"))
     return lines
 
 
 def legend(devices: Sequence[Device], width: int, *, unicode_output: bool) -> Text | None:
-    """What the bars' characters mean; None where the headings say it."""
+    """Return the meaning of the bars' characters; None if the headings show it."""
     if not devices or (width >= _WIDE and _with_ledgers(devices)):
         return None
-    parts = SEGMENTS if _with_ledgers(devices) else _MEMORY_ALONE
+    parts = SEGMENTS if _with_ledgers(devices) else _DRIVER_SEGMENTS
     return line([_key(segment, unicode_output) for segment in parts], width, gap="  ")
 
 
 def _has_past(devices: Sequence[Device], past: Past) -> bool:
-    """More is known of them than what is now."""
+    """Whether a device has more than one point."""
     return any(len(past.get(device.get("uuid") or "", ())) > 1 for device in devices)
 
 
 def _past_width(room: int, wide: bool) -> int:
-    """How much of the room for the bar the last ten minutes get; 0 where the bar needs it."""
+    """The width of the last ten minutes; 0 if the bar needs the space."""
     for width in WIDTHS:
         bar = room - width - 1
-        if bar >= _LEAST_BARS[wide] and bar * 5 >= width * 4:
+        if bar >= _SHORTEST_BARS[wide] and bar * 5 >= width * 4:
             return width
     return 0
 
@@ -136,14 +136,14 @@ def _key(segment: Segment, unicode_output: bool) -> Text:
     return key.append(f" {segment.name}", style="")
 
 
-def _figure_headings(devices: Sequence[Device], wide: bool, unicode_output: bool) -> list[Text]:
+def _size_headings(devices: Sequence[Device], wide: bool, unicode_output: bool) -> list[Text]:
     if wide:
         return [*(_key(segment, unicode_output) for segment in SEGMENTS), plain("total", "bold")]
     reclaim = [plain("reclaim", f"bold {_RECLAIMABLE.style}")] if _with_ledgers(devices) else []
     return [plain("used", "bold"), *reclaim, plain("free", "bold"), plain("total", "bold")]
 
 
-def _figures(device: Device, wide: bool, with_ledgers: bool) -> list[Text]:
+def _sizes(device: Device, wide: bool, with_ledgers: bool) -> list[Text]:
     memory = device.get("memory") or {}
     ledger = device.get("ledger") or {}
     if wide:
@@ -169,7 +169,7 @@ def _bar(device: Device, width: int, unicode_output: bool) -> Text:
     if not ledger:
         memory = device.get("memory") or {}
         ledger = {name: memory.get(f"{name}_bytes") or 0 for name in ("used", "reserved", "free")}
-        segments = _MEMORY_ALONE
+        segments = _DRIVER_SEGMENTS
     drawn = plain("")
     for segment, length in zip(segments, bar_lengths(ledger, width, segments), strict=True):
         drawn.append((segment.character if unicode_output else segment.ascii_character) * length, style=segment.style)

@@ -1,4 +1,4 @@
-"""The driver, read directly, as the exporter's documents; values that only reporters know are null."""
+"""Reads the driver directly, into the exporter's documents. Values that only reporters know are null."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["DriverReader", "open_driver"]
 
 
 class DriverReader:
-    """Reads the node without an exporter. One thread uses it; it blocks as the driver does."""
+    """Reads the node without an exporter. Not thread-safe; blocks while the driver blocks."""
 
     def __init__(self, provider: Provider, host: Host) -> None:
         self._provider = provider
         self._reader = NodeReader(provider, host, clock=time.monotonic, wall_clock=time.time)
 
     def read(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """Devices and processes, without ledgers and without states of processes.
+        """Return the documents of devices and processes, without ledgers and process states.
 
         Raises:
             NvmlUnavailableError: there is no driver, or it does not answer.
@@ -49,7 +49,7 @@ class DriverReader:
 
 
 def open_driver() -> DriverReader:
-    """The node's own driver, by NVML."""
+    """Return a reader of this node's driver."""
     # The screen shows the error. A line in the log would overwrite the screen.
     logging.getLogger("gpumem_exporter").addHandler(logging.NullHandler())
     from gpumem_exporter.host import LinuxHost

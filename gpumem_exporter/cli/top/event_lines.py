@@ -1,4 +1,4 @@
-"""The events of `top`: a line each, the newest first, in the live page's words."""
+"""The events of `top`, the newest first, in the words of the live page."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _NAMES = {
 }
 _NAME_WIDTH = max(len(name) for name, _ in _NAMES.values())
 _LONGEST_NAME = 20
-"""The longest shown name of a type that a newer exporter may have."""
+"""The longest shown name of an event type that this version does not know."""
 
 
 def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
-    """Those that are not about another device or workload than the chosen ones; the newest first."""
+    """Return the events, newest first, without those of devices and workloads that the user did not choose."""
     chosen = [
         event
         for event in events
@@ -47,13 +47,13 @@ def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
 def event_lines(
     events: Sequence[Event], width: int, now_unix_seconds: float | None, *, unicode_output: bool, cut: bool = True
 ) -> list[list[Text]]:
-    """The lines of each event: the local time, with the day where that is not the day of now, what it was, and whose.
+    """Return the lines of each event: local time, type and description. An event of another day has its date.
 
     Args:
-        events: as `/api/v1/events` has them.
-        width: of the screen.
-        now_unix_seconds: by the clock of the events; None where that is not known.
-        unicode_output: the terminal shows more than ASCII.
+        events: from `/api/v1/events`.
+        width: the columns of the screen.
+        now_unix_seconds: by the clock of the events; None if unknown.
+        unicode_output: whether the terminal shows more than ASCII.
         cut: whether each event is cut to one line.
     """
     from rich.console import Console
@@ -65,23 +65,26 @@ def event_lines(
     blank = [cell("", time_width), cell("", name_width)]
     room = max(1, width - time_width - name_width - 2)
     drawn = []
-    for event, moment, (name, style) in zip(events, times, names, strict=True):
-        start = [cell(moment, time_width, style="dim"), cell(name, name_width, style=style, ellipsis=unicode_output)]
-        said = plain(_said(event))
-        parts = [cell(said, room, ellipsis=unicode_output)] if cut else list(said.wrap(console, room)) or [said]
+    for event, shown_time, (name, style) in zip(events, times, names, strict=True):
+        start = [
+            cell(shown_time, time_width, style="dim"),
+            cell(name, name_width, style=style, ellipsis=unicode_output),
+        ]
+        text = plain(_description(event))
+        parts = [cell(text, room, ellipsis=unicode_output)] if cut else list(text.wrap(console, room)) or [text]
         drawn.append([line([*(start if part is parts[0] else blank), part], width) for part in parts])
     return drawn
 
 
-def _said(event: Event) -> str:
+def _description(event: Event) -> str:
     gpu, uuid = event.get("gpu"), event.get("uuid")
-    where = f"GPU {gpu}" if gpu else str(uuid or "")
+    device = f"GPU {gpu}" if gpu else str(uuid or "")
     try:
-        tell = _WORDS.get(str(event.get("type")))
-        words = tell(event) if tell else ""
+        describe = _DESCRIPTIONS.get(str(event.get("type")))
+        text = describe(event) if describe else ""
     except (AttributeError, KeyError, TypeError, ValueError):
-        words = ""  # An exporter of another version may have other fields.
-    return f"{where}, {words}" if where and words else where or words
+        text = ""  # An exporter of another version may have other fields.
+    return f"{device}, {text}" if device and text else device or text
 
 
 def _oom(event: Event) -> str:
@@ -89,13 +92,13 @@ def _oom(event: Event) -> str:
     requested, free, limit = (detail.get(f"{name}_bytes") for name in ("requested", "device_free", "limit"))
     allocator = detail.get("allocator") or {}
     reserved, fragmented = allocator.get("reserved_bytes"), allocator.get("fragmented_bytes")
-    had = [] if free is None else [f"{human_bytes(free)} was free"]
+    state = [] if free is None else [f"{human_bytes(free)} was free"]
     if None not in (requested, free, limit, reserved) and free >= requested:
-        had.append(f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} reserved")
+        state.append(f"{human_bytes(reserved)} of its limit of {human_bytes(limit)} reserved")
     if fragmented:
-        had.append(f"{human_bytes(fragmented)} fragmented")
-    asked = "more than was free" if requested is None else human_bytes(requested)
-    return "; ".join(filter(None, (f"{_process(event)} requested {asked}", ", ".join(had))))
+        state.append(f"{human_bytes(fragmented)} fragmented")
+    size = "more than was free" if requested is None else human_bytes(requested)
+    return "; ".join(filter(None, (f"{_process(event)} requested {size}", ", ".join(state))))
 
 
 def _device_lost(event: Event) -> str:
@@ -103,7 +106,7 @@ def _device_lost(event: Event) -> str:
     return f"does not answer: {error}" if error else "does not answer"
 
 
-def _action_asked(event: Event) -> str:
+def _action_requested(event: Event) -> str:
     detail = event["detail"]
     return _action(detail, len(detail["processes"]) + detail.get("processes_left_out", 0), "")
 
@@ -111,14 +114,14 @@ def _action_asked(event: Event) -> str:
 def _action_ended(event: Event) -> str:
     detail = event["detail"]
     known = detail["freed_bytes"] is not None and detail["action"] != "reset_peak"
-    freed = f", freed {human_bytes(detail['freed_bytes'])}" if known else ""
-    return _action(detail, len({result["pid"] for result in detail["results"]}), f": {detail['state']}{freed}")
+    freed_text = f", freed {human_bytes(detail['freed_bytes'])}" if known else ""
+    return _action(detail, len({result["pid"] for result in detail["results"]}), f": {detail['state']}{freed_text}")
 
 
-def _action(detail: Event, processes: int, became: str) -> str:
-    on = "1 process" if processes == 1 else f"{processes} processes"
+def _action(detail: Event, processes: int, outcome: str) -> str:
+    count = "1 process" if processes == 1 else f"{processes} processes"
     reason = f" ({detail['reason']})" if detail.get("reason") else ""
-    return f"{detail['action']} on {on}{became}, by {detail['requested_by']}{reason}"
+    return f"{detail['action']} on {count}{outcome}, by {detail['requested_by']}{reason}"
 
 
 def _process(event: Event) -> str:
@@ -130,13 +133,13 @@ def _process(event: Event) -> str:
     return f"{name} (pid {pid})" if name else f"pid {pid}"
 
 
-_WORDS: dict[str, Callable[[Event], str]] = {
+_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
     "oom": _oom,
     "device_lost": _device_lost,
     "device_returned": lambda _: "answers again",
     "process_started": _process,
     "process_ended": lambda event: f"{_process(event)}: {event['detail']['reason']}",
-    "action_asked": _action_asked,
+    "action_asked": _action_requested,
     "action": _action_ended,
     "policy_stopped": lambda event: f"{event['detail']['rule']}: {event['detail']['reason']}",
 }

@@ -1,4 +1,4 @@
-"""The last events, from the exporter."""
+"""The exporter's last events."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVER_ERROR = 500
 
 
 class Events:
-    """Follows the events. One thread at a time may use it; every `now` is of one monotonic clock."""
+    """Stores the last events. Not thread-safe; every `now` is from one monotonic clock."""
 
     def __init__(self) -> None:
         self.refusal = ""
@@ -30,7 +30,7 @@ class Events:
 
     @property
     def known(self) -> tuple[Document, ...] | None:
-        """As `/api/v1/events` has them; None where they are not known."""
+        """The events, as in `/api/v1/events`; None if they are unknown."""
         return self._events
 
     @property
@@ -43,7 +43,7 @@ class Events:
         return now >= self._due_seconds
 
     def take(self, page: Document, now: float) -> None:
-        """Take an answer. An answer of another form is dropped."""
+        """Add the events of an answer. An answer in another format is dropped."""
         try:
             after = int(page["next_after"])
             events = tuple(event for event in page["events"] if event["id"] >= 0 and event["unix_seconds"] >= 0)
@@ -56,7 +56,7 @@ class Events:
         self._due_seconds = now if page.get("more") else now + _EVERY_SECONDS
 
     def failed(self, error: ExporterError, now: float) -> None:
-        """There was no such answer. A disk that fails, or an exporter that is slow, leaves what is known."""
+        """Record a failed query. The known events are kept if the exporter is slow or has an internal error."""
         if not isinstance(error, ExporterAnswerError):
             self._due_seconds = now + _REFUSED_SECONDS
         elif error.status in _REFUSALS:

@@ -1,4 +1,4 @@
-"""The events in `top`: below the processes where there is room, instead of them, or printed. Pure."""
+"""The events in `top`: below the processes, instead of the processes, or printed. Pure."""
 
 from __future__ import annotations
 
@@ -25,9 +25,15 @@ _PRINTED = 10
 def events_below(
     reading: Reading, choice: Choice, width: int, page: int, processes: int, *, unicode_output: bool
 ) -> list[Text]:
-    """A heading and the last events, below `processes` that have `page` lines; empty where there is no room.
+    """Return a heading and the last events for the space below the processes; empty if there is no space.
 
-    A short screen has events only where processes leave lines empty.
+    Args:
+        reading: has the events.
+        choice: selects events.
+        width: the columns of the screen.
+        page: the lines for processes and events.
+        processes: the number of processes. On a short screen, events use only the lines that processes leave free.
+        unicode_output: whether the terminal shows more than ASCII.
     """
     room = max(page - processes - 1, page // 4 if page >= _LONG_PAGE else 0)
     return _last_events(reading, choice, width, room - 1, unicode_output)
@@ -36,10 +42,10 @@ def events_below(
 def events_alone(
     reading: Reading, view: View, width: int, page: int, *, unicode_output: bool
 ) -> tuple[list[Text], View, str]:
-    """A heading and `page` lines of events, none of which is cut, from the view's position.
+    """Return a heading and `page` lines of complete events, from the view's position.
 
     Returns:
-        The lines, the view with its place within what there is, and which events these are of how many.
+        The lines, the view with a valid position, and the range of shown events, such as `1-5 of 20`.
     """
     events = chosen_events(reading.events or (), view.choice)
     drawn = event_lines(events, width, reading.taken_unix_seconds, unicode_output=unicode_output, cut=False)
@@ -47,8 +53,8 @@ def events_alone(
     heights = [min(page, len(lines)) for lines in drawn]
     view = view.settle_events(heights, page)
     if not events:
-        why = [plain(part, "dim") for part in textwrap.wrap(_why_none(reading), width)]
-        return [plain(_HEADING, "bold"), *why[:page]], view, ""
+        reason = [plain(part, "dim") for part in textwrap.wrap(_reason_for_none(reading), width)]
+        return [plain(_HEADING, "bold"), *reason[:page]], view, ""
     shown: list[Text] = []
     last = view.first_event
     while last < len(drawn) and len(shown) + heights[last] <= page:
@@ -58,22 +64,22 @@ def events_alone(
 
 
 def events_printed(reading: Reading, choice: Choice, width: int, *, unicode_output: bool) -> list[Text]:
-    """The same for output that is no screen; empty where no event is known."""
+    """Return a heading and the last events for `top --once`; empty if no event is known."""
     return _last_events(reading, choice, width, _PRINTED, unicode_output)
 
 
-def _last_events(reading: Reading, choice: Choice, width: int, most: int, unicode_output: bool) -> list[Text]:
-    events = chosen_events(reading.events or (), choice)[: max(0, most)]
+def _last_events(reading: Reading, choice: Choice, width: int, max_events: int, unicode_output: bool) -> list[Text]:
+    events = chosen_events(reading.events or (), choice)[: max(0, max_events)]
     drawn = event_lines(events, width, reading.taken_unix_seconds, unicode_output=unicode_output)
     return [plain(_HEADING, "bold"), *(first for first, *_ in drawn)] if events else []
 
 
-def _why_none(reading: Reading) -> str:
+def _reason_for_none(reading: Reading) -> str:
     if not reading.url:
         return "Events need an exporter, and no exporter answers."
     if reading.events:
         return "No event matches."
     if reading.events is not None:
         return "The exporter has recorded no event yet."
-    why = reading.no_events or "waiting for the events"
-    return f"{why[0].upper()}{why[1:]}{'' if why.endswith('.') else '.'}"
+    reason = reading.no_events or "waiting for the events"
+    return f"{reason[0].upper()}{reason[1:]}{'' if reason.endswith('.') else '.'}"

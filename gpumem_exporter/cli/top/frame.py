@@ -1,4 +1,4 @@
-"""The whole screen of `top` as lines. Pure: what is known and what is chosen in, exactly the screen's lines out."""
+"""Draws the whole screen of `top` as lines, from the values and the view. Pure."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from gpumem_exporter.wire.http import shown_url
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Frame", "Moment", "draw", "print_lines"]
+__all__ = ["Display", "Frame", "draw", "print_lines"]
 
 _LEAST_WIDTH, _LEAST_HEIGHT = 72, 12
 _HEADER_WIDTH = 120
-"""Of the header in output that has no width."""
+"""The width of the header in output without a width."""
 _REASON_LINES = 5
-_ROWS_KEPT = 5
-"""The rows of processes that the devices leave room for."""
+_MIN_ROWS = 5
+"""The rows of processes that the devices leave space for."""
 
 _HELP = (
     ("arrows, j k", "select a process; it stays selected when the order changes"),
@@ -48,18 +48,18 @@ _HELP = (
     ("fragmented", "cache that a clear cannot free"),
     ("10 min", "the highest use in each part; blank without a reading"),
     ("non-torch", "used minus reserved: CUDA context, NCCL, libraries"),
-    ("age", "of the process' last report"),
-    ("-", "not known. K, M, G are KiB, MiB, GiB"),
+    ("age", "age of the process' last report"),
+    ("-", "unknown. K, M, G are KiB, MiB, GiB"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
-    """What is shown, and when."""
+class Display:
+    """The values to show."""
 
     reading: Reading
     age_seconds: float
-    """Since the last answer."""
+    """Seconds since the last answer."""
     lost: str = ""
     """Why the reading is no longer valid; empty while it is."""
     note: Note | None = None
@@ -67,137 +67,141 @@ class Moment:
 
 @dataclass(frozen=True)
 class Frame:
-    """The lines of a screen, and how many rows of processes it has room for."""
+    """A drawn screen."""
 
     lines: list[Text]
     page: int
+    """The number of lines for processes or events."""
     view: View
+    """The view with valid positions."""
 
 
-def draw(moment: Moment, view: View, width: int, height: int, *, unicode_output: bool) -> Frame:
-    """Exactly `height` lines of at most `width` columns. A terminal that is too small gets a message."""
+def draw(display: Display, view: View, width: int, height: int, *, unicode_output: bool) -> Frame:
+    """Return exactly `height` lines of at most `width` columns. A terminal that is too small gets a message."""
     if width < _LEAST_WIDTH or height < _LEAST_HEIGHT:
-        said = f"too small: {width}x{height}; needs {_LEAST_WIDTH}x{_LEAST_HEIGHT}"
-        return Frame(_filled([cell(said, max(1, width), ellipsis=unicode_output)], height), 0, view)
-    lines = [_header(moment, width, unicode_output), *_banners(moment, width, unicode_output)]
-    page, place = 0, ""
-    if view.helps:
+        message = f"too small: {width}x{height}; needs {_LEAST_WIDTH}x{_LEAST_HEIGHT}"
+        return Frame(_filled([cell(message, max(1, width), ellipsis=unicode_output)], height), 0, view)
+    lines = [_header(display, width, unicode_output), *_banners(display, width, unicode_output)]
+    page, position = 0, ""
+    if view.shows_help:
         lines += [line([cell(keys, 12, style="bold"), plain(meaning)], width, gap="  ") for keys, meaning in _HELP]
-    elif moment.lost:
+    elif display.lost:
         lines += [plain(""), plain("Waiting for the next valid reading.")]
     else:
-        lines += _devices(moment, view, width, height - len(lines) - _ROWS_KEPT - 5, unicode_output)
+        lines += _devices(display, view, width, height - len(lines) - _MIN_ROWS - 5, unicode_output)
         page = height - len(lines) - 3
-        if view.events:
-            events, view, place = events_alone(moment.reading, view, width, page, unicode_output=unicode_output)
+        if view.shows_events:
+            events, view, position = events_alone(display.reading, view, width, page, unicode_output=unicode_output)
             lines = _filled([*lines, *events], height - 2)
         else:
-            listed = view.rows(moment.reading.rows)
+            listed = view.rows(display.reading.rows)
             below = events_below(
-                moment.reading, view.choice, width, page, max(1, len(listed)), unicode_output=unicode_output
+                display.reading, view.choice, width, page, max(1, len(listed)), unicode_output=unicode_output
             )
             page -= len(below)
             view = view.settle(listed, page)
             shown = listed[view.first : view.first + page]
-            lines += process_lines(moment.reading.rows, shown, view, width, unicode_output=unicode_output)
+            lines += process_lines(display.reading.rows, shown, view, width, unicode_output=unicode_output)
             lines += [] if listed else [plain(_nothing(view), "dim")]
             lines = [*_filled(lines, height - 2 - len(below)), *below]
-            place = (
+            position = (
                 f"{view.first + 1}-{min(len(listed), view.first + page)} of {len(listed)}" if page and listed else ""
             )
-        lines.append(cell(_clear_summary(moment), width, style="bold", ellipsis=unicode_output))
-    return Frame([*_filled(lines, height - 1), _footer(moment, view, place, width, unicode_output)], page, view)
+        lines.append(cell(_clear_summary(display), width, style="bold", ellipsis=unicode_output))
+    return Frame([*_filled(lines, height - 1), _footer(display, view, position, width, unicode_output)], page, view)
 
 
 def print_lines(reading: Reading, view: View, width: int, *, unicode_output: bool) -> list[Text]:
-    """The same for output that is no screen: every device, every row, no keys."""
-    moment = Moment(reading, 0.0)
+    """Return the lines of `top --once`: every device, every row, no keys."""
+    display = Display(reading, 0.0)
     listed = view.rows(reading.rows)
-    lines = [_header(moment, min(width, _HEADER_WIDTH), unicode_output), *_banners(moment, width, unicode_output)]
-    lines += _devices(moment, view, width, 1 << 30, unicode_output)
+    lines = [_header(display, min(width, _HEADER_WIDTH), unicode_output), *_banners(display, width, unicode_output)]
+    lines += _devices(display, view, width, 1 << 30, unicode_output)
     lines += process_lines(listed, listed, view, width, unicode_output=unicode_output)
     lines += [] if listed else [plain(_nothing(view))]
     events = events_printed(reading, view.choice, width, unicode_output=unicode_output)
     lines += [plain(""), *events, plain("")] if events else []
-    return [*lines, plain(_clear_summary(moment), "bold")]
+    return [*lines, plain(_clear_summary(display), "bold")]
 
 
 def _filled(lines: list[Text], height: int) -> list[Text]:
     return [*lines[:height], *(plain("") for _ in range(height - len(lines)))]
 
 
-def _header(moment: Moment, width: int, unicode_output: bool) -> Text:
-    reading = moment.reading
+def _header(display: Display, width: int, unicode_output: bool) -> Text:
+    reading = display.reading
     left = plain("").append("gpumem-exporter top", style="bold").append("  ")
     left.append_text(plain(shown_url(reading.url) if reading.url else "NVML alone"))
     processes = len({row.pid for row in reading.rows})
     counted = f"{processes} process{'' if processes == 1 else 'es'}"
-    right = "no answer" if moment.lost else f"{counted}, {human_seconds(max(0.1, moment.age_seconds))} ago"
-    return beside(left, plain(right, "bold red" if moment.lost else ""), width, ellipsis=unicode_output)
+    right = "no answer" if display.lost else f"{counted}, {human_seconds(max(0.1, display.age_seconds))} ago"
+    return beside(left, plain(right, "bold red" if display.lost else ""), width, ellipsis=unicode_output)
 
 
-def _banners(moment: Moment, width: int, unicode_output: bool) -> list[Text]:
-    """The lines that the user must not overlook."""
-    reading = moment.reading
+def _banners(display: Display, width: int, unicode_output: bool) -> list[Text]:
+    """The warnings below the header."""
+    reading = display.reading
     banners: list[tuple[str, str]] = []
-    if moment.lost:
-        who = "THE EXPORTER" if reading.url else "EVERY SOURCE"
-        banners.append((f"LOST {who} {human_seconds(moment.age_seconds)} ago; trying again", "bold red"))
-        banners += [(part, "red") for part in textwrap.wrap(moment.lost, width)[:_REASON_LINES]]
+    if display.lost:
+        source = "EXPORTER" if reading.url else "EXPORTER AND DRIVER"
+        banners.append((f"LOST {source} {human_seconds(display.age_seconds)} ago; trying again", "bold red"))
+        banners += [(part, "red") for part in textwrap.wrap(display.lost, width)[:_REASON_LINES]]
     elif not reading.url:
         banners.append(("NVML ALONE: no exporter answers; the use inside of processes is not known", "bold yellow"))
         banners.append((reading.without_exporter, "yellow"))
-    if not moment.lost and reading.devices.get("source") == "demo":
+    if not display.lost and reading.devices.get("source") == "demo":
         banners.append((DEMO_NOTICE, "bold yellow"))
     nvml = reading.devices.get("nvml") or {}
-    if not moment.lost and not nvml.get("up", False):
+    if not display.lost and not nvml.get("up", False):
         banners.append((f"driver: {nvml.get('error') or 'not read yet'}", "bold red"))
     return [cell(text, width, style=style, ellipsis=unicode_output) for text, style in banners]
 
 
-def _devices(moment: Moment, view: View, width: int, most: int, unicode_output: bool) -> list[Text]:
-    """The devices' part with the line that ends it: the legend, or none."""
-    devices = moment.reading.devices.get("devices") or []
+def _devices(display: Display, view: View, width: int, max_devices: int, unicode_output: bool) -> list[Text]:
+    """The lines of the devices, and the legend or a blank line."""
+    devices = display.reading.devices.get("devices") or []
     wanted = view.choice.gpus
     chosen = [device for device in devices if not wanted or with_gpu(device.get("gpu"), wanted)]
-    reading = moment.reading
-    drawn = device_lines(chosen, reading.past, reading.read_seconds, width, unicode_output=unicode_output, most=most)
+    reading = display.reading
+    drawn = device_lines(
+        chosen, reading.past, reading.read_seconds, width, unicode_output=unicode_output, max_devices=max_devices
+    )
     key = legend(chosen, width, unicode_output=unicode_output)
     return [*drawn, key if key is not None else plain("")] if drawn else [plain(_no_device(reading, devices), "dim")]
 
 
 def _no_device(reading: Reading, devices: Sequence[Mapping[str, Any]]) -> str:
-    """Why none is shown: a driver that does not answer may have many."""
+    """The reason why no device is shown."""
     if not (reading.devices.get("nvml") or {}).get("up", False):
         return "No device is known."
     return "No device matches." if devices else "No device."
 
 
 def _nothing(view: View) -> str:
-    narrowed = view.choice.text or view.choice.gpus or view.choice.workload is not None
-    return "No process matches." if narrowed else "There is no process on a device, and no process that reports."
+    filtered = view.choice.text or view.choice.gpus or view.choice.workload is not None
+    return "No process matches." if filtered else "There is no process on a device, and no process that reports."
 
 
-def _clear_summary(moment: Moment) -> str:
-    if not moment.reading.url:
-        return "Without an exporter it is not known how much memory a clear would free."
-    return clear_summary(moment.reading.processes.get("processes") or [])
+def _clear_summary(display: Display) -> str:
+    if not display.reading.url:
+        return "Without an exporter, the memory that a clear would free is unknown."
+    return clear_summary(display.reading.processes.get("processes") or [])
 
 
-def _footer(moment: Moment, view: View, place: str, width: int, unicode_output: bool) -> Text:
-    if moment.note is not None:
-        style = "bold reverse" if moment.note.asks else "bold"
-        return cell(moment.note.text, width, style=style, ellipsis=unicode_output)
+def _footer(display: Display, view: View, position: str, width: int, unicode_output: bool) -> Text:
+    if display.note is not None:
+        style = "bold reverse" if display.note.asks else "bold"
+        return cell(display.note.text, width, style=style, ellipsis=unicode_output)
     if view.typing is not None:
         hint = plain("enter applies, escape cancels", "dim")
         return beside(plain(f"/{view.choice.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)
-    if view.helps:
+    if view.shows_help:
         return plain("any key returns", "dim")
-    if view.events:
-        return beside(plain("q quit  ? help  arrows scroll  e processes", "dim"), plain(place), width)
+    if view.shows_events:
+        return beside(plain("q quit  ? help  arrows scroll  e processes", "dim"), plain(position), width)
     reverse = "" if width < 100 else "r reverse  "
     keys = f"q quit  ? help  s sort  {reverse}/ filter  c clear  e events"
     order = f"{view.sort} {'descending' if descends(view.sort, reverse=view.reverse) else 'ascending'}"
-    narrowed = f"/{view.choice.text}" if view.choice.text else ""
-    right = "  ".join(filter(None, (narrowed, "" if width < 100 else order, place)))
+    filter_text = f"/{view.choice.text}" if view.choice.text else ""
+    right = "  ".join(filter(None, (filter_text, "" if width < 100 else order, position)))
     return beside(plain(keys, "dim"), plain(right), width, ellipsis=unicode_output)

@@ -1,4 +1,4 @@
-"""The last ten minutes of each device: what the exporter has kept of them, and then what `top` has seen itself."""
+"""The last ten minutes of each device: the exporter's history, then the readings of `top` itself."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ __all__ = ["SPAN_SECONDS", "History", "Past", "Point"]
 
 Document = Mapping[str, Any]
 Point = tuple[float, int]
-"""Monotonic seconds, and the bytes in use then: all that is not free."""
+"""Monotonic seconds, and the bytes in use: total minus free."""
 Past = Mapping[str, tuple[Point, ...]]
-"""By uuid, in order. Where nothing was read there is no point."""
+"""The points of each device by uuid, in order. A time without a reading has no point."""
 
 SPAN_SECONDS = 600.0
 _STEP_SECONDS = 2.0
-"""At most one point in each, as the exporter keeps them."""
+"""At most one point is kept in each step, as in the exporter."""
 _GAP_SECONDS = 6.0
-"""Where nothing was read for longer, the exporter knows more than was seen here."""
+"""After a gap of this length, the exporter is queried for the missing points."""
 _REFUSED_SECONDS = 60.0
 """Seconds until an exporter without a history is queried again."""
 
 
 class History:
-    """Keeps the points. One thread at a time may use it; every `now` is of one monotonic clock."""
+    """Keeps the points. Not thread-safe; every `now` is from one monotonic clock."""
 
     def __init__(self) -> None:
         self._lines: dict[str, list[Point]] = {}
         self._latest: dict[str, Point] = {}
-        """What was seen last, whether it is kept or not: the line ends with it."""
+        """The latest point of each device. It ends the line, also if it is not kept."""
         self._last_seconds = -float("inf")
         self._due_seconds = -float("inf")
-        self._taken: object = None
+        self._poll_seconds: object = None
 
     def due(self, now: float) -> bool:
         """Whether to query the exporter for missed points."""
         return now >= self._due_seconds and now - self._last_seconds > _GAP_SECONDS
 
     def refused(self, now: float) -> None:
-        """It has none: an older exporter, say."""
+        """Record that the exporter has no history, such as an older version."""
         self._due_seconds = now + _REFUSED_SECONDS
 
     def take(self, live: Document, now: float) -> None:
-        """Take the history in a document of `/api/v1/live`, which answered at `now`; one of another form tells nothing.
+        """Replace the points by those of `/api/v1/live`, read at `now`. A document in another format is ignored.
 
-        What was seen here before its first point is kept: the exporter may have restarted.
+        Points older than the first one are kept, because the exporter may have restarted.
         """
         try:
-            ahead = now - live["moment"]["clock_seconds"]
+            offset = now - live["moment"]["clock_seconds"]
             history = live["history"]
-            seen_seconds = [min(now, seconds + ahead) for seconds in history["seconds"]]
-            given = {
+            point_seconds = [min(now, seconds + offset) for seconds in history["seconds"]]
+            lines = {
                 uuid: [
                     (seconds, mib << 20)
-                    for seconds, mib in zip(seen_seconds, line["in_use"], strict=True)
+                    for seconds, mib in zip(point_seconds, line["in_use"], strict=True)
                     if mib is not None
                 ]
                 for uuid, line in history["devices"].items()
@@ -63,20 +63,20 @@ class History:
             self.refused(now)
             return
         self._due_seconds = now + _GAP_SECONDS
-        first = min(seen_seconds, default=now)
+        first = min(point_seconds, default=now)
         for uuid, line in self._lines.items():
             del line[bisect_left(line, (first, 0)) :]
-            given[uuid] = line + given.get(uuid, [])
-        self._lines = given
-        self._last_seconds = max(seen_seconds, default=self._last_seconds)
+            lines[uuid] = line + lines.get(uuid, [])
+        self._lines = lines
+        self._last_seconds = max(point_seconds, default=self._last_seconds)
         self._forget(now)
 
     def add(self, devices: Document, now: float) -> None:
-        """Take what `/api/v1/devices` says, if it is another poll than the last; it is kept if a point is due."""
+        """Add the values of `/api/v1/devices`, unless they are from the same poll. They are kept if a point is due."""
         taken = devices.get("taken_unix_seconds")
-        if taken is None or taken == self._taken:
+        if taken is None or taken == self._poll_seconds:
             return
-        self._taken = taken
+        self._poll_seconds = taken
         self._latest = {}
         for device in devices.get("devices") or ():
             memory = device.get("memory") or {}
@@ -91,7 +91,7 @@ class History:
         self._forget(now)
 
     def past(self) -> Past:
-        """All that is known."""
+        """Return the points of all devices."""
         past = {uuid: tuple(line) for uuid, line in self._lines.items()}
         for uuid, point in self._latest.items():
             line = past.get(uuid, ())

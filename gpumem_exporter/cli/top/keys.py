@@ -1,4 +1,4 @@
-"""What was typed, from the bytes of a terminal: `up`, `page down`, `enter`, or the character itself. Pure."""
+"""Converts the bytes of a terminal to keys: `up`, `page down`, `enter`, or the character itself. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 __all__ = ["KeyReader"]
 
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O[ -~])")
-_BEGUN = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")
-"""An escape sequence whose end has not come yet; a lone Escape is one too."""
+_INCOMPLETE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*|O)?\Z")
+"""An escape sequence without its end; a lone Escape is one too."""
 
 _SEQUENCES = {
     "A": "up",
@@ -35,30 +35,30 @@ _CONTROLS = {
 
 
 class KeyReader:
-    """Turns bytes into keys, however the line cut them."""
+    """Converts bytes to keys. A key may arrive in several parts."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._text = ""
 
     @property
-    def waits(self) -> bool:
-        """More may belong to what has come; where nothing does within a moment, `flush` says what it was."""
+    def incomplete(self) -> bool:
+        """Whether the last key may be incomplete. If no more bytes arrive soon, call `flush`."""
         return bool(self._text)
 
     def feed(self, data: bytes) -> tuple[str, ...]:
-        """The keys that are complete with these bytes, without unknown keys."""
+        """Return the keys that these bytes complete, without unknown keys."""
         self._text += self._decoder.decode(data)
         return tuple(self._keys())
 
     def flush(self) -> tuple[str, ...]:
-        """Handle the end of input: a lone Escape is that key, an incomplete sequence is dropped."""
+        """End the last key: a lone Escape is that key, an incomplete sequence is dropped."""
         escape = self._text == "\x1b"
         self._text = ""
         return ("escape",) if escape else ()
 
     def _keys(self) -> Iterator[str]:
-        while self._text and not _BEGUN.match(self._text):
+        while self._text and not _INCOMPLETE.match(self._text):
             sequence = _SEQUENCE.match(self._text)
             length = len(sequence.group()) if sequence else 1
             typed, self._text = self._text[:length], self._text[length:]

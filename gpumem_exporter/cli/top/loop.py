@@ -1,4 +1,4 @@
-"""The live `top`: waits for keys, signals and answers, and draws what they make of the screen."""
+"""The loop of the live `top`: waits for keys, signals and answers, and draws the screen."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from gpumem_exporter.cli.top.clearing import Clearing
-from gpumem_exporter.cli.top.frame import Frame, Moment, draw
+from gpumem_exporter.cli.top.frame import Display, Frame, draw
 from gpumem_exporter.cli.top.keys import KeyReader
 from gpumem_exporter.cli.top.screen import Screen
 from gpumem_exporter.cli.top.signals import Signals
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 _TICK_SECONDS = 1.0
-"""How often the screen is looked at again without a reason: ages grow."""
+"""The screen is drawn at least this often, because the shown ages change."""
 _KEY_ENDS_SECONDS = 0.05
-"""How long the rest of a key's bytes may take; what comes later is another key."""
+"""Bytes that arrive later than this belong to another key."""
 
 
 def run(
@@ -77,17 +77,17 @@ class _Loop:
         self._quits = False
 
     def run(self, keyboard: int) -> int | None:
-        """Until the end."""
+        """Run until the user quits; return the signal that ended the loop, if any."""
         while not self._quits and self._signals.ended is None:
-            if not self._obey_signals():
+            if not self._handle_signals():
                 break
             self._draw()
-            timeout = _KEY_ENDS_SECONDS if self._keys.waits else _TICK_SECONDS
+            timeout = _KEY_ENDS_SECONDS if self._keys.incomplete else _TICK_SECONDS
             ready, _, _ = select.select([keyboard, self._signals.pipe], [], [], timeout)
             self._signals.drain()
             if keyboard in ready:
                 self._read_keys(keyboard)
-            elif self._keys.waits:
+            elif self._keys.incomplete:
                 self._press(self._keys.flush())
         return self._signals.ended
 
@@ -103,8 +103,8 @@ class _Loop:
             self._signals.ended = self._signals.ended or signal.SIGHUP
         self._press(self._keys.feed(typed))
 
-    def _obey_signals(self) -> bool:
-        """Handle the noted signals; false if one of them ends the program."""
+    def _handle_signals(self) -> bool:
+        """Handle the received signals. Return False if one of them ends the program."""
         signals = self._signals
         while signals.suspended and signals.ended is None:
             signals.suspended = False
@@ -134,14 +134,14 @@ class _Loop:
     def _frame(self) -> Frame:
         now = time.monotonic()
         known = self._watcher.known
-        moment = Moment(
+        display = Display(
             known.reading,
             max(0.0, now - known.answered_seconds),
             lost=known.lost(now, self._interval_seconds),
             note=self._clearing.note(),
         )
         width, height = self._screen.size()
-        return draw(moment, self._view, width, height, unicode_output=self._screen.unicode_output)
+        return draw(display, self._view, width, height, unicode_output=self._screen.unicode_output)
 
     def _press(self, keys: tuple[str, ...]) -> None:
         for key in keys:

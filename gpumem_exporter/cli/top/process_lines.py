@@ -1,4 +1,4 @@
-"""The processes of `top`: which columns a screen of some width has, and a line for each row."""
+"""The processes of `top`: the columns that fit on the screen, and a line for each row."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ if TYPE_CHECKING:
 __all__ = ["process_lines"]
 
 _NARROW = 100
-"""Below this, headings are short."""
+"""Headings are short on a screen with fewer columns."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Column:
-    """One column. Those without `after` are always there; the others come if the workload keeps so much room."""
+    """One column. Columns without `after` are always shown."""
 
     name: str
-    """Also what `--sort` calls it, where rows may be sorted by it."""
+    """The heading, and the name for `--sort`."""
     value: Callable[[Row], str]
     short: str = ""
     right: bool = False
     least: int = 0
     most: int = 1000
     style: str = ""
-    """Of its heading: the colour that the bars have for it."""
+    """The style of the heading: the color of this memory in the bars."""
     after: int = 0
+    """The column is shown only if the workload keeps this width."""
 
 
 def _text(name: str) -> Callable[[Row], str]:
@@ -46,13 +47,13 @@ def _size(name: str) -> Callable[[Row], str]:
 
 
 def _age(row: Row) -> str:
-    """Tenths of a second are as fine as it is of use."""
+    """The age of the last sample, at least 0.1 seconds."""
     age = row.sample_age_seconds
     return "silent" if row.state == "silent" else human_seconds(None if age is None else max(0.1, age))
 
 
 def _workload(row: Row) -> str:
-    """The workload, or for want of one the program, in brackets."""
+    """The workload; without one, the program in brackets."""
     return row.workload or (f"({row.command})" if row.command else UNKNOWN)
 
 
@@ -80,20 +81,20 @@ _COLUMNS = (
 )
 """From left to right."""
 _OPTIONAL = ("age", "reserved", "user", "command", "state", "step", "pod")
-"""In the order in which a wider screen adds them."""
+"""The optional columns, in the order in which a wider screen adds them."""
 
 
 def process_lines(
     rows: Sequence[Row], shown: Sequence[Row], view: View, width: int, *, unicode_output: bool
 ) -> list[Text]:
-    """The heading and a line for each row that is shown.
+    """Return the heading and a line for each shown row.
 
     Args:
         rows: all rows, so that the columns do not move while the list is scrolled or filtered.
-        shown: those on the screen.
-        view: the order, for the mark in the heading, and the chosen row.
-        width: of the screen.
-        unicode_output: the terminal shows more than ASCII.
+        shown: the rows on the screen.
+        view: the order and the selected row.
+        width: the columns of the screen.
+        unicode_output: whether the terminal shows more than ASCII.
     """
     short = width < _NARROW
     columns, widths = _fit(rows, width, short, view.sort)
@@ -110,7 +111,7 @@ def _fit(rows: Sequence[Row], width: int, short: bool, sort: str) -> tuple[list[
         column.name: width_of((_named(column, short), *map(column.value, rows)), column.least) for column in _COLUMNS
     }
     if not short:
-        # Room for the arrow, so that it does not join two headings.
+        # Space for the arrow, so that it does not join two headings.
         natural |= {c.name: max(natural[c.name], len(c.name) + 1) for c in _COLUMNS if c.right and c.name in SORTS}
     if sum(natural.values()) + len(natural) <= width:
         return list(_COLUMNS), [natural[column.name] for column in _COLUMNS]
@@ -132,7 +133,7 @@ def _named(column: _Column, short: bool) -> str:
 
 
 def _heading(column: _Column, size: int, short: bool, view: View, unicode_output: bool) -> Text:
-    """A heading and the gap after it, which has the arrow if the rows are sorted by it."""
+    """A heading and the gap after it. The heading of the sort column has an arrow."""
     style, mark = f"bold {column.style}".strip(), ""
     if column.name == view.sort:
         style = f"{style} underline"

@@ -1,4 +1,4 @@
-"""The rows of `top`: one for each process on each device, chosen and put in order. Pure."""
+"""The rows of `top`: one for each process on each device, filtered and sorted. Pure."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NO_DEVICE: tuple[Document, ...] = ({},)
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One process on one device; bytes, and None for what cannot be known. The fields are those of `--json`."""
+    """One process on one device. Sizes are bytes; None is an unknown value. `--json` has the same fields."""
 
     pid: int | str
-    """What the exporter calls it: a number, or `1@4026532007` where two processes have the same."""
+    """A number, or `1@4026532007` if two processes have the same number."""
     gpu: str | None
     uuid: str | None
-    """None for a process on no device yet."""
+    """None if the process is not on a device yet."""
     workload: str | None
     rank: str | None
     command: str | None
@@ -30,7 +30,7 @@ class Row:
     k8s_namespace: str | None
     k8s_pod: str | None
     state: str | None
-    """`reporting`, `silent` or `unreported`; None where no exporter could say."""
+    """`reporting`, `silent` or `unreported`; None without an exporter."""
     used_bytes: int | None
     allocated_bytes: int | None
     reserved_bytes: int | None
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def identity(self) -> Identity:
-        """What stays the same from one reading to the next."""
+        """The pid and the uuid, which identify the row in each reading."""
         return (self.pid, self.uuid)
 
 
@@ -62,7 +62,7 @@ _OF_DEVICE = (
 
 
 def rows_of(processes: Document) -> tuple[Row, ...]:
-    """The rows of a document of `/api/v1/processes`; a process that is on no device has one too."""
+    """Return the rows of a document of `/api/v1/processes`. A process without a device has one row."""
     return tuple(
         Row(
             pid=process["pid"],
@@ -77,16 +77,16 @@ def rows_of(processes: Document) -> tuple[Row, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which rows are shown; what is given narrows each other."""
+    """The filters. A row must pass all of them."""
 
     gpus: tuple[str, ...] = ()
     """Indices; the index of a GPU includes its MIG devices. Empty for all."""
     workload: str | None = None
     text: str = ""
-    """Words that the names in a row must all contain, in any case."""
+    """Words that the names in a row must contain. Case is ignored."""
 
-    def takes(self, row: Row) -> bool:
-        """The row is shown."""
+    def matches(self, row: Row) -> bool:
+        """Whether the row passes the filters."""
         if self.gpus and not with_gpu(row.gpu, self.gpus):
             return False
         if self.workload is not None and row.workload != self.workload:
@@ -96,7 +96,7 @@ class Choice:
 
 
 def with_gpu(gpu: str | None, wanted: Sequence[str]) -> bool:
-    """A device's index is among those wanted, or is a MIG device of one of them."""
+    """Return whether a device's index, or the index of its parent GPU, is among those wanted."""
     return gpu is not None and any(gpu == index or gpu.startswith(f"{index}:") for index in wanted)
 
 
@@ -105,7 +105,7 @@ def _names(row: Row) -> Iterator[object]:
 
 
 def _number(text: object) -> tuple[tuple[int, str], ...]:
-    """Sorts `10` behind `9` and `0:10` behind `0:9`; what is no number comes after."""
+    """A sort key: `10` after `9`, `0:10` after `0:9`, and numbers before other texts."""
     parts = str(text).replace("@", ":").split(":")
     return tuple((int(part), "") if part.isascii() and part.isdecimal() else (1 << 62, part) for part in parts)
 
@@ -117,18 +117,18 @@ _VALUES: dict[str, Callable[[Row], Any]] = {
     "pid": lambda row: _number(row.pid),
 }
 SORTS = (*_SIZES, *_VALUES)
-"""What rows may be sorted by; sizes the largest first, names the smallest."""
+"""The sort columns. Sizes are sorted from the largest, names from the smallest."""
 
 
 def descends(sort: str, *, reverse: bool) -> bool:
-    """The largest comes first."""
+    """Return whether the largest value is first."""
     return (sort in _SIZES) is not reverse
 
 
 def arrange(rows: Sequence[Row], choice: Choice, sort: str, *, reverse: bool) -> tuple[Row, ...]:
-    """The chosen rows in order. Rows without the value come last; equal rows keep their order."""
+    """Return the rows that pass the filters, sorted. Rows without the value come last; equal rows keep their order."""
     value = _VALUES.get(sort) or (lambda row: getattr(row, f"{sort.replace('-', '_')}_bytes"))
-    chosen = sorted(filter(choice.takes, rows), key=lambda row: (_number(row.pid), _number(row.gpu)))
+    chosen = sorted(filter(choice.matches, rows), key=lambda row: (_number(row.pid), _number(row.gpu)))
     known = sorted(
         (row for row in chosen if value(row) is not None), key=value, reverse=descends(sort, reverse=reverse)
     )

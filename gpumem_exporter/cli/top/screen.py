@@ -1,4 +1,4 @@
-"""The terminal while `top` has it: another screen, keys without Enter, and everything as it was afterwards."""
+"""The terminal of `top`: the alternate screen, keys without Enter, and restoration."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tty
 from typing import IO, TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.render.terminal import plain
-from gpumem_exporter.cli.top.cells import whole
+from gpumem_exporter.cli.top.cells import join_lines
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 __all__ = ["Screen"]
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""Whether the terminal wraps lines: it must not while it is being resized."""
+"""Wrapping is off, because a terminal wraps lines while it is resized."""
 
 
 class Screen:
-    """A terminal in `top`'s hands. One thread uses it.
+    """A terminal in full-screen mode. Not thread-safe.
 
     Args:
-        output: a terminal, which is drawn on.
-        keyboard: the file descriptor of the terminal that is typed on.
+        output: the terminal.
+        keyboard: the file descriptor of the keyboard's terminal.
     """
 
     def __init__(self, output: IO[str], keyboard: int) -> None:
@@ -41,16 +41,16 @@ class Screen:
         )
         self._live: Live | None = None
         self._modes: list[Any] | None = None
-        """The terminal's modes before `enter`; None outside of it."""
+        """The terminal's modes before `enter`; None if it is not in full-screen mode."""
         self._drawn: tuple[tuple[int, int], list[Text]] | None = None
 
     @property
     def unicode_output(self) -> bool:
-        """More than ASCII can be shown."""
+        """Whether the terminal shows more than ASCII."""
         return self._console.encoding.lower().startswith("utf")
 
     def size(self) -> tuple[int, int]:
-        """Columns and lines of the terminal now; COLUMNS and LINES do not change with them."""
+        """Return the current columns and lines. COLUMNS and LINES do not change when the terminal is resized."""
         try:
             size = os.get_terminal_size(self._output.fileno())
         except OSError:
@@ -58,7 +58,7 @@ class Screen:
         return (size.columns or 80, size.lines or 24)
 
     def enter(self) -> None:
-        """Take the terminal. Does nothing while it is taken."""
+        """Switch to full-screen mode. Calling it again has no effect."""
         if self._modes is not None:
             return
         from rich.live import Live
@@ -78,7 +78,7 @@ class Screen:
         self._console.file.flush()
 
     def leave(self) -> None:
-        """Restore the terminal. Does nothing outside of `enter`; never raises."""
+        """Restore the terminal if it is in full-screen mode. Never raises."""
         modes, self._modes = self._modes, None
         if modes is None:
             return
@@ -101,29 +101,29 @@ class Screen:
             self.enter()
 
     def draw(self, lines: list[Text]) -> None:
-        """Show these lines, `size()` of them; the same again costs nothing."""
+        """Draw the lines of a whole screen, if they or the size have changed."""
         from rich.console import ConsoleDimensions
 
         size = self.size()
         if self._live is None or self._drawn == (size, lines):
             return
         self._console.size = ConsoleDimensions(*size)
-        self._live.update(whole(lines), refresh=True)
+        self._live.update(join_lines(lines), refresh=True)
         self._drawn = (size, lines)
 
     def forget(self) -> None:
-        """What is on the screen is not known: the next `draw` draws."""
+        """Make the next `draw` draw all lines."""
         self._drawn = None
 
     def in_foreground(self) -> bool:
-        """The terminal's keys are for this process' group."""
+        """Whether this process is in the terminal's foreground group."""
         try:
             return os.tcgetpgrp(self._keyboard) == os.getpgrp()
         except OSError:
             return True
 
     def suspend(self) -> None:
-        """Restore the terminal and stop this process, as Ctrl-Z does. Returns after SIGCONT, outside of `enter`."""
+        """Restore the terminal and stop this process, as Ctrl-Z does. Returns after SIGCONT."""
         self.leave()
         handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         try:

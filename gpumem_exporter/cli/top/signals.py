@@ -1,4 +1,4 @@
-"""Signals as flags and a byte in a pipe: handlers that draw would draw into what is being drawn."""
+"""Converts signals to flags and a byte in a pipe, because a signal handler must not draw."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WATCHED = (*_ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
 
 
 class Signals:
-    """Notes signals for the loop to act on. The main thread enters and leaves it; anyone may `notify`."""
+    """Records signals for the loop. The main thread enters and exits it; any thread may call `notify`."""
 
     def __init__(self) -> None:
         self.ended: int | None = None
@@ -22,7 +22,7 @@ class Signals:
         self.suspended = False
         """Ctrl-Z was typed."""
         self.continued = False
-        """The process was stopped, and continues."""
+        """The process was stopped and continues."""
         self.resized = False
         """The terminal has another size."""
         self._before: dict[int, object] = {}
@@ -50,12 +50,12 @@ class Signals:
 
     @property
     def pipe(self) -> int:
-        """Readable when there is something to look at."""
+        """A file descriptor that is readable after a signal or `notify`."""
         return self._read_end
 
     def notify(self) -> None:
         """Make the pipe readable."""
-        # A full pipe is readable already, and a closed one is not read.
+        # A full pipe is already readable, and no reader is left after the end.
         with contextlib.suppress(OSError):
             if self._write_end >= 0:
                 os.write(self._write_end, b"\0")

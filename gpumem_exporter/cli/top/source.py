@@ -19,8 +19,8 @@ __all__ = ["Driver", "Reading", "Source"]
 Document = Mapping[str, Any]
 
 ANSWER_SECONDS = 2.0
-"""The timeout for an answer: the screen must not freeze for longer."""
-_LOOK_AGAIN_SECONDS = 3.0
+"""The timeout for an answer."""
+_RETRY_SECONDS = 3.0
 """Seconds between attempts to reach an exporter while NVML is the fallback source."""
 
 
@@ -28,7 +28,7 @@ class Driver(Protocol):
     """The driver read directly."""
 
     def read(self) -> tuple[Document, Document]:
-        """What it says, as the exporter's two documents have it.
+        """Return the exporter's documents of devices and processes.
 
         Raises:
             NvmlError: there is no driver, or it does not answer.
@@ -40,25 +40,25 @@ class Driver(Protocol):
 
 @dataclass(frozen=True)
 class Reading:
-    """All that is known at one moment."""
+    """All values of one reading."""
 
     devices: Document
-    """As `/api/v1/devices` has it."""
+    """The document of `/api/v1/devices`."""
     processes: Document
-    """As `/api/v1/processes` has it."""
+    """The document of `/api/v1/processes`."""
     rows: tuple[Row, ...]
     url: str = ""
-    """The exporter that said so; empty where it was the driver alone."""
+    """The exporter's address; empty if only the driver was read."""
     without_exporter: str = ""
-    """Why it was the driver alone."""
+    """Why only the driver was read."""
     read_seconds: float = 0.0
-    """When that was: the clock of `past`."""
+    """The time of the reading, by the clock of `past`."""
     past: Past = field(default_factory=dict)
-    """What is known of the last ten minutes of each device."""
+    """The last ten minutes of each device."""
     events: tuple[Document, ...] | None = None
-    """The last ones, as `/api/v1/events` has them; None where they are not known."""
+    """The last events, as in `/api/v1/events`; None if they are unknown."""
     no_events: str = ""
-    """Why they are not; empty also where nothing said why."""
+    """Why the events are unknown; empty if there is no reason."""
 
     @property
     def taken_unix_seconds(self) -> float | None:
@@ -68,17 +68,17 @@ class Reading:
 
 
 class Source:
-    """Reads what is known now. One thread at a time may use it.
+    """Reads the exporter, or the driver. Not thread-safe.
 
     Args:
         urls: the exporter's addresses to try, in order.
-        token: for the exporter; empty for none.
-        driver: makes what reads the driver; None where an exporter was named, so that nothing else will do.
-        open_api: makes the way to the exporter.
+        token: the exporter's token; empty for none.
+        driver: opens the driver. None if the user chose an exporter, because then the driver is no substitute.
+        open_api: opens the exporter's API.
         clock: monotonic seconds.
 
     Raises:
-        ConfigurationError: an address is not one.
+        ConfigurationError: an address is invalid.
     """
 
     def __init__(
@@ -95,44 +95,43 @@ class Source:
         self._clock = clock
         self._api = self._open_api()
         self._driver: Driver | None = None
-        self._why = ""
-        self._next_look = -float("inf")
+        self._exporter_error = ""
+        self._next_attempt = -float("inf")
         self._history = History()
         self._events = Events()
 
     def read(self, *, with_past: bool = True) -> Reading:
-        """Ask the exporter; where it does not answer and was not named, the driver.
+        """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
         Args:
-            with_past: also query the last ten minutes and the last events if they are due. An exporter without them
-                is still a source.
+            with_past: also query the last ten minutes and the last events if they are due.
 
         Raises:
-            ExporterError: the exporter does not answer, and the driver may not or cannot be asked instead.
+            ExporterError: the exporter does not answer, and the driver cannot replace it.
         """
-        if self._driver is not None and self._clock() < self._next_look:
-            return self._of_driver()
+        if self._driver is not None and self._clock() < self._next_attempt:
+            return self._read_driver()
         try:
-            reading = self._of_exporter(with_past=with_past)
+            reading = self._read_exporter(with_past=with_past)
         except ExporterError as error:
-            self._why = str(error)
+            self._exporter_error = str(error)
             self._events.forget()
-            # Whichever of several addresses answers next time.
+            # Another of the addresses may answer the next time.
             self._api.close()
             self._api = self._open_api()
             if self._open_driver is None:
                 raise
-            self._next_look = self._clock() + _LOOK_AGAIN_SECONDS
-            return self._of_driver()
+            self._next_attempt = self._clock() + _RETRY_SECONDS
+            return self._read_driver()
         self._release_driver()
         return reading
 
     def close(self) -> None:
-        """Close whatever is open."""
+        """Close the API and the driver."""
         self._api.close()
         self._release_driver()
 
-    def _of_exporter(self, *, with_past: bool) -> Reading:
+    def _read_exporter(self, *, with_past: bool) -> Reading:
         devices = self._api.get("/api/v1/devices")
         processes = self._api.get("/api/v1/processes")
         try:
@@ -168,22 +167,24 @@ class Source:
             except ExporterError as error:
                 self._events.failed(error, now)
 
-    def _of_driver(self) -> Reading:
+    def _read_driver(self) -> Reading:
         if self._driver is None and self._open_driver is not None:
             self._driver = self._open_driver()
-        assert self._driver is not None  # noqa: S101 - `read` comes here only where there is a way to open one
+        assert self._driver is not None  # noqa: S101 - `read` calls this only if a driver can be opened
         try:
             devices, processes = self._driver.read()
         except NvmlError as error:
             self._release_driver()
-            raise ExporterUnreachableError(f"{self._why}. The driver alone cannot be read either: {error}") from error
+            raise ExporterUnreachableError(
+                f"{self._exporter_error}. The driver alone cannot be read either: {error}"
+            ) from error
         now = self._clock()
         self._history.add(devices, now)
         return Reading(
             devices,
             processes,
             rows_of(processes),
-            without_exporter=self._why,
+            without_exporter=self._exporter_error,
             read_seconds=now,
             past=self._history.past(),
         )

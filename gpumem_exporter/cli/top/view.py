@@ -1,4 +1,4 @@
-"""What the reader of `top` has chosen to see, and what each key changes of it. Pure."""
+"""What the user of `top` has chosen to see, and the effect of each key. Pure."""
 
 from __future__ import annotations
 
@@ -11,46 +11,45 @@ __all__ = ["View"]
 
 _LONGEST_FILTER = 200
 _FAR = 1 << 30
-"""Beyond the end of any list."""
+"""More steps than any list has rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Order, filter, chosen row and place of the list."""
+    """Order, filter, selected row and position in the list."""
 
     choice: Choice = field(default_factory=Choice)
     sort: str = "used"
     reverse: bool = False
     typing: str | None = None
-    """The filter as it was before the one that is being typed; None while none is."""
+    """The previous filter while the user types a new one; None otherwise."""
     chosen: Identity | None = None
     """The target row of an action; it follows its process when the order changes."""
     index: int = 0
-    """The last position of the chosen row. Another row takes it when the process exits."""
+    """The last position of the selected row. When its process exits, the row at this position is selected."""
     first: int = 0
     """The first row on the screen."""
-    helps: bool = False
-    """Whether the help is shown."""
-    events: bool = False
-    """The events are shown instead of the processes."""
+    shows_help: bool = False
+    shows_events: bool = False
+    """The events replace the processes."""
     first_event: int = 0
-    """Of the events, the first on the screen."""
+    """The first event on the screen."""
 
     @property
     def lists_processes(self) -> bool:
-        """The processes are on the screen, and the chosen one among them can be seen."""
-        return not (self.helps or self.events)
+        """Whether the processes are on the screen."""
+        return not (self.shows_help or self.shows_events)
 
     def rows(self, rows: Sequence[Row]) -> tuple[Row, ...]:
-        """What is listed, in order."""
+        """Return the listed rows, in order."""
         return arrange(rows, self.choice, self.sort, reverse=self.reverse)
 
     def settle(self, listed: Sequence[Row], page: int) -> View:
-        """The view with its chosen row found again among those listed, and on the screen of `page` rows."""
+        """Return the view with its selected row on a screen of `page` of the listed rows."""
         index, chosen = self.index, self.chosen
         if chosen is not None:
-            places = {row.identity: place for place, row in reversed(list(enumerate(listed)))}
-            index = max(0, min(places.get(chosen, index), len(listed) - 1))
+            positions = {row.identity: position for position, row in reversed(list(enumerate(listed)))}
+            index = max(0, min(positions.get(chosen, index), len(listed) - 1))
             chosen = listed[index].identity if listed else chosen
         first = max(0, min(self.first, len(listed) - page))
         if chosen is not None and page > 0:
@@ -58,7 +57,12 @@ class View:
         return replace(self, index=index, chosen=chosen, first=first)
 
     def settle_events(self, heights: Sequence[int], page: int) -> View:
-        """The view with the events that fit on a screen of `page` lines; `heights` are the lines of each."""
+        """Return the view with a valid first event, for a screen of `page` lines.
+
+        Args:
+            heights: the number of lines of each event.
+            page: the lines of the screen.
+        """
         last, room = len(heights), page
         while last and heights[last - 1] <= room:
             last -= 1
@@ -66,20 +70,20 @@ class View:
         return replace(self, first_event=max(0, min(self.first_event, last)))
 
     def press(self, key: str, listed: Sequence[Row], page: int) -> View:
-        """The view after a key; one that means nothing here changes nothing."""
+        """Return the view after a key. A key without a function changes nothing."""
         if self.typing is not None:
             return self._type(key)
-        if self.helps:
-            return replace(self, helps=False)
-        if key == "e" or (self.events and key == "escape"):
-            return replace(self, events=not self.events, first_event=0)
+        if self.shows_help:
+            return replace(self, shows_help=False)
+        if key == "e" or (self.shows_events and key == "escape"):
+            return replace(self, shows_events=not self.shows_events, first_event=0)
         if key == "?":
-            return replace(self, helps=True)
-        if self.events:
+            return replace(self, shows_help=True)
+        if self.shows_events:
             return replace(self, first_event=max(0, self.first_event + _steps(page).get(key, 0)))
         if key in ("s", "S"):
-            place = SORTS.index(self.sort) + (1 if key == "s" else -1)
-            return replace(self, sort=SORTS[place % len(SORTS)], reverse=False)
+            position = SORTS.index(self.sort) + (1 if key == "s" else -1)
+            return replace(self, sort=SORTS[position % len(SORTS)], reverse=False)
         if key == "r":
             return replace(self, reverse=not self.reverse)
         if key == "/":
@@ -114,7 +118,7 @@ class View:
 
 
 def _steps(page: int) -> dict[str, int]:
-    """How far a key moves in a list of which `page` lines are on the screen."""
+    """The number of rows that each key moves, for a screen of `page` lines."""
     return {
         **dict.fromkeys(("down", "j"), 1),
         **dict.fromkeys(("up", "k"), -1),

@@ -13,7 +13,7 @@ from gpumem_exporter.errors import GpumemError
 __all__ = ["Known", "Watcher"]
 
 _LATE_SECONDS = 4.0
-"""How much later than expected an answer may be before what was known counts as lost."""
+"""If an answer is later than this, the source counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class Known:
 
     reading: Reading
     answered_seconds: float
-    """Monotonic, when it came."""
+    """The time of the answer, in monotonic seconds."""
     failure: str = ""
-    """Why the attempt after it failed; empty where none did."""
+    """Why the next attempt failed; empty if it did not."""
 
     def lost(self, now: float, interval_seconds: float) -> str:
-        """Why the reading is no longer valid; empty while it is."""
+        """Return why the reading is no longer valid; empty while it is valid."""
         age = now - self.answered_seconds
         if not self.failure and age > interval_seconds + _LATE_SECONDS:
             return f"it has not answered for {age:.0f} s"
@@ -38,9 +38,9 @@ class Watcher:
     """A thread that keeps `known` up to date.
 
     Args:
-        source: what is read; only this thread uses it from now on.
-        first: what has been read already.
-        interval_seconds: from the start of one reading to that of the next.
+        source: the source. After `start`, only the thread uses it.
+        first: the first reading.
+        interval_seconds: seconds between the starts of two readings.
         notify: called by the thread after each attempt.
     """
 
@@ -51,12 +51,12 @@ class Watcher:
         self._known = Known(first, time.monotonic())
         self._broken: Exception | None = None
         self._stop = threading.Event()
-        # A driver that hangs must not keep the program from its end.
+        # A daemon thread, so that a driver that hangs does not block the exit.
         self._thread = threading.Thread(target=self._run, name="gpumem-top", daemon=True)
 
     @property
     def known(self) -> Known:
-        """What is known now. Any thread may ask.
+        """The last answer. Thread-safe.
 
         Raises:
             Exception: an unexpected error ended the thread.

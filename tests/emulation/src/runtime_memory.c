@@ -252,12 +252,12 @@ cudaError_t cudaMallocHost(void **pointer, size_t bytes) {
     return host_allocate(pointer, bytes);
 }
 
-static cudaError_t host_release(void *pointer, int ours) {
+static cudaError_t host_release(void *pointer, int pooled) {
     pthread_mutex_lock(&mutex);
     struct range *range = starting_at(pointer);
-    int known = range && range->device < 0 && range->pooled == ours;
+    int known = range && range->device < 0 && range->pooled == pooled;
     if (known) {
-        if (ours) munmap(pointer, range->bytes ? (range->bytes + 4095) / 4096 * 4096 : 4096);
+        if (pooled) munmap(pointer, range->bytes ? (range->bytes + 4095) / 4096 * 4096 : 4096);
         drop(range);
     }
     pthread_mutex_unlock(&mutex);

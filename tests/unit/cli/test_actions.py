@@ -115,7 +115,7 @@ def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any
     assert exit_code(answer, waited=waited) == code
 
 
-def _figures(text: str) -> list[str]:
+def _sizes_and_counts(text: str) -> list[str]:
     """Return the sizes and counts of a sentence, in order."""
     return re.findall(r"\d+(?:\.\d+)?(?: (?:B|[KMGT]iB))?", text)
 
@@ -123,19 +123,19 @@ def _figures(text: str) -> list[str]:
 def test_freed_bytes_are_summed_over_devices_and_processes() -> None:
     action = _action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, freed_bytes=1 << 30))
     for dry_run in (True, False):
-        assert _figures(summary(action, dry_run=dry_run)) == ["3.5 GiB", "2", "2"]
+        assert _sizes_and_counts(summary(action, dry_run=dry_run)) == ["3.5 GiB", "2", "2"]
 
 
 def test_unknown_freed_bytes_are_not_zero() -> None:
-    assert _figures(summary(_action(_result(freed_bytes=None)), dry_run=False)) == ["1", "1"]
+    assert _sizes_and_counts(summary(_action(_result(freed_bytes=None)), dry_run=False)) == ["1", "1"]
 
 
 def test_a_garbage_collection_shows_the_change_of_allocated_bytes() -> None:
     fell = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30, freed_bytes=0)
     grew = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30, freed_bytes=0)
-    said = [summary(_action(result, action="collect_garbage"), dry_run=False) for result in (fell, grew)]
-    assert [_figures(text) for text in said] == [["1", "1", "2.0 GiB"]] * 2
-    assert said[0] != said[1]
+    sentences = [summary(_action(result, action="collect_garbage"), dry_run=False) for result in (fell, grew)]
+    assert [_sizes_and_counts(text) for text in sentences] == [["1", "1", "2.0 GiB"]] * 2
+    assert sentences[0] != sentences[1]
     printed = _printed(_action(fell, _result(pid=4712, freed_bytes=0), action="collect_garbage"))
     assert printed[1].split()[-5:] == ["GiB", "2.0", "GiB", "3.1", "ms"]
 
@@ -154,7 +154,7 @@ def test_a_reason_is_printed_once_for_each_process() -> None:
     lines = _printed(_action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"))
     (line,) = [line for line in lines if "disabled-by-x" in line]
     assert {"4711:", "refused:"} <= set(line.split())
-    assert _figures(lines[-1]) == ["2.0 GiB", "1", "2"]
+    assert _sizes_and_counts(lines[-1]) == ["2.0 GiB", "1", "2"]
 
 
 def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:

@@ -18,7 +18,7 @@ class _Scripted:
 
     def __init__(self, *answers: Answer | ExporterUnreachableError) -> None:
         self.answers = list(answers)
-        self.asked: list[tuple[str, str, Any, Mapping[str, str], float | None]] = []
+        self.requests: list[tuple[str, str, Any, Mapping[str, str], float | None]] = []
         self.closed = False
 
     def request(
@@ -30,7 +30,7 @@ class _Scripted:
         *,
         timeout_seconds: float | None = None,
     ) -> Answer:
-        self.asked.append((method, path, body and json.loads(body), headers or {}, timeout_seconds))
+        self.requests.append((method, path, body and json.loads(body), headers or {}, timeout_seconds))
         answer = self.answers.pop(0)
         if isinstance(answer, ExporterUnreachableError):
             raise answer
@@ -76,7 +76,7 @@ def test_the_first_address_that_answers_is_kept() -> None:
     assert api.url == "a"
     assert [api.get("/x"), api.get("/x")] == [{"n": 1}, {"n": 2}]
     assert api.url == "b"
-    assert len(first.asked) == 1
+    assert len(first.requests) == 1
 
 
 def test_the_error_without_an_exporter_names_every_address() -> None:
@@ -120,8 +120,8 @@ def test_a_token_is_sent_only_if_there_is_one() -> None:
     with_token, without = _Scripted(_answer({})), _Scripted(_answer({}))
     _api({"a": with_token}, token="secret").get("/x")
     _api({"a": without}).get("/x")
-    assert with_token.asked[0][3]["Authorization"] == "Bearer secret"
-    assert "Authorization" not in without.asked[0][3]
+    assert with_token.requests[0][3]["Authorization"] == "Bearer secret"
+    assert "Authorization" not in without.requests[0][3]
 
 
 def test_an_action_is_posted_with_a_new_idempotency_key() -> None:
@@ -129,12 +129,12 @@ def test_an_action_is_posted_with_a_new_idempotency_key() -> None:
     api = _api({"a": transport})
     api.act({"action": "empty_cache"}, wait_seconds=3.0)
     api.act({"action": "empty_cache"}, wait_seconds=3.0)
-    method, path, body, headers, timeout = transport.asked[0]
+    method, path, body, headers, timeout = transport.requests[0]
     assert (method, path, body) == ("POST", "/api/v1/actions", {"action": "empty_cache", "wait_seconds": 3.0})
     assert headers["Content-Type"] == "application/json"
     assert timeout is not None
     assert timeout > 3.0
-    keys = [asked[3]["Idempotency-Key"] for asked in transport.asked]
+    keys = [request[3]["Idempotency-Key"] for request in transport.requests]
     assert len(set(keys)) == 2
 
 
@@ -143,8 +143,8 @@ def test_a_long_wait_holds_the_first_request_and_then_polls() -> None:
     transport = _Scripted(running, _answer({"id": "7", "state": "running"}), _answer({"id": "7", "state": "failed"}))
     time = _Time()
     assert _api({"a": transport}, time).act({}, wait_seconds=40.0)["state"] == "failed"
-    assert transport.asked[0][2]["wait_seconds"] == 10.0
-    assert [asked[:2] for asked in transport.asked[1:]] == [("GET", "/api/v1/actions/7")] * 2
+    assert transport.requests[0][2]["wait_seconds"] == 10.0
+    assert [request[:2] for request in transport.requests[1:]] == [("GET", "/api/v1/actions/7")] * 2
     assert len(time.slept) == 2
 
 
@@ -158,7 +158,7 @@ def test_after_the_wait_the_action_is_returned_as_it_is() -> None:
 def test_without_a_wait_there_is_one_request() -> None:
     transport = _Scripted(_answer({"id": "7", "state": "queued"}, 202))
     assert _api({"a": transport}).act({}, wait_seconds=0.0)["state"] == "queued"
-    assert len(transport.asked) == 1
+    assert len(transport.requests) == 1
 
 
 def test_every_transport_is_closed() -> None:

@@ -114,7 +114,7 @@ def test_a_driver_that_answers_passes_with_its_devices_and_is_closed() -> None:
 
 
 @pytest.mark.parametrize(("source", "verdict"), [("", FAIL), ("nvml", PASS), ("demo", WARN)])
-def test_no_driver_here_fails_unless_the_exporter_does_without(source: str, verdict: str) -> None:
+def test_a_missing_driver_fails_unless_the_exporter_needs_none(source: str, verdict: str) -> None:
     (finding,) = _driver(_Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1")), source)
     assert (finding.check, finding.verdict) == ("driver", verdict)
     assert "libnvidia-ml.so.1" in finding.detail
@@ -122,9 +122,7 @@ def test_no_driver_here_fails_unless_the_exporter_does_without(source: str, verd
 
 
 @pytest.mark.parametrize(("released", "verdict"), [(False, FAIL), (True, WARN)])
-def test_no_driver_here_nor_at_the_exporter_names_both_and_one_that_was_released_is_no_failure(
-    released: bool, verdict: str
-) -> None:
+def test_without_any_driver_both_errors_are_named_and_a_release_is_no_failure(released: bool, verdict: str) -> None:
     provider: Any = _Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1"))
     reason = "why the exporter has none"
     (finding,) = check_driver(
@@ -139,7 +137,7 @@ def test_no_driver_here_nor_at_the_exporter_names_both_and_one_that_was_released
     assert reason in finding.detail
 
 
-def test_one_reason_that_both_have_for_no_driver_is_told_once() -> None:
+def test_a_common_reason_for_no_driver_is_shown_once() -> None:
     error = NvmlUnavailableError("no libnvidia-ml.so.1")
     provider: Any = _Provider(error=error)
     (finding,) = check_driver(lambda: provider, exporter_source="", exporter_error=str(error), timeout_seconds=30.0)

@@ -27,7 +27,7 @@ def refused(instance: str, pid: int | None, reason: str, **changes: Any) -> dict
     return on(instance, pid, "refused", reason=reason, **nothing, **changes)
 
 
-def figures(text: str) -> list[str]:
+def values(text: str) -> list[str]:
     """Return the sizes and counts of a line, in order."""
     return re.findall(r"\d+(?:\.\d+)?(?: [KMGT]iB)?", text)
 
@@ -46,7 +46,7 @@ def test_equal_pids_on_two_nodes_are_two_processes(capsys: pytest.CaptureFixture
     FleetResult("empty_cache", False, rows).print([], query="q", as_json=False)
     printed = capsys.readouterr().out.splitlines()
     assert " ".join(printed[1].split()) == "node1 1 train 0 0 done 3.0 GiB 1.0 GiB 2.0 GiB -"
-    assert figures(printed[-1]) == ["6.0 GiB", "2", "2"]
+    assert values(printed[-1]) == ["6.0 GiB", "2", "2"]
 
 
 def test_warnings_of_prometheus_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,7 +111,7 @@ def test_an_overview_has_devices_errors_and_sums(capsys: pytest.CaptureFixture[s
         "node1:9844 1 Some GPU - - - - - -",
     ]
     assert printed[-3:-1] == ["node1:9844: gpu 1: lost", "node2:9844: no-answer"]
-    assert figures(printed[-1]) == ["2", "3", "3", "120 GiB", "160 GiB", "16.0 GiB"]
+    assert values(printed[-1]) == ["2", "3", "3", "120 GiB", "160 GiB", "16.0 GiB"]
     show(open_console(), overview.screen())
     assert capsys.readouterr().out.splitlines()[0] == printed[-1]
     assert overview.document()["exporters"][1] == {
@@ -127,7 +127,7 @@ def test_unknown_reclaimable_bytes_are_not_summed_as_zero(capsys: pytest.Capture
     show(open_console(), Overview({A: devices(unsplit)}).tables())
     printed = capsys.readouterr().out.splitlines()
     assert " ".join(printed[-2].split()).endswith("20.0 GiB - 9.0 GiB")
-    assert figures(printed[-1]) == ["1", "1", "1", "60.0 GiB", "80.0 GiB"]
+    assert values(printed[-1]) == ["1", "1", "1", "60.0 GiB", "80.0 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_device_of_two_exporters_counts_once_unless_it_is_simulated(
     source: str, sums: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     show(open_console(), shared_devices(source).tables())
-    assert figures(capsys.readouterr().out.splitlines()[-1]) == sums
+    assert values(capsys.readouterr().out.splitlines()[-1]) == sums
 
 
 def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -114,6 +114,6 @@ def test_a_process_that_does_not_report_can_be_selected_for_termination() -> Non
     assert selected(Selector(gpu="1"), unreported=True) == [(1, ("GPU-1",)), (2, ("GPU-1",)), (9, ("GPU-1",))]
 
 
-def test_a_target_has_all_that_distinguishes_a_process_from_a_later_one_with_its_pid() -> None:
+def test_a_target_excludes_a_later_process_with_the_same_pid() -> None:
     assert TargetProcess(A, 9, None, None).api_target == {"pid": 9}
     assert TargetProcess(A, 1, "", "0").api_target == {"pid": 1, "workload": "", "rank": "0"}

@@ -13,7 +13,7 @@ from gpumem_exporter.errors import ExporterAnswerError
 from tests.support.top_documents import process, unreported
 from tests.support.waiting import patient
 
-_FIGURES = re.compile(r"\d+(?:\.\d+)?(?: (?:B|GiB))?")
+_VALUES = re.compile(r"\d+(?:\.\d+)?(?: (?:B|GiB))?")
 _URL = "unix:///e.sock"
 _RESULT = {"pid": 7, "workload": "llm", "rank": "0", "gpu": "0", "outcome": "done", "freed_bytes": 3 << 30}
 
@@ -43,15 +43,15 @@ class _World:
         self.result: dict[str, Any] = dict(_RESULT)
         self.error: Exception | None = None
         self.now = 50.0
-        self._heard = threading.Semaphore(0)
-        self.clearing = Clearing(lambda url: _Api(self), self._heard.release, lambda: self.now)  # type: ignore[arg-type,return-value]
+        self._answered = threading.Semaphore(0)
+        self.clearing = Clearing(lambda url: _Api(self), self._answered.release, lambda: self.now)  # type: ignore[arg-type,return-value]
 
     def wait(self) -> str:
-        """Until the exporter has answered; what is then said."""
-        assert self._heard.acquire(timeout=patient(30))
-        return self.said()
+        """Wait for the exporter's answer, and return the note."""
+        assert self._answered.acquire(timeout=patient(30))
+        return self.note_text()
 
-    def said(self) -> str:
+    def note_text(self) -> str:
         note = self.clearing.note()
         return note.text if note else ""
 
@@ -60,28 +60,28 @@ def _row(**changes: Any) -> Row:
     return rows_of({"processes": [process(7, "0", **changes)]})[0]
 
 
-def test_a_clear_is_a_dry_run_a_question_and_then_the_action() -> None:
+def test_a_clear_starts_with_a_dry_run_and_a_question() -> None:
     world = _World()
     world.clearing.ask(_row(), _URL)
-    said = world.wait()
-    assert _FIGURES.findall(said) == ["7", "3.0 GiB", "1", "1"]
-    assert said.endswith("y/n")
-    (asked,) = world.requests
-    assert (asked["dry_run"], asked["target"]) == (True, {"pid": 7, "workload": "llm", "rank": "0"})
+    text = world.wait()
+    assert _VALUES.findall(text) == ["7", "3.0 GiB", "1", "1"]
+    assert text.endswith("y/n")
+    (dry_run,) = world.requests
+    assert (dry_run["dry_run"], dry_run["target"]) == (True, {"pid": 7, "workload": "llm", "rank": "0"})
     world.clearing.answer(yes=True)
-    assert _FIGURES.findall(world.wait()) == ["7", "3.0 GiB", "1", "1"]
-    assert (world.requests[1]["dry_run"], world.requests[1]["target"]) == (False, asked["target"])
+    assert _VALUES.findall(world.wait()) == ["7", "3.0 GiB", "1", "1"]
+    assert (world.requests[1]["dry_run"], world.requests[1]["target"]) == (False, dry_run["target"])
     note = world.clearing.note()
     assert note is not None
     assert not note.asks
 
 
-def test_no_changes_nothing() -> None:
+def test_the_answer_no_changes_nothing() -> None:
     world = _World()
     world.clearing.ask(_row(), _URL)
     world.wait()
     world.clearing.answer(yes=False)
-    assert (world.said(), len(world.requests)) == ("", 1)
+    assert (world.note_text(), len(world.requests)) == ("", 1)
 
 
 def test_a_question_expires() -> None:
@@ -89,7 +89,7 @@ def test_a_question_expires() -> None:
     world.clearing.ask(_row(), _URL)
     world.wait()
     world.now += 31
-    assert world.said() == ""
+    assert world.note_text() == ""
     world.clearing.answer(yes=True)
     assert len(world.requests) == 1
 
@@ -98,7 +98,7 @@ def test_a_clear_that_frees_nothing_is_not_offered() -> None:
     world = _World()
     world.result["freed_bytes"] = 0
     world.clearing.ask(_row(), _URL)
-    assert _FIGURES.findall(world.wait()) == ["7", "0 B", "1", "1"]
+    assert _VALUES.findall(world.wait()) == ["7", "0 B", "1", "1"]
     world.clearing.answer(yes=True)
     assert len(world.requests) == 1
 
@@ -107,9 +107,9 @@ def test_a_refusal_of_the_exporter_is_shown() -> None:
     world = _World()
     world.error = ExporterAnswerError(403, "token:\n--action.token-file")
     world.clearing.ask(_row(), _URL)
-    said = world.wait()
-    assert "403" in said
-    assert "token: --action.token-file" in said
+    text = world.wait()
+    assert "403" in text
+    assert "token: --action.token-file" in text
     world.error, world.result = None, {**_RESULT, "outcome": "gone", "reason": "process-ended"}
     world.clearing.ask(_row(), _URL)
     assert world.wait() == "pid 7: gone: process-ended"
@@ -124,10 +124,10 @@ def test_a_refusal_of_the_exporter_is_shown() -> None:
         (_row(actions=["reset_peak"]), _URL, "pid 7"),
     ],
 )
-def test_a_process_that_cannot_clear_is_not_requested(row: Row | None, url: str, named: str) -> None:
+def test_a_process_that_cannot_clear_gets_no_request(row: Row | None, url: str, named: str) -> None:
     world = _World()
     world.clearing.ask(row, url)
-    assert named in world.said()
+    assert named in world.note_text()
     assert world.requests == []
     world.clearing.dismiss()
-    assert world.said() == ""
+    assert world.note_text() == ""

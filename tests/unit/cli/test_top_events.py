@@ -90,7 +90,7 @@ def test_forget_starts_from_the_first_event() -> None:
     assert "after" not in events.path
 
 
-def _said(of: dict[str, Any], width: int = 200) -> str:
+def _line(of: dict[str, Any], width: int = 200) -> str:
     ((line,),) = event_lines([of], width, _NOON, unicode_output=True)
     return " ".join(line.plain.split())
 
@@ -128,24 +128,24 @@ def _said(of: dict[str, Any], width: int = 200) -> str:
     ],
 )
 def test_an_event_shows_its_device_process_and_sizes(type_: str, detail: Any, parts: tuple[str, ...]) -> None:
-    said = _said(event(1, type_, _NOON, detail=detail))
-    assert [part for part in parts if part not in said] == []
+    line = _line(event(1, type_, _NOON, detail=detail))
+    assert [part for part in parts if part not in line] == []
     sizes = [part for part in parts if part.endswith("GiB")]
-    assert re.findall(r"[\d.]+ [KMG]iB", said) == sizes
+    assert re.findall(r"[\d.]+ [KMG]iB", line) == sizes
 
 
 def test_an_event_without_a_device_or_process_names_none() -> None:
-    nobody = event(
+    without_process = event(
         1, "process_ended", _NOON, gpu=None, uuid=None, workload="", rank="", pid=None, detail={"reason": "x"}
     )
-    assert re.fullmatch(r"12:00:00 \D*: x", _said(nobody))
-    assert re.search(r"GPU-0\b", _said(event(1, "device_lost", _NOON, gpu=None)))
-    assert "pid 1@4026531836" in _said(event(1, "process_started", _NOON, workload="", pid="1@4026531836"))
+    assert re.fullmatch(r"12:00:00 \D*: x", _line(without_process))
+    assert re.search(r"GPU-0\b", _line(event(1, "device_lost", _NOON, gpu=None)))
+    assert "pid 1@4026531836" in _line(event(1, "process_started", _NOON, workload="", pid="1@4026531836"))
 
 
 def test_another_day_is_shown_and_an_invalid_time_is_a_dash() -> None:
-    assert _said(event(1, "x", _NOON - 86400)).startswith("03-03 12:00:00 x")
-    assert _said(event(1, "x", 1e300)).startswith("- x")
+    assert _line(event(1, "x", _NOON - 86400)).startswith("03-03 12:00:00 x")
+    assert _line(event(1, "x", 1e300)).startswith("- x")
 
 
 def test_the_newest_is_first_and_the_choice_filters() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from gpumem_exporter.cli.top.cells import whole
+from gpumem_exporter.cli.top.cells import join_lines
 from gpumem_exporter.cli.top.clearing import Note
-from gpumem_exporter.cli.top.frame import Frame, Moment, draw, print_lines
+from gpumem_exporter.cli.top.frame import Display, Frame, draw, print_lines
 from gpumem_exporter.cli.top.rows import SORTS, Choice
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
@@ -45,8 +45,8 @@ def _kept(of: Reading, events: int = 40) -> Reading:
 def _draw(of: Reading, width: int = 80, height: int = 24, **changes: Any) -> list[str]:
     view = changes.pop("view", View())
     unicode_output = changes.pop("unicode_output", True)
-    moment = Moment(of, changes.pop("age_seconds", 0.2), **changes)
-    return _lines(draw(moment, view, width, height, unicode_output=unicode_output))
+    display = Display(of, changes.pop("age_seconds", 0.2), **changes)
+    return _lines(draw(display, view, width, height, unicode_output=unicode_output))
 
 
 def _lines(frame: Frame) -> list[str]:
@@ -61,7 +61,7 @@ def _row(lines: list[str], start: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (119, 40), (120, 24), (200, 60), (300, 100)])
-def test_every_size_is_whole_from_80_by_24(width: int, height: int) -> None:
+def test_no_size_is_cut_from_80_by_24(width: int, height: int) -> None:
     lines = _draw(_full(), width, height)
     assert len(lines) == height
     assert max(map(cell_len, lines)) <= width
@@ -100,13 +100,17 @@ def test_a_frame_fits_any_terminal(
 ) -> None:
     listed = [process(10 + i, "0", workload=name, command=name, user=name) for i in range(processes)]
     of = reading([device(str(i), name=name) for i in range(devices)], [*listed, unreported(5, "0", 7)])
-    told = tuple(event(i, "process_ended", 1e9 + i, workload=name, detail={"reason": name * 5}) for i in range(events))
-    of = replace(_kept(of), events=told or None)
-    chosen = View(choice=Choice(text=""), sort=sort, helps=shows == "help", events=shows == "events", first_event=3)
-    frame = draw(Moment(of, 1.0), chosen, width, height, unicode_output=unicode_output)
+    listed_events = tuple(
+        event(i, "process_ended", 1e9 + i, workload=name, detail={"reason": name * 5}) for i in range(events)
+    )
+    of = replace(_kept(of), events=listed_events or None)
+    chosen = View(
+        choice=Choice(text=""), sort=sort, shows_help=shows == "help", shows_events=shows == "events", first_event=3
+    )
+    frame = draw(Display(of, 1.0), chosen, width, height, unicode_output=unicode_output)
     assert len(frame.lines) == height
     out = io.StringIO()
-    Console(file=out, width=width, height=height, color_system=None).print(whole(frame.lines))
+    Console(file=out, width=width, height=height, color_system=None).print(join_lines(frame.lines))
     drawn = out.getvalue().removesuffix("\n").split("\n")
     assert len(drawn) == height, "no line wraps"
     assert all(cell_len(line) <= width for line in drawn)
@@ -122,7 +126,7 @@ def test_an_unknown_value_is_a_dash() -> None:
 
 def test_scarce_memory_is_marked_and_a_mig_profile_is_shown_once() -> None:
     def styles(width: int, **changes: Any) -> set[str]:
-        frame = draw(Moment(reading([device("0", **changes)], []), 0.1), View(), width, 24, unicode_output=True)
+        frame = draw(Display(reading([device("0", **changes)], []), 0.1), View(), width, 24, unicode_output=True)
         (row,) = [line for line in frame.lines if line.plain.startswith("0 ")]
         return {str(span.style) for span in row.spans if row.plain[span.start : span.end].strip().endswith(("G", "M"))}
 
@@ -145,7 +149,7 @@ def test_the_bar_adds_up_to_its_width() -> None:
 
 def test_an_ascii_terminal_gets_ascii() -> None:
     for width in (80, 200):
-        for view in (View(), View(helps=True), View(events=True), View(sort="reclaimable", reverse=True)):
+        for view in (View(), View(shows_help=True), View(shows_events=True), View(sort="reclaimable", reverse=True)):
             lines = _draw(_kept(_full()), width, 40, view=view, unicode_output=False)
             assert all(line.isascii() for line in lines)
     assert any("####" in line and "++" in line for line in _draw(_full(), unicode_output=False))
@@ -189,7 +193,7 @@ def test_the_chosen_row_is_on_the_screen_and_marked() -> None:
     view = View()
     rows = view.rows(_full().rows)
     view = view.press("end", rows, 10)
-    frame = draw(Moment(_full(), 0.1), view, 80, 24, unicode_output=True)
+    frame = draw(Display(_full(), 0.1), view, 80, 24, unicode_output=True)
     (marked,) = [line for line in frame.lines if any("reverse" in str(span.style) for span in line.spans)]
     assert marked.plain.split()[0] == str(rows[-1].pid)
     assert frame.view.first == len(rows) - frame.page
@@ -208,7 +212,7 @@ def test_printed_output_has_every_device_and_row_in_full() -> None:
 
 
 def test_at_80_by_24_processes_take_precedence_over_history_and_events() -> None:
-    """The last ten minutes and the events take no line and no column from what was there without them."""
+    """The last ten minutes and the events are not shown if another part needs their space."""
     assert _draw(_kept(_full())) == _draw(_full())
 
 
@@ -220,10 +224,10 @@ def test_a_wider_screen_has_the_last_ten_minutes_and_a_readable_bar() -> None:
         assert sum(row.count(part) for part in "█▓▒░·") >= (20 if width < 120 else 12)
         assert row.endswith("80.0G")
     assert "10 min" not in "\n".join(_draw(_kept(_full()), 200, unicode_output=False))
-    assert "10 min" not in "\n".join(_draw(_full(), 200)), "one moment is no past"
+    assert "10 min" not in "\n".join(_draw(_full(), 200)), "one point is not a history"
 
 
-def test_events_are_below_the_processes_where_there_is_room() -> None:
+def test_events_are_below_the_processes_if_there_is_space() -> None:
     def events_and_rows(of: Reading, height: int, **changes: Any) -> tuple[int, int]:
         lines = _draw(of, 120, height, **changes)
         return sum("device lost" in line for line in lines), sum(" llm " in line for line in lines)
@@ -284,8 +288,8 @@ def _all_events() -> tuple[dict[str, Any], ...]:
     )
     noon = time.mktime((2026, 3, 4, 12, 0, 0, 0, 0, -1))
     listed = [event(i, type_, noon + i, detail=detail) for i, (type_, detail) in enumerate(types)]
-    nobody = {"gpu": None, "uuid": None, "workload": "", "rank": "", "pid": None}
-    return (event(99, "process_ended", noon - 86400, detail={"reason": "x"}, **nobody), *listed)
+    without_process = {"gpu": None, "uuid": None, "workload": "", "rank": "", "pid": None}
+    return (event(99, "process_ended", noon - 86400, detail={"reason": "x"}, **without_process), *listed)
 
 
 def test_the_output_of_top() -> None:
@@ -298,7 +302,7 @@ def test_the_output_of_top() -> None:
     down = {"nvml": {"up": False, "error": "no libnvidia-ml.so.1"}}
     bare = [unreported(7, "0", 3 * GIB) | {"state": None, "reporting": None}]
     alone = reading([device("0", ledger=None)], bare, url="", without_exporter="no exporter answers at X: refused")
-    events = View(events=True)
+    events = View(shows_events=True)
     frames = {
         "80x24": _draw(_kept(_full())),
         "120x30, with events": _draw(some, 120, 30),
@@ -306,14 +310,16 @@ def test_the_output_of_top() -> None:
         "16 devices": _draw(_full(16)),
         "ASCII": _draw(some, 120, 30, unicode_output=False),
         "events": _draw(some, view=events),
-        "events, not permitted": _draw(replace(_full(), no_events="events are for those who may act"), view=events),
+        "events, not permitted": _draw(
+            replace(_full(), no_events="the exporter refuses to show events: token needed"), view=events
+        ),
         "events, none yet": _draw(replace(_full(), events=()), view=events),
-        "events, none chosen": _draw(some, view=View(events=True, choice=Choice(gpus=("7",), workload="x"))),
+        "events, none chosen": _draw(some, view=View(shows_events=True, choice=Choice(gpus=("7",), workload="x"))),
         "events, not known": _draw(_full(), view=events),
         "events, no exporter": _draw(alone, view=events),
-        "help": _draw(_full(1), view=View(helps=True)),
+        "help": _draw(_full(1), view=View(shows_help=True)),
         "filter": _draw(some, view=View(typing="", choice=Choice(text="llm"))),
-        "no match": _draw(some, view=View(choice=Choice(text="nobody", gpus=("99",)))),
+        "no match": _draw(some, view=View(choice=Choice(text="unknown", gpus=("99",)))),
         "question": _draw(some, note=Note("pid 7: 3.0 GiB? y/n", 1.0, {"pid": 7})),
         "no process": _draw(reading([device("0")], [])),
         "demo without devices": _draw(reading([], [], document={"source": "demo"})),
@@ -325,7 +331,7 @@ def test_the_output_of_top() -> None:
         "printed": [line.plain.rstrip() for line in print_lines(some, View(), 10_000, unicode_output=True)],
         "printed, no match": [
             line.plain.rstrip()
-            for line in print_lines(some, View(choice=Choice(text="nobody")), 10_000, unicode_output=True)
+            for line in print_lines(some, View(choice=Choice(text="unknown")), 10_000, unicode_output=True)
         ],
     }
     assert_golden("top.txt", "\n".join(f"== {name}\n" + "\n".join(lines) + "\n" for name, lines in frames.items()))

@@ -14,20 +14,20 @@ def _devices(taken: float, *listed: dict[str, Any]) -> dict[str, Any]:
     return {"taken_unix_seconds": taken, "devices": [*(listed or (device("0"),))]}
 
 
-def test_the_exporters_points_are_told_by_the_clock_of_whoever_asks_and_a_hole_is_no_point() -> None:
+def test_the_exporters_points_have_the_times_of_the_local_clock() -> None:
     history = History()
     history.take(live({"GPU-0": [1024, None, 2048]}, [90.0, 92.0, 94.0], clock_seconds=95.0), _NOW)
     assert history.past() == {"GPU-0": ((_NOW - 5, GIB), (_NOW - 1, 2 * GIB))}
 
 
-def test_what_is_seen_later_is_added_once_a_poll_and_at_most_every_two_seconds() -> None:
+def test_each_poll_is_added_once_and_at_most_every_two_seconds() -> None:
     history = History()
     for now, taken in ((_NOW, 1.0), (_NOW + 1, 2.0), (_NOW + 2, 3.0), (_NOW + 4, 3.0), (_NOW + 5, 4.0)):
         history.add(_devices(taken), now)
     in_use = 64 * GIB
     assert history.past() == {"GPU-0": ((_NOW, in_use), (_NOW + 2, in_use), (_NOW + 5, in_use))}
     history.add(_devices(5.0, device("0", memory={"total_bytes": 9, "free_bytes": 2})), _NOW + 5.5)
-    assert history.past()["GPU-0"][-1] == (_NOW + 5.5, 7), "the line ends with what is so now"
+    assert history.past()["GPU-0"][-1] == (_NOW + 5.5, 7), "the line ends with the current value"
     history.add(_devices(6.0), _NOW + 5.6)
     assert history.past()["GPU-0"][2:] == ((_NOW + 5, in_use), (_NOW + 5.6, in_use))
 
@@ -41,7 +41,7 @@ def test_a_device_that_cannot_be_read_has_no_point() -> None:
     assert {uuid: len(points) for uuid, points in history.past().items()} == {"GPU-0": 1}
 
 
-def test_the_exporter_is_asked_at_first_and_when_something_was_missed() -> None:
+def test_the_exporter_is_queried_at_first_and_after_a_gap() -> None:
     history = History()
     assert history.due(_NOW)
     history.take(live({"GPU-0": [1024]}, [95.0], clock_seconds=95.0), _NOW)
@@ -51,7 +51,7 @@ def test_the_exporter_is_asked_at_first_and_when_something_was_missed() -> None:
     assert history.due(_NOW + 40)
 
 
-def test_an_exporter_without_a_history_is_asked_once_a_minute() -> None:
+def test_an_exporter_without_a_history_is_queried_once_a_minute() -> None:
     for document in ({}, {"moment": 1}, {"moment": {"clock_seconds": 1}, "history": {"seconds": [1], "devices": 7}}):
         history = History()
         history.take(document, _NOW)
@@ -63,17 +63,17 @@ def test_an_exporter_without_a_history_is_asked_once_a_minute() -> None:
     assert not refused.due(_NOW + 59)
 
 
-def test_what_was_seen_before_the_exporter_began_anew_is_kept() -> None:
+def test_points_from_before_a_restart_of_the_exporter_are_kept() -> None:
     history = History()
     history.add(_devices(1.0), _NOW)
     history.add(_devices(2.0, device("1")), _NOW + 10)
     history.take(live({"GPU-0": [1024, 2048]}, [8.0, 18.0], clock_seconds=20.0), _NOW + 20)
     past = history.past()
     assert past["GPU-0"] == ((_NOW, 64 * GIB), (_NOW + 8, GIB), (_NOW + 18, 2 * GIB))
-    assert [moment for moment, _ in past["GPU-1"]] == [_NOW + 10], "the last that was seen of it"
+    assert [seconds for seconds, _ in past["GPU-1"]] == [_NOW + 10]
 
 
-def test_what_is_older_than_ten_minutes_is_forgotten_and_with_it_the_device() -> None:
+def test_points_older_than_ten_minutes_and_their_devices_are_dropped() -> None:
     history = History()
     history.add(_devices(1.0, device("0"), device("1")), _NOW)
     for second in range(2, 1200, 2):
@@ -84,7 +84,7 @@ def test_what_is_older_than_ten_minutes_is_forgotten_and_with_it_the_device() ->
 
 
 @pytest.mark.parametrize("seconds", [float("nan"), 1e300, -1e300])
-def test_moments_of_no_sense_are_no_points_of_the_past(seconds: float) -> None:
+def test_points_with_invalid_times_are_dropped(seconds: float) -> None:
     history = History()
     history.take(live({"GPU-0": [1024, 2048]}, [seconds, 94.0], clock_seconds=95.0), _NOW)
-    assert all(_NOW - 600 <= moment <= _NOW for moment, _ in history.past().get("GPU-0", ()))
+    assert all(_NOW - 600 <= point_seconds <= _NOW for point_seconds, _ in history.past().get("GPU-0", ()))

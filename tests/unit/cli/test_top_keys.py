@@ -28,27 +28,27 @@ def test_bytes_of_a_terminal_are_keys(data: bytes, keys: tuple[str, ...]) -> Non
 
 
 @given(st.sampled_from(sorted(_TYPED)), st.data())
-def test_however_the_bytes_are_cut_the_keys_are_the_same(data: bytes, draw: st.DataObject) -> None:
+def test_keys_do_not_depend_on_how_the_bytes_are_split(data: bytes, draw: st.DataObject) -> None:
     cut = draw.draw(st.integers(0, len(data)))
     reader = KeyReader()
     assert (*reader.feed(data[:cut]), *reader.feed(data[cut:])) == _TYPED[data]
-    assert not reader.waits
+    assert not reader.incomplete
 
 
-def test_an_escape_is_that_key_only_when_nothing_follows() -> None:
+def test_escape_is_a_key_only_if_nothing_follows() -> None:
     reader = KeyReader()
     assert reader.feed(b"\x1b") == ()
-    assert reader.waits
+    assert reader.incomplete
     assert reader.flush() == ("escape",)
-    assert not reader.waits
+    assert not reader.incomplete
     assert reader.feed(b"\x1b[") == ()
     assert reader.flush() == ()
 
 
 @given(st.lists(st.binary()))
-def test_no_bytes_end_it(pieces: list[bytes]) -> None:
+def test_no_bytes_raise(pieces: list[bytes]) -> None:
     reader = KeyReader()
     for piece in pieces:
         assert all(key.isprintable() for key in reader.feed(piece))
     reader.flush()
-    assert not reader.waits
+    assert not reader.incomplete

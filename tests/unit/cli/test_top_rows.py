@@ -16,14 +16,14 @@ def _pids(rows: tuple[Row, ...]) -> list[object]:
     return [row.pid for row in rows]
 
 
-def test_a_process_has_a_row_for_each_device_and_one_when_it_is_on_none() -> None:
+def test_a_process_has_a_row_for_each_device_or_one_without_devices() -> None:
     rows = _rows(process(1, "0", "1"), process(2))
     assert [(row.pid, row.gpu) for row in rows] == [(1, "0"), (1, "1"), (2, None)]
     assert rows[2].used_bytes is None
 
 
 @pytest.mark.parametrize("sort", [sort for sort in SORTS if sort not in ("gpu", "pid", "workload")])
-def test_sizes_come_largest_first_and_reversed_smallest_first_but_the_unknown_last_either_way(sort: str) -> None:
+def test_unknown_sizes_are_last_in_both_orders(sort: str) -> None:
     field = f"{sort.replace('-', '_')}_bytes"
     rows = _rows(*(process(pid, "0", **{field: size}) for pid, size in enumerate((3, None, -1, 9), start=1)))
     assert _pids(arrange(rows, Choice(), sort, reverse=False)) == [4, 1, 3, 2]
@@ -39,13 +39,13 @@ def test_numbers_in_names_are_sorted_as_numbers() -> None:
     assert _pids(arrange(by_rank, Choice(), "workload", reverse=False)) == [2, 1]
 
 
-def test_workloads_come_by_name_whatever_their_case_and_those_without_one_last() -> None:
+def test_workloads_are_sorted_without_case_and_missing_ones_last() -> None:
     rows = _rows(process(1, workload="beta"), unreported(2, "0", 5), process(3, workload="Alpha"))
     assert _pids(arrange(rows, Choice(), "workload", reverse=False)) == [3, 1, 2]
 
 
 @given(st.permutations([(pid, gpu) for pid in (1, 2, 3) for gpu in ("0", "1")]), st.sampled_from(SORTS), st.booleans())
-def test_the_order_is_the_same_however_the_exporter_lists_its_processes(
+def test_the_order_does_not_depend_on_that_of_the_exporter(
     listed: list[tuple[int, str]], sort: str, reverse: bool
 ) -> None:
     rows = _rows(*(process(pid, gpu) for pid, gpu in listed))
@@ -69,7 +69,7 @@ def test_the_order_is_the_same_however_the_exporter_lists_its_processes(
         (Choice(gpus=("0",), text="llm"), [1]),
     ],
 )
-def test_rows_are_chosen_by_device_by_workload_and_by_words(choice: Choice, pids: list[int]) -> None:
+def test_rows_are_filtered_by_device_workload_and_words(choice: Choice, pids: list[int]) -> None:
     rows = _rows(
         process(1, "0"),
         unreported(2, "0:1", GIB) | {"user": "bob"},

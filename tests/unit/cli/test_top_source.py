@@ -15,12 +15,12 @@ _PROCESSES = {"source": "nvml", "processes": [process(7, "0")]}
 
 
 class _Api:
-    """An exporter that is there or not."""
+    """An exporter that answers or raises an error."""
 
     def __init__(self) -> None:
         self.url = "unix:///e.sock"
         self.error: Exception | None = None
-        self.asked = 0
+        self.read_count = 0
         self.closed = 0
         self.devices: Any = _DEVICES
         self.processes: Any = _PROCESSES
@@ -28,7 +28,7 @@ class _Api:
         self.paths: list[str] = []
 
     def get(self, path: str) -> Any:
-        self.asked += 1
+        self.read_count += 1
         self.paths.append(path)
         if self.error is not None:
             raise self.error
@@ -43,7 +43,7 @@ class _Api:
 
 
 class _Driver:
-    """A driver that is there or not."""
+    """A driver that answers or raises an error."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -100,7 +100,7 @@ def test_the_exporter_is_tried_again_and_replaces_the_driver() -> None:
     world.api.error = None
     world.now += 2.9
     assert world.source.read().url == ""
-    assert world.api.asked == 1
+    assert world.api.read_count == 1
     world.now += 0.1
     assert world.source.read().url == "unix:///e.sock"
     assert (world.driver.opened, world.driver.released) == (1, 1)
@@ -184,7 +184,7 @@ def test_an_exporter_without_a_past_is_a_source(error: ExporterError) -> None:
         read = world.source.read()
         assert ([row.pid for row in read.rows], read.events) == ([7], None)
         world.now += 1.0
-    assert len(world.api.paths) == 5 * 2 + 2, "it is not asked again at once"
+    assert len(world.api.paths) == 5 * 2 + 2, "no new attempt follows immediately"
 
 
 def test_the_driver_continues_the_past_and_has_no_events() -> None:

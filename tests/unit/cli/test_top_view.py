@@ -41,19 +41,19 @@ def _chosen(view: View) -> object:
         (["F"], None, 0),
     ],
 )
-def test_keys_choose_a_row_and_keep_it_on_the_screen(keys: list[str], pid: int | None, first: int) -> None:
+def test_keys_select_a_row_and_keep_it_on_the_screen(keys: list[str], pid: int | None, first: int) -> None:
     view = _press(View(), keys, _rows())
     assert (_chosen(view), view.first) == (pid, first)
 
 
-def test_the_chosen_row_keeps_to_its_process_when_the_order_changes() -> None:
+def test_the_same_process_stays_selected_when_the_order_changes() -> None:
     view = _press(View(), ["j", "j", "r"], _rows())
     assert _chosen(view) == 2
     assert view.rows(_rows())[view.index].pid == 2
     assert view.first <= view.index < view.first + _PAGE
 
 
-def test_when_the_chosen_process_goes_its_place_falls_to_the_next() -> None:
+def test_after_the_selected_process_exits_the_next_one_is_selected() -> None:
     rows = _rows()
     view = _press(View(), ["j", "j", "j"], rows)
     assert _chosen(view) == 3
@@ -62,12 +62,12 @@ def test_when_the_chosen_process_goes_its_place_falls_to_the_next() -> None:
     assert _chosen(view.settle(view.rows(left[:2]), _PAGE)) == 2
 
 
-def test_no_row_at_all_is_no_trouble() -> None:
+def test_keys_work_without_rows() -> None:
     view = _press(View(), ["j", "G", "page down", "k", "s", "r"], ())
     assert (view.first, view.rows(())) == (0, ())
 
 
-def test_s_goes_through_every_order_and_back_to_the_first() -> None:
+def test_s_cycles_through_the_orders() -> None:
     view = View()
     seen = [view.sort]
     for _ in SORTS[1:]:
@@ -79,7 +79,7 @@ def test_s_goes_through_every_order_and_back_to_the_first() -> None:
     assert _press(View(reverse=True), "s", _rows()).reverse is False
 
 
-def test_what_is_typed_behind_a_slash_filters_at_once_and_is_kept_or_dropped() -> None:
+def test_a_filter_applies_while_it_is_typed_and_escape_restores_the_old_one() -> None:
     rows = _rows()
     view = _press(View(choice=Choice(text="old")), "/", rows)
     assert view.choice.text == "old"
@@ -93,31 +93,31 @@ def test_what_is_typed_behind_a_slash_filters_at_once_and_is_kept_or_dropped() -
 
 def test_keys_are_letters_while_a_filter_is_typed() -> None:
     view = _press(View(), ["/", "s", "r", "?", "j", "down"], _rows())
-    assert (view.choice.text, view.sort, view.reverse, view.helps) == ("sr?j", "used", False, False)
+    assert (view.choice.text, view.sort, view.reverse, view.shows_help) == ("sr?j", "used", False, False)
 
 
-def test_help_goes_with_any_key() -> None:
+def test_any_key_closes_the_help() -> None:
     view = _press(View(), "?", _rows())
-    assert view.helps
+    assert view.shows_help
     after = _press(view, "s", _rows())
-    assert (after.helps, after.sort) == (False, "used")
+    assert (after.shows_help, after.sort) == (False, "used")
 
 
-def test_e_changes_to_the_events_and_back_and_keys_of_the_processes_do_nothing_there() -> None:
+def test_e_switches_between_events_and_processes() -> None:
     events = _press(View(), ["j", "e", "j", "j", "k"], _rows())
-    assert (events.events, events.first_event, events.lists_processes) == (True, 1, False)
+    assert (events.shows_events, events.first_event, events.lists_processes) == (True, 1, False)
     assert _chosen(events) == 1
     assert _press(events, ["s", "r", "/", "x"], _rows()) == events
     assert _press(events, ["g"], _rows()).first_event == 0
     for key in ("e", "escape"):
         back = _press(events, [key], _rows())
-        assert (back.events, back.first_event, _chosen(back)) == (False, 0, 1)
-    assert _press(events, ["?"], _rows()).helps
+        assert (back.shows_events, back.first_event, _chosen(back)) == (False, 0, 1)
+    assert _press(events, ["?"], _rows()).shows_help
 
 
 @pytest.mark.parametrize(
     ("first", "heights", "settled"),
     [(0, [], 0), (5, [], 0), (9, [1] * 10, 6), (2, [1] * 10, 2), (9, [1, 1, 1, 3], 2), (9, [4, 4], 1), (9, [1, 1], 0)],
 )
-def test_the_last_events_fill_the_screen_at_its_end(first: int, heights: list[int], settled: int) -> None:
+def test_the_last_events_fill_the_screen(first: int, heights: list[int], settled: int) -> None:
     assert View(first_event=first).settle_events(heights, _PAGE).first_event == settled

@@ -15,7 +15,7 @@ import pytest
 from gpumem_exporter.core.samples import ProcessFacts
 from gpumem_exporter.host import LinuxHost
 from gpumem_exporter.host.containers import container_id
-from gpumem_exporter.procfs import INITIAL_PID_NAMESPACE, pid_namespace, start_time_ticks
+from gpumem_exporter.procfs import pid_namespace, start_time_ticks
 from gpumem_exporter.wire.protocol import ProcessIdentity
 
 ID = "0123456789abcdef" * 4
@@ -397,8 +397,3 @@ def test_proc_is_scanned_once_a_second_at_most_and_every_ten_for_one_process(tre
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
     clock.now += 1000
     assert host.host_pid(reporter(tree, pid=7, namespace="a"), None) == 300
-
-
-def test_a_host_detects_the_initial_pid_namespace(tree: Tree) -> None:
-    assert LinuxHost().sees_host_pids == (pid_namespace() == INITIAL_PID_NAMESPACE)
-    assert not LinuxHost(tree.root).sees_host_pids

@@ -63,7 +63,7 @@ def test_a_report_goes_through_all_steps_with_at_most_one_snapshot(
     async def steps() -> None:
         first = report(7, devices=(sample(allocated=5, reclaimable=7),), actions=("empty_cache",))
         assert "commands" not in await take(runtime, first, PeerCredentials(4711, 0, 0))
-        assert host.asked == [(7, 4711)]
+        assert host.lookups == [(7, 4711)]
         action = runtime.dispatcher.submit(
             ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t")
         )
