@@ -223,6 +223,7 @@ def test_an_alert_has_tests_for_firing_staying_silent_and_resolving(name: str) -
     assert seen == set(KINDS)
 
 
+@pytest.mark.slow
 @pytest.mark.tools
 def test_every_alert_passes_its_tests() -> None:
     ran = run(tool("promtool", "prometheus"), "test", "rules", *sorted(TESTS.glob("*.yml")), cwd=TESTS)

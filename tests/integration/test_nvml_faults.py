@@ -165,7 +165,7 @@ def test_without_a_driver_the_exporter_runs_and_attaches_later(node: EmulatedNod
     metrics = watched.wait_until_all_is_right(0, 1)
     assert metrics.value("gpumem_nvml_up") == 1
     watched.assert_torch_series_flow(0, gpu="0")
-    assert watched.wait_for_health(200, "ok")["nvml"] == {"up": True, "error": ""}
+    assert watched.wait_for_health(200, "ok")["nvml"] == {"up": True, "error": "", "released": False}
 
 
 def test_a_driver_installed_after_the_start_is_found(node: EmulatedNode, watch: Any, tmp_path: Path) -> None:
