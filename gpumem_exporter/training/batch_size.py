@@ -16,10 +16,10 @@ from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.hooks.steps import no_training
 from gpumem_exporter.client.measure.measured import Measured, MemoryUse
 from gpumem_exporter.client.oom.message import is_out_of_memory
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError, RankFailedError
 from gpumem_exporter.training.bisection import Bisection
 from gpumem_exporter.training.ranks import Ranks
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["BatchSizeSearch", "BatchSizeTry", "find_batch_size"]
 

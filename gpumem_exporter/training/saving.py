@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from gpumem_exporter.client.hooks.storage_tags import saved_from_host
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError, StorageError
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["SavedCheckpoint", "save_checkpoint"]
 

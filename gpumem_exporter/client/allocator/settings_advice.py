@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
 from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merged, parse_settings
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["AllocatorValues", "Recommendation", "recommend", "recommend_allocator_settings"]
 

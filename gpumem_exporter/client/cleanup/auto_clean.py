@@ -10,7 +10,7 @@ from gpumem_exporter.client.allocator.attached import attached
 from gpumem_exporter.client.cleanup.clear import clear_cache
 from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["AutoClean", "Cache", "auto_clean"]
 

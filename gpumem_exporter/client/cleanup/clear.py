@@ -14,7 +14,7 @@ from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["DeepClean", "Rung", "clean_start", "clear_cache", "deep_clean", "reset_peak", "set_memory_fraction"]
 

@@ -14,7 +14,7 @@ from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, al
 from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search
 from gpumem_exporter.client.leaks.trend import Slope, Trend
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
 

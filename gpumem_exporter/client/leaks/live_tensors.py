@@ -22,7 +22,7 @@ from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.allocator.torch_access import initialized_torch
 from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_exporter.client.leaks.tracked_objects import count_objects, find_of_types, find_types
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
 

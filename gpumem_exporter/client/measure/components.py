@@ -16,7 +16,7 @@ from gpumem_exporter.client.hooks.steps import OneStep, Steps, process_steps
 from gpumem_exporter.client.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_exporter.client.measure.observed import Observed, WatchedBytes, process_observed
 from gpumem_exporter.client.measure.tensor_bytes import HOST
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["ComponentBytes", "Watch", "watch"]
 

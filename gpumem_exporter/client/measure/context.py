@@ -7,7 +7,7 @@ import logging
 
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.measured import DeviceUse, Measured, MemoryUse
-from gpumem_exporter.client.sizes import human_bytes, human_growth
+from gpumem_exporter.units import human_bytes, human_growth
 
 __all__ = ["memory_context"]
 

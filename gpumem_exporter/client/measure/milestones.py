@@ -17,7 +17,7 @@ from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import Observed, process_observed
-from gpumem_exporter.client.sizes import human_bytes, human_growth
+from gpumem_exporter.units import human_bytes, human_growth
 
 __all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
 

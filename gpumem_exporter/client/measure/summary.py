@@ -14,7 +14,7 @@ from gpumem_exporter.client.allocator.torch_access import allocator_settings, in
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import PhasePeak, process_observed
 from gpumem_exporter.client.reporter.driver_memory import DriverReading, read_driver
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["DeviceSummary", "Summary", "log_summary", "summary"]

@@ -25,7 +25,7 @@ from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.message import OomMessage, parse_oom_message
 from gpumem_exporter.client.oom.phase import Origin, origin_of
 from gpumem_exporter.client.oom.values import OomValues
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import OutOfMemory
 
 __all__ = ["NOTE_PREFIX", "OomDiagnosis", "Run", "diagnose"]

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.results import Difference
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["CheckpointingComparison", "CheckpointingRow"]
 

@@ -14,7 +14,7 @@ from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.components import Watch
 from gpumem_exporter.client.measure.observed import Observed, WatchedBytes
 from gpumem_exporter.client.measure.summary import DeviceSummary, Summary, settings_in_force
-from gpumem_exporter.client.sizes import human_bytes, human_growth
+from gpumem_exporter.units import human_bytes, human_growth
 from tests.support.waiting import patient
 
 
