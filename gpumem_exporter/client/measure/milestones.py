@@ -36,18 +36,18 @@ class DeviceMilestone:
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
-    """Peak of the allocated bytes since the last reset by the program."""
+    """Peak of the allocated bytes since the last reset by the user's code."""
     growth_bytes: int
     """Allocated bytes minus those at the previous milestone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """Memory at one point of the program. There are no devices before CUDA is initialized."""
+    """Memory at one point of the training script. There are no devices before CUDA is initialized."""
 
     name: str
     seconds: float
-    """Since the first milestone."""
+    """Seconds since the first milestone."""
     devices: tuple[DeviceMilestone, ...]
 
     def __str__(self) -> str:
@@ -61,15 +61,15 @@ class Milestone:
 
 
 class Milestones:
-    """Records and logs the memory at the milestones of a training script. `milestones` makes one.
+    """Records and logs the memory at the milestones of a training script. `milestones` creates it.
 
-    Refers weakly to the model and the optimizer. Any thread may call any method.
+    Has only weak references to the model and the optimizer. Any thread may call any method.
 
     Args:
         model: a module, or None.
         optimizer: an optimizer of `torch.optim`, or None for any.
         level: log level.
-        observed: knows the peaks.
+        observed: the peaks of this process.
         steps: reports the ends of steps.
     """
 
@@ -128,7 +128,7 @@ class Milestones:
         self.record("end")
 
     def close(self) -> None:
-        """Stop recording milestones of the training; the records stay."""
+        """Stop recording; the records stay."""
         self._stop_forwards()
         self._stop_listening()
 
@@ -195,13 +195,13 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
 
     The milestones are: this call; the model's first forward on a device, if the model is still on the host now; the
     first step of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth
-    since the previous one. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
+    since the previous milestone. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
 
     The script says where an epoch starts: `for epoch in seen.epochs(range(10))` around its loop, or a call of
     `seen.epoch()`, for example from a trainer's callback.
 
-    The milestones hold weak references only and put no hook on the model or the optimizer themselves, so both can be
-    copied and pickled. They end with the model, or with `close()`.
+    There are only weak references and no hooks on the model or the optimizer, so both can be copied and pickled. They
+    end with the model, or with `close()`.
 
     Args:
         model: a module, wrapped or not.
@@ -212,7 +212,7 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
 
 
 def _nothing() -> None:
-    """Stands for a hook that there is not."""
+    """Remove nothing: there is no hook."""
 
 
 def _closed() -> Milestones:
@@ -226,6 +226,6 @@ def _place(model: Any) -> str:
     torch = sys.modules.get("torch")
     if model is None or torch is None:
         return ""
-    with without_torch_function(torch):  # modes of the program are for its own calls
+    with without_torch_function(torch):  # active modes of the user's code must not see the call
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"

@@ -39,13 +39,13 @@ class DeviceSummary:
     allocated_bytes: int | None
     """Bytes in tensors."""
     reserved_bytes: int | None
-    """Bytes that PyTorch has taken from the driver."""
+    """Bytes that PyTorch has allocated from the driver."""
     active_bytes: int | None
     inactive_split_bytes: int | None
     requested_bytes: int | None
     """Allocated bytes before the allocator's rounding."""
     allocated_peak_bytes: int | None
-    """Peak since the last reset by the program. Resets by phases do not count."""
+    """Peak since the last reset by the user's code. Resets by phases do not count."""
     reserved_peak_bytes: int | None
     private_pools_bytes: int | None
     reclaimable_bytes: int | None
@@ -144,7 +144,7 @@ def summary() -> Summary:
 def log_summary(prefix: str = "", *, level: int = logging.INFO) -> Summary:
     """Log one line per device of `summary()`, and return the summary.
 
-    The logger is `gpumem_exporter.client`, which shows warnings only until the program configures logging.
+    The logger is `gpumem_exporter.client`, which shows warnings only until the user's code configures logging.
 
     Args:
         prefix: prefix of each line.
