@@ -55,13 +55,13 @@ class Referrers:
                 every reference in the heap with all of them, and cannot be interrupted.
             end: time on `time.thread_time()` after which no pass starts.
         """
-        given, targets = targets, targets[:TARGETS_MAX]
+        all_targets, targets = targets, targets[:TARGETS_MAX]
         self._end = end
         level: dict[int, Any] = {id(target): target for target in targets}
         above: dict[int, Any] = {}
         # For the id of each object: the targets that it refers to, directly or through others.
         holds: dict[int, set[int]] = {id(target): {id(target)} for target in targets}
-        self._ignored.update(map(id, (given, targets, level, above)))
+        self._ignored.update(map(id, (all_targets, targets, level, above)))
         self._frames = _frames()
         self._ignored.add(id(self._frames))
         complete = True
@@ -109,9 +109,9 @@ class Referrers:
                 found[id(referrer)] = keys
                 continue
             for key in keys:
-                place = _named(referrer, level[key], self._end)
-                if place:
-                    self._name(holds[key], place)
+                name = _named(referrer, level[key], self._end)
+                if name:
+                    self._name(holds[key], name)
             self._put(referrer, keys, above, holds)
         owners = _owners(dictionaries)
         for dictionary in dictionaries:

@@ -85,7 +85,7 @@ class Watch:
         self._counting = threading.Lock()
         self._step = OneStep()
         self._optimizer_reports_steps = False
-        self._place = 0
+        self._counted_after = 0
         self._count: ComponentCount | None = None
         self._started_seconds = float("-inf")
         self._between_starts_seconds = 0.0
@@ -146,8 +146,8 @@ class Watch:
             return
         try:
             count = self._count
-            if count is None or self._place != id(optimizer):
-                self._place = id(optimizer)
+            if count is None or self._counted_after != id(optimizer):
+                self._counted_after = id(optimizer)
                 count = self._start(torch, now)
             if count.advance(_SLICE_SECONDS):
                 self._finish(torch, count)

@@ -89,13 +89,13 @@ class Milestones:
         self._epochs = 0
         self._forwards = 0
         self._stop_forwards: Callable[[], None] = _nothing
-        place = _place(model)
+        location = _location(model)
         self.record(
-            " and ".join(filter(None, (place, "optimizer created" if optimizer is not None else ""))) or "start"
+            " and ".join(filter(None, (location, "optimizer created" if optimizer is not None else ""))) or "start"
         )
         if model is not None:
             self._model = weakref.ref(model, lambda _: self.close())
-            if not place:
+            if not location:
                 self._stop_forwards = before_forwards(self._look_at_forward)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
@@ -176,10 +176,10 @@ class Milestones:
         if module is not self._model():
             return True
         self._forwards += 1
-        place = _place(module)
-        if place:
-            self.record(place)
-        return not place and self._forwards < _FORWARDS
+        location = _location(module)
+        if location:
+            self.record(location)
+        return not location and self._forwards < _FORWARDS
 
     def _on_step(self, optimizer: Any) -> None:
         watched = self._optimizer() if self._optimizer is not None else None
@@ -221,7 +221,7 @@ def _closed() -> Milestones:
     return closed
 
 
-def _place(model: Any) -> str:
+def _location(model: Any) -> str:
     """Return `model on cuda:0`, by its first parameter on a device, or an empty string."""
     torch = sys.modules.get("torch")
     if model is None or torch is None:
