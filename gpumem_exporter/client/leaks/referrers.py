@@ -109,9 +109,9 @@ class Referrers:
                 found[id(referrer)] = keys
                 continue
             for key in keys:
-                name = _named(referrer, level[key], self._end)
-                if name:
-                    self._name(holds[key], name)
+                description = _named(referrer, level[key], self._end)
+                if description:
+                    self._name(holds[key], description)
             self._put(referrer, keys, above, holds)
         owners = _owners(dictionaries)
         for dictionary in dictionaries:
