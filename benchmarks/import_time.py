@@ -1,9 +1,8 @@
-"""What importing the client costs a program, compared with importing `asyncio`.
+"""Measures the import of the client, compared with the import of `asyncio`.
 
     python -m benchmarks.import_time [--quick] [--json]
 
-Each import runs in a fresh interpreter without torch, in turns. The bytecode is there already, as it is in an image or
-after the first start.
+Each import runs in a fresh interpreter without torch, in turns. The bytecode exists already, as after a first start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What benchmarks run inside the observed process, beside torch and the client."""
+"""Functions that benchmarks run inside the observed process, together with torch and the client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["PlainPosts", "busy", "reporter_thread", "sample_costs", "serve_echo"
 def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, list[float]]:
     """Return CPU times in µs of a sample of all devices and of `torch.cuda.memory_stats()` on each, taken in turns.
 
-    With a pause before each one the caches are cold, as in a program that computes and is sampled once a second.
+    A pause before each one leaves the CPU caches cold, as in a program that is sampled once a second.
     Without a pause each runs 20 times in a row.
     """
     allocator = Allocator.attach()
@@ -104,7 +104,7 @@ def serve_echo() -> int:
 
 
 def training_cpu_seconds(seconds: float) -> float:
-    """Train a small model for about this long; return the CPU seconds of the whole process per step."""
+    """Train a small model for about `seconds`. Returns the CPU seconds of the whole process per step."""
     if not _trained:
         layers = [part for _ in range(4) for part in (torch.nn.Linear(512, 512), torch.nn.GELU())]
         model = torch.nn.Sequential(*layers).cuda()

@@ -1,8 +1,8 @@
-"""How often a leak can be found at all in some of the seeded runs, by a test that knows more than any real one.
+"""Computes how many leaks any test could find in some of the seeded runs.
 
-That test knows the noise exactly, how fast memory leaks and since when, but not how much the program holds without a
-leak; and it decides between two cases only. No test finds more leaks at the same rate of false alarms (Neyman and
-Pearson).
+The ideal test here knows more than a real one: the noise, the rate of the leak and its start. It does not know the
+memory use without the leak. It decides between two cases only. No test finds more leaks at the same rate of false
+alarms (Neyman and Pearson).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _CACHES = {
     200: ((28.4, 40.0), (141.7, 60.0), (59.6, 140.0)),
     300: ((61.7, 40.0), (93.9, 60.0), (81.2, 140.0)),
 }
-"""Size in MiB and time constant in steps. Of the caches that fill in 140 steps or less, these look most like a leak of
-one percent in 1,000 steps until that step."""
+"""Size in MiB and time constant in steps of caches that fill in 140 steps or less. Of all such caches, these look most
+like a leak of one percent in 1,000 steps."""
 
 
 def drift_errors(percent: float, steps: int) -> float:
@@ -42,7 +42,7 @@ def drift_errors(percent: float, steps: int) -> float:
 
 
 def cache_errors(steps: int) -> float:
-    """Return how far a leak of 1 % beside one cache is from no leak beside three caches, in deviations of the noise.
+    """Return the distance between a leak of 1 % with one cache and no leak with three, in deviations of the noise.
 
     Args:
         steps: 200 or 300.

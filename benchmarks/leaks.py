@@ -1,11 +1,11 @@
-"""False alarms of the leak detector, the steps until it finds a leak, and its cost.
+"""Measures the leak detector: its false alarms, the steps until it finds a leak, and its cost.
 
     python -m benchmarks.leaks [--quick] [--json] [--real-gpu]
 
-The training runs are made from seeds (tests/support/seeded_runs.py), on a device of 8 GiB: alarms and steps do not
+The training runs come from seeds (tests/support/seeded_runs.py), on a device of 8 GiB, so alarms and steps do not
 depend on the machine. Costs are CPU time of the training thread, with real torch on the emulated node or on a real GPU.
-Compared: a look with `torch.cuda.memory_stats()`, and a value that arrives while memory rises with one linear
-regression of a window by Python's `statistics`.
+The benchmark compares a look with `torch.cuda.memory_stats()`. It compares a value that arrives while memory rises with
+one linear regression of a window by Python's `statistics`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def runs(given: argparse.Namespace, progress: Progress, name: str, shape: Shape)
 
 
 def found(series: Iterator[int], steps: int) -> int | None:
-    """Return the step in which the detector is sure; None if it is not within `steps`."""
+    """Return the step in which the detector finds the leak; None if it finds none within `steps`."""
     trend = Trend()
     for step, value in enumerate(islice(series, steps)):
         if trend.add(value) is not None:
@@ -109,7 +109,7 @@ def bounds() -> Iterator[Row]:
 
 
 def costs(given: argparse.Namespace) -> list[Row]:
-    """CPU time of a look, of a guarded call, and of a value while memory rises."""
+    """Yield the CPU time of a look, of a guarded call, and of a value while memory rises."""
     with Place(real_gpu=given.real_gpu, devices=1) as place:
         spent = place.torch().exec(COSTS, rounds=1000)
     us = {name: 1e6 * statistics.median(values) for name, values in spent.items()}
@@ -127,7 +127,7 @@ def costs(given: argparse.Namespace) -> list[Row]:
 
 
 def rising_seconds(shape: Shape) -> list[float]:
-    """Return the CPU seconds of each value that a full window takes while the series rises."""
+    """Return the CPU seconds of each value that is added to a full window while the series rises."""
     trend, taken = Trend(), []
     for value in islice(allocated(shape, 0, percent=2.0), 600):
         started = time.thread_time()

@@ -1,10 +1,10 @@
-"""What `watch` and `phase` cost the training thread, with real torch on the emulated node or on a real GPU.
+"""Measures the cost of `watch` and `phase` in the training thread, with real torch on an emulated or real GPU.
 
     python -m benchmarks.observing [--quick] [--json] [--real-gpu]
 
-All values are CPU time of that thread. A step is as short as it can be, so that nothing hides behind it: the gradients
-are there already, and the optimizer computes nothing. Compared, in turns: a count of 10,000 tensors by `watch` with a
-plain Python loop that adds up their `nbytes`; a phase, and a step between two counts, with `torch.cuda.memory_stats()`.
+All values are CPU time of that thread. A step is as short as possible: the gradients exist already, and the optimizer
+computes nothing. The benchmark compares, in turns, a count of 10,000 tensors by `watch` with a plain Python loop that
+adds up their `nbytes`. It compares a phase, and a step between two counts, with `torch.cuda.memory_stats()`.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ for _ in range(rounds):
         now[0] += 3600
         counted_before, costs = watching.latest, []
         while watching.latest is counted_before:
-            costs.append(cost(lambda: steps._tell(optimizer)))
+            costs.append(cost(lambda: steps._report(optimizer)))
         for name, value in ("count", sum(costs)), ("slices", len(costs)), ("stall", max(costs)):
             result[name].append(value)
     assert watching.latest[0].parameters * 4 == sum(getattr(watching.latest[0], name) for name in
                                                     ("parameters", "gradients", "optimizer_state"))
-    result["rest"] += [cost(lambda: steps._tell(optimizer)) for _ in range(200)]
+    result["rest"] += [cost(lambda: steps._report(optimizer)) for _ in range(200)]
     result["naive"].append(cost(naive))
     result["memory_stats"] += [cost(torch.cuda.memory_stats) for _ in range(20)]
     watching.close()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner [--quick] [--json] [--real-gpu] [--only JOB ...] [--peaks]
 
-Plans each job of benchmarks/planner_jobs.py on fake tensors, and runs it as a training script in a process of its own.
+Plans each job of benchmarks/planner_jobs.py on fake tensors, and runs it as a training script in a separate process.
 The first part compares the peaks at one batch size on a large device. The second part takes the largest batch that the
 planner predicts for a device of `--gpu` GiB with the default margin. The script must train 50 steps with it, and run
 out of memory with 1.25 times the samples. All claims count bytes or runs, which do not depend on the machine's speed.
@@ -162,9 +162,9 @@ def job(name: str, cudnn: bool) -> Job:
 
 
 def run(name: str, size: int, steps: int, total_bytes: int, real_gpu: bool) -> dict[str, Any]:
-    """Train in a process of its own, on a device of that size; return what the script prints.
+    """Train in a separate process on a device of this size, and return the output of the script.
 
-    On a real device the allocator is limited to that number of bytes.
+    On a real device the size limits the allocator.
     """
     command = [sys.executable, "-m", "benchmarks.planner_jobs", name, str(size), str(steps)]
     if real_gpu:

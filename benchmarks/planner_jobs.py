@@ -2,7 +2,7 @@
 
     python -m benchmarks.planner_jobs JOB BATCH STEPS      # runs one on cuda:0 and prints its peaks as JSON
 
-The training loop is that of an ordinary script and independent of the planner's. cuDNN is off, because the emulated
+The training loop is an ordinary one and independent of the planner's. cuDNN is off, because the emulated
 node does not have it; on a real GPU `--cudnn` leaves it on.
 """
 
@@ -94,7 +94,8 @@ class Transformer(nn.Module):
         causal: bool = True,
     ) -> None:
         super().__init__()
-        # Frozen: an embedding's backward reads counts from the device, which the emulated node does not compute.
+        # Frozen, because an embedding's backward reads values from the device, which the emulated node does not
+        # compute.
         self.tokens = nn.Embedding(vocabulary, width).requires_grad_(False)
         self.positions = nn.Parameter(torch.zeros(length, width))
         self.blocks = nn.ModuleList(Block(width, heads, dropout, causal) for _ in range(depth))

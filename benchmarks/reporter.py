@@ -1,10 +1,13 @@
-"""What the reporter costs the process that it observes: real torch, the real client, the real exporter.
+"""Measures the cost of the reporter in its process, with real torch, the real client and the real exporter.
 
     python -m benchmarks.reporter [--quick] [--json] [--real-gpu]
 
-Compared, in turns or at the same time in the same process: a sample with `torch.cuda.memory_stats()`; a report with a
-thread that only posts the same body by `http.client`; training and computing with the client and without it; the
-start of an interpreter below `gpumem-exporter run` with an ordinary one.
+The comparisons run in turns, or at the same time in one process:
+
+- a sample with `torch.cuda.memory_stats()`,
+- a report with a thread that only posts the same body by `http.client`,
+- training and computing with the client and without it,
+- the start of an interpreter below `gpumem-exporter run` with an ordinary start.
 """
 
 from __future__ import annotations
@@ -83,7 +86,7 @@ def reports(
     process: TorchProcess,
     devices: int,
 ) -> list[Row]:
-    """The reporter's thread beside one that only posts the same body, in a process that waits."""
+    """Compare the reporter's thread with one that only posts the same body, in a process that waits."""
     progress.part(f"reports of {_count(devices)}")
     server = place.stack.enter_context(ConstantServer(place.folder, 64))
     body = _recorded_body(process, place.folder / "recording.sock")
@@ -110,7 +113,7 @@ def reports(
 
 
 def _recorded_body(process: TorchProcess, path: Path) -> str:
-    """What the client of this process sends."""
+    """Return the body of a report of this process."""
     with RecordingExporter(path) as recorder:
         process.call("start_client", url=recorder.url)
         wait_for(lambda: len(recorder.reports) > 1, "two reports")
@@ -119,7 +122,7 @@ def _recorded_body(process: TorchProcess, path: Path) -> str:
 
 
 def _usage(process: TorchProcess, exporter: Exporter, reporter: int, plain: int) -> tuple[float, float, float, float]:
-    """Seconds of the reporter, its reports, seconds of the posting thread, its posts."""
+    """Return the reporter's seconds and reports, and the posting thread's seconds and posts."""
     taken = exporter.metrics().value("gpumem_reports_total", outcome="accepted")
     posted = process.exec("result = posts.count")
     return thread_seconds(process.pid, reporter), taken, thread_seconds(process.pid, plain), posted
@@ -156,7 +159,7 @@ def with_and_without(given: argparse.Namespace, progress: Progress) -> list[Row]
 def _in_turns(given: argparse.Namespace, progress: Progress, process: TorchProcess, url: str) -> Iterator[bool]:
     """Yield whether the client runs in this turn."""
     for turn in progress.turns(2 * given.turns):
-        reporting = turn % 4 in (1, 2)  # neither is always the second
+        reporting = turn % 4 in (1, 2)  # neither always comes second
         progress.sleep(REST_SECONDS)
         if reporting:
             process.call("start_client", url=url)
@@ -166,7 +169,7 @@ def _in_turns(given: argparse.Namespace, progress: Progress, process: TorchProce
 
 
 def _paired(what: str, unit: str, times: Mapping[bool, list[float]], at_most: float) -> Row:
-    """The median of the ratios of each turn with the client to the one without it beside it."""
+    """Return a row with the median ratio of turns with the client to the neighboring turns without it."""
     ratios = [on / off for on, off in zip(times[True], times[False], strict=True)]
     quartiles = f"quartiles {percentile(ratios, 0.25):.2f} to {percentile(ratios, 0.75):.2f}"
     beside = f"without ({statistics.median(times[False]):.3g} {unit}), {quartiles}"
@@ -206,7 +209,7 @@ except ModuleNotFoundError:
     pass
 print(1e3 * (time.thread_time() - started))
 """
-"""The import that the start of an interpreter does, in one that has started, with a clock."""
+"""Measures the import that each start of an interpreter does, in an interpreter that has started."""
 
 
 def _python(environment: Mapping[str, str], *arguments: str) -> str:

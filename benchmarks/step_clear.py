@@ -1,11 +1,11 @@
-"""What a clear at the end of a step costs a training loop: steps with one clear in each hundred, and without.
+"""Measures the cost of a clear at the end of a step: a hundred steps with one clear, and a hundred without.
 
     python -m benchmarks.step_clear [--quick] [--json] [--real-gpu]
 
 The clear waits in the process before the hundred steps start. It runs at the end of the first one, in the training
-thread, and the next step allocates from the driver again: those two pay for it. All other steps must cost what they
-cost without a clear. On the emulated node the driver frees and allocates faster than on a device, which waits for its
-kernels.
+thread, and the next step allocates from the driver again, so these two steps are slower. All other steps must cost the
+same as without a clear. On the emulated node the driver frees and allocates faster than on a device, which waits for
+its kernels.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def rows_of(without: list[list[float]], with_one: list[list[float]]) -> list[Row]:
-    """Compare the hundreds."""
+    """Compare the times of the hundreds of steps."""
     usual = _typical_ms(without, 2, STEPS)
     others = _typical_ms(with_one, 2, STEPS)
     first, second = (_typical_ms(with_one, i, i + 1) - _typical_ms(without, i, i + 1) for i in (0, 1))

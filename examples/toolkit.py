@@ -69,7 +69,7 @@ class Job:
         return torch.sin(phase + torch.arange(PAST + FUTURE, device=self.device) / 5).split((PAST, FUTURE), dim=1)
 
     def plan(self) -> training.Plan:
-        """Predict the memory before anything is allocated."""
+        """Predict the memory before the first allocation."""
         gpu = f"{torch.cuda.get_device_properties(0).total_memory >> 20}MiB" if self.device.type == "cuda" else "24GiB"
         planned = training.plan(
             self.make_model,

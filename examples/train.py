@@ -59,7 +59,7 @@ def main() -> None:
 
     gpumem.start(workload="example")  # 1: start reporting, once a second
     train(arguments.steps, arguments.batch, arguments.length, arguments.width, arguments.layers)
-    gpumem.stop()  # 3: stop reporting; optional, the end of the process does it too
+    gpumem.stop()  # 3: stop reporting; optional, because the end of the process stops it too
 
 
 if __name__ == "__main__":

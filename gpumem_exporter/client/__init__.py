@@ -1,4 +1,4 @@
-"""The part that runs inside a PyTorch process.
+"""The part of the package that runs in a PyTorch process.
 
     from gpumem_exporter import client as gpumem
 

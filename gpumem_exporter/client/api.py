@@ -35,7 +35,7 @@ def start(
         workload: the job's name, a label of its series.
         rank: this process' rank in the job.
         url: `http://host:port`, `https://host:port` or `unix:///path/to.sock`.
-        clean: first free the memory that the process has and does not use (`deep_clean`), if CUDA is initialized.
+        clean: first free memory that the process does not use (`deep_clean`), if CUDA is initialized.
         plan: the job's memory plan, whose error is then exported: the path of a file that `gpumem-exporter plan --json`
             wrote, the content of such a file, or the result of `training.plan`. An unreadable plan is logged and
             ignored.
@@ -63,8 +63,8 @@ def latest_oom() -> tuple[float, OutOfMemory] | None:
 def stop() -> None:
     """End reporting and remove the client's hooks; `start` may be called again.
 
-    The exporter forgets this process at once. The call waits at most 0.3 seconds. `client.hooks` lists the hooks, and
-    what torch and Python offer no way to remove.
+    The exporter forgets this process at once. The call waits at most 0.3 seconds. `client.hooks` lists the hooks,
+    including those that torch and Python cannot remove.
     """
     reporter: Reporter | None = once_made("reporter")
     if reporter is not None:
@@ -80,8 +80,8 @@ def stop() -> None:
 def step() -> None:
     """Mark the end of a training step that no optimizer of `torch.optim` makes.
 
-    Once called, only these marks count as steps. A call takes a few microseconds, and about 15 µs per device once per
-    report. It does nothing if nothing listens to steps.
+    After the first call, only these calls count as steps. A call takes a few microseconds, and about 15 µs per device
+    once per report. Without a listener it does nothing.
     """
     steps: Steps | None = once_made("steps")
     if steps is not None:

@@ -1,4 +1,4 @@
-"""The client's logger. Whatever a handler of the user's code does, logging raises nothing in the client."""
+"""The client's logger. An error of a logging handler raises nothing in the client."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ else:
 
 
 class _ErrorText:
-    """An error's text.
+    """The text of an error, without the error.
 
-    A handler that keeps a record would otherwise keep the error, its frames, and all tensors in them.
+    A handler that keeps the error would also keep its frames and all tensors in them.
     """
 
     def __init__(self, error: BaseException) -> None:

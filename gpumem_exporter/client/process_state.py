@@ -2,7 +2,7 @@
 
 Each object is made on first use, so that importing the client stays cheap: `process_steps`, `process_observed`,
 `process_reporter` and `shared_allocator`, each in the module of its class. A hook into torch or the interpreter is
-process-wide by nature: its state is in its module in `client.hooks`.
+also process-wide: its state is in its module in `client.hooks`.
 """
 
 from __future__ import annotations

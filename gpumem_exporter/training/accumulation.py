@@ -45,26 +45,26 @@ class GradientAccumulator:
 
     Attributes:
         accumulation_steps: micro batches in a full window, on each rank.
-        scaler: scales the loss for float16; save its `state_dict` in checkpoints. None if there is no scaler.
+        scaler: the gradient scaler for float16; save its `state_dict` in checkpoints. None without a scaler.
         steps: number of optimizer steps.
         skipped_steps: windows that were dropped because the scaler found infinite gradients, as it does at first.
-        gradient_norm: of the last window before clipping, as a tensor that is not synchronized. None without clipping.
+        gradient_norm: the norm of the last window before clipping, as a tensor on the device. None without clipping.
         freed_bytes: bytes that clearing the cache has released so far.
 
     Args:
         model: the module that the forward pass calls, wrapped or not.
-        optimizer: a `torch.optim.Optimizer` that needs no closure.
+        optimizer: a `torch.optim.Optimizer` whose `step` needs no closure.
         effective_batch: samples in one optimizer step, over all ranks.
         micro_batch: samples in one forward and backward pass on one rank.
         autocast: the dtype of the forward pass under autocast: `torch.bfloat16` or `torch.float16`.
-        scaler: for float16. Default: a `torch.amp.GradScaler`; under FSDP1 a `ShardedGradScaler`.
+        scaler: the gradient scaler for float16. Default: `torch.amp.GradScaler`; under FSDP1 `ShardedGradScaler`.
         clip_norm: the largest norm of the gradient.
         sync_every_batch: average over the ranks after each micro batch. This is slower. Under FSDP it saves the memory
             of the unsharded gradients.
         clear_cache_every: call `client.clear_cache()` after each multiple of this number of optimizer steps. The next
             step allocates the memory again, which takes time.
-        process_group: the ranks whose gradients are averaged. Default: DDP's; under FSDP all ranks. Needed with tensor
-            parallelism.
+        process_group: the ranks whose gradients are averaged. Default: DDP's group; under FSDP all ranks. Required with
+            tensor parallelism.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -115,8 +115,8 @@ class GradientAccumulator:
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
         """Yield the loader's batches, and end the last window of an epoch with the last batch.
 
-        Loads one batch ahead. If the loader puts batches onto the device, that is one batch more. Drops an unfinished
-        window of an earlier loop, and any other gradient.
+        Loads one batch ahead, so that a loader that puts batches onto the device needs memory for one more batch. Drops
+        all gradients at the start, including an unfinished window of an earlier loop.
         """
         if self._sizes:
             _log.warning("an unfinished window of %d micro batches is dropped", len(self._sizes))
@@ -133,9 +133,9 @@ class GradientAccumulator:
             self._exhausted = True
             if ahead:
                 yield ahead.popleft()
-            self._complete = bool(self._sizes)  # the caller has skipped the last batch
+            self._complete = bool(self._sizes)  # if the caller skipped the last batch
         finally:
-            if self._loop is loop:  # not an earlier loop that is closed late
+            if self._loop is loop:  # false in an earlier loop whose generator is closed late
                 self._exhausted = False
 
     @contextmanager
@@ -164,8 +164,8 @@ class GradientAccumulator:
 
         Args:
             loss: a mean over the micro batch.
-            samples: what the loss is a mean over: `len(x)`; or tokens or a sum of weights, if the effective batch and
-                the micro batch are numbers of these.
+            samples: the number of samples in the mean: `len(x)`. A number of tokens or a sum of weights, if the
+                effective batch and the micro batch count these.
 
         Raises:
             RuntimeError: `forward` was not called.
@@ -175,10 +175,10 @@ class GradientAccumulator:
         if not 0 < samples < math.inf:
             raise ValueError(f"invalid number of samples: a mean over {samples} samples; it must be above 0")
         if self._is_last is None:
-            raise RuntimeError("backward() comes after the loss was computed under `with accumulator.forward():`")
+            raise RuntimeError("backward() needs a loss that was computed under `with accumulator.forward():`")
         is_last, self._is_last = self._is_last, None
-        # As a share of a full window, so that float16 gradients have the magnitude of those of a full mean. `_prepare`
-        # corrects for the real size of the window.
+        # A share of a full window gives float16 gradients the magnitude of a full mean. `_prepare` corrects for the
+        # real size of the window.
         share = loss * (samples / self._full_window)
         try:
             (share if self.scaler is None else self.scaler.scale(share)).backward()
@@ -192,11 +192,11 @@ class GradientAccumulator:
     def step(self) -> bool:
         """If the window is complete, clip the gradients, run the optimizer and start the next window.
 
-        Call it after each `backward`. A loop that skips batches calls it once more at its end, because it may have
-        skipped the last batch.
+        Call it after each `backward`. A loop that skips batches must call it once more at its end, in case the last
+        batch was skipped.
 
         Returns:
-            Whether the optimizer has stepped. False also if the scaler found infinite gradients.
+            Whether the optimizer has stepped; False if the scaler found infinite gradients.
 
         Raises:
             RuntimeError: the last batch of the window was skipped, so that its gradients are not averaged over the
@@ -237,10 +237,10 @@ class GradientAccumulator:
             self.scaler.step(self._optimizer)
         finally:
             self.scaler.update()
-        return bool(self.scaler.get_scale() >= scale)  # the scale falls exactly if the step was skipped
+        return bool(self.scaler.get_scale() >= scale)  # the scale falls if and only if the step was skipped
 
     def _prepare(self, parameters: list[Any]) -> None:
-        # Gradients are means over the ranks of shares of a full window. Make them means over the real samples.
+        # The gradients are shares of a full window, averaged over the ranks. Make them means over the real samples.
         _multiply(parameters, self._ranks.size * self._full_window / self._ranks.total(sum(self._sizes)))
         if self._clip_norm is not None:
             self.gradient_norm = self._clip(parameters, self._clip_norm)
@@ -311,7 +311,7 @@ def _scaler(sync: GradientSync, device: str, group: Any) -> Any:
 
 
 def _multiply(parameters: list[Any], factor: Any) -> None:
-    """Multiply gradients in place by a number, or by a tensor without synchronizing."""
+    """Multiply gradients in place by a number or a tensor. Does not wait for the device."""
     if isinstance(factor, float) and factor == 1.0:
         return
     by_kind: dict[Any, list[Any]] = {}

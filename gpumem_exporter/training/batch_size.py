@@ -16,10 +16,10 @@ from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.hooks.steps import no_training
 from gpumem_exporter.client.measure.measured import Measured, MemoryUse
 from gpumem_exporter.client.oom.message import is_out_of_memory
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError, NoBatchSizeError, RankFailedError
 from gpumem_exporter.training.bisection import Bisection
 from gpumem_exporter.training.ranks import Ranks
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["BatchSizeSearch", "BatchSizeTry", "find_batch_size"]
 
@@ -34,9 +34,9 @@ class BatchSizeTry:
 
     Attributes:
         size: the batch size.
-        fits: whether it ran on every rank.
-        peak_bytes: the peak of this rank. None if it did not raise the allocator's own peak, which is not reset.
-        ranks_out_of_memory: the global ranks on which it did not fit; empty in a process that trains alone.
+        fits: whether the size fits on every rank.
+        peak_bytes: the peak on this rank; None if it did not raise the allocator's own peak, which is never reset.
+        ranks_out_of_memory: the global ranks on which the size did not fit; empty in a process that trains alone.
     """
 
     size: int
@@ -106,9 +106,9 @@ def find_batch_size(
 
     Under `torchrun` every rank calls this with the same arguments, and a size must fit on every rank. After each try
     the ranks exchange the outcome in an all-reduce. **`step` must not contain a collective**: a rank that runs out of
-    memory before it leaves the others waiting until the group's timeout. So call `ddp.module` instead of the wrapper.
-    FSDP gathers parameters in every forward pass and cannot be tried safely. To wait for less than the default group's
-    timeout, pass `new_group(backend="gloo", timeout=timedelta(minutes=2))`.
+    memory before the collective leaves the others waiting until the group's timeout. So call `ddp.module` instead of
+    the wrapper. FSDP gathers parameters in every forward pass and cannot be tried safely. To wait for less than the
+    default group's timeout, pass `new_group(backend="gloo", timeout=timedelta(minutes=2))`.
 
     Args:
         step: runs one training step with a batch of the given size.
@@ -118,8 +118,8 @@ def find_batch_size(
         margin: the part of the largest size to leave out, because a long training needs a little more memory than its
             first steps.
         runs: calls of `step` in each try. The second one has the optimizer state of the first.
-        max_tries: after this number of tries the largest size that fits so far is used.
-        process_group: the ranks that have to agree. Default: the default group, if it is initialized.
+        max_tries: number of tries after which the search returns the largest size that fits so far.
+        process_group: the ranks that agree on a size. Default: the default group, if it is initialized.
 
     Raises:
         ConfigurationError: an argument is invalid, or differs between ranks.
@@ -204,13 +204,13 @@ def _try(
     used: list[MemoryUse] = []
     with no_training(), Measured("batch size", kept=False, ended=used.append):
         try:
-            with oom_guard(batch_size=size, free_frames=True, clean=False):  # the next size needs the memory
+            with oom_guard(batch_size=size, free_frames=True, clean=False):  # frees memory for the next size
                 for _ in range(runs):
                     step(size)
-                torch.cuda.synchronize()  # asynchronous errors belong to this try
+                torch.cuda.synchronize()  # raises asynchronous errors in this try
         except Exception as raised:
             if not _is_out_of_memory(raised):
-                with contextlib.suppress(Exception):  # the caller needs the error of the step
+                with contextlib.suppress(Exception):  # the error of the step is more important
                     ranks.gather(_FAILED)
                 raise
             error = raised

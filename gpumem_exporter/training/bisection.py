@@ -22,7 +22,7 @@ class Bisection:
         self._start, self._maximum = start, maximum
 
     def next(self) -> int | None:
-        """Return the next number; None if the largest that fits is known."""
+        """Return the next number; None once the largest number that fits is known."""
         if self._fails - self.fits <= 1:
             return None
         if self._fails > self._maximum:  # nothing has failed yet

@@ -44,7 +44,7 @@ class GradientSync:
         self._undo.close()
 
     def drop(self) -> None:
-        """Drop gradients that were not averaged and that FSDP2 keeps where no optimizer finds them."""
+        """Drop gradients that were not averaged and that FSDP2 keeps outside the parameters."""
         for part in self._parts:
             if hasattr(part, "reset_iter_state"):
                 part.reset_iter_state()
@@ -64,7 +64,7 @@ def _wrapped(module: Any) -> Iterator[Any]:
 
 
 def ranks_of(model: Any, group: Any = None) -> Ranks:
-    """Return the ranks over which the model's gradients are averaged: of the group, else of DDP, else all under FSDP.
+    """Return the ranks over which gradients are averaged: those of `group`, else of DDP, else all ranks under FSDP.
 
     Raises:
         ConfigurationError: this process does not belong to the group.
@@ -82,7 +82,7 @@ def is_fsdp1(module: Any) -> bool:
 
 
 def device_type(model: Any) -> str:
-    """Return the type of the device that the model computes on, even if its parameters are offloaded."""
+    """Return the type of the device on which the model computes, even if its parameters are offloaded."""
     for module in model.modules():
         if is_fsdp1(module):
             return str(module.compute_device.type)

@@ -36,7 +36,7 @@ def inference_mode(
     tensors from call to call and trains afterwards.
 
     Args:
-        model: is in evaluation mode for all threads. No other thread may train it or enter such a block for it.
+        model: the model, in evaluation mode for all threads. No other thread may train it or enter a block for it.
         autocast: `torch.bfloat16` or `torch.float16`.
         reset_peaks: reset the allocator's peaks at the start of the block, so that its peak is exact.
 

@@ -22,11 +22,11 @@ def run_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_above_start(warm_up: MemoryUse, timed: MemoryUse, device: torch.device) -> tuple[int | None, int | None]:
-    """Return the bounds of the peak above what was allocated before the timed runs; None where unknown.
+    """Return the bounds of the peak above the allocated bytes before the timed runs; None where unknown.
 
     Args:
-        warm_up: of a first run and the timed ones; its peak counts if that of the timed runs alone is not exact.
-        timed: of the timed runs.
+        warm_up: the memory use of a first run and the timed runs, which is used if `timed` is not exact.
+        timed: the memory use of the timed runs.
         device: the device of the runs.
     """
     inner, outer = use_on(timed, device), use_on(warm_up, device)

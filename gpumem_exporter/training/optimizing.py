@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.measure.tensor_bytes import Storages
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import call_model, evaluating
 from gpumem_exporter.training.checkpointing.results import distance_ratio
 from gpumem_exporter.training.measuring import peak_above_start, run_seconds, use_on
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["ForwardUse", "ModelOptimization", "optimize_model"]
 
@@ -55,11 +55,11 @@ class ModelOptimization:
         done: the changes.
         weights_before_bytes: parameters and buffers, on all devices.
         weights_after_bytes: the same after the change.
-        allocated_before_bytes: on the device of the first parameter; None without CUDA.
+        allocated_before_bytes: allocated bytes on the device of the first parameter; None without CUDA.
         allocated_after_bytes: the same after the change.
         forward_before: a forward pass with the example; None without an example, as for the next two.
         forward_after: the same after the change.
-        output_difference_ratio: the largest distance between an output before and after, divided by its norm before.
+        output_difference_ratio: the largest distance of an output from its value before, divided by the norm of that.
     """
 
     model: str
@@ -96,22 +96,23 @@ def optimize_model(
 ) -> ModelOptimization:
     """Change a model's weights in place, and measure and log the effect.
 
-    Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. Optimizers keep their parameters.
+    Calls `model.to(dtype=…)` and `model.to(memory_format=torch.channels_last)`. The parameters stay the same objects,
+    so optimizers still refer to them.
 
     Args:
-        model: on the device where it runs.
-        dtype: of all floating-point parameters and buffers, such as `torch.bfloat16`. Halves the weights' bytes and
-            makes results coarser, also running statistics. The caller casts the inputs. To compute in bf16 and keep the
-            weights, use autocast.
-        channels_last: the layout in which cuDNN's convolutions on tensor cores run without transposing; see "Channels
-            Last Memory Format" on pytorch.org/tutorials.
-        example: a batch with the input dtype from before: a tensor, positional arguments in a tuple or list, or keyword
-            arguments in a mapping. With it the forward pass is measured before and after.
+        model: the model, on the device where it runs.
+        dtype: the new dtype of all floating-point parameters and buffers. `torch.bfloat16` halves the bytes of float32
+            weights, and makes results and running statistics less precise. The caller casts the inputs. To compute in
+            bf16 and keep the weights, use autocast.
+        channels_last: change to the layout in which cuDNN's convolutions need no transposition on tensor cores; see
+            "Channels Last Memory Format" on pytorch.org/tutorials.
+        example: a batch with which to measure the forward pass before and after. It has the dtype from before: a
+            tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
         reset_peaks: reset the allocator's peaks before each measured forward pass, so that its peak is exact.
 
     Raises:
         ConfigurationError: the arguments would change nothing.
-        Exception: the model raises it with the example. The change stays, because it cannot be undone.
+        Exception: the model fails with the example. The change stays, because it cannot be undone.
     """
     _check(model, dtype, channels_last)
     if reset_peaks and example is None:
@@ -149,13 +150,13 @@ def _check(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> 
         raise ConfigurationError(f"invalid dtype {dtype}: use a floating-point type, such as torch.bfloat16")
     tensors = [tensor for tensor in (*parameters, *model.buffers()) if tensor.is_floating_point()]
     if dtype is not None and all(tensor.dtype is dtype for tensor in tensors):
-        raise ConfigurationError(f"dtype {dtype} changes nothing: all of {name} has it")
+        raise ConfigurationError(f"dtype {dtype} changes nothing: {name} has it already")
     if channels_last:
         images = [parameter for parameter in parameters if parameter.dim() == 4]
         if not images:
             raise ConfigurationError(f"channels_last is for two-dimensional convolutions, and {name} has none")
         if all(image.is_contiguous(memory_format=torch.channels_last) for image in images):
-            raise ConfigurationError(f"channels_last changes nothing: all of {name} has that layout")
+            raise ConfigurationError(f"channels_last changes nothing: {name} has that layout already")
 
 
 def _change(model: nn.Module, dtype: torch.dtype | None, channels_last: bool) -> None:

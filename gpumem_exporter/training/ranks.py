@@ -53,7 +53,7 @@ class Ranks:
         return ranks
 
     def gather(self, value: float) -> dict[int, float]:
-        """Return the value of each rank by its global number. Allocates on a device only the first time.
+        """Return the value of each rank by its global number. Only the first call allocates on a device.
 
         Raises:
             RankFailedError: a rank exited, or did not answer within the group's timeout.
@@ -68,10 +68,10 @@ class Ranks:
         return dict(zip(self.numbers, self._row.tolist(), strict=True))
 
     def total(self, value: float) -> Any:
-        """Return the sum over the ranks: a number on a CPU backend, else a tensor that is not synchronized.
+        """Return the sum over the ranks: a number with a CPU backend, otherwise a tensor on the device.
 
         Raises:
-            RankFailedError: as `gather`.
+            RankFailedError: as in `gather`.
         """
         if self.size == 1:
             return value

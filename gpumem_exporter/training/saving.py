@@ -1,7 +1,7 @@
 """Writes a checkpoint completely or not at all, in a file that loads into host memory on any machine.
 
-`torch.save` overwrites the previous checkpoint, so that a full disk or a killed job leaves neither. Its files load CUDA
-tensors onto the device, and cannot be loaded on a machine without one.
+`torch.save` overwrites the previous checkpoint, so that a full disk or a killed job destroys both. Its files load CUDA
+tensors onto the device, and a machine without a GPU cannot load them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from gpumem_exporter.client.hooks.storage_tags import saved_from_host
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError, StorageError
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["SavedCheckpoint", "save_checkpoint"]
 
@@ -34,7 +34,7 @@ _GATHER = (
     " torch.distributed.checkpoint.save"
 )
 _WRITE_BYTES = 64 << 20
-"""Size of one write, so that signals are handled between the writes of a large file."""
+"""Size of one write: signals are handled between two writes of a large file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class SavedCheckpoint:
         path: the file, with links resolved.
         file_bytes: size of the file.
         staged_bytes: host memory for copies of device tensors: the largest storage, or 0 if all are on the CPU.
-        duration_seconds: time until the file was on the disk.
+        duration_seconds: time until the file was synced to the disk.
     """
 
     path: Path
@@ -67,10 +67,11 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     Takes no device memory: storages are copied to the host one by one. As with `torch.save`, tensors that share a
     storage are written once, and a view saves its whole storage; `.clone()` saves the view alone.
 
-    The file is written beside its place, synced to the disk and renamed. After an error the previous file stays. A
-    process that is killed leaves a hidden `.part` file. A replaced file passes on its permissions.
+    The file is written under another name in the same folder, synced to the disk and renamed. After an error the
+    previous file stays. A killed process leaves a hidden `.part` file. The new file has the permissions of the file
+    that it replaces.
 
-    Any thread may call this. Of several processes that train the same model, one should.
+    Any thread may call this. If several processes train the same model, only one of them should call it.
 
     Raises:
         ConfigurationError: there is nothing to save; a part is a DTensor or contains a FullyShardedDataParallel; an
@@ -93,7 +94,7 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
 
 
 def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Sizes) -> int:
-    """Write a checkpoint to its place and return its size. After an error nothing remains of it."""
+    """Write a checkpoint and return its size in bytes. After an error no part of it remains."""
     import torch
 
     handled = sys.exc_info()[1]
@@ -108,7 +109,7 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
     except BaseException as error:
         if stream is not None:
             stream.discard()
-        # Torch replaces the error of a write by one of its own.
+        # Torch replaces a write error by its own error.
         cause = stream.error if stream is not None and stream.error is not None else error
         if isinstance(cause, OSError):
             room = "" if stream is None else _room(target.parent, sizes.total_bytes)
@@ -125,7 +126,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _refuse_collective(parts: Mapping[str, Any]) -> None:
-    """Refuse parts whose `state_dict` waits for all ranks, because only one process saves.
+    """Refuse parts whose `state_dict` waits for all ranks: only one process saves.
 
     Raises:
         ConfigurationError: a part contains a `FullyShardedDataParallel`.
@@ -137,12 +138,12 @@ def _refuse_collective(parts: Mapping[str, Any]) -> None:
         modules = getattr(part, "modules", None)
         if callable(modules) and any(isinstance(module, kind) for module in modules()):
             raise ConfigurationError(
-                f"{name} contains a FullyShardedDataParallel, of which this process has only a part: {_GATHER}"
+                f"{name} contains a FullyShardedDataParallel, and this process has only a part of it: {_GATHER}"
             )
 
 
 def _refuse_shards(tree: Any) -> None:
-    """Refuse parts of tensors under the name of the whole tensor.
+    """Refuse values that contain only a part of a tensor.
 
     Raises:
         ConfigurationError: a value is a DTensor.
@@ -153,7 +154,7 @@ def _refuse_shards(tree: Any) -> None:
         return
     for name, value in _leaves(tree, ""):
         if isinstance(value, kind):
-            raise ConfigurationError(f"{name} is a DTensor, of which this process has only a part: {_GATHER}")
+            raise ConfigurationError(f"{name} is a DTensor, and this process has only a part of it: {_GATHER}")
 
 
 def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -184,7 +185,7 @@ def _refuse_unloadable(part: Path) -> None:
 
 
 class _Stream:
-    """The file that torch writes to. Keeps the error of a write, which torch replaces by its own.
+    """The file that torch writes to. Keeps the error of a write, because torch replaces it by its own error.
 
     Args:
         part: the path of the temporary file.
@@ -219,7 +220,7 @@ class _Stream:
         """Do nothing: there is no buffer."""
 
     def finish(self, target: Path) -> None:
-        """Sync the file to the disk and move it to its place."""
+        """Sync the file to the disk and rename it to the target."""
         os.fsync(self._descriptor)
         self._close()
         self._part.replace(target)

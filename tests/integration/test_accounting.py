@@ -123,7 +123,7 @@ def test_every_action_has_one_outcome_after_the_exporter_is_killed(
     outcomes = {reply["id"]: reply["state"] for reply in replies}
     assert len(outcomes) == len(replies) == ACTIONS
     done = sum(state == "done" for state in outcomes.values())
-    # an interrupted action may have run: its outcome says that this is unknown
+    # an interrupted action may have run: its outcome is unknown
     assert done <= flushes(processes) - before <= ACTIONS
     assert set(outcomes.values()) <= {"done", "failed"}
     cut_off = [reply for reply in replies if reply["state"] == "failed"]

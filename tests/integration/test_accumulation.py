@@ -77,7 +77,7 @@ def test_every_public_name_of_training_can_be_imported(process: TorchProcess) ->
     assert all(name == its_own for name, its_own in named.items())
 
 
-def test_errors_say_what_is_accepted(process: TorchProcess) -> None:
+def test_errors_name_the_accepted_values(process: TorchProcess) -> None:
     results = call(process, "refusals")
     expected = {
         "uneven": r"effective batch.*\b100\b.*\b32\b.*micro batch.*\b32\b.*\b1 rank.*\b96\b.*\b128\b",

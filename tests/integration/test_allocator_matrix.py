@@ -34,7 +34,7 @@ def classic(place: Place) -> Bench:
 
 @pytest.fixture(params=["", EXPANDABLE], ids=["classic", "expandable"])
 def either(place: Place, request: pytest.FixtureRequest) -> Bench:
-    """The same, and another with expandable segments."""
+    """A process with classic segments, and another with expandable segments."""
     return place.process(request.param)
 
 
@@ -46,7 +46,7 @@ def begin(place: Place) -> Iterator[Any]:
 
 
 def cleared(bench: Bench) -> int:
-    """Return the bytes that a clear has freed, which all sources agree on."""
+    """Return the bytes that a clear has freed, and check that all sources report the same."""
     number = SameNumber()
     freed = number.add(bench.clear())
     require(number.values(at_least=0))
@@ -54,12 +54,12 @@ def cleared(bench: Bench) -> int:
 
 
 def test_classic_segments(classic: Bench) -> None:
-    """Each statistic is torch's, and reclaimable is what a clear frees, on random heaps of several streams."""
+    """On random heaps of several streams, each statistic equals torch's, and a clear frees the reclaimable bytes."""
     require(heaps.random_heaps_of_streams(classic, 12))
 
 
 def test_expandable_segments(place: Place) -> None:
-    """The same to the page, with a page of 2 MiB in the small pool and of 20 in the large one."""
+    """The same with pages of 2 MiB in the small pool and 20 MiB in the large pool."""
     bench = place.process(EXPANDABLE)
     require(heaps.random_heaps_of_streams(bench, 12, by_pages=True))
 
@@ -104,7 +104,7 @@ def test_expandable_segments_switched_on_and_off_during_the_run(begin: Any) -> N
 
 
 def test_max_split_size(place: Place) -> None:
-    """Blocks above it are never split."""
+    """Blocks above this size are never split."""
     require(heaps.max_split_size(place))
 
 
@@ -115,14 +115,14 @@ def test_garbage_collection_threshold_and_a_memory_fraction(place: Place) -> Non
 
 
 def test_a_living_mem_pool_keeps_its_cache(either: Bench) -> None:
-    """Its cache counts as reserved and private, and is not reclaimable until the pool is deleted."""
+    """The pool's cache counts as reserved and private, and is not reclaimable until the pool is deleted."""
     values = pools.living_mem_pool(either)
     require(values)
     assert values["private pools while it lives"].value == values["reserved while it lives"].value == 120 * MIB
 
 
 def test_a_dead_graphs_memory_is_reclaimable_and_a_living_ones_is_not(either: Bench) -> None:
-    """Both look alike in torch's snapshot; reclaimable changes with the graph although no statistic does."""
+    """Torch's snapshot and statistics do not show the difference; the reclaimable bytes do."""
     require(pools.graphs_living_and_dead(either))
 
 
@@ -149,7 +149,7 @@ def test_a_capture_that_failed_delays_no_clear(classic: Bench) -> None:
 
 
 def test_a_thousand_dead_pools(begin: Any) -> None:
-    """The statistics that list them take milliseconds then, and are not read; the values stay right."""
+    """Statistics that list the pools would take milliseconds. They are not read, and the values stay correct."""
     bench = begin()
     bench.exec(
         "asked = [0]\n"
@@ -186,19 +186,19 @@ def test_a_thousand_dead_pools(begin: Any) -> None:
 
 
 def test_memory_that_is_pending_on_another_stream(either: Bench) -> None:
-    """It is not allocated but active. A clear waits for it and frees it, so it is reclaimable."""
+    """The memory is active but not allocated. A clear waits for it and frees it, so it is reclaimable."""
     require(pools.pending_on_another_stream(either))
 
 
 def test_pinned_host_memory(classic: Bench) -> None:
-    """It equals the memory of torch's host allocator, and is on no device."""
+    """The value equals the memory of torch's host allocator, and counts on no device."""
     values = pools.pinned_host_memory(classic)
     require(values)
     assert values["driver's used rose"].value == 0
 
 
 def test_the_asynchronous_backend(place: Place) -> None:
-    """Its statistics are exported except those that are always 0; actions do what the backend supports."""
+    """The backend's statistics are exported, except constant zeros. Actions do what the backend supports."""
     values = pools.asynchronous_backend(place)
     require(values)
     assert values["allocated"].value == 30 * MIB
@@ -214,7 +214,7 @@ void give(void *pointer, ptrdiff_t size, int device, void *stream) { cudaFree(po
 
 
 def test_a_pluggable_allocator(begin: Any, tmp_path: Path) -> None:
-    """It has no statistics: its bytes are only in the driver's value, and actions report what is unsupported."""
+    """The allocator has no statistics. The driver counts its bytes, and actions report what is unsupported."""
     bench = begin(
         before=(
             "import subprocess\n"
@@ -297,7 +297,7 @@ def test_the_interpreter_keeps_running_while_the_program_empties_its_cache(class
 
 
 def test_memory_allocated_past_a_disabled_cache_is_non_torch(classic: Bench) -> None:
-    """Torch does not count it; the driver does, as the process' non-torch bytes."""
+    """Torch does not count this memory. The driver does, as the process' non-torch bytes."""
     values = pools.past_the_cache(classic)
     require(values)
     assert values["gpumem_torch_non_torch_bytes"].expected is not None

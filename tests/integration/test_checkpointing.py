@@ -44,7 +44,7 @@ def test_the_longest_list_of_blocks_of_one_class_is_recomputed_and_without_cuda_
     assert re.search(r"\b5 Block\b.*\bblocks\b", results["blocks"])
     assert [(row["every"], row["blocks"]) for row in results["rows"]] == [(None, 0), (2, 3), (1, 5)]
     assert [row["name"] in results["text"] for row in results["rows"]] == [True] * 3
-    # a warm-up, two timed runs and one to compare, and a second one without checkpoints: 13 forward passes each
+    # 13 forward passes: for each variant a warm-up, two timed runs and a comparison, and a second comparison for `none`
     assert results["calls"] == [13 + 4 + 4, 13 + 4, 13 + 4 + 4, 13 + 4, 13 + 4 + 4]
     assert {row["peak_bytes"] for row in results["rows"]} == {None}
     assert "CUDA" in results["text"]
@@ -97,7 +97,7 @@ def test_blocks_selections_and_batches_can_be_chosen(process: TorchProcess) -> N
         assert results[name]["same_results"], results[name]["text"]
 
 
-def test_errors_say_what_is_accepted(process: TorchProcess) -> None:
+def test_errors_name_the_accepted_values(process: TorchProcess) -> None:
     results = call(process, "refusals")
     expected = {
         "no blocks": r"\bLinear\b.*blocks=\[",
@@ -127,7 +127,7 @@ def test_a_figure_has_times_and_peaks_and_without_matplotlib_the_extra_is_named(
     process: TorchProcess, tmp_path: Path
 ) -> None:
     path = tmp_path / "figure.png"
-    results = call(process, "figures", path=str(path))
+    results = call(process, "charts", path=str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
     times, peaks_of_bars = results["titles"]
     assert re.search(r"\bms\b", times)

@@ -69,7 +69,7 @@ try:
 except torch.OutOfMemoryError as error:
     seen["type"], seen["args"], seen["text"] = type(error) is torch.OutOfMemoryError, len(error.args), str(error)
     seen["notes"] = error.__notes__
-    # the error is still held here, with its frames
+    # the error and its frames still exist here
     seen["allocated"], seen["reserved"] = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 values = step.gpumem_guard.diagnosis.values
 seen["grown"], seen["batch_size"], seen["expected"] = values.grown, values.batch_size, values.batch_growth

@@ -61,12 +61,12 @@ def train():
 
 
 def torch_changes_itself(start_torch: StartTorch) -> set[str]:
-    """What torch changes in itself when a program first trains, without a client."""
+    """Return what torch changes in itself at the first training of a process without the client."""
     return set(start_torch().exec(STATE + TRAIN + "before = state()\ntrain()\nresult = changed(before)"))
 
 
 @pytest.mark.parametrize("started", ["before CUDA starts", "after it"])
-def test_stop_leaves_torch_and_the_interpreter_as_start_has_found_them(
+def test_stop_restores_torch_and_the_interpreter(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path, started: str
 ) -> None:
     exporter = start_exporter(node, "--report.interval", "0.2", "--collect.interval", "0.2")
@@ -91,7 +91,7 @@ def test_stop_leaves_torch_and_the_interpreter_as_start_has_found_them(
         process.exec("train()")
 
 
-def test_what_listens_to_steps_beside_the_reporter_goes_on_after_stop(start_torch: StartTorch) -> None:
+def test_other_listeners_to_steps_continue_after_stop(start_torch: StartTorch) -> None:
     process = start_torch(GPUMEM_EXPORTER_URL="unix:///nowhere/exporter.sock")
     process.exec(
         STATE + TRAIN + "train()\nbefore = state()\ngpumem.start()\nseen = gpumem.milestones()\ngpumem.stop()\ntrain()"
@@ -112,7 +112,7 @@ def test_stop_inside_an_optimizer_s_step_removes_the_hook_after_the_step(start_t
     wait_for(lambda: process.exec("result = changed(before)") == [], "the hook to be removed")
 
 
-def test_a_checkpoint_leaves_torch_s_serialization_registry_as_it_was(start_torch: StartTorch, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_change_torch_s_serialization_registry(start_torch: StartTorch, tmp_path: Path) -> None:
     process = start_torch()
     left = process.exec(
         STATE
@@ -127,7 +127,7 @@ def test_a_checkpoint_leaves_torch_s_serialization_registry_as_it_was(start_torc
     assert left == [[], "cpu", "cuda"]
 
 
-def test_stop_before_torch_is_imported_leaves_the_import_system_as_it_was() -> None:
+def test_stop_before_the_import_of_torch_restores_the_import_system() -> None:
     program = (
         "import builtins, sys\n"
         "from gpumem_exporter import client as gpumem\n"

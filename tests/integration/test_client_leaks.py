@@ -172,7 +172,7 @@ result["left"] = torch.cuda.memory_allocated()
 """
 
 
-def test_live_tensors_are_grouped_and_their_holders_named_without_running_code_of_the_program(
+def test_live_tensors_are_grouped_and_their_referrers_named_without_running_the_user_s_code(
     start_torch: StartTorch,
 ) -> None:
     reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(WALKED)

@@ -89,7 +89,7 @@ result = {"peaks": {name: use.peak_bytes for name, use in uses.items()},
         return {dict(labels)[label]: value for labels, value in samples.items()}
 
     wait_until_equal(lambda: exported("gpumem_torch_phase_peak_bytes", "phase"), reply["peaks"], "the peaks")
-    # wait for each: on a slow machine a late report lets the series expire
+    # wait for each value: on a slow machine the series expire before a late report
     wait_until_equal(lambda: exported("gpumem_torch_component_bytes", "component"), reply["components"], "components")
     peak = max(reply["peaks"].values())
     wait_until_equal(lambda: exporter.metrics().values("gpumem_torch_allocated_peak_bytes"), [peak], "the peak of all")
@@ -164,7 +164,7 @@ def test_observing_changes_neither_losses_nor_statistics_of_the_allocator(
     assert runs[0][1][0]["allocated_bytes.all.peak"] > PARAMETERS
 
 
-def test_a_torch_function_mode_of_the_program_sees_only_its_own_calls(shared_process: TorchProcess) -> None:
+def test_a_torch_function_mode_of_the_user_sees_only_the_user_s_calls(shared_process: TorchProcess) -> None:
     seen = shared_process.exec(
         """
 from torch.overrides import TorchFunctionMode
@@ -292,7 +292,7 @@ def test_milestones_are_recorded_and_the_model_and_loader_are_unchanged(
 import copy, io, pickle
 model, _ = make("cpu")
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 256)), batch_size=4)
-def attributes():  # without what copyreg keeps in a class at the first pickle
+def attributes():  # without the attribute that copyreg adds to a class at the first pickle
     return {name: value for name, value in vars(torch.utils.data.DataLoader).items() if name != "__slotnames__"}
 loaders = attributes()
 seen = gpumem.milestones(model)
@@ -372,7 +372,7 @@ model = torch.nn.Linear(2, 2)
 model.itself = [model]
 gpumem.milestones(model)
 other = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: None)
-walk = iter(hooks.items())  # as a module does in its forward
+walk = iter(hooks.items())  # as a module iterates in its forward pass
 next(walk)
 del model
 gc.collect()

@@ -155,7 +155,7 @@ def test_series_follow_the_uuid_when_the_driver_s_order_changes(
 
         wait_for(reordered, f"the order {order}", ATTACH_SECONDS)
         metrics = wait_until_right(exporter, node, (0, 1), reporting)
-        # Every series of a device carries its present index, those of reports that came before the restart too.
+        # Every series of a device has its current index, including those of reports before the restart.
         for name, samples in metrics.samples.items():
             for labels in map(dict, samples):
                 if "uuid" in labels:

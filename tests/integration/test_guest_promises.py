@@ -52,7 +52,7 @@ def train(process: TorchProcess, steps: int = 150) -> list[object]:
 
 @contextlib.contextmanager
 def imposter(path: Path, talk: Callable[[socket.socket], None]) -> Iterator[list[int]]:
-    """Listen in place of the exporter, and call `talk` with each connection; yields their number."""
+    """Listen in place of the exporter, and call `talk` with each connection. Yields the number of connections."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
     listener.listen(64)
@@ -112,7 +112,7 @@ IMPOSTERS = {
 }
 
 
-def test_training_gives_the_same_results_whatever_the_exporter_does(
+def test_training_has_the_same_results_with_any_behavior_of_the_exporter(
     node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     alone = train(start_torch())
@@ -121,7 +121,7 @@ def test_training_gives_the_same_results_whatever_the_exporter_does(
     assert train(watched) == alone, "with no exporter at all"
     for name, talk in IMPOSTERS.items():
         with imposter(tmp_path / "exporter.sock", talk) as connections:
-            wait_for(lambda connections=connections: connections[0], f"the reporter to meet one that {name}")  # type: ignore[misc]
+            wait_for(lambda connections=connections: connections[0], f"a connection to an exporter that {name}")  # type: ignore[misc]
             assert train(watched) == alone, name
         (tmp_path / "exporter.sock").unlink()
     assert watched.finish() == 0
@@ -293,7 +293,7 @@ def test_stop_does_not_wait_for_an_exporter_that_hangs(
             "client.stop()\n"
             "result = time.monotonic() - started"
         )
-        # stop() waits at most 0.3 s; the rest is the load of this machine
+        # stop() waits at most 0.3 s; the limit allows for the load of this machine
         assert seconds < patient(5.0)
         assert process.finish() == 0
 
@@ -311,7 +311,7 @@ kept = [torch.empty(30 << 20, dtype=torch.uint8, device="cuda") for _ in range(3
 del kept
 class EndsSlowly:
     def __del__(self, sleep=time.sleep):
-        sleep(2)  # the interpreter ends for that long: the clear is over before
+        sleep(2)  # delays the end of the interpreter until after the clear
 sys.modules["slow"] = types.ModuleType("slow")
 sys.modules["slow"].end = EndsSlowly()
 """
@@ -339,7 +339,7 @@ def test_an_action_for_a_stopped_process_expires_and_never_runs(
     action = exporter.act(
         "empty_cache", target={"pid": process.pid}, deadline_seconds=0.5, wait_seconds=0.1, expect=202
     )
-    time.sleep(1.8)  # the deadline, and the second that the first report may be held: nothing else can be waited for
+    time.sleep(1.8)  # the deadline and the hold of the first report: there is no condition to wait for
     process.signal(signal.SIGCONT)
     path = f"/api/v1/actions/{action['id']}"
     wait_for(lambda: exporter.get(path)["state"] not in ("queued", "running"), "an end of the action")
@@ -357,7 +357,7 @@ def test_a_forked_child_neither_reports_its_parent_s_bytes_nor_disturbs_it(
     parent.call("alloc", nbytes=64 << 20)
     exporter.wait_for_processes(parent.pid)
     child = parent.exec(
-        # the child trains on the CPU: its optimizer's steps must not look at the parent's allocator
+        # the child trains on the CPU: its steps must not read the parent's allocator
         "import os, time, warnings\n"
         "warnings.simplefilter('ignore')\n"
         "result = os.fork()\n"
@@ -412,7 +412,7 @@ def hook(todo):
     def once(*_):
         while todo:
             todo.pop()()
-            time.sleep(0.2)  # the optimizer walks on when the reporter's thread has done what it does at its start
+            time.sleep(0.2)  # the optimizer continues after the reporter's thread has started
     return register_optimizer_step_post_hook(once)
 
 model = torch.nn.Linear(64, 64, device="cuda")

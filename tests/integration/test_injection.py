@@ -25,7 +25,7 @@ from tests.support.waiting import patient, wait_for, wait_until_equal
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 RUN = (sys.executable, "-m", "gpumem_exporter", "run", "--")
 ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
-"""The same from any folder, in a Python that runs no user's sitecustomize."""
+"""The command as it works from any folder, in a Python that runs no user's sitecustomize."""
 BOOTSTRAP = REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"
 MIB = 1 << 20
 
@@ -135,7 +135,7 @@ def wait_for_allocated(exporter: ExporterProcess, expected: dict[tuple[int, str]
     wait_until_equal(lambda: allocated(exporter), expected, "allocated bytes by pid and device")
 
 
-# Who reports, and who does not
+# Processes that report, and processes that do not
 
 
 def test_a_plain_script_reports_without_a_change_in_its_code(
@@ -185,7 +185,7 @@ def test_a_process_without_cuda_pays_less_than_an_import_of_json() -> None:
         rows = re.findall(r"\| +(\d+) \| +(sitecustomize|json)$", ended.stderr, flags=re.MULTILINE)
         return {name: int(time) for time, name in rows}
 
-    # The minimum is the cost of the import; the other runs were interrupted by other programs.
+    # The minimum is the cost of the import; other programs interrupted the other runs.
     runs = [microseconds() for _ in range(15)]
     assert min(run["sitecustomize"] for run in runs) < min(run["json"] for run in runs)
 
@@ -256,7 +256,7 @@ def test_the_interpreter_s_options_work_as_without_the_client(start_script: Star
     injected = start_script(code, option, arguments=("a b", "--x"))
     plain_said, plain_stderr = run_to_the_end(plain)
     said, stderr = run_to_the_end(injected)
-    if option == "-S":  # nothing runs that could take it away; it holds one file, and that is not imported then
+    if option == "-S":  # the folder stays on sys.path, but its only file is not imported
         said[0].remove(str(BOOTSTRAP))
     assert (said, stderr) == (plain_said, plain_stderr)
 
@@ -379,7 +379,7 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
         "ranks = [None, None]\n"
         "dist.all_gather_object(ranks, [os.getpid(), os.getppid(), threads()])\n"
         "if rank == 0: say(ranks)\n"
-        # torchrun gives each rank a session of its own: where a failed test kills the launcher, they end by themselves
+        # torchrun starts each rank in its own session: after a failed test the ranks end by themselves
         "launcher = os.getppid()\n"
         "while not os.path.exists(sys.argv[1]) and os.getppid() == launcher: time.sleep(0.02)\n"
         "os._exit(0)\n",
@@ -433,7 +433,7 @@ def test_a_program_that_execs_another_reports_again_under_the_same_pid(
     assert [(row["gpu"], row["outcome"]) for row in action["results"]] == [("1", "done")]
 
 
-# With and without the package, the exporter, the consent
+# Missing packages, exporters and permission
 
 
 def test_a_python_without_the_package_uses_the_command_s_package(

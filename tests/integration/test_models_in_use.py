@@ -1,4 +1,4 @@
-"""Inference and optimized models: what changes, what stays, and what is measured."""
+"""Inference and optimized models: their changes and the measurements."""
 
 from __future__ import annotations
 

@@ -141,12 +141,12 @@ def test_a_repeated_error_counts_once_and_keeps_its_time_over_a_restart(
     wait_for(lambda: shown(exporter) == before, "the time of the first report")
 
 
-def test_an_exporter_shows_the_stored_errors_of_another_once_that_releases_the_folder(
+def test_an_exporter_shows_another_s_stored_errors_after_that_one_releases_the_folder(
     start_exporter: StartExporter, tmp_path: Path
 ) -> None:
     folder = ("--storage.path", str(tmp_path / "events"))
     first = start_exporter(None, *folder)
-    for reporter in range(1, 400):  # more than are shown, and more than one page
+    for reporter in range(1, 400):  # more than /metrics shows, and more than one page of events
         report(first, reporter, 1)
     second = start_exporter(None, *folder)
     report(second, 1000, 1)

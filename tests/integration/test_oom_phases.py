@@ -1,4 +1,4 @@
-"""The phase of an out-of-memory error is that of the work that the allocation was for, in any thread."""
+"""The phase of an out-of-memory error is the phase that the allocation belongs to, in any thread."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ with phase("forward"):
     fails(too_much)
     with memory_context("a block that is not a phase"):
         fails(too_much)
-    in_a_thread(fails, too_much)  # has no phase: it works for no other thread
+    in_a_thread(fails, too_much)  # has no phase, because it works for no other thread
     in_a_thread(fails, backward)
 with phase("step"), phase("backward"):
     fails(backward)
@@ -73,7 +73,7 @@ with phase("backward"):
     thread = threading.Thread(target=other)
     thread.start()
     other_runs.wait(60)
-    fails(backward)  # the last phase that was started is in another thread
+    fails(backward)  # the most recent phase is in another thread
     may_end.set()
     thread.join()
 
@@ -124,7 +124,7 @@ def ooms(exporter: ExporterProcess) -> list[dict[str, Any]]:
     return found
 
 
-def test_an_error_has_the_phase_of_the_thread_that_it_works_for_or_none(
+def test_an_error_has_the_phase_of_its_thread_or_of_the_thread_it_works_for(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
     exporter = start_exporter(node, *QUICK)

@@ -136,7 +136,7 @@ def test_a_plan_changes_nothing_in_the_process_of_the_caller(job: dict[str, Any]
     assert job["changed"] == []
 
 
-def test_the_plan_is_the_same_as_in_the_process_itself_and_uses_its_default_dtype(job: dict[str, Any]) -> None:
+def test_the_worker_s_plan_equals_the_caller_s_and_uses_the_caller_s_default_dtype(job: dict[str, Any]) -> None:
     assert job["same"] is True
     assert job["parameters"] == 8 * (16 * 16 + 16)
 

@@ -48,7 +48,7 @@ def test_while_steps_run_the_sample_is_from_the_end_of_a_step(
     process.call("alloc", nbytes=6 * MIB)
     exporter.wait_for_processes(process.pid)
     labels = {"pid": str(process.pid)}
-    for _ in range(3):  # slow steps: the reporter waits for the next one for three times their length
+    for _ in range(3):  # slow steps: the reporter waits up to three step times for the next one
         process.call("client_step")
         process.exec("import time; time.sleep(0.7)")
     at_step = process.call("stats")["allocated_bytes.all.current"]
@@ -93,7 +93,7 @@ def test_a_stopped_process_expires_and_its_bytes_move_in_the_same_scrape(
             metrics = scrape(exporter)
             last_report = metrics.value("gpumem_reporter_last_report_timestamp_seconds", pid=pid)
             silent = metrics.value("gpumem_reporter_up", pid=pid) == 0
-            # Nothing between the two: a process is believed with all its series or with none.
+            # There is nothing in between: a process has all its series or none.
             assert shown(metrics, uuid) == (given_up if silent else believed)
             assert silent or started <= last_report + EXPIRY_SECONDS
             time.sleep(0.02)
@@ -137,14 +137,14 @@ def test_peaks_equal_torch_s_and_every_reset_is_counted(
     exporter.wait_for_processes(process.pid)
     assert as_torch_has_them(0)[:2] == (64 * MIB, 64 * MIB)
     wait_for_peaks(exporter, process.pid, as_torch_has_them(0))
-    process.call("reset_peak")  # the program itself
+    process.call("reset_peak")  # by the user's code
     assert as_torch_has_them(1)[:2] == (0, 64 * MIB)
     wait_for_peaks(exporter, process.pid, as_torch_has_them(1))
     make_a_peak()
     wait_for_peaks(exporter, process.pid, as_torch_has_them(1))
     exporter.act("reset_peak", target={"pid": process.pid})
     wait_for_peaks(exporter, process.pid, as_torch_has_them(2))
-    exporter.act("reset_peak", target={"pid": process.pid})  # nothing falls: it was one all the same
+    exporter.act("reset_peak", target={"pid": process.pid})  # no peak falls, but the reset counts
     wait_for_peaks(exporter, process.pid, as_torch_has_them(3))
     process.call("empty_cache")
     process.call("random_heap", seed=3, blocks=30)
@@ -164,7 +164,7 @@ def test_after_an_action_the_driver_is_read_immediately(
     process.call("random_heap", seed=5, blocks=60)
     exporter.wait_for_processes(process.pid)
     uuid, pid = node.uuid(0), process.pid
-    # The only poll may have been before the process started: the first action causes a reading of the driver.
+    # The only poll may have been before the start of the process; the first action causes another.
     exporter.act("empty_cache", target={"pid": pid})
     wait_until_right(exporter, node, (0,), {0: [process]})
     context_bytes = node.books()[0].processes[pid] - process.call("stats")["reserved_bytes.all.current"]
@@ -181,7 +181,7 @@ def test_after_an_action_the_driver_is_read_immediately(
         ledger = metrics.ledgers()[uuid]
         used = int(metrics.value("gpumem_process_memory_used_bytes", pid=str(pid), uuid=uuid))
         reported = ledger["torch_allocated"] + ledger["torch_reclaimable"] + ledger["torch_fragmented"]
-        # A report and a reading at the same time leave exactly the context, otherwise also the difference.
+        # The context alone, if report and reading have the same time; otherwise the difference between them too.
         assert ledger["non_torch"] - context_bytes == (used - context_bytes) - reported
         seen.append((reported, context_bytes + reserved - used))
         assert set(seen[-1]) <= {0, reserved}, seen

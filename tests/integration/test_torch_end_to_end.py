@@ -27,7 +27,7 @@ def test_every_torch_series_equals_the_value_of_the_process(place: Place) -> Non
     values = heaps.every_series_is_what_torch_says(bench, devices=(0, 1))
     require(values)
     assert values["gpumem_torch_ooms_total of device 0"].value == 1
-    # the driver knows every process here: its own value was compared, too
+    # the driver lists every process here, so its value was compared too
     assert all(bench.pid in book.processes for book in place.books())
     info = bench.info()
     assert info["reporting"] == "true"

@@ -270,7 +270,7 @@ def interrupted() -> dict[str, Any]:
             caught.append(type(error).__name__)
             continue
         accumulator.step()
-    # Batch 1 went with the gradient of 2; 3 and 4 are a window.
+    # Batch 1 was dropped with the gradient of batch 2; batches 3 and 4 are a window.
     train_whole(whole, "sgd", [batches[3:5]], None, 1)
     after_failures = difference(net, whole)
     for x, y in accumulator.batches(batches):

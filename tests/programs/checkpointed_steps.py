@@ -109,7 +109,7 @@ def left_alone(failing: bool) -> list[bool]:
     """Return whether each part of a model's state is unchanged after a comparison that succeeds or fails."""
     net = Net(misbehave=lambda x: x * random.random() * np.random.rand())
     own = net.blocks[1].forward
-    net.blocks[1].forward = lambda x: own(x)  # from other code; must remain
+    net.blocks[1].forward = lambda x: own(x)  # set by other code; must remain
     given = net.blocks[1].forward
     net.head.register_forward_hook(lambda *_: None)
     net(torch.randn(8, 16)).sum().backward()
@@ -223,7 +223,7 @@ def refusals() -> dict[str, str]:
     }
 
 
-def figures(path: str) -> dict[str, Any]:
+def charts(path: str) -> dict[str, Any]:
     comparison = compare(Net(), torch.randn(8, 16), repeats=1, simulate=True)
     figure = comparison.figure(path)
     titles = [axes.get_title() for axes in figure.axes]

@@ -83,7 +83,7 @@ def check(node: EmulatedNode, exporter: ExporterProcess, connection: Connection)
             lambda: exporter.metrics().values("gpumem_torch_non_torch_bytes", **labels) == [used - 40 * MIB], "a poll"
         )
         action = exporter.act("empty_cache", target={"pid": PID}, deadline_seconds=600, wait_seconds=0, expect=202)
-        os.kill(exporter.pid, signal.SIGSTOP)  # it must not see the time without a process of this pid
+        os.kill(exporter.pid, signal.SIGSTOP)  # the exporter must not notice the time without a process of this pid
         first.kill()
     with start(node, 128) as second:
         os.kill(exporter.pid, signal.SIGCONT)

@@ -206,7 +206,7 @@ def replaced(folder: str) -> dict[str, Any]:
 
 
 def saves_at_once(folder: str) -> dict[str, Any]:
-    """How often torch has the tagger while two threads save, and how much of its registry is new afterwards."""
+    """Return the number of taggers while two threads save, and of new registry entries afterwards."""
     before = list(torch.serialization._package_registry)
     present: list[int] = []
     at_once = threading.Barrier(2)

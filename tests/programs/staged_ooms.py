@@ -118,7 +118,7 @@ def fragmentation(advice: Any) -> None:
 
 
 def other_process(advice: Any) -> None:
-    """A job that fits an empty device; the caller starts another process on it, and ends that as advised."""
+    """A job that fits an empty device. The caller starts another process there and ends it as advised."""
     model = _model()
     with client.oom_guard(on_oom=keep):
         model(torch.empty(50_000, WIDTH, device="cuda")).sum().backward()

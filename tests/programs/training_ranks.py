@@ -38,7 +38,7 @@ def ddp(net: nn.Module) -> tuple[nn.Module, list[int]]:
     """Return the wrapped model and a count of the averages of its gradients."""
     wrapped, averaged = nn.parallel.DistributedDataParallel(net), [0]
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def] # DDP reads annotations, and wants no strings
+    def hook(state, bucket):  # type: ignore[no-untyped-def] # DDP rejects annotations that are strings
         averaged[0] += bucket.is_last()
         return allreduce_hook(state, bucket)
 
@@ -150,7 +150,7 @@ def search(rank: int) -> dict[str, Any]:
 
 
 def run(rank: int, store: str) -> dict[str, Any]:
-    """Do the work of a rank.
+    """Run one rank.
 
     Args:
         rank: 0 or 1.

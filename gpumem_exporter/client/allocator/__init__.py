@@ -1,1 +1,1 @@
-"""What PyTorch's caching allocator shows: statistics, heap, settings and snapshots."""
+"""PyTorch's caching allocator: statistics, heap, settings and snapshots."""

@@ -1,6 +1,6 @@
-"""PyTorch's caching allocator in this process: what it reports, and what it can be told to do.
+"""PyTorch's caching allocator in this process: its values, and operations such as `empty_cache`.
 
-Each value stands alone: an allocator that lacks it (cudaMallocAsync, a pluggable one, an older torch) makes it None.
+A value is None if the allocator does not have it (cudaMallocAsync, a pluggable allocator, an older torch).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGE_PAGE_SETTING = "large_segment_size_mb"
 
 
 class Allocator:
-    """The allocator, for one thread at a time; any thread may call a method that says so. `attach` makes one."""
+    """The allocator. Only one thread at a time may use it, except for methods that say otherwise."""
 
     def __init__(self, torch: Any, observed: Observed | None = None) -> None:
         self._torch = torch
@@ -66,7 +66,7 @@ class Allocator:
     def flushing(self) -> bool:
         """Whether another thread runs `empty_cache()`: reading statistics would wait for it, with the GIL.
 
-        The flush before an allocation's last attempt is not recognized.
+        A flush by the allocator itself, before the last attempt of an allocation, is not recognized.
         """
         codes = {
             getattr(getattr(sys.modules.get(name), "empty_cache", None), "__code__", None)
@@ -75,7 +75,7 @@ class Allocator:
         return any(frame.f_code in codes for frame in sys._current_frames().values())  # noqa: SLF001
 
     def observe_ooms(self, observer: OutOfMemoryObserver) -> bool:
-        """Have the observer called at each out-of-memory error; False if this allocator cannot."""
+        """Attach an observer of out-of-memory errors. Returns False if the allocator has none."""
         return torch_access.attach_oom_observer(self._torch, observer)
 
     def detach(self) -> None:
@@ -117,7 +117,7 @@ class Allocator:
     def sample_at_oom(self, index: int) -> DeviceSample:
         """Return the sample for an out-of-memory observer. Any thread may call this.
 
-        Before torch calls an observer it has released all that is reclaimable, except while a graph is captured.
+        Torch releases all reclaimable memory before it calls an observer, except while a graph is captured.
         """
         state = self.state(index)
         sample = self._sample(index, state)
@@ -138,7 +138,7 @@ class Allocator:
         return free
 
     def empty_cache(self) -> None:
-        """Release every wholly free segment of every device; waits for pending frees of other streams."""
+        """Release every wholly free segment of every device. Waits for pending frees of other streams."""
         self._torch.cuda.empty_cache()
 
     def reset_peak(self, index: int) -> None:
@@ -188,7 +188,7 @@ class Allocator:
             segments = snapshot(include_traces=False) if "include_traces" in _parameters(snapshot) else snapshot()
         except (AttributeError, RuntimeError):
             return None
-        # A dead pool stays dead: one that is dead after the snapshot was at most in use during it.
+        # Read after the snapshot: a dead pool stays dead. A pool that died during the snapshot counts as dead.
         heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
         self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
         return heaps

@@ -11,7 +11,7 @@ __all__ = ["AttachedAllocator", "attached", "no_cuda", "shared_allocator"]
 
 
 class AttachedAllocator:
-    """Attaches on the first call after CUDA was initialized. Any thread may call any method."""
+    """Attaches to the allocator on the first call after CUDA was initialized. Any thread may call any method."""
 
     def __init__(self) -> None:
         self._allocator: Allocator | None = None
@@ -44,9 +44,9 @@ def shared_allocator() -> AttachedAllocator:
 
 
 def attached() -> Allocator | None:
-    """Return this process' allocator, or None if CUDA is not initialized; initializes nothing.
+    """Return this process' allocator, or None if CUDA is not initialized.
 
-    Two threads may use the allocator at the same time only where `Allocator` says so.
+    Does not initialize CUDA. See `Allocator` for the methods that several threads may call at once.
     """
     return shared_allocator().allocator()
 

@@ -18,7 +18,7 @@ __all__ = ["Captures"]
 
 
 class Captures:
-    """Watches the captures of this process. Only one thread may call the methods, except the two of the listener.
+    """Watches the captures of this process. Only one thread may use it; any thread may call the two listener methods.
 
     Args:
         capturing: whether the current stream of the calling thread is being captured.
@@ -28,21 +28,21 @@ class Captures:
         self._capturing = capturing
         self._started: dict[int, weakref.ref[Any]] = {}
         self._incomplete: dict[int, weakref.ref[Any]] = {}
-        """Graphs whose capture started and has not ended without an error."""
+        """Graphs whose capture is running or has failed."""
         self._users: dict[PoolId, list[weakref.ref[Any]]] = {}
         self._dead: set[PoolId] = set()
         self._deaths = 0
 
     def watch(self) -> Callable[[], None]:
-        """Start to watch; returns a function that ends it."""
+        """Start watching. Returns a function that stops it."""
         return listen_to_captures(self)
 
     def capture_started(self, graph: Any) -> None:
-        """Called by the hook in the thread that captures."""
+        """Note the start of a capture. The hook calls this in the capturing thread."""
         self._started[id(graph)] = self._incomplete[id(graph)] = weakref.ref(graph)
 
     def capture_ended(self, graph: Any, *, complete: bool) -> None:
-        """Called by the hook in the thread that captures, also if starting or ending the capture has failed."""
+        """Note the end of a capture, also after a failure. The hook calls this in the capturing thread."""
         self._started.pop(id(graph), None)
         if not complete:
             return
@@ -56,15 +56,15 @@ class Captures:
         """Whether a graph is being captured in any thread of this process.
 
         The hook reports the captures that `torch.cuda.CUDAGraph` makes. The current stream of the calling thread is
-        asked as well: it may have been in a capture before the hook was installed. No stream is changed for that.
+        also checked: its capture may have started before the hook was installed. No stream is changed.
         """
         return any(graph() is not None for graph in list(self._started.values())) or self._may_be_capturing()
 
     def dead_pools(self) -> Collection[PoolId]:
         """Return the private pools that no graph uses.
 
-        A pool that the user's code made (`MemPool`, `graph_pool_handle`) is never among them, since its users are
-        unknown. There are none while a graph exists whose capture has not ended without an error: it may use a pool.
+        A pool that the user's code made (`MemPool`, `graph_pool_handle`) is never among them, because its users are
+        unknown. The result is empty while the capture of a graph is running or has failed: the graph may use any pool.
         """
         self._update()
         return () if self._incomplete else self._dead
@@ -94,7 +94,7 @@ class Captures:
     def _may_be_capturing(self) -> bool:
         """Whether this thread's stream is being captured, or the driver refuses to answer.
 
-        During some captures the driver forbids the question about the legacy stream (cudaErrorStreamCaptureImplicit).
+        During some captures the driver rejects a query of the legacy stream (cudaErrorStreamCaptureImplicit).
         """
         try:
             return self._capturing()

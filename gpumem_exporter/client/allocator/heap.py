@@ -44,7 +44,7 @@ def read_heaps(
     """Return the heap of each device index.
 
     A classic segment is released if none of its blocks is in use. Of an expandable segment, each whole page between
-    blocks in use is released; pages count from the segment's start, since what is not mapped is whole pages, too. A
+    blocks in use is released; pages count from the segment's start, because unmapped gaps are whole pages too. A
     clear waits for blocks that are pending on another stream, and releases them. Segments of private pools stay while a
     graph uses the pool. Source: `release_cached_blocks` and `ExpandableSegment::unmap` in c10's
     CUDACachingAllocator.cpp.
@@ -84,7 +84,7 @@ def _returnable(segment: Mapping[str, Any], large_pages: Collection[int]) -> int
     if not segment.get("is_expandable"):
         return 0
     pages = (_SMALL_PAGE_BYTES,) if segment["segment_type"] == "small" else large_pages
-    # A mapped segment is whole pages: a page size that does not divide it is not this segment's.
+    # A segment consists of whole pages, so its page size divides its size.
     answers = {_whole_pages(segment["blocks"], page) for page in pages if total % page == 0}
     return answers.pop() if len(answers) == 1 else None
 

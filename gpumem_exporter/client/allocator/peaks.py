@@ -2,7 +2,7 @@
 
 A reset (by the user's code, a library or a `reset_peak` action) affects all peaks of a device, so any of them shows it.
 A reset is not visible, and not counted, if no peak was above the current value, or if each peak has risen again before
-the next look. The reporter counts its own resets in any case.
+the next reading. The reporter counts its own resets in any case.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PeakWatch:
         self._resets: dict[int, int] = {}
 
     def look(self, index: int, state: Mapping[str, Any]) -> None:
-        """Compare a device's peaks in its nested statistics with those of the last look."""
+        """Compare a device's peaks in its nested statistics with those of the previous call."""
         peaks = tuple([state.get(name, {}).get("all", {}).get("peak") for name in _STATISTICS])
         before = self._peaks.get(index)
         self._peaks[index] = peaks

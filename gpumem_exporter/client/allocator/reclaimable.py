@@ -7,9 +7,9 @@ There are three cases, in this order:
 - Exact, from a walk: the heap was walked for this sample, or its counters show that it has not changed since. A walk
   holds the GIL for about half a microsecond per block. It is repeated after `_WALK_SHARE` times its duration, so a heap
   of up to about four thousand blocks is walked for every sample at one per second.
-- Estimated, between walks over a larger heap that keeps changing: the bytes that the last walk found unreturnable are
-  still so. Fragmentation changes more slowly than the cache. The last walk is at most `_WALK_SHARE` times its duration
-  old (5 s at 20,000 blocks).
+- Estimated, between walks over a larger heap that keeps changing: the estimate assumes that the bytes that the last
+  walk found unreturnable still are. Fragmentation changes more slowly than the cache. The last walk is at most
+  `_WALK_SHARE` times its duration old (5 s at 20,000 blocks).
 
 Otherwise None: the heap is too large to walk, the allocator has no statistics or no snapshot, or the page size is
 unknown.
@@ -112,7 +112,7 @@ class Reclaimable:
         return private if layout is not None and _complete(state) and layout == _layout(state) else None
 
     def exact_from_statistics(self, index: int, state: DeviceState) -> bool:
-        """Whether these statistics alone show it exactly."""
+        """Whether these statistics alone show the exact reclaimable bytes."""
         if not _complete(state):
             return False
         private = state.get("private_pools_bytes")
@@ -127,8 +127,8 @@ class Reclaimable:
     def _may_be_expandable(self, index: int, state: DeviceState) -> bool:
         """Whether the device may have expandable segments, which are mapped by the page and not counted as segments.
 
-        The settings apply to new segments only, and may change at any time. Once seen, expandable segments count as
-        present for good, since the counters may be reset.
+        The settings apply to new segments only, and may change at any time. A device with expandable segments stays
+        marked for the life of the process, because the counters may be reset.
         """
         taken = state.get("num_device_alloc")  # 2.3 and later
         if taken is not None and taken != state["segment"]["all"]["allocated"]:
@@ -136,7 +136,7 @@ class Reclaimable:
         return self._all_expandable or index in self._expandable
 
     def _unproven(self, index: int, state: DeviceState) -> bool:
-        """Whether the counters were not watched from 0: before the first look, and after a reset."""
+        """Whether the counters were not observed from 0: before the first look, and after a reset."""
         taken = _taken(state)
         before = self._taken.get(index, 0 if state["reserved_bytes"]["all"]["current"] == 0 else taken + 1)
         self._taken[index] = max(taken, before)
@@ -146,7 +146,7 @@ class Reclaimable:
         if heap.expandable:
             self._expandable.add(index)
         if heap.returnable_bytes is not None:
-            # All from the snapshot: another thread may have changed the heap since the statistics were read.
+            # Uses the snapshot alone: another thread may have changed the heap since the statistics were read.
             self._unreturnable[index] = heap.reserved_bytes - heap.allocated_bytes - heap.returnable_bytes
         self._walked[index] = _version(state)
         if heap.reserved_bytes == state["reserved_bytes"]["all"]["current"]:

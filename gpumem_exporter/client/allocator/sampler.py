@@ -22,10 +22,10 @@ from gpumem_exporter.wire.protocol import DeviceSample
 __all__ = ["Sample", "Sampler"]
 
 _LEAD, _LEAD_STEPS = 0.1, 1.25
-"""A step samples in the last tenth of the interval before the next report, or later. With longer steps it samples in
-the last period of this many steps, so that one step falls into it."""
+"""A step samples in the last tenth of the interval before the next report, or later. If steps are long, it samples in
+the last 1.25 steps before the report, so that at least one step ends in that time."""
 _QUIET_STEPS = 3.0
-"""No steps run if none has ended for this many times the length of the last one…"""
+"""Steps have stopped if none has ended for this multiple of the last step's duration…"""
 _QUIET_SECONDS_MIN, _QUIET_SECONDS_MAX = 2.0, 60.0
 """…within these bounds."""
 _RATE_STEPS = 9
@@ -35,7 +35,7 @@ _FLUSH_SECONDS_MAX = 10.0
 
 
 def _nothing(_step: int) -> None:
-    """Stands for the work at a step while there is none."""
+    """Do nothing at a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Sample:
     """The allocator's state at one time."""
 
     taken_seconds: float
-    """On the monotonic clock."""
+    """Time on the monotonic clock."""
     devices: tuple[DeviceSample, ...]
     pinned_host_bytes: int | None
     step: int | None
@@ -55,7 +55,7 @@ class Sampler:
     `on_step` runs in the user's threads, everything else in the reporter's.
 
     Args:
-        allocator: what is sampled.
+        allocator: the allocator to sample.
         swallow: called with the errors of a sample in the user's thread.
         clock: monotonic seconds.
 
@@ -113,7 +113,7 @@ class Sampler:
         if latest is None or not steps_run:
             latest = self._last_known(latest) if self._allocator.flushing else self.take()
         now = self._clock()
-        if not steps_run or self._wanted_from_seconds > now:  # otherwise the last request still waits for a step
+        if not steps_run or self._wanted_from_seconds > now:  # otherwise a requested sample waits for a step
             lead = max((next_report_seconds - now) * _LEAD, (self.step_seconds or 0.0) * _LEAD_STEPS)
             self._wanted_from_seconds = next_report_seconds - lead
         return latest

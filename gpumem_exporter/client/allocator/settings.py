@@ -1,7 +1,8 @@
 """The settings of PyTorch's CUDA allocator: their names, their values, and the syntax of a line of them.
 
-An unknown name or an invalid value ends a program when it initializes CUDA, which may be after minutes of loading. So
-they are checked before. Source: c10's AllocatorConfig and CUDAAllocatorConfig up to 2.15; older releases know fewer.
+PyTorch rejects an unknown name or an invalid value when it initializes CUDA, perhaps after minutes of loading. So the
+client checks them before the program starts. Source: c10's AllocatorConfig and CUDAAllocatorConfig up to 2.15; older
+releases know fewer.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def in_force(environ: Mapping[str, str]) -> tuple[str, str]:
 
 
 def merged(current: str, wanted: Mapping[str, str]) -> str:
-    """Return a line of settings in which these replace others of the same name, or are added."""
+    """Return the current line with these settings added; they replace settings of the same name."""
     kept = [part for part in _parts(current) if part.partition(":")[0] not in wanted]
     return ",".join([*kept, *(f"{key}:{value}" for key, value in wanted.items())])
 
@@ -131,7 +132,7 @@ def environment_with(environ: Mapping[str, str], line: str) -> dict[str, str]:
     """Return the variables that put these settings in force, together with those that the environment sets.
 
     The result sets PYTORCH_CUDA_ALLOC_CONF, which every release reads and which takes precedence over the newer name.
-    It contains the settings of the newer name, since that one is not read any more then.
+    It includes the settings of the newer variable, which PyTorch then ignores.
 
     Raises:
         ConfigurationError: as `parse_settings`.

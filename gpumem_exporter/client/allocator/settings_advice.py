@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
 from gpumem_exporter.client.allocator.settings import VARIABLES, in_force, merged, parse_settings
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["AllocatorValues", "Recommendation", "recommend", "recommend_allocator_settings"]
 
@@ -45,7 +45,7 @@ class Recommendation:
 
     settings: tuple[tuple[str, str], ...] = ()
     reasons: tuple[str, ...] = ()
-    """One for each setting, or the reason for no change."""
+    """One reason per setting, or the reason for no change."""
     current: str = ""
     """The settings in force now."""
     variable: str = ""
@@ -98,7 +98,7 @@ def recommend(devices: list[AllocatorValues], current: str, variable: str = "") 
     """Return the recommendation for given values."""
     try:
         settings = parse_settings(current) if current else {}
-    except ConfigurationError:  # of a newer release
+    except ConfigurationError:  # settings of a newer release
         settings = {}
     if settings.get("backend") == "cudaMallocAsync":
         reason = "backend:cudaMallocAsync is the driver's own allocator: PyTorch's settings do not affect it"
@@ -110,7 +110,7 @@ def recommend(devices: list[AllocatorValues], current: str, variable: str = "") 
         _rounding(device, settings, wanted, reasons)
         _pressure(device, settings, wanted, reasons)
     if not reasons:
-        reasons.append("the measured values are no reason for another setting")
+        reasons.append("the measured values suggest no change")
     return Recommendation(tuple(wanted.items()), tuple(reasons), current, variable)
 
 

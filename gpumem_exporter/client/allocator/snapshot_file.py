@@ -1,7 +1,7 @@
 """Writes PyTorch's memory snapshot for https://pytorch.org/memory_viz, and summarizes it.
 
-The exporter receives path, size and summary, and never reads the file, which is a pickle. The recording of the
-allocator's history is not started or stopped here; a recorded history becomes part of the file.
+The exporter receives the path, the size and a summary. It never reads the file, which is a pickle. This module does not
+start or stop the recording of the allocator's history. If a history was recorded, the file contains it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["snapshot_folder", "write_file", "write_snapshot"]
 
 _KEPT_FILES = 64
 _TRACE_ENTRIES_MAX = 50_000
-"""The newest entries of each device's history are kept: an entry with its stack takes kilobytes."""
+"""The file keeps this number of the newest history entries per device; an entry with its stack takes kilobytes."""
 _SHOWN = 10
 _ALIVE = ("active_allocated", "active_pending_free", "active_awaiting_free")
 
@@ -76,12 +76,12 @@ def _next_file(folder: Path) -> Path:
     """Return a name for a new file in the folder, and remove the oldest snapshots there."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder == _own_folder():
-        # Another user may have made it before: a folder that is open to others, or a link.
+        # Another user may have created the path, as an open folder or as a link.
         owner = folder.lstat()
         alone = owner.st_uid == os.getuid() and not stat.S_IMODE(owner.st_mode) & 0o077
         if not (alone and stat.S_ISDIR(owner.st_mode)):
             raise CommandRefusedError(
-                f"{folder} is not a private folder of this user; set GPUMEM_SNAPSHOT_DIR to another one",
+                f"{folder} is not a private folder of this user; set GPUMEM_SNAPSHOT_DIR to a private folder",
                 ReasonCode.SNAPSHOT_NOT_WRITTEN,
             )
     snapshots = sorted(folder.glob("gpumem-*.pickle"), key=_age_order)

@@ -1,8 +1,8 @@
 """Every use of a private name of torch; the other modules of the client use torch's public names only.
 
 Two modules of `client.hooks` are exceptions: `cuda_start`, which `gpumem-exporter run` loads as a single file, and
-`model_forward`, whose hook is public. Nothing here imports torch, initializes CUDA or creates a context. A name that an
-older release or another allocator lacks makes its value None.
+`model_forward`, whose hook is public. Nothing here imports torch, initializes CUDA or creates a context. If an older
+release or another allocator does not have a name, the value is None.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ DeviceState: TypeAlias = "Mapping[str, Any]"
 _MANY_POOLS = 32
 """Torch never drops a dead private pool. With more pools than this, the statistics that list them are not read."""
 _ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
-"""All that the backend cudaMallocAsync fills in; the rest of its statistics is always 0."""
+"""The statistics of the backend cudaMallocAsync; all others are always 0."""
 _THREAD_KEY = "gpumem_thread"
 
 
 def initialized_torch() -> Any | None:
     """Return torch if the user's code has imported it and initialized CUDA in this process, otherwise None.
 
-    Returns None in a forked child of a process with CUDA, too: the private functions would return the parent's values
-    there, or wait forever.
+    Also returns None in a forked child of a process with CUDA: there the private functions would return the parent's
+    values, or wait forever.
     """
     torch = sys.modules.get("torch")
     is_initialized = getattr(getattr(torch, "cuda", None), "is_initialized", None)
@@ -137,13 +137,13 @@ def history_is_recorded(torch: Any) -> bool:
 
 
 def current_stream_is_capturing(torch: Any) -> Callable[[], bool]:
-    """Return the function that tells whether the calling thread's current stream is being captured."""
+    """Return a function that returns whether the calling thread's current stream is being captured."""
     function: Callable[[], bool] = getattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False)
     return function
 
 
 def attach_oom_observer(torch: Any, observer: Callable[[int, int, int, int], None]) -> bool:
-    """Have torch call the observer at each out-of-memory error, for the life of the process.
+    """Register an observer of out-of-memory errors, for the life of the process.
 
     Returns:
         False if the allocator has no observers.
@@ -168,20 +168,20 @@ def find_pinned_cache_clear(torch: Any) -> Callable[[], None] | None:
 
 
 def set_calling_thread_mark(mark: int) -> None:
-    """Put a number into torch's thread-local state, unless one is there. Before torch 2.0 there is no place for it."""
+    """Put a number into torch's thread-local state, unless there is one. Does nothing before torch 2.0."""
     c = sys.modules["torch"]._C
     if not c._is_key_in_tls(_THREAD_KEY):
         c._stash_obj_in_tls(_THREAD_KEY, mark)
 
 
 def calling_thread_mark() -> int | None:
-    """Return the number that this thread, or the thread for which autograd runs it, has put there."""
+    """Return the mark of this thread, or of the thread for which autograd runs it."""
     c = sys.modules["torch"]._C
     return int(c._get_obj_in_tls(_THREAD_KEY)) if c._is_key_in_tls(_THREAD_KEY) else None
 
 
 def without_torch_function(torch: Any) -> AbstractContextManager[None]:
-    """Within this context no `__torch_function__` is called, of a subclass or of a mode of the user's code."""
+    """Return a context in which torch calls no `__torch_function__` of tensor subclasses and active modes."""
     context: AbstractContextManager[None] = torch._C.DisableTorchFunction()
     return context
 

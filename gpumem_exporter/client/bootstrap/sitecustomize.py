@@ -1,4 +1,4 @@
-"""Runs at the start of every Python process below `gpumem-exporter run`: starts a reporter when CUDA is initialized.
+"""Starts a reporter when CUDA is initialized, in every Python process below `gpumem-exporter run`.
 
 The file imports only `sys` and what every interpreter has loaded anyway. It imports the `sitecustomize` that it hides,
 and never raises: after an error the program runs as it would without the client.
@@ -24,7 +24,7 @@ def _chain(directory):
 
 def _load(name, path, search=None):
     """Load a module from its file, also if it is not on sys.path."""
-    # importlib.machinery exports the same two, but importing it takes half the time of this file.
+    # importlib.machinery exports these names too, but its import takes half the time of this file.
     from _frozen_importlib import ModuleSpec
     from _frozen_importlib_external import SourceFileLoader
 

@@ -10,7 +10,7 @@ from gpumem_exporter.client.allocator.attached import attached
 from gpumem_exporter.client.cleanup.clear import clear_cache
 from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["AutoClean", "Cache", "auto_clean"]
 
@@ -31,12 +31,12 @@ class Cache:
 
 
 class AutoClean:
-    """Checks the cache at the end of each step. `auto_clean` makes one; `stop()` ends it.
+    """Checks the cache at the end of each step until `stop()`. `auto_clean` creates it.
 
     Args:
         fragmentation: see `auto_clean`.
-        min_bytes: see there.
-        cooldown_steps: see there.
+        min_bytes: see `auto_clean`.
+        cooldown_steps: see `auto_clean`.
         caches: returns the cache of each device.
         clear: empties the cache and returns the bytes freed.
     """
@@ -68,7 +68,7 @@ class AutoClean:
         self.freed_bytes = 0
         """The bytes that all clears have freed."""
         self.stopped = ""
-        """Why it stopped; empty while it runs."""
+        """The reason for the stop; empty while the checks run."""
 
     def listen(self) -> None:
         """Check at the end of each step."""
@@ -79,13 +79,13 @@ class AutoClean:
             self.look()
 
     def stop(self, reason: str = "stop() was called") -> None:
-        """Clear no more."""
+        """Stop the checks."""
         self._stop_listening()
         self._stop_listening = lambda: None
         self.stopped = self.stopped or reason
 
     def __reduce__(self) -> tuple[Callable[[int, int], AutoClean], tuple[int, int]]:
-        """A copy, for example within a trainer that is copied or pickled, is stopped."""
+        """Copy or pickle as a stopped instance, for example with the trainer that has it."""
         return _stopped, (self.clears, self.freed_bytes)
 
     def look(self) -> int:
@@ -142,9 +142,9 @@ def auto_clean(fragmentation: float = 0.3, *, min_bytes: int = 1 << 30, cooldown
 
     The check runs after each step of an optimizer, or at each `client.step()`, in that thread, and never while a CUDA
     graph is being captured. It takes about 30 µs per device, and nothing during the cooldown. A clear fails if it frees
-    less than half of `min_bytes`, or if the same is reserved again when the next clear is due. A failure doubles the
-    cooldown; after three failures in a row it stops and logs that. In a job of several ranks each rank clears for
-    itself, and the others wait for it.
+    less than half of `min_bytes`, or if most of the freed bytes are reserved again when the next clear is due. A
+    failure doubles the cooldown; after three failures in a row it stops and logs that. In a job of several ranks each
+    rank clears for itself, and the others wait for it.
 
     Args:
         fragmentation: the minimum share of a device's reserved memory that is neither allocated nor reclaimable.

@@ -14,7 +14,7 @@ from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["DeepClean", "Rung", "clean_start", "clear_cache", "deep_clean", "reset_peak", "set_memory_fraction"]
 
@@ -30,12 +30,12 @@ class Rung:
     which return to the driver. `pinned_host_cache`: bytes of host memory. None if the step was not done."""
     duration_seconds: float = 0.0
     reason: str = ""
-    """Why the step was not done."""
+    """The reason why the step was not done."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeepClean:
-    """What a deep clean has freed, step by step. Prints as a table."""
+    """The bytes that each step of a deep clean has freed. Prints as a table."""
 
     rungs: tuple[Rung, ...] = ()
 
@@ -93,7 +93,7 @@ def deep_clean() -> DeepClean:
     if _capturing(allocator, "deep_clean"):
         return DeepClean()
     torch = sys.modules["torch"]
-    # A captured graph contains the address of its workspace.
+    # A captured graph contains the address of its workspace, which must stay allocated.
     clear_cublas = None if _may_have_graphs(torch) else torch_access.find_cublas_clear(torch)
     clear_pinned = torch_access.find_pinned_cache_clear(torch)
     return DeepClean(
@@ -107,7 +107,7 @@ def deep_clean() -> DeepClean:
     )
 
 
-@guest_safety(lambda error: log.warning("no clean start: %r", error))
+@guest_safety(lambda error: log.warning("the clean start failed: %r", error))
 def clean_start() -> None:
     """Run `deep_clean` if CUDA is initialized, otherwise do nothing and log nothing."""
     if attached() is not None:
@@ -158,7 +158,7 @@ def _capturing(allocator: Allocator, function: str) -> bool:
 
 
 def _may_have_graphs(torch: Any) -> bool:
-    """Whether there is a private pool, as every CUDA graph has one, or this cannot be determined."""
+    """Whether a CUDA graph may exist: each has a private pool. True if the pools are unknown."""
     try:
         segments = torch.cuda.memory_snapshot()
     except (AttributeError, RuntimeError):
@@ -187,7 +187,7 @@ def _freed(allocator: Allocator, action: Callable[[], Any], measure: Callable[[A
 
 
 def _returned_bytes(allocator: Allocator) -> int:
-    """Return a number that falls by the bytes returned to the driver, whatever is reserved meanwhile.
+    """Return a number that falls by the bytes that are released to the driver, even if others are reserved.
 
     It is the negative counter of freed reserved bytes, or the reserved bytes if there is no counter (cudaMallocAsync).
     """

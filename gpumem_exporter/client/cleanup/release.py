@@ -48,7 +48,7 @@ def _empty(torch: Any, module: Any) -> None:
                 continue
             tensor.grad = None
             if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-                # This also frees the memory for other holders of the same tensor, such as an optimizer or DDP.
+                # This also frees the memory if an optimizer or DDP refers to the same tensor.
                 tensor.data = torch.empty(0, dtype=tensor.dtype)
             else:
                 tensors[name] = None  # a DTensor or a quantized tensor: its parts cannot be replaced
@@ -57,8 +57,8 @@ def _empty(torch: Any, module: Any) -> None:
 def to_cpu(tree: Any) -> Any:
     """Return a copy of a tree of dictionaries, lists and tuples in which each CUDA tensor is on the host, detached.
 
-    Use it for what you keep of a step, such as outputs and losses. A tensor that occurs twice is copied once. All other
-    objects stay the same. The call waits for the device, as any copy to the host does.
+    Use it for values that outlive a step, such as outputs and losses. A tensor that occurs twice is copied once. All
+    other objects stay the same. The call waits for the device, as any copy to the host does.
     """
     torch = sys.modules.get("torch")
     return tree if torch is None else _copied(tree, torch, {})

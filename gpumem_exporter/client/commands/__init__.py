@@ -1,1 +1,1 @@
-"""Commands from the exporter: what they do, and when they run."""
+"""Runs and schedules commands from the exporter."""

@@ -20,9 +20,9 @@ from gpumem_exporter.wire.protocol import Command, CommandResult, DeviceResult, 
 __all__ = ["Executor", "refused_during_capture"]
 
 _REMEMBERED = 64
-"""The number of results that are kept, so that a command that arrives twice runs once."""
+"""The number of results to keep, so that a command that arrives twice runs once."""
 _NOT_SUPPORTED = "does not yet support"
-"""In torch's message if an allocator (a pluggable one, cudaMallocAsync) lacks a feature."""
+"""Part of torch's error message if a pluggable allocator or cudaMallocAsync lacks a feature."""
 
 
 class Executor:
@@ -38,7 +38,7 @@ class Executor:
         self._allocator = allocator
         self._sampler = sampler
         self._clock = clock
-        # Reentrant: a signal handler that runs while it is held may end a step.
+        # Reentrant: a signal handler may end a step while its thread holds the lock.
         self._results_lock = threading.RLock()
         self._results: OrderedDict[str, CommandResult] = OrderedDict()
         self._runners: dict[str, Callable[[Command], SnapshotFile | None]] = {
@@ -64,7 +64,7 @@ class Executor:
 
         Args:
             command: the command.
-            expires_seconds: the time from which on it must not start, on the monotonic clock.
+            expires_seconds: the latest start, on the monotonic clock.
         """
         with self._sampler.exclusively():
             return self._run_once(command, expires_seconds)
@@ -80,7 +80,7 @@ class Executor:
             lock.release()
 
     def settle(self, result: CommandResult) -> CommandResult:
-        """Record the result of a command, so that it does not run any more."""
+        """Record the result of a command, so that the command does not run again."""
         with self._results_lock:
             self._results[result.id] = result
             while len(self._results) > _REMEMBERED:
@@ -204,7 +204,7 @@ def _freed(before: DeviceState | None, after: DeviceState | None) -> int | None:
     """Return the bytes that were released to the driver: the growth of the allocator's counter of freed reserved bytes.
 
     The difference of the reserved bytes would miss what another thread reserved meanwhile. It is used only without the
-    counter (cudaMallocAsync), or if the program has reset the counter (`reset_accumulated_memory_stats`).
+    counter (cudaMallocAsync), or if the user's code has reset the counter (`reset_accumulated_memory_stats`).
     """
     freed_before, freed_after = _current(before, "reserved_bytes", "freed"), _current(after, "reserved_bytes", "freed")
     if freed_before is not None and freed_after is not None and freed_after >= freed_before:

@@ -1,4 +1,4 @@
-"""Keeps commands until the end of a step, an idle time or the end of a CUDA graph capture, then runs them.
+"""Runs commands at the end of a step, in an idle time, or after a CUDA graph capture.
 
 A command in mode `step` runs in the training thread, so it cannot interrupt that thread's allocations or captures. A
 command in mode `idle` runs on the reporter's thread. A command in mode `now` waits only while a CUDA graph is captured:
@@ -62,11 +62,11 @@ class _Held:
 
 
 class Scheduler:
-    """Keeps commands and runs each at its time. The user's threads call `at_step`; the reporter's thread the rest.
+    """Keeps each command until its mode lets it run. The user's threads call `at_step`, the reporter's thread the rest.
 
     Args:
         executor: runs the commands.
-        allocator: tells whether a CUDA graph is being captured, and counts allocations.
+        allocator: reports CUDA graph captures and counts allocations.
         sampler: counts steps.
         wake: makes the reporter send its next report now; called in the thread that ran a command.
         clock: monotonic seconds.
@@ -90,7 +90,7 @@ class Scheduler:
         self._held: dict[str, _Held] = {}
         self._results: list[CommandResult] = []
         self._for_steps = False
-        """Whether a command waits for a step; usually the only thing that a step checks."""
+        """Whether a command waits for a step. Most steps check this alone."""
         self._counted: object = None
         self._still_since_seconds = 0.0
 
@@ -101,7 +101,7 @@ class Scheduler:
             return tuple(self._held)
 
     def take(self, command: Command, *, expires_seconds: float) -> None:
-        """Keep a command until its time. A command that waits already or has a result is not added again."""
+        """Add a command, unless it waits already or has a result."""
         known = self._executor.known(command.id)
         if known is not None:
             self._finish(known)
@@ -114,10 +114,10 @@ class Scheduler:
         elif command.at_step is not None and (self._sampler.step or 0) >= command.at_step:
             self._settle_passed(command, command.at_step)
         elif not self._add(command, expires_seconds):
-            self._settle(command, "refused", f"{_MAX_WAITING} commands wait already", ReasonCode.QUEUE_FULL)
+            self._settle(command, "refused", f"{_MAX_WAITING} commands are waiting already", ReasonCode.QUEUE_FULL)
 
     def _add(self, command: Command, expires_seconds: float) -> bool:
-        """Return False if there is no room."""
+        """Return False if the queue is full."""
         with self._lock:
             if command.id in self._held:
                 return True
@@ -142,7 +142,7 @@ class Scheduler:
             self._run_at_step(step)
 
     def look(self) -> None:
-        """On the reporter's thread: expire late commands, and run those whose time has come."""
+        """Expire late commands and run those that are due, on the reporter's thread."""
         now = self._clock()
         for held in self._list():
             if now >= held.expires_seconds and self._claim(held.command.id) is not None:
@@ -165,7 +165,7 @@ class Scheduler:
 
     def _run_at_step(self, step: int) -> None:
         for held in self._list():
-            # The reporter's thread expires the late ones.
+            # The reporter's thread expires late commands.
             if held.command.mode != "idle" and self._clock() < held.expires_seconds:
                 self._try_at_step(held, step)
 
@@ -195,7 +195,7 @@ class Scheduler:
                 return
             if result is None:
                 result = self._executor.run(command, expires_seconds=expires_seconds)
-        except BaseException as error:  # from the user's signal handler: it continues to the user's code
+        except BaseException as error:  # raised by the user's signal handler; continues to the user's code
             interrupted = f"a signal handler raised {type(error).__name__}"
             self._settle(command, "failed", interrupted, ReasonCode.SIGNAL_HANDLER)
             self._wake()
@@ -204,7 +204,7 @@ class Scheduler:
         self._wake()
 
     def _idle(self, now: float) -> bool:
-        """Return whether no step has run and nothing was allocated for some seconds."""
+        """Return whether no step has run and nothing was allocated for `_IDLE_SECONDS`."""
         if self._sampler.steps_run() or self._allocator.flushing:
             self._counted = None
             return False
@@ -218,7 +218,7 @@ class Scheduler:
             return list(self._held.values())
 
     def _claim(self, command_id: str) -> _Held | None:
-        """Take a command out. Only the thread that gets it runs or ends it."""
+        """Remove a command and return it. Only the thread that receives it runs or ends it."""
         with self._lock:
             held = self._held.pop(command_id, None)
             self._mark()

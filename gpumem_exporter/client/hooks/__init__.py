@@ -3,9 +3,9 @@
 One module here installs and removes each hook of `HOOKS`. After `client.stop()`, torch, `sys.meta_path`, `builtins`,
 optimizer classes and DataLoader classes are as they were before `client.start()`.
 
-The hook on steps does not change while an optimizer walks over the hooks, since that would raise there.
-A hook that cannot be removed at the moment does nothing until it is removed: by the ending reporter for `steps`,
-otherwise by the next call of its remove function.
+The hook on steps does not change while an optimizer iterates over the hooks, because that would raise in the optimizer.
+A hook that cannot be removed at once does nothing until it is removed. The ending reporter removes the hook on steps;
+the next call of the remove function removes any other hook.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["HOOKS", "Hook"]
 
 
 class Hook(NamedTuple):
-    """What is hooked, by which module, and for how long."""
+    """One hook: its module, its target, and the calls that install and remove it."""
 
     module: str
     target: str

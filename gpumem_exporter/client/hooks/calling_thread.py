@@ -1,8 +1,8 @@
-"""Tells for which of the user's threads a thread works.
+"""Finds the user's thread for which an autograd thread works.
 
-A backward pass runs in threads of autograd, which do not have the caller's thread-locals and context variables. They do
-have PyTorch's own thread-local state: the engine copies it from the caller into each thread that does a part of its
-work. So a thread that enters a phase puts its number there.
+A backward pass runs in threads of autograd, which do not have the caller's thread-locals and context variables. But
+they have PyTorch's own thread-local state, which the engine copies from the caller into each of its threads. So a
+thread that enters a phase puts its number into that state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["calling_thread", "mark_thread"]
 
 @guest_safety()
 def mark_thread() -> None:
-    """Put this thread's number there, unless the thread works for another one; takes 0.1 µs.
+    """Put this thread's number into torch's state, unless it works for another thread. Takes 0.1 µs.
 
     Does nothing before the user's code has imported torch, and before torch 2.0.
     """
@@ -26,5 +26,5 @@ def mark_thread() -> None:
 
 @guest_safety()
 def calling_thread() -> int | None:
-    """Return the number of the thread for which this one works, which may be itself; None if no number is there."""
+    """Return the number of the thread for which this one works, perhaps itself; None if no number was set."""
     return torch_access.calling_thread_mark()

@@ -41,7 +41,7 @@ class _Wait:
     def __init__(self, callback: "Callable[[], None]") -> None:
         self._callback: Callable[[], None] | None = callback
         self._finder = _TorchCudaFinder(self.enqueue)
-        self._queued = self._call  # kept, because `remove` looks for the same object
+        self._queued = self._call  # `remove` looks for the same object
 
     def install(self) -> None:
         torch_cuda = sys.modules.get("torch.cuda")
@@ -51,7 +51,7 @@ class _Wait:
             sys.meta_path.insert(0, self._finder)
 
     def enqueue(self, torch_cuda: "ModuleType") -> None:
-        """Have torch call back when it initializes CUDA."""
+        """Add the callback to torch's queue of calls at the initialization of CUDA."""
         if self._callback is not None:
             torch_cuda._lazy_call(self._queued)
 
@@ -62,7 +62,7 @@ class _Wait:
         queue = getattr(torch_cuda, "_queued_calls", None)
         lock = getattr(torch_cuda, "_initialization_lock", None)
         if not isinstance(queue, list) or lock is None or not lock.acquire(False):
-            return  # CUDA is being initialized: torch walks over the queue, in which the call does nothing any more
+            return  # torch iterates over the queue now; the callback does nothing
         try:
             for entry in list(queue):
                 if entry[0] is self._queued:
@@ -91,8 +91,8 @@ class _TorchCudaFinder:
     def remove(self) -> None:
         """Replace `sys.meta_path` by a list without the finder.
 
-        A thread that is searching the old list goes on there. If the list itself became shorter, the thread would skip
-        a finder and might not find its module.
+        A thread that is searching the old list continues there. If that list became shorter, the thread would skip a
+        finder and might not find its module.
         """
         self._done = True
         if self in sys.meta_path:
@@ -103,14 +103,14 @@ class _TorchCudaFinder:
     ) -> "ModuleSpec | None":
         if name != "torch.cuda" or self._done:
             return None
-        self._done = True  # also for other finders like this one, which call find_spec of all finders, too
+        self._done = True  # another instance also calls find_spec of all finders
         found = (finder.find_spec(name, path, target) for finder in sys.meta_path if hasattr(finder, "find_spec"))
         spec = next((each for each in found if each is not None), None)
         loader = spec.loader if spec is not None else None
         if loader is not None and hasattr(loader, "exec_module"):
             try:
                 self._call_after(loader)
-            except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: its torch is not observed
+            except Exception:  # noqa: BLE001, S110 - a loader that cannot be changed: torch is not observed
                 pass
         return spec
 

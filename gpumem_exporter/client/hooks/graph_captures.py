@@ -18,24 +18,24 @@ from gpumem_exporter.client.hooks.guest_safety import guest_safety
 __all__ = ["CaptureHook", "CaptureListener", "listen_to_captures"]
 
 _ENDS = ("capture_end_pre", "capture_end")
-"""The methods that end a capture, the first one that a release has: 2.14 and later call the first from the second."""
+"""Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first."""
 
 
 class CaptureListener(Protocol):
-    """Is called around each capture. Its errors are swallowed."""
+    """Receives a call around each capture. Its errors are swallowed."""
 
     def capture_started(self, graph: Any) -> None:
-        """A capture into this graph starts."""
+        """Note that a capture into this graph starts."""
 
     def capture_ended(self, graph: Any, *, complete: bool) -> None:
-        """The capture has ended; it is not complete if starting or ending it has failed."""
+        """Note that the capture has ended. It is incomplete if starting or ending it has failed."""
 
 
 class CaptureHook:
     """The replaced methods, shared by all listeners of the process."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finalizer that runs while it is held may remove a listener
+        self._lock = threading.RLock()  # reentrant: a finalizer may remove a listener while its thread holds the lock
         self._listeners: tuple[CaptureListener, ...] = ()
         self._started: dict[int, weakref.ref[Any]] = {}
         """The graphs that are being captured."""
@@ -44,7 +44,7 @@ class CaptureHook:
         self._replacements: dict[str, Any] = {}
 
     def add(self, listener: CaptureListener) -> None:
-        """Call the listener, first for the captures that other listeners know; the first one installs the hook."""
+        """Add a listener, and report the running captures to it. The first listener installs the hook."""
         with self._lock:
             self._listeners = (*self._listeners, listener)
             if self._graph_class is None:
@@ -55,7 +55,7 @@ class CaptureHook:
                 listener.capture_started(graph)
 
     def discard(self, listener: CaptureListener) -> None:
-        """Stop calling the listener; without the last one the hook is removed."""
+        """Stop calling the listener. The last one removes the hook."""
         with self._lock:
             self._listeners = tuple(each for each in self._listeners if each is not listener)
             if not self._listeners:
@@ -76,7 +76,7 @@ class CaptureHook:
             setattr(self._graph_class, name, replacement)
 
     def remove(self) -> None:
-        """Restore the methods; one that another library has wrapped since stays, and calls no listener."""
+        """Restore the methods. If another library has wrapped a method since, it stays and calls no listener."""
         for name, replacement in self._replacements.items():
             if vars(self._graph_class).get(name) is replacement:
                 setattr(self._graph_class, name, self._originals[name])

@@ -1,8 +1,8 @@
 """The boundary that keeps the client's errors from the user's code, and lets the user's errors through.
 
 Python runs signal handlers in the main thread between any two of its instructions, also while that thread runs code of
-the client. An exception that a handler raises there, for example a timeout, belongs to the user's code, which waits for
-it further up.
+the client. An exception that a handler raises there, for example a timeout, belongs to the user's code and must reach
+it.
 """
 
 from __future__ import annotations
@@ -75,6 +75,6 @@ def _code(handler: Any) -> CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
     handler = getattr(handler, "__func__", handler)
-    called = getattr(type(handler), "__call__", None)  # noqa: B004 - it is not asked whether it can be called
+    called = getattr(type(handler), "__call__", None)  # noqa: B004 - needs the method itself
     code = getattr(handler, "__code__", None) or getattr(called, "__code__", None)
     return code if isinstance(code, CodeType) else None

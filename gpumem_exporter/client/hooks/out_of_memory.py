@@ -19,14 +19,14 @@ class OutOfMemoryObserver:
     def __init__(self) -> None:
         self.attached = False
         self.listener: Callable[[int, int, int, int], None] | None = None
-        """Takes device index, requested bytes, limit, free bytes."""
+        """Receives device index, requested bytes, limit and free bytes."""
 
     def install(self, attach: Callable[[OutOfMemoryObserver], bool]) -> None:
-        """Have PyTorch call this observer, once in a process; `attach` returns False if the allocator has none."""
+        """Attach this observer to PyTorch, once per process. `attach` returns False if the allocator has none."""
         self.attached = self.attached or attach(self)
 
     def remove(self, listener: Callable[[int, int, int, int], None] | None) -> None:
-        """Stop calling this listener; the listener of a reporter that has started since stays."""
+        """Stop calling this listener. The listener of a later reporter stays."""
         if self.listener is listener:
             self.listener = None
 

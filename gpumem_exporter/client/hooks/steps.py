@@ -20,7 +20,7 @@ from gpumem_exporter.client.process_state import once
 __all__ = ["OneStep", "Steps", "no_training", "process_steps"]
 
 _ABANDONED_STEPS = 8
-"""An optimizer that makes no step while others make this many is not used any more, even if it still exists."""
+"""An optimizer counts as unused if it makes no step while others make this number of steps."""
 
 
 class _Thread(threading.local):
@@ -33,7 +33,7 @@ _thread = _Thread()
 
 @contextmanager
 def no_training() -> Iterator[None]:
-    """Within this context no step of this thread counts as a training step."""
+    """Ignore the optimizer steps of this thread within the context: none counts as a training step."""
     before, _thread.trains = _thread.trains, False
     try:
         yield
@@ -44,7 +44,7 @@ def no_training() -> Iterator[None]:
 class OneStep:
     """Recognizes the ends of steps among the calls of a listener.
 
-    Of several optimizers in a step the first one counts, until it is deleted or makes no more steps. Once the user's
+    If a step has several optimizers, the first one counts, until it is deleted or makes no more steps. After the user's
     code has marked a step, only its marks count.
     """
 
@@ -75,14 +75,14 @@ class Steps:
 
     A listener's first error is logged, and the listener is not called again. Any thread may call any method.
 
-    All listeners share one hook in PyTorch. PyTorch walks over its hooks at the end of an optimizer's step, and a
+    All listeners share one hook in PyTorch. PyTorch iterates over its hooks at the end of an optimizer's step, and a
     change of the hooks would raise there: `install` and `remove` do nothing while an optimizer steps.
     """
 
     def __init__(self) -> None:
         self._listeners: dict[object, Callable[[Any], None]] = {}
-        """Each operation on it is a single one of `dict`, which Python makes atomic, also without a GIL. A lock could
-        be held by another thread when the process forks."""
+        """Guarded by no lock, because another thread could hold it when the process forks. Each access is one operation
+        of `dict`, which is atomic in Python, even without a GIL."""
         self._changing = threading.Lock()
         """Held while the hook is installed or removed. No thread waits for it."""
         self._handle: Any = None
@@ -120,7 +120,7 @@ class Steps:
             return
         register = getattr(optimizers, "register_optimizer_step_post_hook", None)
         if register is not None and not _an_optimizer_steps(optimizers):
-            self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._tell(optimizer)))
+            self._handle = register(_uncompiled(optimizers, lambda optimizer, _args, _kwargs: self._report(optimizer)))
 
     def remove(self) -> bool:
         """Remove the hook if there is no listener.
@@ -150,13 +150,13 @@ class Steps:
         """Report the end of a step that no optimizer made."""
         if self._listeners:
             self.install()
-            self._tell(None)
+            self._report(None)
 
-    def _tell(self, optimizer: Any) -> None:
+    def _report(self, optimizer: Any) -> None:
         if not _thread.trains:
             return
-        # A list of keys only: a list of pairs allocates objects that the garbage collector tracks. A collection may
-        # end a watch, which removes its listener here (before Python 3.12).
+        # A list of keys only: a list of pairs allocates tracked objects, which may start a garbage collection. Before
+        # Python 3.12 that may end a watch, which removes its listener from this dictionary.
         for key in list(self._listeners):
             listener = self._listeners.get(key)
             if listener is not None:
@@ -165,7 +165,7 @@ class Steps:
 
     def _failed(self, key: object, error: Exception) -> None:
         self._stop(key)
-        log.warning("a listener to steps failed and is not called any more: %r", error)
+        log.warning("a listener to steps failed and is not called again: %r", error)
 
     def _stop(self, key: object) -> None:
         self._listeners.pop(key, None)
@@ -191,8 +191,8 @@ def _an_optimizer_steps(optimizers: Any) -> bool:
             frame = frame.f_back
         return False
 
-    # The frame of this function is among them. A variable of its own would keep that frame, and with it the frames and
-    # tensors of the callers, until a garbage collection.
+    # A variable with these frames would be a reference cycle, because the frame of this function is among them. The
+    # cycle would keep the callers' tensors until a garbage collection.
     return any(map(steps, sys._current_frames().values()))  # noqa: SLF001 - no public function shows other threads
 
 

@@ -17,7 +17,7 @@ from gpumem_exporter.client.allocator.torch_access import remove_from_serializat
 __all__ = ["saved_from_host"]
 
 _PRIORITY = -9844
-"""Below that of torch's own taggers (10 and up). Torch sorts by it and cannot compare two taggers of the same one."""
+"""Lower than the priorities of torch's taggers (10 and up). Must be unique: torch cannot sort equal priorities."""
 
 
 class _Tagger(threading.local):
@@ -34,11 +34,11 @@ class _Tagger(threading.local):
 
 
 class _Registration:
-    """The tagger's place in torch's registry, shared by all threads that save."""
+    """The tagger's entry in torch's registry, shared by all threads that save."""
 
     def __init__(self) -> None:
         self._tagger = _Tagger()
-        self._lock = threading.RLock()  # a signal handler may save while it is held
+        self._lock = threading.RLock()  # reentrant: a signal handler may save while its thread holds the lock
         self._users = 0
         self._registered: tuple[Any, ...] | None = None
 
@@ -54,7 +54,7 @@ class _Registration:
             self.remove()
 
     def install(self) -> None:
-        """Register the tagger, unless another thread has."""
+        """Register the tagger, unless another thread has registered it."""
         with self._lock:
             self._users += 1
             if self._registered is None:
@@ -62,9 +62,9 @@ class _Registration:
                 sys.modules["torch.serialization"].register_package(*self._registered)
 
     def remove(self) -> None:
-        """Replace the registry by a list without the tagger, after its last user.
+        """Replace the registry by a list without the tagger, after the last save.
 
-        A thread that saves or loads a storage meanwhile goes on in the old list.
+        A thread that is saving or loading a storage continues with the old list.
         """
         with self._lock:
             self._users -= 1
@@ -74,7 +74,7 @@ class _Registration:
 
 
 def _restore_nothing(_storage: Any, _location: str) -> None:
-    """Restore no storage: torch calls this of each entry of the registry in turn."""
+    """Return None: this entry of the registry restores no storage."""
 
 
 saved_from_host = _Registration().saving

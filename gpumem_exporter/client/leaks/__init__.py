@@ -1,1 +1,1 @@
-"""Leak detection: growth from step to step, live tensors, and the objects that hold them."""
+"""Leak detection: growth from step to step, live tensors, and the objects that refer to them."""

@@ -1,4 +1,4 @@
-"""Detects memory that grows from step to step, and names what keeps it."""
+"""Detects memory that grows from step to step, and names the objects that keep it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gpumem_exporter.client.leaks.live_tensors import Kind, LingeringTensors, al
 from gpumem_exporter.client.leaks.suspects import descriptions, grown, kinds_to_search
 from gpumem_exporter.client.leaks.trend import Slope, Trend
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["Leak", "LeakDetector", "known_leak", "leak_detector"]
 
 _SEARCHES = {16: 3, 32: 2, 48: 1}
-"""Steps after the first count of the live tensors, and the growth of a kind that makes it a suspect then."""
+"""For each recount, in steps after the first count: the number of new tensors that makes a kind a suspect."""
 _LAST_SEARCH = max(_SEARCHES)
 _RETURNED_SHARE = 0.75
 """If this share of the growth is freed again, there was no leak."""
@@ -32,14 +32,14 @@ class Leak:
     device: int
     bytes_per_step: float
     lower_bytes_per_step: float
-    """Lower bound of `bytes_per_step`, wrong in about one judgement of a million."""
+    """Lower bound of `bytes_per_step`; wrong in about one of a million tests."""
     upper_bytes_per_step: float
     steps: int
     """Length of the window in which the growth was measured."""
     leaked_bytes: int
     """Growth in that window."""
     suspects: tuple[str, ...] = ()
-    """Kinds of tensors that grew in number, and what holds them; the likeliest cause first."""
+    """Kinds of tensors that grew in number, and what refers to them; the likeliest cause first."""
     frames: tuple[str, ...] = ()
     """Where they were allocated, if the allocator records its history."""
     steps_left: int | None = None
@@ -55,7 +55,7 @@ class Leak:
 
 @dataclass(slots=True)
 class _Device:
-    """What is known of one device: growing once `slope` is set, reported once `leak` is set."""
+    """The state of one device: it grows if `slope` is set, and its leak was reported if `leak` is set."""
 
     trend: Trend
     slope: Slope | None = None
@@ -66,7 +66,7 @@ class _Device:
 
 
 class LeakDetector:
-    """Compares the allocated bytes at the same point of each step. `leak_detector` makes one.
+    """Compares the allocated bytes at the same point of each step. `leak_detector` creates it.
 
     Only the training thread may call it.
 
@@ -96,7 +96,7 @@ class LeakDetector:
 
     @property
     def steps(self) -> int:
-        """Number of steps that were looked at."""
+        """Number of steps that were examined."""
         return self._steps
 
     @property
@@ -105,19 +105,19 @@ class LeakDetector:
         return tuple(device.leak for device in list(self._devices.values()) if device.leak is not None)
 
     def watch_steps(self) -> None:
-        """Look after each step of an optimizer, or at each `client.step()`."""
+        """Examine the memory after each step of an optimizer, or at each `client.step()`."""
         self._stop_listening()
         self._stop_listening = process_steps().listen(self._on_step)
         _active.add(self)
 
     def stop(self) -> None:
-        """Stop looking."""
+        """Stop the detection."""
         self._stop_listening()
         self._stop_listening = lambda: None
         _active.discard(self)
 
     def look(self) -> tuple[Leak, ...]:
-        """Look now, and from now on only when this method is called. Costs 15 µs per device. Returns `leaks`."""
+        """Examine the memory now, and from now on only in this method. Takes 15 µs per device. Returns `leaks`."""
         self._step.ends(None)
         self._look()
         return self.leaks
@@ -125,7 +125,7 @@ class LeakDetector:
     def add(
         self, device: int, allocated_bytes: int, free_bytes: Callable[[], int | None] = lambda: None
     ) -> Leak | None:
-        """Add the allocated bytes of a device after a step. Returns a leak in the step that completes its search."""
+        """Add the allocated bytes of a device after a step. Returns a leak once the search for its suspects ends."""
         state = self._devices.get(device)
         if state is None:
             state = self._devices[device] = _Device(self._new_trend())
@@ -170,7 +170,7 @@ class LeakDetector:
                 )
 
     def _search(self, device: int, state: _Device, free_bytes: Callable[[], int | None]) -> Leak | None:
-        """Compare the live tensors with the first count. Returns the leak once there are suspects, or the last time."""
+        """Compare the live tensors with the first count. Returns the leak once the search has ended."""
         before, least = state.count_before, _SEARCHES[state.steps_since_count]
         if before is None:
             return None
@@ -212,7 +212,7 @@ class LeakDetector:
 
 
 _active: weakref.WeakSet[LeakDetector] = weakref.WeakSet()
-"""The detectors of this process, so that the diagnosis of an out-of-memory error knows their leaks."""
+"""The detectors of this process: the diagnosis of an out-of-memory error reads their leaks."""
 
 
 def known_leak(device: int) -> Leak | None:
@@ -229,14 +229,14 @@ def leak_detector(
 ) -> LeakDetector:
     """Report memory that grows from step to step, from now on until `stop()` of the returned detector.
 
-    The detector looks after each step of an optimizer (torch 2.1 or later), at each `client.step()`, or where the
-    program calls `look()`. A look costs 15 µs per device, and a millisecond or two at every eighth step while memory
+    The detector examines the memory after each step of an optimizer (torch 2.1 or later), at each `client.step()`, or
+    at each call of `look()`. That takes 15 µs per device, and one or two milliseconds at every eighth step while memory
     rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps. A slower leak, or
     one in memory that rises and falls without a period, is found later. Warm-up, spikes, a sawtooth and a cache that
     fills up are not reported.
 
     Once a device leaks, the detector counts the live tensors, and again some steps later. It names the kinds that grew
-    and what holds them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.
+    and what refers to them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.
 
     Args:
         on_leak: called once for each leak, in the training thread; by default a warning is logged.

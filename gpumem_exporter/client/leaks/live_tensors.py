@@ -1,11 +1,11 @@
 """Counts the live CUDA tensors by kind, and finds what refers to them.
 
-The walk covers the objects that Python's garbage collector tracks, and is limited in time and number. It runs no code
-of the program: types are compared by `type()`, tensors are read through the base class with `__torch_function__`
-disabled, instances through their dictionaries. The result contains text and numbers, so it keeps no tensor alive.
+The walk covers the objects that Python's garbage collector tracks, and is limited in time and number. It runs none of
+the user's code: it compares types by `type()`, and reads instances through their dictionaries. It reads tensors through
+the base class, with `__torch_function__` disabled. The result contains text and numbers, so it keeps no tensor alive.
 
-Tensors that only C++ holds (activations saved for a backward pass) are not found. A tensor that keeps an autograd graph
-is marked, because the graph holds them.
+The walk does not find tensors that only C++ refers to, such as activations saved for a backward pass. It marks tensors
+with an autograd graph, because the graph keeps such activations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gpumem_exporter.client.allocator.attached import no_cuda
 from gpumem_exporter.client.allocator.torch_access import initialized_torch
 from gpumem_exporter.client.leaks.referrers import TARGETS_MAX, Referrers
 from gpumem_exporter.client.leaks.tracked_objects import count_objects, find_of_types, find_types
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["Kind", "LingeringTensors", "TensorGroup", "allocating_frames", "lingering_tensors", "walk"]
 
@@ -31,10 +31,10 @@ _GRAPH_NODES_MAX = 20_000
 _SAMPLES_MAX = 8
 _HOLDERS_MAX = 4
 _GENERATIONS = (0, 1, 2)
-"""Of the garbage collector."""
+"""The generations of the garbage collector."""
 
 Kind = tuple[tuple[int, ...], str, int, bool]
-"""Shape, dtype, device, and whether the tensors have an autograd graph. Identifies a group in several walks."""
+"""Shape, dtype, device, and whether the tensors have an autograd graph. The key of a group, the same in every walk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TensorGroup:
     device: int
     count: int
     bytes: int
-    """Of their storages. A storage that several tensors share is counted with the first of them."""
+    """Bytes of their storages. A storage that several tensors share is counted with the first of them."""
     with_graph: int = 0
     """Number of tensors that keep an autograd graph, and with it the activations that it saved."""
     graph_nodes: int = 0
@@ -56,7 +56,7 @@ class TensorGroup:
 
     @property
     def kind(self) -> Kind:
-        """Identifies the group in several walks."""
+        """The key of the group, the same in every walk."""
         return self.shape, self.dtype, self.device, self.with_graph > 0
 
     def __str__(self) -> str:
@@ -109,14 +109,15 @@ def lingering_tensors(
 ) -> LingeringTensors:
     """Group the live CUDA tensors by shape, dtype and device, and name what refers to them.
 
-    The walk holds the GIL for about 0.1 s per million objects. If a limit ends it earlier, `complete` is False. Nothing
-    is collected, copied or kept. Any thread may call this. Without CUDA the result is empty and a warning is logged.
+    The walk keeps the GIL for about 0.1 s per million objects. If a limit ends it earlier, `complete` is False. It
+    collects, copies and keeps nothing. Any thread may call this. Without CUDA the result is empty and a warning is
+    logged.
 
     Args:
         min_bytes: smallest group in the result.
         max_groups: number of groups in the result; the largest are kept.
         max_seconds: CPU seconds for the walk, and again for the search for referrers.
-        max_objects: number of objects that are looked at.
+        max_objects: number of objects to examine.
         referrers: search for what refers to the tensors, which takes longer than the walk.
     """
     torch = initialized_torch()
@@ -142,7 +143,7 @@ def walk(
     max_objects: int = 5_000_000,
     kinds_to_search: Callable[[LingeringTensors], Collection[Kind]] | None = None,
 ) -> LingeringTensors:
-    """Do the work of `lingering_tensors`, and search for referrers of the kinds that are chosen from the groups."""
+    """Walk as `lingering_tensors` does. `kinds_to_search` chooses the kinds whose referrers are searched."""
     started = time.perf_counter()
     reader = _Reader(torch)
     # CPU time: waits on a busy machine do not shorten the walk.
@@ -190,7 +191,7 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
     """
     count, left, complete = 0, max_objects, True
     seen: set[int] = set()
-    kept: list[list[Any]] = []  # keeps the tensors alive while their ids are compared
+    kept: list[list[Any]] = []  # keeps the ids of the tensors valid
     with reader.base_class_alone():
         for generation in _GENERATIONS:
             size = count_objects(generation)
@@ -207,7 +208,7 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
                 read: list[tuple[_Found, Any]] = []
                 for tensor in tensors[max(0, stop - _CHUNK) : stop]:
                     if id(tensor) in seen:
-                        continue  # the collector has moved it to an older generation meanwhile
+                        continue  # counted already: the collector moved it to an older generation
                     seen.add(id(tensor))
                     group = reader.add(tensor)
                     if group is not None:
@@ -235,7 +236,7 @@ class _Reader:
         return torch_access.without_torch_function(self._torch)
 
     def reads(self, kind: type) -> bool:
-        """Whether tensors of this type can be read without running its code. Inner tensors of wrappers are found."""
+        """Whether tensors of this type can be read without running its code. A wrapper's inner tensors can."""
         if self._torch.Tensor not in kind.__mro__:
             return False
         for base in kind.__mro__:
@@ -255,7 +256,7 @@ class _Reader:
         try:
             graph = base.grad_fn.__get__(tensor)
         except RuntimeError:
-            graph = None  # a view whose base was changed in place
+            graph = None  # raised for a view whose base was changed in place
         try:
             shape = tuple(base.size(tensor))
         except RuntimeError:
@@ -302,7 +303,7 @@ def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3
     """Return where blocks of these sizes were allocated, if the allocator records its history.
 
     Args:
-        torch: the program's torch module.
+        torch: the torch module of the user's code.
         sizes: requested bytes of the blocks.
         max_frames: number of places in the result.
     """

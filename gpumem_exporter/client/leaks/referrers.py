@@ -1,7 +1,7 @@
 """Describes what refers to an object: `list of 181 in history, a global of train`.
 
 The search follows containers upward for a few levels, to the first name: a global, an attribute, a local variable or a
-closure. It runs no code of the program: dictionaries and lists are recognized by their exact type, attributes are read
+closure. It runs none of the user's code: it recognizes dictionaries and lists by their exact type, and reads attributes
 through the interpreter's own descriptors.
 """
 
@@ -37,7 +37,7 @@ class Referrers:
     Each level takes one pass over the objects that the garbage collector tracks, for all targets together.
 
     Args:
-        ignored: containers of the caller that refer to the targets.
+        ignored: containers of the caller that refer to the targets and must not be described.
     """
 
     def __init__(self, ignored: Iterable[Any] = ()) -> None:
@@ -48,20 +48,20 @@ class Referrers:
         self._end = float("inf")
 
     def describe(self, targets: list[Any], end: float) -> dict[int, str]:
-        """Return a description per target id; `NO_REFERRER` if no Python object refers to the target.
+        """Return a description for each target id: `NO_REFERRER` if no Python object refers to the target.
 
         Args:
             targets: the objects, the most important first. Only the first 64 are described, because one pass compares
                 every reference in the heap with all of them, and cannot be interrupted.
             end: time on `time.thread_time()` after which no pass starts.
         """
-        given, targets = targets, targets[:TARGETS_MAX]
+        all_targets, targets = targets, targets[:TARGETS_MAX]
         self._end = end
         level: dict[int, Any] = {id(target): target for target in targets}
         above: dict[int, Any] = {}
-        # By the id of an object: the targets that it refers to, directly or through others.
+        # For the id of each object: the targets that it refers to, directly or through others.
         holds: dict[int, set[int]] = {id(target): {id(target)} for target in targets}
-        self._ignored.update(map(id, (given, targets, level, above)))
+        self._ignored.update(map(id, (all_targets, targets, level, above)))
         self._frames = _frames()
         self._ignored.add(id(self._frames))
         complete = True
@@ -109,9 +109,9 @@ class Referrers:
                 found[id(referrer)] = keys
                 continue
             for key in keys:
-                place = _named(referrer, level[key], self._end)
-                if place:
-                    self._name(holds[key], place)
+                description = _named(referrer, level[key], self._end)
+                if description:
+                    self._name(holds[key], description)
             self._put(referrer, keys, above, holds)
         owners = _owners(dictionaries)
         for dictionary in dictionaries:
@@ -161,7 +161,7 @@ class Referrers:
 
 
 def _frames() -> list[FrameType]:
-    """Return the frames of all threads, without the frames of this package."""
+    """Return the frames of all threads, except those of this package."""
     tops = sys._current_frames()
     found: list[FrameType] = []
     while tops and len(found) < _FRAMES_MAX:
@@ -171,7 +171,7 @@ def _frames() -> list[FrameType]:
             if not (type(module) is str and module.startswith("gpumem_exporter.client.")):
                 found.append(at)
             at = at.f_back
-    # This frame is among them: a variable of its own that refers to it would be a reference cycle.
+    # This frame is among them, so that the variable would be part of a reference cycle.
     tops.clear()
     return found
 
@@ -180,15 +180,15 @@ def _local_names(frame: FrameType, wanted: dict[int, Any]) -> dict[int, str]:
     """Return descriptions of the wanted objects that are local variables of this frame, by id."""
     code = frame.f_code
     if not code.co_flags & _OPTIMIZED:
-        return {}  # the variables of a module or class body are found in its dictionary
+        return {}  # the search finds variables of a module or class body in its dictionary
     copied = sys.version_info < (3, 13)
     if copied and not _SHOWS_LOCALS.isdisjoint(code.co_names):
-        return {}  # the program may hold the dictionary that f_locals would overwrite
+        return {}  # f_locals would overwrite a dictionary that the user's code may use
     variables = frame.f_locals
     where = f"{code.co_filename}:{frame.f_lineno} in {code.co_name}"
     found = {id(value): f"local variable {name} at {where}" for name, value in variables.items() if id(value) in wanted}
     if copied:
-        variables.clear()  # otherwise the frame keeps objects that the program deletes later
+        variables.clear()  # otherwise the frame keeps objects that the user's code deletes later
     return found
 
 
@@ -196,7 +196,7 @@ def _named(referrer: Any, target: Any, end: float) -> str:
     """Return the name that a referrer other than a dictionary gives to the target."""
     kind = type(referrer)
     if kind is CellType:
-        return _closure(referrer) if time.thread_time() <= end else ""  # takes more passes
+        return _closure(referrer) if time.thread_time() <= end else ""  # needs more passes
     if kind is FunctionType:
         defaults = target is referrer.__defaults__ or target is referrer.__kwdefaults__
         return f"a default of {_function_name(referrer)}" if defaults else ""  # otherwise its globals or closure

@@ -34,7 +34,8 @@ class Growth:
 def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> tuple[Growth, ...]:
     """Return the kinds that grew by `least` tensors or graph nodes, the likeliest cause first.
 
-    If no shape did, but the shapes of one rank together did (batches of many lengths), the largest of those.
+    If no single shape grew enough, shapes with the same number of dimensions are compared together, for batches of many
+    lengths. The result then has the largest of them.
     """
     counted = {group.kind: group for group in before.groups}
     growths = [_compare(counted.get(group.kind), group) for group in after.groups]
@@ -43,7 +44,7 @@ def grown(before: LingeringTensors, after: LingeringTensors, *, least: int) -> t
 
 
 def kinds_to_search(growths: Iterable[Growth]) -> frozenset[Kind]:
-    """Return the few kinds whose holders are worth a search: a search for all would take too long."""
+    """Return the few kinds whose referrers to search. A search for all kinds would take too long."""
     growths = list(growths)
     by_bytes = sorted(growths, key=lambda growth: -growth.more_bytes)[:_SEARCHED_BY_BYTES]
     by_nodes = sorted(growths, key=lambda growth: -growth.more_nodes)[:_SEARCHED_BY_NODES]
@@ -51,7 +52,7 @@ def kinds_to_search(growths: Iterable[Growth]) -> frozenset[Kind]:
 
 
 def frequent(counted: LingeringTensors, *, least: int) -> tuple[Growth, ...]:
-    """Return the kinds with `least` tensors or graph nodes that no model or optimizer holds, for lack of two counts."""
+    """Return the kinds with `least` tensors or graph nodes, except those of models and optimizers. Needs one count."""
     return _ranked(
         Growth(group, 0, 0, group.graph_nodes if group.graph_nodes >= least else 0)
         for group in counted.groups
@@ -65,7 +66,7 @@ def descriptions(growths: Iterable[Growth]) -> tuple[str, ...]:
 
 
 def _ranked(growths: Iterable[Growth]) -> tuple[Growth, ...]:
-    """Sort by bytes. If no Python object holds some tensors, their graph does: its keeper comes first then."""
+    """Sort by bytes. If only an autograd graph keeps some tensors, the tensors that keep the graph come first."""
     growths = list(growths)
     by_graph = any(_held_by_graph(growth.group) for growth in growths)
 

@@ -1,9 +1,9 @@
-"""Reads the objects that the garbage collector tracks, while other threads of the program continue.
+"""Reads the objects that the garbage collector tracks, while other threads continue.
 
 Another thread may be building a tuple: `tuple(x.cuda() for x in batch)` has its tuple tracked from the start, and
 resizes it at the next item. Up to Python 3.13 that raises a SystemError in that thread if anything else refers to the
-tuple. So no reference to an object that is not selected may exist when another thread can run. No other thread can run
-within one call of a C function. So the functions here build iterators, and one call consumes them.
+tuple. So the functions here must not refer to unselected objects while another thread can run. No other thread runs
+within one call of a C function: the functions build iterators, and one call consumes them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _without_unfinished_tuples(lists: _Lists) -> Iterator[Any]:
 
 
 def _of_types(lists: _Lists, types: Collection[type], skip: int = 0, *, exclude: bool = False) -> Iterator[Any]:
-    """Yield the objects of these types, or all others."""
+    """Yield the objects of these types; with `exclude`, all other objects."""
     these, same = tee(lists)
     rest = map(islice, these, repeat(skip), repeat(None))
     kinds = map(partial(map, type), map(islice, same, repeat(skip), repeat(None)))
@@ -66,5 +66,5 @@ def _of_types(lists: _Lists, types: Collection[type], skip: int = 0, *, exclude:
 
 
 def _cleared(lists: _Lists) -> Iterator[None]:
-    """Yield nothing, and empty the list: it contains these iterators themselves, and would keep them alive."""
+    """Yield nothing, and empty each list. A list contains these iterators themselves, and would keep them alive."""
     return filter(None, map(list.clear, lists))

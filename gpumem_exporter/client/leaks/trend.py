@@ -1,22 +1,22 @@
 """Decides whether a series of allocated bytes, one value per step, grows without end.
 
 A window keeps the last 192 points. A point is the smallest value of 1, 4, 16 or 64 steps, so spikes do not count. Four
-windows judge the series at the same time: a short one finds a fast leak early, a long one finds a slow leak at all.
+windows judge the series at the same time: the short ones find fast leaks early, and only the long ones find slow leaks.
 
-A window tries up to three ways to summarize its points, and reports a leak if the summary of one of them rises surely:
+A window summarizes its points in up to three ways, and reports a leak if one summary surely rises:
 
 - the floor of each short block: for noise and short spikes,
 - the mean of each period, for a series that repeats (gradient accumulation, an evaluation, a regular sawtooth),
 - the floor of each long block, for garbage that is collected at irregular times.
 
-A summary rises surely if all of these are true:
+A summary surely rises if all of these are true:
 
 - its slope (Theil-Sen) is above zero, except for a chance of about one in a million. Many judgements are made during a
   run, so each may be wrong only rarely,
 - it grew by 1.5 times its largest fall. A sawtooth falls back to its floor,
 - its later half grows at 0.7 times the slope of its earlier half or more. A cache that fills up slows down.
 
-A series that fills a whole window like a leak (a first tooth of 170 steps, a cache that fills for 200 steps) is
+A series that looks like a leak for a whole window (a first sawtooth of 170 steps, a cache that fills for 200 steps) is
 reported as a leak. `benchmarks/leaks.py` measures false alarms and the steps until a leak is found.
 `benchmarks/leak_bounds.py` computes how early any test could find the leaks in noise and behind a cache.
 """
@@ -123,7 +123,7 @@ class _Window:
 
     def _judge(self, short_block: int) -> Slope | None:
         points = list(self._points)
-        if not _rises_by_quarters(points):  # cheap, and true of every series that passes the rest
+        if not _rises_by_quarters(points):  # a cheap test first: every series that passes the others passes it
             return None
         short_block = max(short_block, math.ceil(len(points) / _BLOCKS_MAX))
         line = self._sure(*_floors(points, short_block))
@@ -155,10 +155,10 @@ class _Window:
 def fit_line(ats: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
     """Return the Theil-Sen slope through four points or more, and the margin on both sides of it.
 
-    The margin is `_SIGMAS` standard errors of the residuals. It is wider if neighboring residuals are correlated, since
-    a series that wanders slowly is not one that grows: the correlation counts with two of its own standard errors, and
-    reduces the degrees of freedom (B. D. Santer et al., Statistical significance of trends in layer-average atmospheric
-    temperature time series, 2000). Student's t is approximated as by D. L. Wallace (1959).
+    The margin is `_SIGMAS` standard errors of the residuals. It is wider if neighboring residuals are correlated,
+    because a series that wanders slowly does not grow. The correlation, plus two of its standard errors, reduces the
+    degrees of freedom (B. D. Santer et al., Statistical significance of trends in layer-average atmospheric temperature
+    time series, 2000). Student's t is approximated as by D. L. Wallace (1959).
     """
     count = len(values)
     slope = theil_sen(ats, values)

@@ -1,4 +1,4 @@
-"""Shared by phases, measured blocks and out-of-memory guards, which are context managers and decorators."""
+"""Shared parts of phases, measured blocks and out-of-memory guards: context managers that are also decorators."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class RunningBlocks(Generic[_Block]):
-    """The blocks that run under one context manager, which several threads may enter, repeatedly and nested."""
+    """The running blocks of one context manager. Several threads may enter it, repeatedly and nested."""
 
     def __init__(self) -> None:
         self._by_thread: dict[int, list[_Block]] = {}
 
     def push(self, block: _Block) -> None:
-        """Add the block that this thread starts."""
+        """Add a block of this thread."""
         self._by_thread.setdefault(threading.get_ident(), []).append(block)
 
     def pop(self) -> _Block | None:

@@ -1,8 +1,8 @@
 """Counts the bytes of a model and its optimizer in short slices.
 
-A count of ten thousand tensors takes longer than one training step may wait. So it runs in slices, one at the end of a
-step, where every step leaves the same objects. Between two slices it has weak references to modules only, and none to a
-tensor: `torch.utils.swap_tensors` raises for a tensor with weak references.
+A count of ten thousand tensors would delay a training step too long. So it runs in slices, one at the end of each step,
+when the same objects exist. Between two slices it has weak references to modules only, and none to a tensor:
+`torch.utils.swap_tensors` raises for a tensor with weak references.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ __all__ = ["COMPONENTS", "ComponentCount"]
 COMPONENTS = ("parameters", "gradients", "optimizer_state")
 
 _CHUNK = 64
-"""Parameters, or states, that are counted between two looks at the clock."""
+"""The number of parameters or states that are counted between two readings of the clock."""
 
 
 class ComponentCount:
     """One count. Only one thread may use it at a time.
 
     Args:
-        torch: the program's torch module.
-        model: refers to a module.
-        optimizer: refers to an object with `state` and `param_groups`.
+        torch: the torch module of the user's code.
+        model: a weak reference to a module.
+        optimizer: a weak reference to an object with `state` and `param_groups`.
         clock: seconds.
     """
 
@@ -53,9 +53,9 @@ class ComponentCount:
         self._slices = self._count()
 
     def advance(self, seconds: float) -> bool:
-        """Count for about that long. Returns True when the count is complete."""
+        """Count for about `seconds`. Returns True when the count is complete."""
         end = self._clock() + seconds
-        with without_torch_function(self._torch):  # modes of the program are for its own calls
+        with without_torch_function(self._torch):  # active modes of the user's code must not see the count
             return all(self._clock() < end for _ in self._slices)
 
     def bytes(self) -> Mapping[int, Mapping[str, int]]:
@@ -117,7 +117,7 @@ class ComponentCount:
         parameters = [parameter for key, parameter in new.items() if key not in self._seen]
         self._seen.update(new)
         self._parameters.add(parameters)
-        # PyTorch warns if the gradient of a tensor that is not a leaf is read.
+        # PyTorch warns if a program reads the gradient of a tensor that is not a leaf.
         gradients = [parameter.grad for parameter in parameters if parameter.is_leaf and parameter.grad is not None]
         for device, size in bytes_of_unshared(gradients, self._torch).items():
             self._gradients[device] = self._gradients.get(device, 0) + size

@@ -16,7 +16,7 @@ from gpumem_exporter.client.hooks.steps import OneStep, Steps, process_steps
 from gpumem_exporter.client.measure.component_count import COMPONENTS, ComponentCount
 from gpumem_exporter.client.measure.observed import Observed, WatchedBytes, process_observed
 from gpumem_exporter.client.measure.tensor_bytes import HOST
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["ComponentBytes", "Watch", "watch"]
 
@@ -50,12 +50,12 @@ class ComponentBytes:
 class Watch:
     """Counts the bytes of one model and its optimizer, until one of them is deleted or `close` is called.
 
-    Refers to them weakly. Any thread may call any method. A count runs in the thread that ends a step.
+    Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.
 
     Args:
         model: a module, or None.
         optimizer: an optimizer of `torch.optim`, a wrapper of one, any object with `state` and `param_groups`, or None.
-        interval_seconds: least time between two counts.
+        interval_seconds: the minimum time between two counts.
         observed: receives the counts.
         steps: reports the ends of steps.
         clock: monotonic seconds.
@@ -85,7 +85,7 @@ class Watch:
         self._counting = threading.Lock()
         self._step = OneStep()
         self._optimizer_reports_steps = False
-        self._place = 0
+        self._counted_after = 0
         self._count: ComponentCount | None = None
         self._started_seconds = float("-inf")
         self._between_starts_seconds = 0.0
@@ -146,8 +146,8 @@ class Watch:
             return
         try:
             count = self._count
-            if count is None or self._place != id(optimizer):
-                self._place = id(optimizer)
+            if count is None or self._counted_after != id(optimizer):
+                self._counted_after = id(optimizer)
                 count = self._start(torch, now)
             if count.advance(_SLICE_SECONDS):
                 self._finish(torch, count)
@@ -155,9 +155,9 @@ class Watch:
             self._counting.release()
 
     def _counts_after(self, optimizer: Any) -> bool:
-        """Whether a slice is counted at this end of a step (None: a mark by the program).
+        """Whether to count a slice at this end of a step; `optimizer` is None for a mark of the user's code.
 
-        All slices are counted at the same place of a step: gradients may be gone at another.
+        All slices are counted at the same point of a step: at another point, gradients may be released.
         """
         watched = self._optimizer() if self._optimizer is not None else None
         if watched is None:
@@ -187,7 +187,7 @@ class Watch:
                 self._watched_ids(),
             ),
         )
-        if self._closed:  # at the same time, before these were set
+        if self._closed:  # `close` ran in another thread before the count was set
             self._observed.set_components(self, None)
             return
         devices = [*sorted({*allocated, *counted} - {HOST}), *([HOST] if HOST in counted else [])]
@@ -208,12 +208,12 @@ def watch(model: Any, optimizer: Any = None) -> Watch:
     torch 2.1, or for another kind of optimizer) it runs at `gpumem.step()`. A count starts every ten seconds at most,
     and runs in slices of half a millisecond: some forty steps for ten thousand tensors.
 
-    Each storage counts once: tied weights, views into a flat buffer and parts of buckets do not count twice. For a
-    `DTensor` (FSDP2) its local shard counts, for a quantized tensor its parts, for a state in 8 bits its real bytes.
-    Offloaded tensors count as host memory, which is not reported. Tensors that the optimizer updates and the model does
-    not contain (copies in full precision, a second model) count as parameters. `other` is the rest of the allocated
-    bytes at the end of the step: activations that are kept, buffers, batches, gathered parameters, the buckets of
-    `DistributedDataParallel` if gradients are not views into them, and the allocator's rounding.
+    Each storage counts once: tied weights, views into a flat buffer and parts of buckets do not count twice. A
+    `DTensor` (FSDP2) counts with its local shard, a quantized tensor with its parts, an 8-bit state with its real
+    bytes. Offloaded tensors count as host memory, which is not reported. Tensors that the optimizer updates and the
+    model does not contain (copies in full precision, a second model) count as parameters. `other` is the rest of the
+    allocated bytes at the end of the step: activations that are kept, buffers, batches, gathered parameters, the
+    buckets of `DistributedDataParallel` if gradients are not views into them, and the allocator's rounding.
 
     Several watches add up. If several watches share a model or an optimizer, only one is counted: the one that covers
     both, otherwise the most recent.

@@ -7,7 +7,7 @@ import logging
 
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.measured import DeviceUse, Measured, MemoryUse
-from gpumem_exporter.client.sizes import human_bytes, human_growth
+from gpumem_exporter.units import human_bytes, human_growth
 
 __all__ = ["memory_context"]
 
@@ -19,8 +19,8 @@ def memory_context(name: str, *, reset_peaks: bool = False, level: int = logging
             model.load_state_dict(torch.load(path))
         use.growth_bytes
 
-    It measures like `phase`, and reports nothing to the exporter. `phase` describes peaks, threads and costs. The
-    logger is `gpumem_exporter.client`, which shows warnings only until the program configures logging.
+    It measures like `phase`, which describes peaks, threads and costs, but reports nothing to the exporter. The logger
+    is `gpumem_exporter.client`, which shows warnings only until the user's code configures logging.
 
     Args:
         name: prefix of the log lines.

@@ -27,7 +27,7 @@ class DeviceUse:
     peak_bytes: int
     """The peak, or a lower bound of it if `exact` is False."""
     peak_at_most_bytes: int | None
-    """Upper bound of the peak; None if the program reset the allocator's peaks during the block."""
+    """Upper bound of the peak; None if the user's code reset the allocator's peaks during the block."""
 
     @property
     def growth_bytes(self) -> int:
@@ -43,8 +43,8 @@ class DeviceUse:
 class MemoryUse:
     """The memory use of a block, set when the block ends. Without CUDA there are no devices.
 
-    `before_bytes`, `after_bytes`, `growth_bytes` and `peak_bytes` are those of the device with the highest peak. They
-    are None while the block runs and without a device.
+    `before_bytes`, `after_bytes`, `growth_bytes` and `peak_bytes` describe the device with the highest peak. They are
+    None while the block runs and without a device.
 
     Attributes:
         name: the block's name.
@@ -97,13 +97,13 @@ class Measured:
     """Measures a `with` block, or each call of a decorated function.
 
     An instance can be used repeatedly, nested, and by several threads at once. Errors of the measurement do not reach
-    the program.
+    the user's code.
 
     Args:
         name: the block's name.
-        kept: the block is a phase.
+        kept: whether the block is a phase, which is reported.
         reset_peaks: reset the allocator's peaks at the start of the block, so that its own peak is exact.
-        ended: called with the result, in the program's thread.
+        ended: called with the result, in the user's thread.
         observed: receives the runs; by default that of the process.
     """
 
@@ -130,7 +130,7 @@ class Measured:
         try:
             with guest_safety():
                 self._observed.enter(span)
-        except BaseException:  # raised by a signal handler of the program: the block does not start
+        except BaseException:  # raised by the user's signal handler: the block does not start
             self._running.pop()
             with guest_safety():
                 self._observed.leave(span)
@@ -161,7 +161,7 @@ class Measured:
         return run_calls_in(function, lambda *_: self._for_one_call())
 
     def _for_one_call(self) -> Measured:
-        """Return an instance for one call: calls of coroutines do not end in the order in which they started."""
+        """Return an instance for one call: calls of coroutines may end in any order."""
         one = object.__new__(Measured)
         one.__dict__.update(self.__dict__, _running=RunningBlocks())
         return one

@@ -17,7 +17,7 @@ from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import Observed, process_observed
-from gpumem_exporter.client.sizes import human_bytes, human_growth
+from gpumem_exporter.units import human_bytes, human_growth
 
 __all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
 
@@ -36,18 +36,18 @@ class DeviceMilestone:
     allocated_bytes: int
     reserved_bytes: int
     peak_bytes: int
-    """Peak of the allocated bytes since the last reset by the program."""
+    """Peak of the allocated bytes since the last reset by the user's code."""
     growth_bytes: int
     """Allocated bytes minus those at the previous milestone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """Memory at one point of the program. There are no devices before CUDA is initialized."""
+    """Memory at one point of the training script. There are no devices before CUDA is initialized."""
 
     name: str
     seconds: float
-    """Since the first milestone."""
+    """Seconds since the first milestone."""
     devices: tuple[DeviceMilestone, ...]
 
     def __str__(self) -> str:
@@ -61,15 +61,15 @@ class Milestone:
 
 
 class Milestones:
-    """Records and logs the memory at the milestones of a training script. `milestones` makes one.
+    """Records and logs the memory at the milestones of a training script. `milestones` creates it.
 
-    Refers weakly to the model and the optimizer. Any thread may call any method.
+    Has only weak references to the model and the optimizer. Any thread may call any method.
 
     Args:
         model: a module, or None.
         optimizer: an optimizer of `torch.optim`, or None for any.
         level: log level.
-        observed: knows the peaks.
+        observed: the peaks of this process.
         steps: reports the ends of steps.
     """
 
@@ -89,13 +89,13 @@ class Milestones:
         self._epochs = 0
         self._forwards = 0
         self._stop_forwards: Callable[[], None] = _nothing
-        place = _place(model)
+        location = _location(model)
         self.record(
-            " and ".join(filter(None, (place, "optimizer created" if optimizer is not None else ""))) or "start"
+            " and ".join(filter(None, (location, "optimizer created" if optimizer is not None else ""))) or "start"
         )
         if model is not None:
             self._model = weakref.ref(model, lambda _: self.close())
-            if not place:
+            if not location:
                 self._stop_forwards = before_forwards(self._look_at_forward)
         self._optimizer = None if optimizer is None else weakref.ref(optimizer)
         self._stop_listening = (steps or process_steps()).listen(self._on_step)
@@ -128,7 +128,7 @@ class Milestones:
         self.record("end")
 
     def close(self) -> None:
-        """Stop recording milestones of the training; the records stay."""
+        """Stop recording; the records stay."""
         self._stop_forwards()
         self._stop_listening()
 
@@ -176,10 +176,10 @@ class Milestones:
         if module is not self._model():
             return True
         self._forwards += 1
-        place = _place(module)
-        if place:
-            self.record(place)
-        return not place and self._forwards < _FORWARDS
+        location = _location(module)
+        if location:
+            self.record(location)
+        return not location and self._forwards < _FORWARDS
 
     def _on_step(self, optimizer: Any) -> None:
         watched = self._optimizer() if self._optimizer is not None else None
@@ -195,13 +195,13 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
 
     The milestones are: this call; the model's first forward on a device, if the model is still on the host now; the
     first step of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth
-    since the previous one. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
+    since the previous milestone. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
 
     The script says where an epoch starts: `for epoch in seen.epochs(range(10))` around its loop, or a call of
     `seen.epoch()`, for example from a trainer's callback.
 
-    The milestones hold weak references only and put no hook on the model or the optimizer themselves, so both can be
-    copied and pickled. They end with the model, or with `close()`.
+    There are only weak references and no hooks on the model or the optimizer, so both can be copied and pickled. They
+    end with the model, or with `close()`.
 
     Args:
         model: a module, wrapped or not.
@@ -212,7 +212,7 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
 
 
 def _nothing() -> None:
-    """Stands for a hook that there is not."""
+    """Remove nothing: there is no hook."""
 
 
 def _closed() -> Milestones:
@@ -221,11 +221,11 @@ def _closed() -> Milestones:
     return closed
 
 
-def _place(model: Any) -> str:
+def _location(model: Any) -> str:
     """Return `model on cuda:0`, by its first parameter on a device, or an empty string."""
     torch = sys.modules.get("torch")
     if model is None or torch is None:
         return ""
-    with without_torch_function(torch):  # modes of the program are for its own calls
+    with without_torch_function(torch):  # active modes of the user's code must not see the call
         device = next((parameter.device for parameter in model.parameters() if parameter.is_cuda), None)
     return "" if device is None else f"model on {device}"

@@ -1,8 +1,8 @@
 """Peaks of phases and bytes of components in this process, for the reporter and for `summary`.
 
-One lock guards the peaks: a reading and its evaluation belong together, otherwise a reset by a phase in another thread
-would count as a reset by the program. While it holds the lock, a thread reads statistics (10 µs) and waits for nothing.
-Counts of watches need no lock: a watch may end inside the garbage collector, which must not wait.
+One lock guards each reading of the peaks with its evaluation. Otherwise a reset by a phase in another thread would
+count as a reset by the user's code. A thread that has the lock reads statistics (10 µs) and waits for nothing. Counts
+of watches need no lock: a watch may end inside the garbage collector, which must not wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 __all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Span", "WatchedBytes", "process_observed"]
 
 MAX_PHASES = 64
-"""Names that are reported, the exporter's limit per device. Phases with further names are measured only."""
+"""The number of reported names, which is the exporter's limit per device. Other phases are only measured."""
 _LIFTED = ("allocated_bytes", "reserved_bytes")
 
 
@@ -35,7 +35,7 @@ class PhasePeak:
 
     at_least_bytes: int
     at_most_bytes: int | None
-    """None if the program reset the allocator's peaks during the phase."""
+    """None if the user's code reset the allocator's peaks during the phase."""
 
     @property
     def exact(self) -> bool:
@@ -50,7 +50,7 @@ class WatchedBytes:
     devices: Mapping[int, tuple[Mapping[str, int], int | None]]
     """By device: bytes by component, and the allocated bytes at the same time."""
     valid_until_seconds: float
-    """On the monotonic clock. Later the count is too old to be reported."""
+    """Time on the monotonic clock after which the count is too old for the reports."""
     watched_ids: frozenset[int] = frozenset()
     """Ids of the model and the optimizer that were counted."""
 
@@ -106,7 +106,7 @@ class Observed:
     # Peaks
 
     def look(self, index: int, read: Callable[[int], Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-        """Read the statistics of one device with `read`, evaluate and return them."""
+        """Read the statistics of one device with `read`, evaluate them, and return them."""
         self._survive_forks()
         with self._lock:
             state = read(index)
@@ -121,7 +121,7 @@ class Observed:
     def reset_peaks(
         self, index: int, read: Callable[[int], Mapping[str, Any] | None], reset: Callable[[int], object]
     ) -> None:
-        """Reset the peaks of a device and of the phases on it, on request of the user."""
+        """Reset the peaks of a device and of its phases, as the user has requested."""
         with self._lock:
             state = read(index)
             if state is not None:
@@ -157,7 +157,7 @@ class Observed:
             self._open[id(span)] = span
 
     def leave(self, span: Span) -> None:
-        """End a span and fix its bounds."""
+        """End a span. Its bounds do not change afterwards."""
         statistics = self._find_statistics()
         with self._lock:
             if self._open.get(id(span)) is not span:
@@ -175,7 +175,7 @@ class Observed:
                 self._keep(span)
 
     def current_phase(self) -> str | None:
-        """Return the innermost phase of this thread, otherwise of the thread that it works for (autograd), or None."""
+        """Return the innermost phase of this thread, or of the thread for which autograd runs it; else None."""
         with self._lock:
             innermost = {span.thread: span.name for span in self._open.values() if span.kept}
         caller = calling_thread()
@@ -204,10 +204,10 @@ class Observed:
             self._components[id(watch)] = counted
 
     def components(self, index: int) -> Mapping[str, int]:
-        """Return the bytes of a device by component, over all watches; empty without a valid count.
+        """Return the bytes of a device by component, summed over all watches; empty without a valid count.
 
         If several watches share a model or an optimizer, only one is counted: the one that covers both, otherwise the
-        most recent. `other` is the rest of the allocated bytes at the last count. It is left out if it would be
+        most recent. `other` is the rest of the allocated bytes at the last count. It is missing if it would be
         negative, because then some components lie outside the allocator's memory.
         """
         now = time.monotonic()
@@ -239,7 +239,7 @@ class Observed:
             if bounds is None:  # the device had no context, and so no allocation, when the span started
                 bounds = span.bounds[index] = PeakBounds(0, 0)
             if reset:
-                bounds.reset_by_program(allocated, peak)
+                bounds.reset_by_user(allocated, peak)
             else:
                 bounds.look(allocated, peak)
 

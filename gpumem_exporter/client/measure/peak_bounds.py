@@ -2,8 +2,8 @@
 
 PyTorch keeps one peak per device since its last reset. If it rises during the span, it is the span's own peak, exactly.
 Otherwise the span's peak lies between the largest value that was read and the old peak. So there are always two bounds,
-often equal. A reset by the program removes the upper bound. The bounds are wrong only if all peaks rise to their old
-values between such a reset and the next reading, because then the reset cannot be seen.
+often equal. A reset by the user's code removes the upper bound. The bounds are wrong only if all peaks rise to their
+old values between such a reset and the next reading, because then the reset cannot be seen.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class PeakBounds:
         self.at_least = max(self.at_least, allocated_bytes, peak_bytes if peak_bytes > self._peak_then else 0)
 
     def at_most(self, peak_bytes: int) -> int | None:
-        """Return the upper bound, given the allocator's peak now; None after a reset by the program."""
+        """Return the upper bound, given the allocator's peak now; None after a reset by the user's code."""
         return None if self._unseen_reset else max(self._before_reset, peak_bytes)
 
     def reset_by_exporter(self, peak_before_bytes: int, allocated_bytes: int) -> None:
@@ -41,8 +41,8 @@ class PeakBounds:
         self._before_reset = max(self._before_reset, peak_before_bytes)
         self._peak_then = allocated_bytes
 
-    def reset_by_program(self, allocated_bytes: int, peak_bytes: int) -> None:
-        """Evaluate a reading after a reset by the program, which has hidden an earlier peak."""
+    def reset_by_user(self, allocated_bytes: int, peak_bytes: int) -> None:
+        """Evaluate a reading after a reset by the user's code, which has hidden an earlier peak."""
         self.at_least = max(self.at_least, allocated_bytes, peak_bytes)
         self.now = allocated_bytes
         self._unseen_reset = True

@@ -9,7 +9,7 @@ __all__ = ["current_phase", "phase"]
 
 
 def phase(name: str, *, reset_peaks: bool = False) -> Measured:
-    """Measure a phase of the program: `with gpumem.phase("forward"): ...`, or `@gpumem.phase("forward")`.
+    """Measure a phase of a training step: `with gpumem.phase("forward"): ...`, or `@gpumem.phase("forward")`.
 
     The reports (`gpumem_torch_phase_peak_bytes`) and `summary()` show the largest peak of each phase since the last
     reset of the allocator's peaks. `with … as use` returns the values of this run: `use.peak_bytes`,
@@ -36,5 +36,5 @@ def phase(name: str, *, reset_peaks: bool = False) -> Measured:
 
 
 def current_phase() -> str | None:
-    """Return the innermost phase of this thread, otherwise of the thread that it works for (autograd), or None."""
+    """Return the innermost phase of this thread, or of the thread for which autograd runs it; else None."""
     return process_observed().current_phase()

@@ -14,7 +14,7 @@ from gpumem_exporter.client.allocator.torch_access import allocator_settings, in
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.observed import PhasePeak, process_observed
 from gpumem_exporter.client.reporter.driver_memory import DriverReading, read_driver
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["DeviceSummary", "Summary", "log_summary", "summary"]
@@ -39,13 +39,13 @@ class DeviceSummary:
     allocated_bytes: int | None
     """Bytes in tensors."""
     reserved_bytes: int | None
-    """Bytes that PyTorch has taken from the driver."""
+    """Bytes that PyTorch has allocated from the driver."""
     active_bytes: int | None
     inactive_split_bytes: int | None
     requested_bytes: int | None
     """Allocated bytes before the allocator's rounding."""
     allocated_peak_bytes: int | None
-    """Peak since the last reset by the program. Resets by phases do not count."""
+    """Peak since the last reset by the user's code. Resets by phases do not count."""
     reserved_peak_bytes: int | None
     private_pools_bytes: int | None
     reclaimable_bytes: int | None
@@ -144,7 +144,7 @@ def summary() -> Summary:
 def log_summary(prefix: str = "", *, level: int = logging.INFO) -> Summary:
     """Log one line per device of `summary()`, and return the summary.
 
-    The logger is `gpumem_exporter.client`, which shows warnings only until the program configures logging.
+    The logger is `gpumem_exporter.client`, which shows warnings only until the user's code configures logging.
 
     Args:
         prefix: prefix of each line.

@@ -1,4 +1,4 @@
-"""Bytes of device memory behind tensors of any kind. Reads no element."""
+"""Counts the bytes of tensors of any kind. Reads no element."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpumem_exporter.client.hooks.guest_safety import guest_safety
 __all__ = ["HOST", "Storages", "bytes_of_unshared", "tensors_in"]
 
 HOST = -1
-"""The device index that PyTorch gives for a tensor in host memory."""
+"""PyTorch's device index of a tensor in host memory."""
 
 _identity = attrgetter("_cdata")
 _DEPTH_MAX = 4
@@ -27,7 +27,7 @@ class Storages:
     another storage may lie there after a move.
 
     Args:
-        torch: the program's torch module.
+        torch: the torch module of the user's code.
     """
 
     def __init__(self, torch: Any) -> None:
@@ -52,9 +52,9 @@ class Storages:
 
 
 def bytes_of_unshared(tensors: Iterable[Any], torch: Any) -> Mapping[int, int]:
-    """Return the bytes per device of tensors that share no element: gradients, which may lie together in a bucket.
+    """Return the bytes per device of tensors that share no element, such as gradients, which may share a bucket.
 
-    An element that a tensor shows several times counts once, and a storage that was resized to nothing counts nothing.
+    An element that a tensor repeats counts once. A storage that was resized to zero counts as zero.
     """
     found: dict[int, int] = {}
     for tensor, storage in _with_storages(tensors, torch):
@@ -85,7 +85,7 @@ def _with_storages(tensors: Iterable[Any], torch: Any) -> Iterator[tuple[Any, An
     for tensor in tensors:
         storage = _storage(tensor) if type(tensor) in plain else None
         if storage is None:
-            with guest_safety():  # a subclass whose code raises is not counted
+            with guest_safety():  # skips a subclass whose code raises
                 for part in _parts(tensor, torch, 0):
                     storage = _storage(part)
                     if storage is not None and storage.data_ptr():

@@ -1,1 +1,1 @@
-"""Out-of-memory errors: observed, explained, and turned into advice."""
+"""Observes and explains out-of-memory errors, and derives advice."""

@@ -6,17 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from gpumem_exporter.client.oom.values import OomValues
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["Advice", "advise", "smaller_batch"]
 
 _CAUSE_SHARE = 0.1
-"""Share of the device (of the reserved memory) from which another process (fragmentation) is the likely cause."""
+"""Other processes are the likely cause from this share of the device, fragmentation from this share of reserved."""
 _HUGE_SHARE = 0.5
 _TRIFLE_SHARE = 0.02
 """Advice that saves less than this share of the missing bytes is left out."""
 _BATCH_MARGIN = 0.9
-"""A proposed batch fills this share of the room: allocations are rounded up, and the growth per item is measured."""
+"""A proposed batch fills this share of the available memory, because rounding and the growth per item vary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,9 @@ class Advice:
     `optimizer_state`, `shard`, `half_precision`, `private_pools`, `release`."""
     text: str
     gives_bytes: int | None = None
-    """Bytes that it saves; None if unknown."""
+    """Bytes that the advice saves; None if unknown."""
     enough: bool | None = None
-    """Whether it would have been enough alone; None if unknown."""
+    """Whether the advice alone would have been enough; None if unknown."""
     batch_size: int | None = None
     """The proposed batch size of `smaller_batch`."""
 
@@ -43,7 +43,11 @@ class Advice:
 
 
 def advise(values: OomValues) -> tuple[Advice, ...]:
-    """Rank all advice: first what is enough, the cheapest first; then what may be; then the rest by saved bytes."""
+    """Rank all advice.
+
+    Advice that is enough comes first, the cheapest of it at the top. Then come advice of unknown effect, and the rest
+    by saved bytes.
+    """
     ranked: list[tuple[tuple[int, int, int], Advice]] = []
     trifle = _TRIFLE_SHARE * (values.short or 0)
     for order, advice in enumerate(_all(values)):
@@ -61,8 +65,8 @@ def advise(values: OomValues) -> tuple[Advice, ...]:
 def smaller_batch(values: OomValues) -> int | None:
     """Return the batch size that should fit, or None without a batch size or if none fits.
 
-    It uses the growth per item of earlier runs of the block. Without one, the growth of this run until the error is a
-    lower bound of what the batch needs: the result is then half of the batch at most.
+    It uses the growth per item of earlier runs of the block. Without earlier runs, the growth of this run until the
+    error is a lower bound of the batch's need. The result is then at most half of the batch.
     """
     batch, grown, available = values.batch_size, values.grown, values.available
     if not batch or grown is None or available is None:
@@ -94,7 +98,7 @@ def _all(values: OomValues) -> Iterator[Advice]:
         yield fragmented
     of_phase = {"optimizer": _optimizer, "data transfer": _data_transfer, "model transfer": _model_transfer}
     yield from of_phase.get(values.phase, _activations)(values)
-    # Enough for this request, perhaps, but hardly for the next one.
+    # This may be enough for this request, but hardly for the next one.
     if others is not None and not others_likely:
         yield replace(others, enough=others.enough and None)
     if fragmented is not None and not fragmented_likely:

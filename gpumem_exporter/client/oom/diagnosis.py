@@ -25,7 +25,7 @@ from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.message import OomMessage, parse_oom_message
 from gpumem_exporter.client.oom.phase import Origin, origin_of
 from gpumem_exporter.client.oom.values import OomValues
-from gpumem_exporter.client.sizes import human_bytes
+from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import OutOfMemory
 
 __all__ = ["NOTE_PREFIX", "OomDiagnosis", "Run", "diagnose"]
@@ -53,11 +53,11 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class OomDiagnosis:
-    """What is known of an out-of-memory error, and what to do. Prints as the note below the error."""
+    """The values of an out-of-memory error, and advice. Prints as the note below the error."""
 
     values: OomValues
     advice: tuple[Advice, ...]
-    """The best first."""
+    """The best advice first."""
 
     def __str__(self) -> str:
         lines = [f"{NOTE_PREFIX}out of memory{_where(self.values)}"]
@@ -67,7 +67,7 @@ class OomDiagnosis:
 
 
 def diagnose(error: BaseException, traceback: TracebackType | None, run: Run | None) -> OomDiagnosis:
-    """Diagnose an error in the program's thread. Takes milliseconds, and half a second if it has to name a leak."""
+    """Diagnose an error in the user's thread. Takes milliseconds, and half a second to name a leak."""
     values = _values(parse_oom_message(str(error)), origin_of(traceback), traceback, run)
     return OomDiagnosis(values, advise(values))
 
@@ -110,7 +110,8 @@ def _memory(message: OomMessage, device: int | None) -> dict[str, Any]:
     """Return the memory of the device at the error.
 
     The values of the text are rounded. If the reporter has observed the error, its values are exact. If the text has no
-    values, the error is not the allocator's: the statistics of now are those of the error, with the cache still full.
+    values, a library has raised the error, not the allocator. Then the current statistics describe the error, and the
+    cache is still full.
     """
     allocator = attached() if device is not None else None
     allocated, reserved = message.allocated_bytes, message.reserved_bytes
@@ -169,7 +170,7 @@ def _observed(message: OomMessage, uuid: str) -> OutOfMemory | None:
 
 
 def _leak(device: int | None, run: Run | None) -> dict[str, Any]:
-    """Return the leak that a detector knows, otherwise the growth from run to run of the block."""
+    """Return the leak that a detector has found, otherwise the growth of the block from run to run."""
     leak = known_leak(device) if device is not None else None
     if leak is not None:
         leaked, rate, suspects = leak.leaked_bytes, leak.bytes_per_step, leak.suspects

@@ -32,13 +32,13 @@ _SUSPENDABLE = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GE
 
 
 class OomGuard:
-    """Guards a `with` block, or each call of a decorated function. `oom_guard` makes one.
+    """Guards a `with` block, or each call of a decorated function. `oom_guard` creates it.
 
     An instance can be used repeatedly, nested, and by several threads at once.
 
     Attributes:
-        diagnosis: of the last error, otherwise None.
-        batch_size: of the next run; the program may set it before each run.
+        diagnosis: the diagnosis of the last error, otherwise None.
+        batch_size: the batch size of the next run; the user's code may set it before each run.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class OomGuard:
                 add_note(error, str(self.diagnosis))
                 if self._on_oom is not None:
                     self._on_oom(self.diagnosis)
-        finally:  # even if the diagnosis fails: the next try of the program needs the memory
+        finally:  # also if the diagnosis fails: the user's next try needs the memory
             if self._free_frames:
                 for each in chain(error):
                     clear_frames(each.__traceback__)
@@ -101,7 +101,7 @@ class OomGuard:
                     allocator.empty_cache()
 
     def _for_one_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OomGuard:
-        """Return a guard for one call: calls of coroutines do not end in the order in which they started."""
+        """Return a guard for one call: calls of coroutines may end in any order."""
         one = copy.copy(self)
         one._running = RunningBlocks()
         if self._batch_of is not None:
@@ -123,7 +123,7 @@ def oom_guard(
     free_frames: bool = False,
     clean: bool = True,
 ) -> OomGuard:
-    """Explain out-of-memory errors of a block or a function: where, why, and what would help, the best first.
+    """Explain out-of-memory errors of a block or a function: where, why, and what helps, the best advice first.
 
         @gpumem.oom_guard(batch_size=lambda model, batch: len(batch))
         def train_step(model, batch): ...
@@ -143,7 +143,7 @@ def oom_guard(
 
     Args:
         batch_size: items in the batch of the block; for a decorator also a function of the arguments of a call.
-        on_oom: called with each diagnosis, in the program's thread.
+        on_oom: called with each diagnosis, in the user's thread.
         free_frames: clear the local variables of the frames that the error has ended.
         clean: collect garbage and empty the cache after an error, unless a CUDA graph is being captured.
     """
@@ -153,10 +153,10 @@ def oom_guard(
 
 
 class _Blocks:
-    """The histories of the guarded blocks of this process, by their place in the program and their device."""
+    """The histories of the guarded blocks of this process, by their place in the code and their device."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: a finalizer that runs under the lock may enter a guard
+        self._lock = threading.RLock()  # reentrant: a finalizer may enter a guard while its thread has the lock
         self._histories: OrderedDict[tuple[tuple[str, int], int], BlockHistory] = OrderedDict()
         self._statistics: Statistics | None = None
 
@@ -205,7 +205,7 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def has_note(error: BaseException) -> bool:
-    """Whether the error has a diagnosis. An earlier out-of-memory error, in whose handler it was raised, is another."""
+    """Whether this error has a diagnosis, apart from earlier out-of-memory errors in its context."""
     for each in chain(error):
         if any(isinstance(note, str) and note.startswith(NOTE_PREFIX) for note in getattr(each, "__notes__", ())):
             return True
@@ -225,8 +225,8 @@ def add_note(error: BaseException, note: str) -> None:
 def clear_frames(traceback: TracebackType | None) -> None:
     """Clear the frames that the error has ended.
 
-    A running frame refuses. So does the frame of a suspended generator since Python 3.13; in older versions clearing
-    would end the generator, so such frames are not cleared.
+    Running frames stay. Frames of suspended generators also stay: before Python 3.13, clearing such a frame would end
+    its generator.
     """
     while traceback is not None:
         frame: FrameType = traceback.tb_frame

@@ -1,7 +1,7 @@
 """Parses the text of PyTorch's out-of-memory errors.
 
-Sizes have two decimals, so they are right to half a percent. Each value has its own optional expressions, because
-releases differ, and other processes are named only where NVML knows them. The forms come from
+Sizes have two decimals, so they are accurate to half a percent. Each value has its own optional expressions, because
+releases differ, and the text names other processes only if NVML knows them. The forms come from
 CUDACachingAllocator.cpp; releases before 2.1 used another order.
 """
 
@@ -42,11 +42,11 @@ class OomMessage:
     total_bytes: int | None = None
     """Memory of the device without what the driver reserves."""
     free_bytes: int | None = None
-    """Free on the device."""
+    """Free memory of the device."""
     process_bytes: int | None = None
     """Memory of this process from NVML, with context and libraries."""
     other_processes: tuple[tuple[int, int], ...] = ()
-    """Process id from NVML, and bytes."""
+    """Process ids from NVML, and their bytes."""
     allowed_bytes: int | None = None
     """Limit by the memory fraction of the process, if one is set."""
     allocated_bytes: int | None = None

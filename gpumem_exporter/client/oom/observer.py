@@ -1,10 +1,10 @@
-"""Records the out-of-memory errors of this process until a report has carried them.
+"""Records the out-of-memory errors of this process until a report has delivered them.
 
 PyTorch calls an observer in the allocating thread (for example an autograd thread) right before it raises, with the GIL
-and without the allocator's lock. An error of the observer would replace the program's OutOfMemoryError, and PyTorch
-cannot remove an observer. So one is attached per process; it suppresses its errors and does little work. Releases
-without observers are handled through the growth of PyTorch's own error count. With cudaMallocAsync or a pluggable
-allocator PyTorch neither calls nor counts, so errors are unknown.
+and without the allocator's lock. An error of the observer would replace the user's OutOfMemoryError, and PyTorch
+cannot remove an observer. So one is attached per process; it suppresses its errors and does little work. In releases
+without observers, the growth of PyTorch's own error count shows the errors. With cudaMallocAsync or a pluggable
+allocator PyTorch does neither, so errors are unknown.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
 __all__ = ["OutOfMemoryLog"]
 
 _KEPT = 32
-"""The last errors are kept until the next report. A program that tries batch sizes causes many."""
+"""The number of errors that are kept until the next report. A search for a batch size causes many."""
 _WAKE_SECONDS = 0.5
 """Errors in quick succession wake the reporter once."""
 
 
 class OutOfMemoryLog:
-    """The errors that no report has carried yet. Any thread may call `note`, only the reporter's thread the rest.
+    """The errors that no report has delivered yet. Any thread may call `note`, only the reporter's thread the rest.
 
     Args:
         wake: called when an error should be reported at once, because it may end the process.
@@ -36,7 +36,7 @@ class OutOfMemoryLog:
     def __init__(self, wake: Callable[[], None], *, clock: Callable[[], float] = time.monotonic) -> None:
         self._wake = wake
         self._clock = clock
-        # Reentrant: a finalizer that runs under the lock may allocate and fail.
+        # Reentrant: a finalizer may allocate and fail while its thread has the lock.
         self._lock = threading.RLock()
         self._noted: deque[tuple[float, OutOfMemory]] = deque(maxlen=_KEPT)
         self._number = 0
@@ -63,7 +63,7 @@ class OutOfMemoryLog:
         for sample in devices:
             if sample.ooms is None:
                 continue
-            # The first sample, and a reset of the counters by the program, show no growth.
+            # The first sample, and a reset of the counters by the user's code, show no growth.
             before = self._counted.get(sample.uuid, sample.ooms)
             self._counted[sample.uuid] = sample.ooms
             for _ in range(min(sample.ooms - before, _KEPT)):

@@ -23,7 +23,7 @@ _NO_OPTIMIZER = ("torch.optim.lr_scheduler", "torch.optim.swa_utils")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a frame. It does not refer to the frame."""
+    """The place of a frame, without a reference to the frame."""
 
     module: str
     function: str
@@ -35,7 +35,7 @@ class Place:
 
     @property
     def in_user_code(self) -> bool:
-        """Whether the code is neither PyTorch's nor of this package."""
+        """Whether the code belongs neither to PyTorch nor to this package."""
         return self.module.partition(".")[0] not in ("torch", "gpumem_exporter", "contextlib")
 
 

@@ -1,4 +1,4 @@
-"""The values that the diagnosis of an out-of-memory error collects and the advice is derived from."""
+"""The values of an out-of-memory error, from which the advice is derived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class OomValues:
     """Values at the time of the error, in bytes unless the name says otherwise. None and empty are unknown."""
 
     phase: str = ""
-    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`, a phase of the program, or empty."""
+    """`forward`, `backward`, `optimizer`, `data transfer`, `model transfer`, a phase of the user's code, or empty."""
     recomputed: bool = False
     """Whether a backward pass was recomputing a checkpointed part."""
     place: str = ""
@@ -21,7 +21,7 @@ class OomValues:
 
     requested: int | None = None
     free: int | None = None
-    """Free on the device."""
+    """Free memory of the device."""
     total: int | None = None
     """Memory of the device without what the driver reserves."""
     allowed: int | None = None
@@ -86,7 +86,7 @@ class OomValues:
 
     @property
     def short(self) -> int | None:
-        """Bytes that were missing."""
+        """The missing bytes."""
         if self.needed is None or self.available is None:
             return None
         return max(1, self.needed - self.available)

@@ -24,16 +24,16 @@ from gpumem_exporter.wire.protocol import REPORTS_PATH, Reply, Report, reply_fro
 __all__ = ["Delivery", "Outcome"]
 
 _ANSWER_MARGIN_SECONDS = 5.0
-"""A reply may take this much longer than the agreed hold before the exporter counts as unreachable."""
+"""The exporter counts as unreachable if a reply takes this much longer than the agreed hold."""
 _FAREWELL_SECONDS = 0.25
 _NOT_ALLOWED = (401, 403)
-"""A socket's exporter may accept its owner's reports only; the same exporter may accept this one over loopback."""
+"""Then the next address is tried: an exporter may reject a report at its socket and accept it over loopback."""
 _UNACCEPTABLE = (413, 422)
 _UNREACHABLE = "no exporter"
 
 
 class Outcome(enum.Enum):
-    """What became of a report."""
+    """The outcome of a report."""
 
     ACCEPTED = enum.auto()
     FAILED = enum.auto()
@@ -55,12 +55,12 @@ class Delivery:
         wakeup.interrupt = self.interrupt
 
     def deliver(self, report: Report) -> tuple[Outcome, Reply | None]:
-        """Post a report and read the reply. An error is logged once, and there is no reply then."""
+        """Post a report and return the reply, or None after an error, which is logged once."""
         try:
             reply = self._post(report, _ANSWER_MARGIN_SECONDS + report.hold_seconds)
         except ExporterUnreachableError as error:
             if not self._wakeup.woken:
-                # A missing exporter is normal: no line at the default level. An untrusted one needs an operator.
+                # A missing exporter is normal and not logged by default. An untrusted exporter needs an operator.
                 untrusted = isinstance(error, ExporterUntrustedError)
                 self._errors.note(_UNREACHABLE, error, level=logging.WARNING if untrusted else logging.INFO)
             return Outcome.FAILED, None
@@ -118,10 +118,10 @@ class Delivery:
         try:
             raise refusal
         finally:
-            del refusal  # it refers to this frame: together they would be garbage of every failed report
+            del refusal  # would be a reference cycle with this frame after every failed report
 
     def _candidates(self) -> Iterator[Connection]:
-        """Yield the connection that works, otherwise one to each address in turn."""
+        """Yield the working connection, otherwise a new one to each address in turn."""
         if self._connection is not None:
             yield self._connection
             return

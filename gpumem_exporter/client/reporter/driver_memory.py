@@ -19,7 +19,7 @@ __all__ = ["DriverReading", "read_driver"]
 
 _SUCCESS, _INSUFFICIENT_SIZE = 0, 7
 _KNOWN_MAX = 2**63 - 1
-"""A larger value means that the driver does not know."""
+"""A larger value means unknown."""
 _PROCESSES_MAX = 65536
 _ENTRY = struct.Struct("@IQII")
 """`nvmlProcessInfo_t`: pid, bytes, GPU instance, compute instance…"""
@@ -36,7 +36,7 @@ class _Utilization(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class DriverReading:
-    """One device, as the driver reports it; None is unknown, also if the processes cannot be matched."""
+    """One device, as the driver reports it. None is unknown, for example in another PID namespace."""
 
     process_bytes: int | None = None
     """Memory of this process: CUDA context, libraries, and PyTorch's reserved memory."""
@@ -80,7 +80,7 @@ def _library() -> ctypes.CDLL:
 
 
 def processes_of_device(nvml: Any, device: ctypes.c_void_p) -> dict[int, int | None] | None:
-    """Return bytes by pid. A process on several lists has its whole use on each of them."""
+    """Return bytes by pid. Each list that contains a process shows all of its bytes."""
     found: dict[int, int | None] = {}
     for kind in ("Compute", "Graphics", "MPSCompute"):
         listed = process_list(getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3"), device)

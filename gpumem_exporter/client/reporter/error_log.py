@@ -32,7 +32,7 @@ class ErrorLog:
             log.log(level, "%s: %s", kind, error)
 
     def clear(self, kind: str) -> None:
-        """The cause is gone: log the next error of this kind again."""
+        """Log the next error of this kind again, because the cause has ended."""
         self._logged.discard(kind)
 
     def swallowed(self, kind: str) -> guest_safety:

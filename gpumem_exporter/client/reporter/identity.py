@@ -16,7 +16,7 @@ __all__ = ["current_process"]
 def current_process(
     settings: ReporterSettings, *, torch_version: str = "", allocator_settings: str = ""
 ) -> ProcessIdentity:
-    """Return the identity of the calling process. It reads /proc: call it once per session, not for each report."""
+    """Return the identity of the calling process. Reads /proc, so call it once per session."""
     return ProcessIdentity(
         pid=os.getpid(),
         start_time_ticks=procfs.start_time_ticks(),

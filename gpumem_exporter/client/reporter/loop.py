@@ -29,7 +29,7 @@ _INTERVAL_SECONDS_MAX = 60.0
 _REFUSED_INTERVALS = 5
 """The next report after a refused one comes this many intervals later."""
 _MAX_RESULTS = 64
-"""In one report; the others follow in the next."""
+"""The limit per report; further results follow in the next one."""
 
 
 class ReportLoop:
@@ -37,11 +37,11 @@ class ReportLoop:
 
     Args:
         settings: the labels and the plan.
-        allocator: what is sampled.
+        allocator: the allocator to sample.
         delivery: posts the reports.
         wakeup: ends the waits.
-        ooms: out-of-memory errors that no report has carried yet.
-        errors: where errors go.
+        ooms: out-of-memory errors that no report has delivered yet.
+        errors: logs errors.
 
     Attributes:
         sampler: takes the samples; `on_step` is for the user's threads.
@@ -73,7 +73,7 @@ class ReportLoop:
             if settings.plan is not None:
                 self._planned_bytes = planned_peak_bytes(settings.plan)
         self._interval_seconds = _DEFAULT_INTERVAL_SECONDS
-        self._jitter = random.Random()  # noqa: S311 - its own, so that a seeded program draws the same numbers
+        self._jitter = random.Random()  # noqa: S311 - a separate generator leaves the user's seeded one unchanged
         self._sequence = 0
         self._results: list[CommandResult] = []
 
@@ -81,8 +81,8 @@ class ReportLoop:
         """Report until the reporter stops, then send the final report.
 
         Args:
-            steps: their hook is installed before each report, in case that was not possible earlier.
-            observer: if it is not attached, errors are found by torch's own count.
+            steps: before each report their hook is installed if that was impossible earlier.
+            observer: if it is not attached, torch's own count shows the errors.
         """
         while self._wakeup.starts_round():
             steps.install()
@@ -94,7 +94,7 @@ class ReportLoop:
         )
 
     def note_oom(self, device: int, requested_bytes: int, limit_bytes: int, device_free_bytes: int) -> None:
-        """Note an out-of-memory error, in the thread that allocates; one of a device without a UUID is left out."""
+        """Record an out-of-memory error in the allocating thread. Ignores devices without a UUID."""
         uuid = self._allocator.uuid(device)
         if uuid:
             self._ooms.note(
@@ -126,8 +126,8 @@ class ReportLoop:
             self._wakeup.wait(hold_seconds * self._jitter.uniform(0.75, 1.25))
             return
         self._interval_seconds = min(reply.report_interval_seconds, _INTERVAL_SECONDS_MAX)
-        # A reply may lie unread while the process is stopped, but it was sent before the hold was over. A command must
-        # not run late because a process that hung goes on.
+        # The reply was sent before the hold ended, even if this process was stopped and reads it later. A command must
+        # not run late after such a stop.
         self._follow(reply, sent_seconds=min(time.monotonic(), started + hold_seconds))
         self._collect_results()
         # New commands and results are reported immediately: the exporter then knows that they have arrived.
@@ -158,7 +158,7 @@ class ReportLoop:
         )
 
     def _follow(self, reply: Reply, *, sent_seconds: float) -> None:
-        """Run the commands of a reply, or hold them until they can run."""
+        """Run the commands of a reply, or keep them until they can run."""
         self._waiting.cancel(reply.cancelled)
         for command in reply.commands:
             expires_seconds = sent_seconds + command.deadline_seconds

@@ -38,7 +38,7 @@ def chosen_plan(plan: AnyPlan | None, environ: Mapping[str, str]) -> AnyPlan | N
     if plan is None:
         plan = environ.get("GPUMEM_PLAN", "").strip() or None
     if isinstance(plan, (str, os.PathLike)):
-        with contextlib.suppress(Exception):  # no current folder, or no valid path, which its reader reports
+        with contextlib.suppress(Exception):  # an invalid path is reported when it is read
             return Path(os.fsdecode(plan)).absolute()
     return plan
 
@@ -55,7 +55,7 @@ def planned_peak_bytes(plan: AnyPlan) -> int:
         where, plan = f"plan {path}", _read(path)
     value: Any = plan.get(_FIELD) if isinstance(plan, Mapping) else getattr(plan, _FIELD, None)
     if value is None:
-        raise ConfigurationError(f"{where} has no {_FIELD}; gpumem-exporter plan … --json prints one that has")
+        raise ConfigurationError(f"{where} has no {_FIELD}; gpumem-exporter plan … --json writes this field")
     try:
         size = operator.index(value)
     except TypeError:
@@ -68,7 +68,7 @@ def planned_peak_bytes(plan: AnyPlan) -> int:
 def with_plan(devices: Sequence[DeviceSample], planned_bytes: int | None) -> tuple[DeviceSample, ...]:
     """Return the samples of all devices, with the planned peak in the sample of the device with the highest peak.
 
-    A plan is for one device. The other devices have, for example, the contexts that all ranks open on the first one.
+    A plan describes one device. Another device may have memory too, for example a context on the first device.
     """
     if planned_bytes is None or not devices:
         return tuple(devices)
@@ -90,4 +90,4 @@ def _read(path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"plan {path} is not what gpumem-exporter plan … --json prints: {error}") from error
+        raise ConfigurationError(f"plan {path} is not the output of gpumem-exporter plan … --json: {error}") from error

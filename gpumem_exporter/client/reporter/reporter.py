@@ -40,7 +40,7 @@ class Reporter:
     def __init__(self, steps: Steps, *, on_error: Callable[[str, BaseException], None] | None = None) -> None:
         self._steps = steps
         self._on_error = on_error
-        # Reentrant: a signal handler or a finalizer that runs while it is held may stop the reporter.
+        # Reentrant: a signal handler or a finalizer may stop the reporter while its thread has the lock.
         self._lock = threading.RLock()
         self._settings: ReporterSettings | None = None
         self._worker: Worker | None = None
@@ -50,7 +50,7 @@ class Reporter:
         self._stop_waiting: Callable[[], None] | None = None
         self._stop_listening: Callable[[], None] | None = None
         self._process_hooks: list[Callable[[], None]] = []
-        """The functions that remove the calls at exit and after a fork."""
+        """Functions that remove the calls at exit and after a fork."""
 
     def start(self, settings: ReporterSettings) -> None:
         """Report as soon as CUDA is initialized. Has no effect while the reporter runs.
@@ -73,8 +73,8 @@ class Reporter:
     def stop(self, timeout_seconds: float = _FAREWELL_SECONDS) -> None:
         """Send the final report, end the thread, and remove every hook; `start` may be called again.
 
-        A hook that cannot be removed now does nothing and is removed as soon as possible: the hook on optimizer steps
-        after the step that runs, the calls at exit and after a fork when the reporter's thread ends.
+        A hook that cannot be removed now does nothing until it is removed: the hook on optimizer steps after the
+        running step, the calls at exit and after a fork when the reporter's thread ends.
 
         Args:
             timeout_seconds: the longest wait for the final report.
@@ -105,7 +105,7 @@ class Reporter:
         """Remove the calls at exit and after a fork, if this process does not report and no thread does.
 
         Args:
-            ended: the worker whose thread calls this as its last act, if one does.
+            ended: the worker whose ending thread calls this; None for other callers.
         """
         with self._lock:
             last = self._last_worker
@@ -115,12 +115,12 @@ class Reporter:
                     remove()
 
     def _end(self) -> None:
-        """Called at the interpreter's exit.
+        """End the reporter at the interpreter's exit.
 
         Up to Python 3.13, a thread that returns from PyTorch into an interpreter that has ended aborts the process
-        (`terminate called without an active exception`). So this waits for a command that runs.
+        (`terminate called without an active exception`). So this waits for a running command.
         """
-        self._process_hooks = []  # Python walks over its list of calls at exit
+        self._process_hooks = []  # Python iterates over its calls at exit and must not be changed
         self._stop_reporting(_FAREWELL_SECONDS)
         worker, self._last_worker = self._last_worker, None
         if worker is not None:
@@ -132,20 +132,20 @@ class Reporter:
             if self._settings is None or self._worker is not None:
                 return
             errors = ErrorLog(self._on_error)
-            # Stored before it is started: a stop in between then ends it.
+            # Stored before its start, so that a concurrent `stop` ends it.
             worker = self._worker = self._last_worker = Worker(
                 self._settings, errors, self._observer, self._steps, ended=self._remove_process_hooks
             )
             try:
                 worker.start()
-            except (RuntimeError, MemoryError) as error:  # no further thread is possible, or the interpreter ends
+            except (RuntimeError, MemoryError) as error:  # too many threads, or the interpreter is ending
                 self._worker = self._settings = None
                 errors.note("this process is not reported", error)
         stop_listening: Callable[[], None] | None = self._steps.listen(self._on_step)
         with self._lock:
             if self._worker is worker and self._stop_listening is None:
                 self._stop_listening, stop_listening = stop_listening, None
-        if stop_listening is not None:  # the reporter was stopped meanwhile, or no thread could be started
+        if stop_listening is not None:  # the reporter has been stopped, or no thread could be started
             stop_listening()
             self._steps.remove()
 

@@ -13,9 +13,9 @@ from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 __all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
 
 DEFAULT_URLS = ("unix:///run/gpumem/exporter.sock", "http://127.0.0.1:9844")
-"""Tried in this order without GPUMEM_EXPORTER_URL."""
+"""The addresses to try, in this order, without GPUMEM_EXPORTER_URL."""
 _RANKS = (("GPUMEM_RANK", ""), ("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
-"""Variables with a rank and with the number of ranks. SLURM_STEP_NUM_TASKS is srun's; a batch script has none."""
+"""Variables with a rank and with the number of ranks. Only srun sets SLURM_STEP_NUM_TASKS."""
 
 
 def exporter_urls(environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ class ReporterSettings:
         )
 
     def authorization(self) -> dict[str, str]:
-        """Return the header with the report token. The file is read on each call, so that a rotated token is found.
+        """Return the header with the report token. Reads the file on each call, so that a rotated token takes effect.
 
         Raises:
             OSError: the token file cannot be read.

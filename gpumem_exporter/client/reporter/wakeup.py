@@ -9,10 +9,10 @@ __all__ = ["Wakeup"]
 
 
 class Wakeup:
-    """What the reporter's thread waits for between two reports. Any thread may call any method.
+    """Ends the waits of the reporter's thread between two reports. Any thread may call any method.
 
     Attributes:
-        interrupt: ends a wait for the exporter's reply; set by the part that waits.
+        interrupt: ends the wait for the exporter's reply; set while there is such a wait.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Wakeup:
 
     @property
     def woken(self) -> bool:
-        """Whether something is to be reported now."""
+        """Whether to send a report now."""
         return self._woken.is_set()
 
     def wake(self) -> None:
@@ -43,7 +43,7 @@ class Wakeup:
     def starts_round(self) -> bool:
         """Start a new round; False if the thread should end.
 
-        A stop is looked for after the event is cleared, otherwise it could go unnoticed for a whole round.
+        Clears the event before it checks for a stop. Otherwise a stop could stay unnoticed for a round.
         """
         self._woken.clear()
         return not self._stopping.is_set()

@@ -23,18 +23,18 @@ __all__ = ["Worker"]
 
 _CUDA_POLL_SECONDS = 0.05
 _UNHOOK_TRIES, _UNHOOK_SECONDS = 500, 0.01
-"""How often an ending reporter tries to remove the hook on steps, which it cannot while an optimizer steps."""
+"""Tries, and seconds between them, of an ending reporter to remove the hook on steps. It fails during a step."""
 
 
 class Worker:
     """Reports one process until it is stopped. `start` starts the thread.
 
     Args:
-        settings: where to report, and under which labels.
-        errors: where errors go.
+        settings: the exporter's addresses and the labels.
+        errors: logs errors.
         observer: the process' observer of out-of-memory errors.
-        steps: the process' steps; the owner listens to them.
-        ended: called with the worker, as the last act of its thread.
+        steps: the process' steps; the caller listens to them.
+        ended: called with the worker at the end of its thread.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Worker:
 
     @property
     def sampler(self) -> Sampler | None:
-        """Takes the user's steps; None before CUDA is initialized and after the end."""
+        """The sampler, which receives the user's steps; None before CUDA is initialized and after the end."""
         loop = self._loop
         return None if loop is None else loop.sampler
 
@@ -87,7 +87,7 @@ class Worker:
             self._thread.join(timeout_seconds)
 
     def disable(self, timeout_seconds: float) -> None:
-        """Take no sample and run no command from now on; waits at most that long for one that runs."""
+        """Take no sample and run no command from now on. Waits at most `timeout_seconds` for a running one."""
         sampler = self.sampler
         if sampler is not None:
             sampler.exclusively().acquire(timeout=timeout_seconds)  # never released
@@ -104,7 +104,7 @@ class Worker:
         self._delivery.close()
 
     def _run(self) -> None:
-        if threading.get_native_id() != self._started_by:  # the same in a greenlet: the user's signals go on
+        if threading.get_native_id() != self._started_by:  # equal under greenlets: this is a user's thread
             _block_signals()
         try:
             self._report()
@@ -131,7 +131,7 @@ class Worker:
         self._delivery.close()
 
     def _wait_for_cuda(self) -> Allocator | None:
-        """Attach to the allocator. CUDA's initialization, in which the thread was started, is over in a moment."""
+        """Attach to the allocator, as soon as the initialization of CUDA that started this thread has ended."""
         while not self._wakeup.stopping:
             with self._errors.swallowed("cannot read the allocator"):
                 allocator = Allocator.attach()
@@ -152,9 +152,8 @@ class Worker:
 def _block_signals() -> None:
     """Leave all signals to the user's threads.
 
-    A signal that they have blocked, to wait for it with `sigwait`, would otherwise be delivered to this thread and end
-    the process. So would SIGPIPE with its default action, when the exporter ends. The signals of a fault in this thread
-    stay deliverable.
+    Otherwise a signal that they have blocked, to wait for it with `sigwait`, could reach this thread and end the
+    process. So could SIGPIPE with its default action, when the exporter ends. Signals of faults are not blocked.
     """
     faults = {getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "ABRT", "TRAP", "SYS")}
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - faults)

@@ -15,7 +15,7 @@ __all__ = ["checkpointed", "find_blocks", "recomputed"]
 
 
 def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
-    """Return the name and the blocks of the longest `nn.ModuleList` or `nn.Sequential` of one class with parameters.
+    """Return name and blocks of the longest `nn.ModuleList` or `nn.Sequential` of one class with parameters.
 
     Raises:
         ConfigurationError: no list has at least two blocks.
@@ -42,7 +42,7 @@ def _has_parameters(module: nn.Module) -> bool:
 
 @contextmanager
 def checkpointed(blocks: Sequence[nn.Module]) -> Iterator[None]:
-    """Recompute the forward pass of these modules in backward, within the block. Their hooks run once."""
+    """Within the context, recompute the forward pass of these modules in backward. Their hooks run once."""
     replaced: list[tuple[nn.Module, Callable[..., Any] | None]] = []
     try:
         for block in dict.fromkeys(blocks):

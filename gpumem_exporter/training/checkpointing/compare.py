@@ -55,14 +55,14 @@ def compare_checkpointing(
     In a distributed job every rank calls this. Not thread-safe: no other thread may use the model during the call.
 
     Args:
-        model: on the device where it trains. A model in evaluation mode trains during the call.
+        model: the model, on the device where it trains. During the call it is in training mode.
         batch: the input, on the model's device: a tensor, positional arguments in a tuple or list, or keyword arguments
             in a mapping.
-        loss: of the model's output. Default: the output's `loss`, the output if it has one element, else its mean.
-            Parameters outside the model keep the gradients that they receive.
+        loss: returns the loss of the model's output. Default: the output's `loss`, the output if it has one element,
+            else its mean. Parameters outside the model keep the gradients that they receive.
         blocks: the modules to checkpoint, in the order in which they run. Default: the longest `nn.ModuleList` or
             `nn.Sequential` of modules of one class.
-        every: selections besides none and all: 2 checkpoints every second block, starting with the first. Default: 2
+        every: further selections of blocks: 2 checkpoints every second block, starting with the first. Default: 2
             and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
@@ -159,7 +159,7 @@ class _Variants:
         return CheckpointingRow(every, len(chosen), statistics.median(seconds), *peak_above_start(whole, timed, device))
 
     def compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
-        """Add to each row how its results differ from those of the first row that runs, which runs twice."""
+        """Add to each row the difference of its results from those of the first row that runs. That row runs twice."""
         compared: list[CheckpointingRow] = []
         reference: Results | None = None
         for row in rows:
@@ -176,7 +176,7 @@ class _Variants:
         return compared
 
     def simulate(self, rows: Sequence[CheckpointingRow]) -> tuple[list[CheckpointingRow], str]:
-        """Return the rows with predicted peaks and an empty note, or unchanged with the reason."""
+        """Return the rows with predicted peaks and an empty note, or the same rows with the reason."""
         from gpumem_exporter.training.checkpointing.simulated import simulate_peak
 
         simulated = []
@@ -202,7 +202,7 @@ class _Variants:
     def _run(self, sample: bool = False) -> Tensor:
         loss = self._step.forward()
         if sample:
-            with _measured():  # a sample between forward and backward narrows the bounds of the peak
+            with _measured():  # a reading between forward and backward narrows the bounds of the peak
                 pass
         loss.backward()
         return loss.detach()

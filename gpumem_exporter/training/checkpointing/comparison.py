@@ -1,4 +1,4 @@
-"""The result of compare_checkpointing, as a table, a dictionary or a figure."""
+"""The result of `compare_checkpointing`, as a table, a dictionary or a chart."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from gpumem_exporter.client.sizes import human_bytes
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.checkpointing.results import Difference
+from gpumem_exporter.units import human_bytes
 
 __all__ = ["CheckpointingComparison", "CheckpointingRow"]
 
@@ -29,8 +29,8 @@ class CheckpointingRow:
         peak_at_most_bytes: the upper bound of the peak; None if it is unknown.
         simulated: whether the peak is a prediction of the planner.
         out_of_memory: whether the step ran out of memory.
-        difference: from the results of the first row that ran; in that row, between two of its runs. None if the
-            results are equal.
+        difference: the difference from the results of the first row that ran. In that row, the difference between two
+            runs. None if the results are equal.
     """
 
     every: int | None

@@ -20,7 +20,7 @@ class Difference:
 
     Attributes:
         names: the results that differ: `loss`, `gradient of …`, `buffer …`.
-        largest_ratio: the largest distance divided by the norm of the first run's tensor; None if a tensor is missing
+        largest_ratio: the largest distance, divided by the norm of the first run's tensor. None if a tensor is missing
             or has another shape.
     """
 

@@ -1,4 +1,4 @@
-"""One training step, forward and backward, whose changes are undone afterwards."""
+"""One training step, forward and backward. Its changes are undone afterwards."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class Step:
     Attributes:
         model: the model to train.
         batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
-        loss: of the model's output; None means the output's `loss`, the output if it has one element, else its mean.
+        loss: returns the loss of the model's output; None means the output's `loss`, the output if it has one element,
+            else its mean.
         autocast: the dtype of the forward pass; None disables autocast.
     """
 
@@ -92,8 +93,8 @@ def _describe(value: Any) -> str:
 def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     """Undo what runs of the step change: gradients, buffers, random number generators and modes.
 
-    Yields a function that does so before each run, so that all runs start equally. A model in evaluation mode trains
-    within the block; a model in training mode keeps the modes of its parts.
+    Yields a function that undoes the changes before each run, so that all runs start from the same state. Within the
+    context a model in evaluation mode is in training mode; a model in training mode keeps the modes of its parts.
 
     Raises:
         ConfigurationError: a run would change the parameters, or the model cannot be trained.
@@ -127,10 +128,10 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
 
 def _check(step: Step) -> None:
     if torch.is_inference_mode_enabled():
-        raise ConfigurationError("a model cannot be trained in torch.inference_mode: call this function outside")
+        raise ConfigurationError("a model cannot be trained in torch.inference_mode: call this function outside of it")
     if any(isinstance(leaf, Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(step.batch)):
         raise ConfigurationError(
-            "the batch has a gradient function, so that each run would go back into its computation: pass it detached"
+            "the batch has a gradient function, so backward would continue into its computation: pass a detached batch"
         )
     views = any(getattr(module, "gradient_as_bucket_view", False) for module in step.model.modules())
     for name, parameter in step.model.named_parameters():

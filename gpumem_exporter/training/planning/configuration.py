@@ -1,6 +1,6 @@
 """Writes planned values into YAML and TOML files, and restores the files.
 
-Only the values change. Comments, order and line ends stay. The first change of a file keeps the original as
+Only the values change. Comments, order and line ends stay. The first change of a file saves the original as
 `NAME.backup`.
 """
 
@@ -40,11 +40,12 @@ def parse_map(texts: Sequence[str], values: Mapping[str, Value]) -> dict[str, Va
 
 
 def planned_text(path: Path, values: Mapping[str, Value]) -> tuple[str, str]:
-    """Return a file's text without and with the planned values. Nothing is written.
+    """Return a file's text before and after the change. Writes nothing.
 
     Args:
         path: a .yaml, .yml or .toml file.
-        values: by the dotted path of an existing key, such as `train.loader.batch_size` or `stages.0.batch`.
+        values: the planned values by the dotted path of an existing key, such as `train.loader.batch_size` or
+            `stages.0.batch`.
 
     Raises:
         ConfigurationError: the file cannot be read, a key is missing, or the package for the file format is missing.
@@ -109,7 +110,7 @@ def backup_of(path: Path) -> Path:
 
 
 def _replace(path: Path, text: str, like: Path) -> None:
-    path = path.resolve()  # writes the target of a link; the link stays
+    path = path.resolve()  # replaces the target of a link, not the link
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:

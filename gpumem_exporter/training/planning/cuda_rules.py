@@ -1,4 +1,4 @@
-"""Makes fake CPU tensors go through the operators that CUDA tensors would go through.
+"""Makes fake CPU tensors run the operators that CUDA tensors would run.
 
 The planner's tensors are on the CPU, because fake CUDA tensors fail in backward on a machine without a GPU. Above the
 dispatch mode the two devices differ in two ways: the operators that autocast runs in float32
@@ -36,7 +36,7 @@ _FLOAT32_DTYPE = (
 
 @contextmanager
 def cuda_rules(attention_kernel: str) -> Iterator[None]:
-    """Make CPU tensors follow CUDA's rules within the block.
+    """Make CPU tensors follow CUDA's rules within the context.
 
     Args:
         attention_kernel: auto, flash, efficient, math or cudnn.

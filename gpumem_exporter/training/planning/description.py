@@ -23,9 +23,9 @@ class Description:
         layers: blocks of attention and feed-forward.
         hidden: the model's width.
         sequence: tokens of one sample.
-        parameters: total number; None means a feed-forward part of four times the width.
+        parameters: total number of parameters; None means a feed-forward part of four times the width.
         vocabulary: number of different tokens. The output shares the weights of the embedding.
-        heads: of the attention; None means heads of width 64, at least one.
+        heads: number of attention heads; None means heads of width 64, at least one.
     """
 
     layers: int
@@ -36,7 +36,7 @@ class Description:
     heads: int | None = None
 
     def job(self, **options: Any) -> Job:
-        """Return the job that trains the transformer to predict the next token; options are those of Job.
+        """Return the job that trains the transformer to predict the next token, with these options of Job.
 
         Raises:
             ConfigurationError: the dimensions contradict each other.

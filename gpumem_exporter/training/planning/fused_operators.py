@@ -1,8 +1,8 @@
-"""The fused operators that CUDA runs where the CPU runs several: attention, dropout and RMS norm.
+"""Fused operators of CUDA for which the CPU runs several operators: attention, dropout and RMS norm.
 
 Attention follows `ATen/native/transformers/cuda/sdp_utils.cpp` and `attention.cpp`. Flash and cuDNN attention take
 half-precision heads of up to 256 without a mask. Memory-efficient attention also takes float32 and masks. `math` takes
-the rest, and keeps the square matrix of scores.
+all other inputs, and keeps the square matrix of scores.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST_FLASH_HEAD = 256
 
 
 def attention(kernel: str) -> Callable[..., Tensor]:
-    """Return `scaled_dot_product_attention` as one kernel runs it, so that autograd saves what it saves on a GPU.
+    """Return `scaled_dot_product_attention` as one kernel. Autograd then saves the same tensors as on a GPU.
 
     Args:
         kernel: auto, flash, efficient, math or cudnn. `auto` chooses as PyTorch does.

@@ -1,4 +1,4 @@
-"""What a training job is, as far as its memory is concerned."""
+"""The description of a training job for the planner."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpumem_exporter.errors import ConfigurationError
 __all__ = ["LOSSES", "OPTIMIZERS", "PRECISIONS", "Job", "TensorSpec", "parse_tensor"]
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
-"""fp32; autocast in bf16 or fp16 over fp32 parameters; parameters themselves in bf16 or fp16."""
+"""`fp32`; `bf16` and `fp16`: autocast over fp32 parameters; `pure-…`: parameters in bf16 or fp16."""
 OPTIMIZERS = ("adam", "adamw", "sgd", "adagrad", "rmsprop", "nadam", "radam", "adamax", "adadelta", "none")
 ATTENTIONS = ("auto", "flash", "efficient", "math", "cudnn")
 CONVOLUTIONS = ("cudnn", "native")
@@ -30,7 +30,7 @@ class TensorSpec:
 
     Attributes:
         dtype: PyTorch's name of the type, such as `bfloat16`.
-        shape: each dimension as a factor, and whether the batch size multiplies it.
+        shape: for each dimension a factor, and whether the batch size multiplies it.
         name: the keyword argument that receives the tensor; empty for a positional argument.
     """
 
@@ -92,7 +92,7 @@ class Job:
         attention: the kernel of scaled dot-product attention, one of ATTENTIONS.
         convolution: `cudnn`, or `native` if cuDNN is off.
         accumulation: backward passes before each optimizer step.
-        checkpointing: recompute the model's repeated blocks in backward, besides what the model checkpoints itself.
+        checkpointing: recompute the model's repeated blocks in backward, in addition to the model's own checkpointing.
         frozen: train only the last layer that has parameters.
     """
 

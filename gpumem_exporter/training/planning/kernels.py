@@ -1,4 +1,4 @@
-"""The memory that CUDA kernels allocate while they run, and that no tensor of the program shows.
+"""The temporary memory of CUDA kernels, which belongs to no tensor.
 
 The rules follow the source of PyTorch 2.15 for an H100. Without any of them, at least one planned peak of
 benchmarks/planner.md changes by more than 1 %.
@@ -21,9 +21,9 @@ THREADS_PER_MULTIPROCESSOR = 2048
 MAX_THREADS = 512
 WARP = 32
 MIN_VALUES, MAX_VALUES = 16, 256
-"""Values that a thread of a reduction adds up."""
+"""The number of values that one thread of a reduction adds up."""
 _ONE_BLOCK = (0, 0)
-"""Not empty, so that the number of events is the same at every batch size."""
+"""Two allocations of zero bytes, so that every batch size has the same number of events."""
 
 _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addbmm)
@@ -53,7 +53,7 @@ class Kernels:
             x, weight = args[1:3] if backward else args[:2]
             if self._convolution == "native":
                 return _native_convolution(x, weight, *(args[4:8] if backward else args[3:7]))
-            # cuDNN chooses an algorithm at run time. Assumed: a copy of the input in another layout.
+            # cuDNN chooses an algorithm at run time. This assumes a copy of the input in another layout.
             return (x.numel() * x.element_size(),)
         return ()
 

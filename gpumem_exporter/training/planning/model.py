@@ -35,7 +35,7 @@ def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
         with mode:
             model = job.make_model()
     except DataDependentOutputException:
-        # The factory reads values, as `torch.linspace(...).tolist()` does: build in memory, then replace the tensors.
+        # The factory reads values, for example with `.tolist()`: build the model in memory, then replace its tensors.
         model = job.make_model()
         if isinstance(model, nn.Module):
             _replace(model, mode.from_tensor)
@@ -57,7 +57,7 @@ def in_moving_order(module: nn.Module) -> list[nn.Module]:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast as `Module.to(dtype)` does, which refuses to swap fake parameters with other references."""
+    """Cast a model. `Module.to(dtype)` refuses to swap fake parameters with other references."""
     _replace(model, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 

@@ -14,7 +14,7 @@ __all__ = ["Change", "Plan", "Target", "accumulate"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a plan should reach.
+    """The target of a plan.
 
     Attributes:
         effective_batch: samples in one optimizer step over all devices; None means one batch of the largest size.
@@ -43,7 +43,7 @@ class Change:
 
     Attributes:
         name: the change.
-        reserved_peak_bytes: at the plan's batch size; None if the change is impossible.
+        reserved_peak_bytes: the reserved peak at the plan's batch size; None if the change is impossible.
         largest_batch: the largest batch that fits with the change; None if it is unknown.
         note: what the change costs, or why it is impossible.
     """
@@ -68,10 +68,10 @@ class Plan:
         devices: number of data-parallel processes.
         allocated_peak_bytes: the prediction for `torch.cuda.max_memory_allocated` at `batch`.
         reserved_peak_bytes: the prediction for `max_memory_reserved`.
-        breakdown: parameters, buffers, gradients, optimizer, activations and temporaries at the peak, and overhead:
-            what the allocator rounds up and caches.
-        highest: the peak of each kind; the kinds reach them at different times. Empty if only the peak is known.
-        changes: changes of the job that save memory, with their effect.
+        breakdown: parameters, buffers, gradients, optimizer, activations and temporaries at the peak. `overhead` is the
+            allocator's rounding and cache.
+        highest: the peak of each kind of memory, reached at different times. Empty if only the total is known.
+        changes: changes of the job that save memory, and their effects.
     """
 
     source: str
@@ -114,8 +114,8 @@ class Plan:
 def accumulate(largest_batch: int, target: Target) -> tuple[int, int]:
     """Return the batch size and the accumulation that reach a target effective batch.
 
-    They reach the target exactly if that takes less than twice the minimum number of passes. Otherwise they exceed it
-    slightly with the minimum number of passes.
+    The result reaches the target exactly if that takes less than twice the minimum number of passes. Otherwise it has
+    the minimum number of passes and slightly exceeds the target.
     """
     if target.effective_batch is None or largest_batch < 1:
         return max(1, largest_batch), 1

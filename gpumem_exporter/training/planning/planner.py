@@ -43,7 +43,7 @@ def plan(
         inputs: the arguments of the model, such as `float32[B,3,224,224]`.
         gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
         targets: the arguments of the loss after the model's output.
-        loss: see `job.Job`, also for the next five.
+        loss: see `job.Job`, also for the next five arguments.
         optimizer: a name, or a callable of the parameters.
         optimizer_options: keyword arguments of the optimizer.
         precision: of parameters and computation.
@@ -83,7 +83,7 @@ def plan_description(
     changes: bool = True,
     **options: Any,
 ) -> Plan:
-    """Plan a decoder-only transformer from its description; `options` are those of Job, the rest those of `plan`.
+    """Plan a decoder-only transformer from its description; `options` are those of Job, all others those of `plan`.
 
     Raises:
         ConfigurationError: an argument is invalid.
@@ -96,7 +96,7 @@ def plan_in_worker(job: Job, gpu: Gpu, target: Target, *, source: str = "model",
     """Run `plan_job` in a fresh interpreter.
 
     Raises:
-        ConfigurationError: the model fails on tensors without values, or the job cannot be passed on.
+        ConfigurationError: the model fails on tensors without values, or the job cannot be pickled.
     """
     return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes)
 
@@ -150,7 +150,7 @@ def _largest(job: Job, limit_bytes: int, target: Target) -> tuple[Sizing, int]:
     largest = sizing.largest(limit_bytes, target.multiple_of)
     if target.effective_batch is None or job.accumulation > 1 or largest * target.devices >= target.effective_batch:
         return sizing, largest
-    # Gradients that stay from pass to pass leave less memory. More than two passes take no more than two.
+    # Gradients that stay between passes leave less memory. More than two passes need the same memory as two.
     sizing = Sizing(job.changed(accumulation=2))
     return sizing, sizing.largest(limit_bytes, target.multiple_of)
 
@@ -168,11 +168,11 @@ def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target) -> Iter
     job, shards = base.job, max(2, target.devices)
     changed = []
     if not job.checkpointing:
-        changed.append(("checkpointing", Sizing(job.changed(checkpointing=True)), "forward once more in backward"))
+        changed.append(("checkpointing", Sizing(job.changed(checkpointing=True)), "repeats forward in backward"))
     if job.precision == "fp32":
         changed.append(("bf16 autocast", Sizing(job.changed(precision="bf16")), "parameters and optimizer stay fp32"))
     if not job.frozen:
-        note = "only the last layer is trained; an adapter adds its own few parameters"
+        note = "trains only the last layer; an adapter adds a few parameters"
         changed.append(("freezing", Sizing(job.changed(frozen=True)), note))
     note = "parameters, gradients and optimizer state; excludes the layer that is gathered"
     changed.append((f"sharding over {shards}", base.sharded(shards), note))

@@ -1,4 +1,4 @@
-"""Plans from training steps measured on this machine's GPU, for models that do not run on tensors without values."""
+"""Plans from training steps on this machine's GPU, for models that fail on tensors without values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Measured:
 
 
 def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
-    """Plan from steps measured on cuda:0 at a batch size and at half of it, by the line through both.
+    """Plan by the line through two measurements on cuda:0: at a batch size and at half of it.
 
     Uses CUDA and resets the peak statistics of this process.
 
@@ -52,7 +52,7 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
         raise ConfigurationError(f"batch {batch} does not fit: measure a smaller one with --batch") from error
     span = batch - batch // 2
     slope = max(1, -(-(large.allocated - small.allocated) // span))
-    # What the allocator rounds up and caches grows with what is allocated.
+    # The allocator's rounding and cache grow with the allocated bytes.
     slack = large.reserved / max(1, large.allocated)
     fixed = large.allocated - slope * batch
     limit = gpu.free_bytes * target.margin / slack

@@ -1,4 +1,4 @@
-"""The search for the largest batch size that fits, by a few traces and lines through them."""
+"""Searches for the largest batch size that fits, with a few traces and lines through them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Sizing:
         return self._traces[batch]
 
     def sharded(self, shards: int) -> Sizing:
-        """Return the sizing with parameters, gradients and optimizer state divided over a number of devices."""
+        """Return the sizing with parameters, gradients and optimizer state divided by the number of devices."""
         return _Sharded(self, shards)
 
     def _make(self, batch: int) -> Trace:
@@ -43,7 +43,7 @@ class Sizing:
         return trace_job(self.job, batch)
 
     def peaks(self, batch: int, free_bytes: int | None = None) -> Peaks:
-        """Return the peaks on a device with that many free bytes; None means unlimited."""
+        """Return the peaks on a device with this number of free bytes; None means unlimited."""
         key = batch, free_bytes
         if key not in self._peaks:
             self._peaks[key] = replay(self.trace(batch), free_bytes)
@@ -53,7 +53,7 @@ class Sizing:
         """Return the largest batch size that runs within the limit; 0 if no size does.
 
         A size fits even if the allocator has to flush its cache. A line through the traces of two sizes estimates the
-        largest. The trace of the estimate decides whether it fits, and is one end of the next line.
+        largest size. The trace of the estimate shows whether it fits, and is one end of the next line.
         """
         line = self._line(_NEAR * multiple_of, _FAR * multiple_of)
         fits = self._fitting(limit_bytes, multiple_of)
@@ -84,7 +84,7 @@ def _largest(line: Line, limit_bytes: int, multiple_of: int, low: int, high: int
     """Return the largest number of units from `low` to below `high` that fits according to a line."""
     step = 1
     while high - low > 1:
-        # Doubling steps, because the replay of a large batch takes longest.
+        # The steps double, so that few large batches are replayed: they take longest.
         middle = min(low + step, (low + high) // 2)
         if replay(line.at(middle * multiple_of), limit_bytes).out_of_memory:
             high = middle

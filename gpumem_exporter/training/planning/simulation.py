@@ -41,13 +41,13 @@ def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
         with mode, cuda_rules(job.attention), tracer:
             move(model, tracer)
             train(job, model, batch, steps, "cpu", _Kinds(tracer))
-        # The tensors that are still alive are freed after this, in an arbitrary order.
+        # Must be read here: afterwards the remaining tensors are freed in an arbitrary order.
         return tracer.trace.ordered()
 
 
 @contextmanager
 def quiet(what: str) -> Iterator[None]:
-    """Suppress PyTorch's warnings and logs, and garbage collection, whose timing differs from run to run.
+    """Suppress PyTorch's warnings and logs, and garbage collection, whose timing varies.
 
     Raises:
         ConfigurationError: the code in the block failed; `what` names it.

@@ -38,7 +38,7 @@ class Watch(Protocol):
 
 
 def train(job: Job, model: nn.Module, batch: int, steps: int, device: str, watch: Watch) -> None:
-    """Train for a few steps. As in a plain script, a tensor lives until its variable is assigned again."""
+    """Train for a few steps. As in a plain script, a tensor lives until its variable is reassigned."""
     optimizer, counts_on_device = _optimizer(job, model)
     autocast = job.precision in ("bf16", "fp16")
     for _ in range(steps):

@@ -1,4 +1,4 @@
-"""The allocations and frees of a few training steps, and what the caching allocator reserves for them.
+"""The allocations and frees of a few training steps, and the memory that the caching allocator reserves.
 
 `core.allocator_model` is the allocator. Its own tests compare it with PyTorch's.
 """
@@ -13,7 +13,7 @@ from gpumem_exporter.core.allocator_model import Block, CachingAllocator, Simula
 __all__ = ["KINDS", "Line", "Peaks", "Trace", "blend", "replay"]
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temporaries")
-"""The purposes of allocations. The forward pass and its batch make activations; all else is temporary."""
+"""The purposes of allocations. Activations come from the forward pass and its batch, temporaries from all else."""
 
 
 @dataclass(slots=True)
@@ -118,7 +118,7 @@ class Peaks:
     """The values of `torch.cuda.max_memory_allocated` and `max_memory_reserved` at the end of a trace.
 
     Attributes:
-        out_of_memory: the job ended with an out-of-memory error; the peaks are those until then.
+        out_of_memory: whether the job ended with an out-of-memory error. The peaks are those until then.
     """
 
     allocated_bytes: int
@@ -146,7 +146,7 @@ class _Device:
 
 
 def replay(trace: Trace, free_bytes: int | None = None) -> Peaks:
-    """Run a trace through the allocator, on a device with that many free bytes; None means unlimited."""
+    """Run a trace through the allocator, on a device with this number of free bytes; None means unlimited."""
     allocator = CachingAllocator(_Device(free_bytes))
     blocks: dict[int, Block] = {}
     out_of_memory = False

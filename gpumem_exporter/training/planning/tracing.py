@@ -22,7 +22,7 @@ __all__ = ["Tracer"]
 
 
 _SINGLE_USE = 2
-"""The use count of a storage that one tensor refers to, while Python reads it."""
+"""The use count of a storage with a single tensor, including the reference of this code."""
 
 
 class Tracer(TorchDispatchMode):
@@ -44,8 +44,8 @@ class Tracer(TorchDispatchMode):
         self.in_backward = False
         self.ignore_scalars = False
         self._kernels = kernels
-        self._numbers: dict[int, int] = {}  # of the allocation, by storage
-        self._storages: dict[int, int] = {}  # how many share an allocation, by its number
+        self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
+        self._storages: dict[int, int] = {}  # the number of storages that share an allocation, by its number
 
     def mark(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Set the kind of tensors. New ones are allocated now, as `.to(device)` does."""

@@ -1,4 +1,4 @@
-"""The transformer of a Description: pre-norm, fused attention, the embedding tied to the output."""
+"""The transformer of a Description: pre-norm, fused attention, output weights tied to the embedding."""
 
 from __future__ import annotations
 

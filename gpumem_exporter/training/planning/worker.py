@@ -31,7 +31,7 @@ _START = (
     "from gpumem_exporter.training.planning import worker; worker.main()"
 )
 _SCRIPT = "__gpumem_script__"
-"""The name under which the worker imports the caller's script, so that its `__main__` guard keeps it from running."""
+"""The name under which the worker imports the caller's script. Code under a `__main__` guard does not run then."""
 
 _in_worker = False
 
@@ -49,7 +49,7 @@ class _Setup:
 
     Attributes:
         main: the caller's `__main__` as the name of a module; None for a script.
-        script: the path of the caller's script; None where there is none, as in a notebook.
+        script: the path of the caller's script; None without a script, as in a notebook.
         torch: settings of PyTorch that change a plan.
     """
 
@@ -89,13 +89,13 @@ def run_in_worker(
 
     Args:
         function: a module-level function.
-        arguments: pickled, and with cloudpickle where pickle cannot.
+        arguments: the arguments of the function; pickled, with cloudpickle if pickle fails.
         uses_cuda: let the worker see the GPUs.
         options: keyword arguments of the function.
 
     Raises:
         ConfigurationError: the function raised one, the arguments cannot be pickled, or the worker was killed.
-        RuntimeError: the function raised another error. The cause of both is a WorkerError.
+        RuntimeError: the function raised another error. The cause of either error is a WorkerError.
     """
     if _in_worker:
         raise ConfigurationError(
@@ -116,7 +116,7 @@ def run_in_worker(
     if not ended.stdout:
         code = ended.returncode
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        raise ConfigurationError(f"the process that ran the model ended with {how} and without a result")
+        raise ConfigurationError(f"the planner's process ended with {how} and returned no result")
     outcome: _Outcome = pickle.loads(ended.stdout)  # noqa: S301 - from the process started above
     if outcome.error is None:
         return cast(_Result, outcome.value)
@@ -125,7 +125,7 @@ def run_in_worker(
 
 
 def named(text: str) -> Any:
-    """Stand for the callable `package.module:name`. Only the worker imports it, when it unpickles this object.
+    """Return a placeholder for the callable `package.module:name`. The worker imports it when it unpickles it.
 
     Raises:
         ConfigurationError: the text does not name a module and a callable.
@@ -192,7 +192,7 @@ def _dump(call: Any, setup: _Setup) -> bytes:
 
 
 def main() -> None:
-    """Serve one request, in the worker."""
+    """Serve one request, as the worker."""
     global _in_worker
     _in_worker = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:

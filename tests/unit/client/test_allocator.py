@@ -17,7 +17,7 @@ def _stat(current: int, freed: int = 0) -> dict[str, Any]:
 
 
 class C:
-    """`torch._C` of a release: one device, 100 MiB reserved, of which 40 allocated and 10 in split blocks."""
+    """`torch._C` of a release. One device has 100 MiB reserved, 40 of them allocated and 10 in split blocks."""
 
     def __init__(self) -> None:
         self.listings = 0
@@ -53,7 +53,7 @@ class C:
 
 
 class NewC(C):
-    """With what 2.9 and 2.10 added."""
+    """`torch._C` with the functions that 2.9 and 2.10 added."""
 
     def _accelerator_getDeviceStats(self, index: int) -> dict[str, Any]:  # noqa: N802 - torch's name
         return self._statistics()
@@ -63,7 +63,7 @@ class NewC(C):
 
 
 class Torch:
-    """A torch whose snapshot is one classic segment a pool, wholly free except the default pool's."""
+    """A torch whose snapshot has one classic segment per pool, wholly free except that of the default pool."""
 
     __version__ = "2.x"
 

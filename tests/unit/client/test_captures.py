@@ -14,7 +14,7 @@ from gpumem_exporter.client.hooks import graph_captures
 
 
 class Bench:
-    """A graph class as torch's, watched, and a thread beside this one in which the captures run."""
+    """A class like torch's CUDAGraph, a watch of its captures, and a second thread in which they run."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, end: str = "capture_end_pre") -> None:
         self.capturing: set[int] = set()
@@ -22,7 +22,7 @@ class Bench:
         bench = self
 
         class CUDAGraph:
-            """Knows its pool once it has been captured, and until it is reset."""
+            """Has a pool from its capture until its reset."""
 
             id: tuple[int, int] | None = None
 
@@ -56,7 +56,7 @@ class Bench:
         return self.other.submit(work, *args, **named).result()
 
     def begin(self, graph: Any, pool: tuple[int, int] = (1, 0), **named: Any) -> None:
-        """In the other thread, as the end."""
+        """Start a capture in the second thread, as `end` ends it there."""
         self.elsewhere(graph.capture_begin, pool, **named)
 
     def end(self, graph: Any, **named: Any) -> None:
@@ -125,7 +125,7 @@ def test_two_captures_at_once_are_under_way_until_both_have_ended(bench: Bench) 
     assert not bench.elsewhere(bench.under_way)
 
 
-def test_a_graphs_pool_is_dead_when_the_last_graph_in_it_is(bench: Bench) -> None:
+def test_a_pool_is_dead_when_its_last_graph_is_deleted(bench: Bench) -> None:
     first, second = bench.capture((1, 0)), bench.capture((1, 0))
     assert not bench.captures.dead_pools()
     del first
@@ -141,13 +141,13 @@ def test_a_graph_that_was_reset_or_captured_again_no_longer_uses_its_old_pool(be
     assert set(bench.captures.dead_pools()) == {(1, 0), (2, 0)}
 
 
-def test_a_pool_that_the_user_made_is_never_called_dead(bench: Bench) -> None:
+def test_a_pool_of_the_user_never_counts_as_dead(bench: Bench) -> None:
     graph = bench.capture((0, 4))
     del graph
     assert not bench.captures.dead_pools()
 
 
-def test_no_pool_is_called_dead_while_a_graph_exists_whose_capture_did_not_complete(bench: Bench) -> None:
+def test_no_pool_counts_as_dead_while_a_graph_with_an_incomplete_capture_exists(bench: Bench) -> None:
     dead = bench.capture((1, 0))
     del dead
     failed = bench.graph_class()
@@ -161,7 +161,7 @@ def test_no_pool_is_called_dead_while_a_graph_exists_whose_capture_did_not_compl
     assert bench.captures.version() != version
 
 
-def test_the_version_changes_with_each_death_and_only_then(bench: Bench) -> None:
+def test_the_version_changes_exactly_when_a_pool_dies(bench: Bench) -> None:
     graphs = [bench.capture((number, 0)) for number in range(1, 4)]
     versions = {bench.captures.version() for _ in range(3)}
     while graphs:
@@ -198,8 +198,8 @@ def test_a_capture_that_started_before_the_watch_is_under_way_in_its_own_thread(
     assert bench.elsewhere(bench.under_way)
 
 
-def test_a_capture_is_assumed_while_the_driver_forbids_the_question() -> None:
-    def forbidden() -> bool:
+def test_a_capture_is_assumed_while_the_driver_rejects_the_query() -> None:
+    def rejected() -> bool:
         raise RuntimeError("operation would make the legacy stream depend on a capturing blocking stream")
 
-    assert Captures(forbidden).under_way
+    assert Captures(rejected).under_way

@@ -74,7 +74,7 @@ def test_auto_clean_stops_if_the_freed_memory_is_reserved_again(caplog: pytest.L
     for step in range(500):
         if cleaner.look():
             cleared_at.append(step)
-        heap.reclaimable = GIB  # all of it is reserved again
+        heap.reclaimable = GIB  # all freed bytes are reserved again
     assert cleared_at == [0, 20, 60]  # the cooldown doubles, and after three it ends
     assert cleaner.stopped
     assert cleaner.clears == 3
@@ -148,7 +148,7 @@ BAD = {
     "": ["expandable_segments:True"],
     " , ": ["expandable_segments:True"],
 }
-"""Invalid lines, and the words of the error: the name, the value, and what is accepted."""
+"""Invalid lines, and words that the error contains: the name, the value, and the accepted values."""
 
 
 @pytest.mark.parametrize("line", GOOD)

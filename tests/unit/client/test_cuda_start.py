@@ -71,7 +71,7 @@ class Asked:
         asked.append(name)
 
 class Slow(list):
-    # a thread waits between two finders: in a finder's own code it would hold the lock of the import system
+    # the thread waits between two finders, because a finder's own code runs under the import lock
     def __iter__(self):
         for finder in list.__iter__(self):
             if threading.current_thread() is thread:
@@ -150,7 +150,7 @@ class Unchangeable(Loader):
         raise AttributeError(name)
 
 class Wrapping:
-    # as wrapt's, with what others hook imports: what is set on it is set on what it wraps
+    # a proxy like wrapt's: an attribute set on it is set on the wrapped object
     def __init__(self, wrapped):
         self.__dict__.update(wrapped=wrapped, exec_module=lambda module: self.wrapped.exec_module(module))
     def __getattr__(self, name):

@@ -118,7 +118,7 @@ def test_the_source_line_shows_that_a_tensor_is_moved() -> None:
     at = traceback
     while at.tb_next is not None and at.tb_next.tb_next is not None:
         at = at.tb_next
-    at.tb_next = None  # a method of torch is in C and has no frame: cut off the frame of the method above
+    at.tb_next = None  # torch's method is in C and has no frame: remove the frame of its stand-in
     origin = origin_of(traceback)
     assert origin.phase == "data transfer"
     assert __file__ in origin.place
@@ -205,7 +205,7 @@ def test_expandable_segments_are_not_advised_if_in_use() -> None:
 
 
 def test_the_expected_growth_of_the_block_counts_if_it_is_more_than_the_request() -> None:
-    # half a GiB was missing for this request, but four more GiB were to follow
+    # this request lacked half a GiB, and the block needed four GiB more
     values = _with(
         phase="forward",
         other_processes=((1, GIB),),

@@ -36,7 +36,7 @@ def test_a_clear_is_measured_before_and_after(bench: Bench) -> None:
     assert (device.device_free_before_bytes, device.device_free_after_bytes) == (900, 990)
 
 
-def test_freed_is_what_the_allocator_gave_back_even_if_another_thread_reserved_anew(bench: Bench) -> None:
+def test_freed_bytes_exclude_what_another_thread_reserves_during_the_clear(bench: Bench) -> None:
     clear = bench.allocator.empty_cache
 
     def clear_while_another_thread_allocates() -> None:
@@ -48,26 +48,24 @@ def test_freed_is_what_the_allocator_gave_back_even_if_another_thread_reserved_a
     assert (device.reserved_after_bytes, device.freed_bytes) == (510, 90)
 
 
-def test_without_a_count_of_freed_bytes_the_difference_of_reserved_is_what_was_freed(bench: Bench) -> None:
-    count = bench.allocator.state
+def test_without_a_counter_of_freed_bytes_the_difference_of_reserved_bytes_counts(bench: Bench) -> None:
+    state_of = bench.allocator.state
 
-    def without_count(index: int) -> dict[str, Any]:
-        state: dict[str, Any] = count(index)
+    def without_counter(index: int) -> dict[str, Any]:
+        state: dict[str, Any] = state_of(index)
         del state["reserved_bytes"]["all"]["freed"]
         return state
 
-    bench.allocator.state = without_count
+    bench.allocator.state = without_counter
     (device,) = bench.run().devices
     assert device.freed_bytes == 90
 
 
-def test_where_the_program_sets_the_counts_back_meanwhile_the_difference_of_reserved_is_what_was_freed(
-    bench: Bench,
-) -> None:
-    count, clear, base = bench.allocator.state, bench.allocator.empty_cache, 1000
+def test_after_a_counter_reset_during_the_clear_the_difference_of_reserved_bytes_counts(bench: Bench) -> None:
+    state_of, clear, base = bench.allocator.state, bench.allocator.empty_cache, 1000
 
-    def counted_from_before(index: int) -> dict[str, Any]:
-        state: dict[str, Any] = count(index)
+    def with_earlier_frees(index: int) -> dict[str, Any]:
+        state: dict[str, Any] = state_of(index)
         state["reserved_bytes"]["all"]["freed"] += base
         return state
 
@@ -76,59 +74,59 @@ def test_where_the_program_sets_the_counts_back_meanwhile_the_difference_of_rese
         clear()
         base = 0
 
-    bench.allocator.state, bench.allocator.empty_cache = counted_from_before, clear_while_another_thread_resets
+    bench.allocator.state, bench.allocator.empty_cache = with_earlier_frees, clear_while_another_thread_resets
     (device,) = bench.run().devices
     assert device.freed_bytes == 90
 
 
-def test_what_an_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:
+def test_a_feature_that_the_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.")
     result = bench.run()
     assert result.outcome == "unsupported"
     assert str(bench.allocator.error) in result.reason
 
 
-def test_a_command_that_comes_twice_runs_once_and_answers_the_same(bench: Bench) -> None:
+def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench) -> None:
     assert bench.run() == bench.run()
     assert bench.allocator.cleared == 1
     bench.run(id="another")
     assert bench.allocator.cleared == 2
 
 
-def test_a_command_that_came_too_late_is_not_run(bench: Bench) -> None:
+def test_a_command_after_its_deadline_does_not_run(bench: Bench) -> None:
     bench.now += 30.0
     assert bench.run().outcome == "expired"
     assert bench.allocator.cleared == 0
 
 
-def test_nothing_is_done_while_a_graph_is_being_captured(bench: Bench) -> None:
+def test_a_command_is_refused_while_a_graph_is_being_captured(bench: Bench) -> None:
     bench.allocator.capturing = True
     result = bench.run()
     assert (result.outcome, result.reason_code) == ("refused", "cuda_graph_capture")
     assert bench.allocator.cleared == 0
 
 
-def test_an_action_of_a_newer_exporter_is_unsupported_and_the_known_are_named(bench: Bench) -> None:
+def test_an_unknown_action_is_unsupported_and_the_result_names_the_known_actions(bench: Bench) -> None:
     result = bench.run("defragment")
     assert result.outcome == "unsupported"
     assert {"empty_cache", "collect_garbage", "reset_peak"} <= set(bench.executor.actions)
     assert [action for action in bench.executor.actions if action not in result.reason] == []
 
 
-def test_what_torch_raises_is_the_result(bench: Bench) -> None:
+def test_an_error_of_torch_is_the_result(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDA error: misaligned address")
     result = bench.run()
     assert (result.outcome, result.reason) == ("failed", f"RuntimeError: {bench.allocator.error}")
 
 
-def test_peaks_are_reset_on_the_devices_meant_alone(bench: Bench) -> None:
+def test_only_the_peaks_of_the_target_devices_are_reset(bench: Bench) -> None:
     bench.run("reset_peak", uuids=("GPU-elsewhere",))
     assert bench.allocator.resets == []
     bench.run("reset_peak", id="b", uuids=("GPU-0",))
     assert bench.allocator.resets == [0]
 
 
-def test_garbage_is_collected_only_when_asked_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_is_collected_only_on_request(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[str] = []
     monkeypatch.setattr("gc.collect", lambda: collected.append("gc"))
     bench.run()
@@ -140,13 +138,13 @@ def test_garbage_is_collected_only_when_asked_for(bench: Bench, monkeypatch: pyt
     assert bench.allocator.cleared == 2
 
 
-def test_results_are_remembered_boundedly(bench: Bench) -> None:
+def test_the_last_64_results_are_kept(bench: Bench) -> None:
     for number in range(200):
         bench.run("collect_garbage" if number == 0 else "reset_peak", id=str(number))
     assert [number for number in range(200) if bench.executor.known(str(number))] == [*range(136, 200)]
 
 
-def test_a_command_leaves_the_switch_interval_of_the_interpreter_alone(bench: Bench) -> None:
+def test_a_command_does_not_change_the_switch_interval_of_the_interpreter(bench: Bench) -> None:
     before = sys.getswitchinterval()
     during: list[float] = []
     bench.allocator.empty_cache = lambda: during.append(sys.getswitchinterval())

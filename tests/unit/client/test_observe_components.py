@@ -14,7 +14,7 @@ from gpumem_exporter.client.hooks.steps import Steps
 from gpumem_exporter.client.measure.components import Watch
 from gpumem_exporter.client.measure.observed import Observed, WatchedBytes
 from gpumem_exporter.client.measure.summary import DeviceSummary, Summary, settings_in_force
-from gpumem_exporter.client.sizes import human_bytes, human_growth
+from gpumem_exporter.units import human_bytes, human_growth
 from tests.support.waiting import patient
 
 
@@ -62,7 +62,7 @@ def test_each_listener_is_called_at_a_step_until_it_stops() -> None:
 
 
 class Kept:
-    """Something that listens as long as it lives, and refers to itself: the garbage collector ends it."""
+    """A listener that stops when it is deleted. It refers to itself, so only the garbage collector deletes it."""
 
     def __init__(self, steps: Steps) -> None:
         self.itself = self
@@ -76,9 +76,9 @@ def test_the_garbage_collector_may_end_a_listener_while_others_are_called() -> N
     thresholds, enabled = gc.get_threshold(), gc.isenabled()
     gc.disable()
     try:
-        for later in range(12):  # the collection begins at another object each time
+        for later in range(12):  # the collection starts at another object each time
             references = [Kept(steps).reference for _ in range(30)]
-            pairs = [(number, number) for number in range(2500)]  # none is left that the next could be made of
+            pairs = [(number, number) for number in range(2500)]  # uses up the free list of tuples
             gc.set_threshold(gc.get_count()[0] + later)
             gc.enable()
             steps.mark()
@@ -99,7 +99,7 @@ def test_setting_components_waits_for_no_lock() -> None:
     ended = []
 
     def read(_: int) -> None:
-        """Run while the lock is held."""
+        """Run under the lock."""
         watch.start()
         watch.join(patient(60))
         ended.append(not watch.is_alive())

@@ -1,4 +1,4 @@
-"""The driver's process lists as `summary` reads them, in the layouts that drivers have written."""
+"""The driver's process lists as `summary` reads them, in the layouts of all drivers."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Driver:
     def __init__(self, entries: list[tuple[int, int]], layout: struct.Struct = SHORT) -> None:
         self.entries = entries
         self.layout = layout
-        self.asked = 0
+        self.calls = 0
 
     def __call__(self, device: Any, count: Any, buffer: Any) -> int:
-        self.asked += 1
+        self.calls += 1
         room, count._obj.value = count._obj.value, len(self.entries)
         if room < len(self.entries):
             return INSUFFICIENT_SIZE
@@ -40,10 +40,10 @@ def test_every_layout_and_length_of_list_is_read(layout: struct.Struct, count: i
     entries = [(pid, pid << 20) for pid in range(1, count + 1)]
     driver = Driver(entries, layout)
     assert process_list(driver, ctypes.c_void_p()) == entries
-    assert driver.asked == (1 if count <= 128 else 2)
+    assert driver.calls == (1 if count <= 128 else 2)
 
 
-def test_a_list_that_the_device_does_not_have_is_none() -> None:
+def test_an_unsupported_list_is_none() -> None:
     assert process_list(lambda *_: NOT_SUPPORTED, ctypes.c_void_p()) is None
 
 
@@ -58,15 +58,15 @@ def missing(*_: Any) -> int:
     return NOT_SUPPORTED
 
 
-def test_a_process_on_several_lists_counts_once_and_one_of_unknown_use_stays_unknown() -> None:
+def test_a_process_on_several_lists_counts_once_and_unknown_bytes_stay_unknown() -> None:
     compute, graphics = Driver([(1, 100), (2, UNKNOWN), (0, 7), (4, UNKNOWN)]), Driver([(1, 120), (3, 5), (4, 9)])
     processes = processes_of_device(Nvml(compute, graphics, missing), ctypes.c_void_p())
     assert processes == {1: 120, 2: None, 3: 5, 4: 9}
 
 
-def test_without_the_list_of_computing_processes_nothing_is_said_of_any() -> None:
+def test_without_the_list_of_compute_processes_all_processes_are_unknown() -> None:
     assert processes_of_device(Nvml(missing, Driver([(1, 2)]), missing), ctypes.c_void_p()) is None
 
 
-def test_a_device_that_has_no_uuid_is_not_asked_about() -> None:
+def test_a_device_without_a_uuid_is_not_queried() -> None:
     assert read_driver("").process_bytes is None

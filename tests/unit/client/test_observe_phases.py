@@ -1,4 +1,4 @@
-"""Bounds of the peaks of phases, compared with the complete course of an allocator."""
+"""Bounds of the peaks of phases, compared with all values of an allocator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import patient
 
 
 class Device:
-    """PyTorch's statistics of one device, with its one peak, and the complete course of allocated bytes."""
+    """PyTorch's statistics of one device, with their single peak, and all values of the allocated bytes."""
 
     def __init__(self) -> None:
         self.allocated = self.peak = 0

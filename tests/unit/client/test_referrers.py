@@ -11,17 +11,17 @@ from gpumem_exporter.client.leaks.referrers import NO_REFERRER, Referrers
 
 
 class Thing:
-    """Something that is referred to."""
+    """A target of references."""
 
 
 class Holder:
-    """Shows nothing of itself."""
+    """Fails the test if its own code runs."""
 
     def __init__(self, thing: Thing) -> None:
         self.things = [thing]
 
     def __getattr__(self, name: str) -> None:
-        raise AssertionError(f"{name} was asked for")
+        raise AssertionError(f"{name} was read")
 
     def __eq__(self, other: object) -> bool:
         raise AssertionError("it was compared")
@@ -87,7 +87,7 @@ def test_the_holder_of_an_object_is_named(name: str) -> None:
     kept.clear()
     holder = make()
     try:
-        # found in the frame of another function: a local variable here would be the holder
+        # found in another function's frame, because a local variable here would be a referrer
         target = id(find(holder))
         described = _described_by_id(holder, find)
         assert re.match(expected, described[target]), described
@@ -100,7 +100,7 @@ def _described_by_id(holder: object, find: Callable[[object], object]) -> dict[i
 
 
 def _local_list() -> str:
-    # no assertion here: pytest asks for locals() in those, and such frames are left alone
+    # no assertion here: pytest calls locals() in frames with assertions, and the search skips such frames
     others = [Thing()]
     return next(iter(Referrers().describe([others[0]], time.thread_time() + 60).values()))
 

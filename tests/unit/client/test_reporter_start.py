@@ -39,7 +39,7 @@ def test_a_signal_handler_may_stop_a_reporter_that_is_starting(
 
     def interrupted(thread: threading.Thread) -> None:
         if thread.name == "gpumem-reporter":
-            reporter.stop()  # as a handler does that Python calls in the starting thread
+            reporter.stop()  # as a signal handler in the starting thread would
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)

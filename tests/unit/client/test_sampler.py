@@ -56,7 +56,7 @@ def test_while_steps_run_one_step_per_report_takes_the_sample(bench: Bench) -> N
 def test_no_sample_is_older_than_two_steps(bench: Bench, seconds: float) -> None:
     bench.report()
     reported, stepped, paced = bench.now, bench.now, 0
-    for _ in range(600):  # reports and steps as they come
+    for _ in range(600):  # reports and steps in the order of their times
         report_next, step_next = reported + 1.0, stepped + seconds * (1.0 + 0.2 * (bench.allocator.looks % 2))
         bench.now = min(report_next, step_next)
         if bench.now == step_next:

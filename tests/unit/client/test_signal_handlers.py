@@ -24,7 +24,7 @@ from tests.support.fake_allocator import FakeAllocator
 
 
 class TooLateError(Exception):
-    """An error of the user's code, raised when its time is over."""
+    """An error that the user's signal handler raises after a timeout."""
 
 
 def too_late(number: int, frame: object) -> None:

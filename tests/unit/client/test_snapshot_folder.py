@@ -1,4 +1,4 @@
-"""The folder of snapshots, which are pickles: a user who could change one could run code as another user."""
+"""The folder of snapshots is private: they are pickles, so a user who changes one could run code as another user."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpumem_exporter.wire.protocol import SnapshotFile
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of this user among the temporary files, which does not exist yet."""
     monkeypatch.setattr(snapshot_file.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setenv("GPUMEM_SNAPSHOT_DIR", " ")  # as templates leave it: not set
+    monkeypatch.setenv("GPUMEM_SNAPSHOT_DIR", " ")  # a blank value counts as not set
     return snapshot_file.snapshot_folder()
 
 

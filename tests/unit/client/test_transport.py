@@ -18,7 +18,7 @@ from tests.support.waiting import patient
 
 @contextlib.contextmanager
 def recording_peer() -> Iterator[tuple[int, list[list[str]]]]:
-    """A server for one connection: its port, and the lines of each request's head, in the order of arrival."""
+    """Run a server for one connection. Yields its port and the header lines of each received request."""
     heads: list[list[str]] = []
 
     def answer() -> None:
@@ -38,7 +38,7 @@ def recording_peer() -> Iterator[tuple[int, list[list[str]]]]:
 
 
 def head(login: str, **headers: str) -> tuple[int, list[str]]:
-    """The port of a peer, and the lines of a request's head that reached it with this login in the URL."""
+    """Send a request with this login in the URL. Returns the server's port and the received header lines."""
     with recording_peer() as (port, heads):
         connection = Connection(f"http://{login}127.0.0.1:{port}", timeout_seconds=patient(30))
         with contextlib.closing(connection):
@@ -56,20 +56,20 @@ def head(login: str, **headers: str) -> tuple[int, list[str]]:
         ("https://ada:secret@node:9844", ("node", 9844)),
     ],
 )
-def test_a_url_says_where_the_exporter_is(url: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, int]] = []
+def test_a_url_contains_host_and_port(url: str, address: tuple[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    resolved: list[tuple[str, int]] = []
 
     def resolve(host: bytes, port: int, *_: object) -> None:
-        asked.append((host.decode(), port))
+        resolved.append((host.decode(), port))
         raise socket.gaierror("no such host")
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(ExporterUnreachableError):
         Connection(url, timeout_seconds=1).request("GET", "/")
-    assert asked == [address]
+    assert resolved == [address]
 
 
-def test_the_path_of_a_unix_socket_may_hold_an_at_sign(tmp_path: Path) -> None:
+def test_the_path_of_a_unix_socket_may_contain_an_at_sign(tmp_path: Path) -> None:
     path = tmp_path / "a@b.sock"
     with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(path))
@@ -99,21 +99,21 @@ def test_the_path_of_a_unix_socket_may_hold_an_at_sign(tmp_path: Path) -> None:
         "unix:relative",
     ],
 )
-def test_what_is_no_exporters_url_is_refused_with_the_forms_that_there_are(url: str) -> None:
+def test_an_invalid_url_is_rejected_with_the_accepted_forms(url: str) -> None:
     with pytest.raises(ConfigurationError, match=r"http://host:port.*https://host:port.*unix:///"):
         Connection(url, timeout_seconds=1)
 
 
-def test_a_password_in_a_url_is_sent_and_neither_shown_nor_part_of_the_host() -> None:
+def test_a_password_in_a_url_is_sent_but_appears_in_no_error_and_no_host_header() -> None:
     port, sent = head("ada:s%3Aecr%40t@")
     assert f"Host: 127.0.0.1:{port}" in sent
     assert f"Authorization: Basic {base64.b64encode(b'ada:s:ecr@t').decode()}" in sent
-    with pytest.raises(ConfigurationError) as refused:
+    with pytest.raises(ConfigurationError) as error:
         Connection("https://ada:secret@node:1/path", timeout_seconds=1)
-    assert "secret" not in str(refused.value)
+    assert "secret" not in str(error.value)
 
 
-def test_a_token_goes_before_a_password() -> None:
+def test_a_token_takes_precedence_over_a_password() -> None:
     _, sent = head("ada:secret@", Authorization="Bearer token")
     assert [line for line in sent if line.startswith("Authorization")] == ["Authorization: Bearer token"]
 
@@ -132,7 +132,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert shown_url(url) == shown
 
 
-def test_only_who_speaks_tls_pays_for_it() -> None:
+def test_ssl_is_imported_only_for_https() -> None:
     code = (
         "import sys, gpumem_exporter.wire.http as t, gpumem_exporter.client.reporter.worker\n"
         "[t.Connection(url, timeout_seconds=1) for url in ('http://127.0.0.1:1', 'unix:///run/none.sock')]\n"
