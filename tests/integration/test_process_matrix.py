@@ -150,52 +150,6 @@ def test_values_are_on_the_right_device_whatever_its_cuda_index(
 # Reporters
 
 
-def test_the_later_of_two_copies_of_the_package_reports_and_nothing_counts_twice(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
-) -> None:
-    vendor = tmp_path / "vendor"
-    vendor.mkdir()
-    (vendor / "vendored").mkdir()
-    (vendor / "vendored" / "__init__.py").touch()
-    (vendor / "vendored" / "gpumem_exporter").symlink_to(REPOSITORY / "gpumem_exporter")
-    exporter = start_exporter(node, *QUICK)
-    process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    process.call("start_client", workload="own")
-    process.exec(
-        # a copy under another name: its own modules, its own reporter
-        "import importlib, sys\n"
-        "sys.path.insert(0, folder)\n"
-        "own = [name for name in sys.modules if name.split('.')[0] == 'gpumem_exporter']\n"
-        "kept = {name: sys.modules.pop(name) for name in own}\n"
-        "copy = importlib.import_module('gpumem_exporter.client')\n"
-        "for name in [name for name in sys.modules if name.split('.')[0] == 'gpumem_exporter']:\n"
-        "    sys.modules['vendored.' + name] = sys.modules.pop(name)\n"
-        "sys.modules.update(kept)\n"
-        "copy.start(workload='vendored')\n"
-        "result = copy is kept['gpumem_exporter.client']",
-        folder=str(vendor),
-    )
-    process.call("alloc", nbytes=64 * MIB)
-    threads = "import threading; result = [t.name for t in threading.enumerate()].count('gpumem-reporter')"
-    assert process.exec(threads) == 2
-    wait_for(
-        lambda: exporter.metrics().values("gpumem_reports_total", outcome="superseded"),
-        "the earlier reporter to be rejected",
-    )
-    seen = set()
-    reports = exporter.metrics().value("gpumem_reports_total", outcome="accepted")
-    while exporter.metrics().value("gpumem_reports_total", outcome="accepted") < reports + 15:
-        metrics = exporter.metrics()
-        metrics.assert_ledgers_add_up()
-        (labels,) = [dict(labels) for labels in metrics.samples["gpumem_torch_allocated_bytes"]]
-        seen.add(labels["workload"])
-        assert metrics.values("gpumem_torch_allocated_bytes") == [64 * MIB]
-    assert len(seen) == 1, "both reporters were shown"
-    process.call("free")
-    (row,) = exporter.act("empty_cache", target={"pid": process.pid})["results"]
-    assert row["freed_bytes"] == 64 * MIB
-
-
 SPAWN = """
 import multiprocessing
 context = multiprocessing.get_context('spawn')
