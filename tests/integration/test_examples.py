@@ -53,6 +53,7 @@ def test_every_tool_works_without_a_gpu_and_an_exporter(start_torch: StartTorch,
     assert start_torch().exec(load, path=str(tmp_path / "last.pt")) == ["model", "optimizer"]
 
 
+@pytest.mark.slow
 def test_every_tool_works_on_a_gpu_and_the_exporter_shows_its_measurements(
     node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
 ) -> None:
