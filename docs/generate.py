@@ -12,7 +12,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpumem_exporter.cli.main import COMMANDS, PROGRAM, main
+from gpumem_exporter.cli.main import main
+from gpumem_exporter.cli.program import COMMANDS, PROGRAM
 from gpumem_exporter.collectors.catalog import METRICS, Metric
 
 HERE = Path(__file__).resolve().parent

@@ -15,8 +15,8 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
-from gpumem_exporter.cli.main import COMMANDS, INTERRUPTED, PROGRAM
 from gpumem_exporter.cli.options import new_application
+from gpumem_exporter.cli.program import COMMANDS, INTERRUPTED, PROGRAM
 from gpumem_exporter.errors import ConfigurationError
 
 __all__ = ["invoke"]

@@ -13,32 +13,10 @@ import sys
 from collections.abc import Sequence
 
 from gpumem_exporter import __version__
+from gpumem_exporter.cli.program import COMMANDS, FAILED, INTERRUPTED, PROGRAM, WRONG_USAGE, one_line
 from gpumem_exporter.errors import ConfigurationError, GpumemError
 
-__all__ = ["COMMANDS", "FAILED", "INTERRUPTED", "PROGRAM", "WRONG_USAGE", "main", "one_line"]
-
-PROGRAM = "gpumem-exporter"
-
-_MODULES = {
-    "serve": ("serve",),
-    "run": ("run",),
-    "info": ("info",),
-    "top": ("top",),
-    "actions": ("clear", "gc", "reset-peak", "snapshot", "fraction", "terminate"),
-    "plan": ("plan",),
-    "nvml": ("release-nvml", "attach-nvml"),
-    "doctor": ("doctor",),
-    "fleet": ("fleet",),
-}
-COMMANDS = {name: f"gpumem_exporter.cli.commands.{module}" for module, names in _MODULES.items() for name in names}
-"""The module of each command, in the order of the help."""
-
-FAILED = 1
-"""The request failed."""
-WRONG_USAGE = 2
-"""Wrong usage or configuration."""
-INTERRUPTED = 130
-"""Ended by Ctrl-C: 128 plus the number of the signal, as in a shell."""
+__all__ = ["main"]
 
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -72,11 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _discard_output()
         return _fail(prefix, f"cannot write: {error.strerror}", FAILED)
     return code
-
-
-def one_line(text: str) -> str:
-    """Return a text from any source as one line without control characters."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
 
 
 def _open_closed_output() -> None:

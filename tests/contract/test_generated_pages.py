@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from gpumem_exporter.cli.main import COMMANDS
+from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from tests.support.paths import REPOSITORY
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.main import COMMANDS
+from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.server.api.alert_schema import ALERT_KEYS
 from tests.support.paths import REPOSITORY

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gpumem_exporter.cli.main import COMMANDS
+from gpumem_exporter.cli.program import COMMANDS
 from gpumem_exporter.collectors.catalog import METRICS
 from gpumem_exporter.events import EVENT_TYPES
 from tests.support.paths import REPOSITORY

@@ -18,8 +18,8 @@ from gpumem_exporter.cli.action_options import (
     checked,
 )
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.main import FAILED
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import print_json
 
 __all__ = ["ACTION_COMMANDS", "ActionCommand", "build", "exit_code"]

@@ -21,8 +21,8 @@ from gpumem_exporter.cli.doctor.exporter import (
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding, collect, verdict_of
 from gpumem_exporter.cli.doctor.processes import check_pid_namespace, check_reporters
 from gpumem_exporter.cli.doctor.socket import check_socket, socket_path, socket_peer
-from gpumem_exporter.cli.main import FAILED
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
 from gpumem_exporter.procfs import pid_namespace
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.main import FAILED, one_line
 from gpumem_exporter.cli.options import ConnectionOptions, command_from_options
+from gpumem_exporter.cli.program import FAILED, one_line
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.errors import ConfigurationError
 

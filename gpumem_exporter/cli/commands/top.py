@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.main import INTERRUPTED
 from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
+from gpumem_exporter.cli.program import INTERRUPTED
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 from gpumem_exporter.cli.top.rows import SORTS, Choice, with_gpu
 from gpumem_exporter.cli.top.source import Reading, Source

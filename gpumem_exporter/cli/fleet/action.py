@@ -22,7 +22,7 @@ from gpumem_exporter.cli.fleet.selection import (
     select,
     selectors_of,
 )
-from gpumem_exporter.cli.main import FAILED
+from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
 from gpumem_exporter.wire.http import shown_url

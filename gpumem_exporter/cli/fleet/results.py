@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.main import one_line
+from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import COLUMNS, measured, result_cells, summary
 from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show, table
 from gpumem_exporter.core.ledger import sum_of_known

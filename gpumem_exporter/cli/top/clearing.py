@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.main import one_line
+from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.cli.render.action_tables import reasons, summary
 from gpumem_exporter.cli.top.rows import Row
 from gpumem_exporter.errors import GpumemError

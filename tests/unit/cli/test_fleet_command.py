@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from gpumem_exporter.cli.main import PROGRAM, main
+from gpumem_exporter.cli.main import main
+from gpumem_exporter.cli.program import PROGRAM
 
 COMMANDS = ("info", "top", "clear", "gc", "reset-peak", "snapshot", "fraction", "terminate")
 

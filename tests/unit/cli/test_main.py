@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from gpumem_exporter import __version__
-from gpumem_exporter.cli.main import COMMANDS, PROGRAM, main, one_line
+from gpumem_exporter.cli.main import main
+from gpumem_exporter.cli.program import COMMANDS, PROGRAM, one_line
 
 
 def _exits_with_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int) -> str:
