@@ -1,6 +1,6 @@
 """A random run of allocations, exits, restarts and failures on a node: every value on the page is correct.
 
-    GPUMEM_RANDOM_STEPS=10000 python -m pytest -s tests/integration/test_random_node.py
+    GPUMEM_RANDOM_STEPS=10000 python -m pytest -s tests/integration/reports/test_random_node.py
 
 The default is 300 steps. The run prints its seed. `GPUMEM_RANDOM_SEED` repeats its choices, but not the times at which
 reports and polls arrive.
