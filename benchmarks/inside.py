@@ -12,8 +12,6 @@ from typing import Any
 
 import torch
 
-from gpumem_exporter.client.allocator.allocator import Allocator
-
 __all__ = ["PlainPosts", "busy", "reporter_thread", "sample_costs", "serve_echo", "training_cpu_seconds"]
 
 
@@ -23,6 +21,8 @@ def sample_costs(devices: int, rounds: int, pause_seconds: float) -> dict[str, l
     A pause before each one leaves the CPU caches cold, as in a program that is sampled once a second.
     Without a pause each runs 20 times in a row.
     """
+    from gpumem_exporter.client.allocator.allocator import Allocator  # other versions have it elsewhere
+
     allocator = Allocator.attach()
     if allocator is None:
         raise RuntimeError("CUDA is not initialized")
