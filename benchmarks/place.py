@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import multiprocessing
 import os
 import socket
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tests.emulation.node import GIB, EmulatedNode
@@ -123,6 +125,13 @@ class Place:
         process = TorchProcess(self.node, environment)
         self.stack.callback(process.close)
         return process
+
+    def start(self, target: Callable[..., None], *arguments: Any) -> None:
+        """Run a function in a process of its own, in a fresh interpreter, until the place closes."""
+        process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
+        process.start()
+        self.stack.callback(process.join)
+        self.stack.callback(process.kill)
 
 
 def compiling_once(environment: Mapping[str, str], folder: Path) -> dict[str, str]:

@@ -13,8 +13,6 @@ import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
 from benchmarks.constant import ConstantServer
@@ -52,7 +50,7 @@ def measure(given: argparse.Namespace, progress: Progress, devices: int) -> list
                     place.node.set_process(pid, device, HELD_BYTES)
         exporter = place.exporter()
         uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
-        _start(place, report_for_ever, exporter.tcp_url, stand.pids[:REPORTERS], uuids, 1.0)
+        place.start(report_for_ever, exporter.tcp_url, stand.pids[:REPORTERS], uuids, 1.0)
         wait_for(lambda: len(exporter.processes()) == REPORTERS, f"{REPORTERS} reporting processes")
         scraper = Http(exporter.tcp_url)
         page = scraper.timed("GET", "/metrics")[1]
@@ -103,7 +101,7 @@ def _answers(
     server = place.stack.enter_context(ConstantServer(place.folder, 64))
     receiver, sender = multiprocessing.Pipe(duplex=False)
     urls = exporter.tcp_url, server.tcp_url
-    _start(place, probe, urls, pid, uuids[:1], given.seconds, PROBES_PER_SECOND, sender)
+    place.start(probe, urls, pid, uuids[:1], given.seconds, PROBES_PER_SECOND, sender)
     used = cpu_seconds(exporter.pid)
     started = time.monotonic()
     scrapes = 0
@@ -121,13 +119,6 @@ def _answers(
         Row(f"{name}: the reply to a report, p99", percentile(answers, 0.99), "ms"),
         Row(f"{name}: exporter's CPU, scraped once per second", share, "% of a core"),
     ]
-
-
-def _start(place: Place, target: Callable[..., None], *arguments: Any) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
-    process.start()
-    place.stack.callback(process.join)
-    place.stack.callback(process.kill)
 
 
 if __name__ == "__main__":

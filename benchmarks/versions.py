@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import random
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.claims import Options, Progress, Row, compared, show, typical
 from benchmarks.place import Exporter, Http, Place, compiling_once, cpu_seconds, resident_bytes, thread_seconds
@@ -153,7 +151,7 @@ def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: 
     exporters = [side.exporter(place, "scraped") for side in sides]
     uuids = [device["uuid"] for device in exporters[0].get("/api/v1/devices")["devices"]]
     for exporter in exporters:
-        _start(place, report_for_ever, exporter.tcp_url, stand.pids, uuids, 1.0)
+        place.start(report_for_ever, exporter.tcp_url, stand.pids, uuids, 1.0)
     for exporter in exporters:
         wait_for(lambda of=exporter: len(of.processes()) == REPORTERS, f"{REPORTERS} reporting processes")
     clients = dict(zip(sides, (Http(exporter.tcp_url) for exporter in exporters), strict=True))
@@ -232,13 +230,6 @@ def _in_turns(
 def _compared(what: str, measured: Sequence[float], unit: str, at_most: float = RATIO) -> Row:
     this, other = measured
     return compared(what, this, unit, OTHER, other, at_most)
-
-
-def _start(place: Place, target: Callable[..., None], *arguments: Any) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments, daemon=True)
-    process.start()
-    place.stack.callback(process.join)
-    place.stack.callback(process.kill)
 
 
 if __name__ == "__main__":

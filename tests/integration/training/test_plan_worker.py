@@ -162,7 +162,6 @@ def test_a_script_can_plan_its_own_model_under_a_main_guard(tmp_path: Path, scri
 
 
 def test_closures_are_passed_on_by_cloudpickle(tmp_path: Path) -> None:
-    pytest.importorskip("cloudpickle")
     call = 'training.plan(lambda: nn.Linear(width, width), "float32[B,16]", "1GiB", changes=False)'
     code = (
         f"from torch import nn\nfrom gpumem_exporter import training\nwidth = 16\nprint({call}.breakdown['parameters'])"
