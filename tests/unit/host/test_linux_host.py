@@ -204,13 +204,18 @@ def test_facts_are_cached_for_a_minute(tree: Tree, clock: Clock) -> None:
 
 
 def test_facts_are_read_again_after_a_real_exec() -> None:
-    code = "import os, sys; sys.stdin.readline(); os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    code = (
+        "import os, sys; print('ready', flush=True); sys.stdin.readline();"
+        " os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])"
+    )
     after = "import sys; print('after', flush=True); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-X", "dev", "-Wignore", "-c", code, after], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
+        # The kernel closes Popen's pipe before it has set up the stack that identifies the program.
+        assert process.stdout.readline() == b"ready\n"
         host = LinuxHost()
         before, program = host.facts(process.pid), host.program(process.pid)
         assert before is not None
