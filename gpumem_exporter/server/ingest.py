@@ -23,7 +23,7 @@ from gpumem_exporter.server.api.report_schema import ReportReader
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.server.http.held_requests import GONE, Ended, Holds
 from gpumem_exporter.server.http.problems import FieldError, ProblemError
-from gpumem_exporter.server.security.access_rules import Peer
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.wire.protocol import Command, Reply, Report, to_wire
 
 __all__ = ["Ingest"]
@@ -105,9 +105,7 @@ class Ingest:
 
     async def _identify(self, report: Report, sender: Peer) -> int | None:
         """Return the process' pid in the driver's list; None if it is unknown."""
-        credentials = sender.credentials
-        peer_pid = credentials.pid if credentials is not None and credentials.pid > 0 else None
-        return await self._presence.host_pid(report.process, peer_pid)
+        return await self._presence.host_pid(report.process, sender.pid or None)
 
     def _store(self, report: Report, host_pid: int | None) -> ReportingProcess:
         """Store the report and return its process with this report.

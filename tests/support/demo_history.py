@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.simulation import TICK_SECONDS
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS, Workload
 from gpumem_exporter.server.app import create_app
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.wire.protocol import REPORTS_PATH, to_wire
 
@@ -164,6 +166,7 @@ async def request(app: FastAPI, method: str, path: str, document: Any = None) ->
         "root_path": "",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
         "client": ("127.0.0.1", 50000),
+        "state": {"peer": Peer("127.0.0.1", uid=os.geteuid())},
         "server": ("127.0.0.1", 9844),
     }
     await app(scope, receive, send)

@@ -5,8 +5,8 @@ This module is the only one that relies on names which uvicorn does not document
 uvicorn, run that test and the tests of limits and TLS with it.
 
 uvicorn waits forever for a request that never ends, accepts headers of any size and any number of connections, and
-keeps a client that does not read its reply. `LimitedProtocol` sets a limit for each. It also reads the credentials of
-the peer of a unix socket from the kernel, and passes them on as `peer_credentials` in the request's state.
+keeps a client that does not read its reply. `LimitedProtocol` sets a limit for each. It also identifies the process at
+the other end, and passes it on as `peer` in the request's state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import asyncio
 import functools
 import socket
 import ssl
-import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gpumem_exporter.server.http.problems import problem_response
-from gpumem_exporter.server.security.access_rules import PeerCredentials
+from gpumem_exporter.server.security.peer import Peer
 
 __all__ = ["SUPPORTED_UVICORN", "LimitedProtocol", "LimitedServer", "Limits"]
 
@@ -35,9 +34,6 @@ SUPPORTED_UVICORN = ">=0.32,<0.55"
 
 TLS_SHUTDOWN_SECONDS = 1.0
 """The time for a client to confirm the end of a connection."""
-
-_CREDENTIALS = struct.Struct("3i")
-"""`struct ucred` of unix(7): pid, uid, gid."""
 
 _IDLE_SECONDS = 1.0
 """A connection that has been idle for this long can be closed to make room for a new one."""
@@ -127,7 +123,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *arguments: Any, limits: Limits, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._limits = limits
-        self._credentials: PeerCredentials | None = None
+        self._peer = Peer()
         self._request_timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
         self._in_head = True
@@ -141,7 +137,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Identify the peer and make room if there are too many connections."""
         super().connection_made(transport)
-        self._credentials = _peer_credentials(transport)
+        self._peer = Peer.of_socket(transport.get_extra_info("socket"))
         self.idle_since = time.monotonic()
         if len(self.connections) > self._limits.max_connections and not self._close_longest_idle():
             self._over_limit = True
@@ -181,7 +177,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start a request."""
         super().on_message_begin()
-        self.scope["state"]["peer_credentials"] = self._credentials
+        self.scope["state"]["peer"] = self._peer
         self._in_head = True
         self._head_length = 0
         self._start_request_timer()
@@ -294,13 +290,3 @@ def _refusal(status: int, detail: str, headers: dict[str, str]) -> ASGIApp:
         await response(scope, receive, send)
 
     return refuse
-
-
-def _peer_credentials(transport: asyncio.Transport) -> PeerCredentials | None:
-    """Return SO_PEERCRED of a unix connection: the process that connected, in this process' namespaces."""
-    sock: socket.socket | None = transport.get_extra_info("socket")
-    if sock is None or sock.family != socket.AF_UNIX:
-        return None
-    return PeerCredentials(
-        *_CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    )

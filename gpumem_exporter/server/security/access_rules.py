@@ -5,46 +5,14 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from gpumem_exporter.actions.caller import Caller, CallerKind
 from gpumem_exporter.server.http.addresses import is_loopback
 from gpumem_exporter.server.http.problems import ProblemError
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.tokens import TokenFile
 
-__all__ = ["OwnNames", "Peer", "PeerCredentials", "Rule"]
-
-
-class PeerCredentials(NamedTuple):
-    """SO_PEERCRED of a unix connection, in the exporter's namespaces. Pid 0: a process it cannot see."""
-
-    pid: int
-    uid: int
-    gid: int
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The other end of a connection."""
-
-    host: str
-    """The peer's address; empty for a unix socket."""
-    credentials: PeerCredentials | None
-    """None for TCP."""
-
-    @classmethod
-    def of(cls, scope: Mapping[str, Any]) -> Peer:
-        """Return the peer of an ASGI request."""
-        client = scope.get("client")
-        # A socket for both address families reports an IPv4 peer by its IPv6-mapped address.
-        host = client[0].removeprefix("::ffff:") if client else ""
-        return cls(host, scope.get("state", {}).get("peer_credentials"))
-
-    def caller(self, *, token: bool = False) -> Caller:
-        """Return the peer as the caller of an action, authenticated by a token or not."""
-        if self.credentials is not None:
-            return Caller(CallerKind.UNIX, uid=self.credentials.uid, pid=self.credentials.pid, token=token)
-        return Caller(CallerKind.TCP if self.host else CallerKind.UNKNOWN, host=self.host, token=token)
+__all__ = ["OwnNames", "Rule"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +39,7 @@ class Rule:
         """
         if self.token is not None:
             if self.matches_token(headers):
-                return peer.caller(token=True)
+                return _caller(peer, token=True)
             bearer = headers.get(b"authorization", b"").lower().startswith(b"bearer")
             wrong = "wrong token" if bearer else "a token is required"
             raise ProblemError(
@@ -79,21 +47,23 @@ class Rule:
                 f"{self.what}: {wrong}; send `Authorization: Bearer TOKEN`, the token of the exporter's {self.flag}",
                 {"WWW-Authenticate": 'Bearer realm="gpumem-exporter"'},
             )
-        if peer.credentials is not None:
-            if peer.credentials.uid in (0, self.owner_uid):
-                return peer.caller()
+        if peer.on_unix_socket:
+            if peer.uid in (0, self.owner_uid):
+                return _caller(peer)
             raise ProblemError(
                 403,
                 f"{self.what} are allowed for the exporter's uid {self.owner_uid} and root, not for uid "
-                f"{peer.credentials.uid}; start the exporter with {self.flag} and send that token as "
+                f"{peer.uid}; start the exporter with {self.flag} and send that token as "
                 "`Authorization: Bearer TOKEN`",
             )
-        if is_loopback(peer.host) and not _FORWARDED.intersection(headers):
-            return peer.caller()
-        through = "through a proxy" if is_loopback(peer.host) else f"from {peer.host or 'an unknown peer'}"
+        if peer.uid is not None:
+            return _caller(peer)
+        place = f"from {peer.host or 'an unknown peer'}"
+        if is_loopback(peer.host):
+            place = "through a proxy, nor from a user that the kernel does not name"
         raise ProblemError(
             403,
-            f"{self.what} are allowed over loopback and the unix socket, not {through}; start the "
+            f"{self.what} are allowed over loopback and the unix socket, not {place}; start the "
             f"exporter with {self.flag} and send that token as `Authorization: Bearer TOKEN`",
         )
 
@@ -103,8 +73,11 @@ class Rule:
         return self.token is not None and scheme.lower() == b"bearer" and self.token.matches(presented.strip())
 
 
-_FORWARDED = frozenset((b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via"))
-"""Headers of proxies: the loopback address is then the proxy's, not the caller's."""
+def _caller(peer: Peer, *, token: bool = False) -> Caller:
+    """Return the peer as the caller of an action, authenticated by a token or not."""
+    if peer.on_unix_socket:
+        return Caller(CallerKind.UNIX, uid=peer.uid, pid=peer.pid, token=token)
+    return Caller(CallerKind.TCP if peer.host else CallerKind.UNKNOWN, host=peer.host, token=token)
 
 
 _LOOPBACK_NAMES = frozenset(("localhost", "ip6-localhost", "127.0.0.1", "::1"))

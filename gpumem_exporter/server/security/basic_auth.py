@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import Peer, Rule
+from gpumem_exporter.server.security.access_rules import Rule
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.web_access import WebAccess
 from gpumem_exporter.wire.protocol import REPORTS_PATH
 
@@ -45,7 +46,7 @@ class BasicAuth:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on an admitted request; answer others with a problem."""
-        if scope["type"] == "http" and len(self.access.users) and Peer.of(scope).credentials is None:
+        if scope["type"] == "http" and len(self.access.users) and not Peer.of(scope).on_unix_socket:
             try:
                 await self._admit(scope["path"], dict(scope["headers"]))
             except ProblemError as problem:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpumem_exporter.server.http.problems import ProblemError
-from gpumem_exporter.server.security.access_rules import OwnNames, Peer, Rule
+from gpumem_exporter.server.security.access_rules import OwnNames, Rule
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.wire.protocol import REPORTS_PATH
 
 __all__ = [

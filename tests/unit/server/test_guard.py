@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.server.security.access_rules import OwnNames, Rule
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.security.request_guard import (
     ACTIONS_PATH,
     EVENTS_PATH,
@@ -80,7 +81,8 @@ def pass_through(
         token_file.refresh()
     rule = Rule("things", "--x.token-file", token_file, 1000)
     guard = Guard(route, OwnNames(["node-7"]), rule, rule, exchange.outcomes.append)
-    scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "client": (client, 1)}
+    peer = Peer(client, uid=1000 if client == "127.0.0.1" else None)
+    scope = {"type": "http", "path": path, "method": method, "headers": list(headers), "state": {"peer": peer}}
     asyncio.run(guard(scope, receive, send))
     return exchange
 

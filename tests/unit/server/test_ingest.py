@@ -13,7 +13,7 @@ from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import ActionRequest, Target
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.runtime import Runtime, build_runtime
-from gpumem_exporter.server.security.access_rules import PeerCredentials
+from gpumem_exporter.server.security.peer import Peer
 from gpumem_exporter.server.settings import load_settings
 from gpumem_exporter.wire.protocol import CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import UUIDS, device, node, report, sample
@@ -39,11 +39,11 @@ def runtime(host: ScriptedHost) -> Runtime:
     return runtime
 
 
-async def take(runtime: Runtime, sent: Report, peer: PeerCredentials | None = None) -> dict[str, Any]:
+async def take(runtime: Runtime, sent: Report, peer: Peer | None = None) -> dict[str, Any]:
     async def receive() -> dict[str, Any]:
         raise AssertionError("nothing is held")
 
-    scope = {"client": None, "state": {"peer_credentials": peer}}
+    scope = {"client": None, "state": {"peer": peer or Peer()}}
     reply = await runtime.ingest.take(scope, json.dumps(to_wire(sent)).encode(), receive)
     assert reply is not None
     document: dict[str, Any] = json.loads(reply)
@@ -62,7 +62,7 @@ def test_a_report_goes_through_all_steps_with_at_most_one_snapshot(
 
     async def steps() -> None:
         first = report(7, devices=(sample(allocated=5, reclaimable=7),), actions=("empty_cache",))
-        assert "commands" not in await take(runtime, first, PeerCredentials(4711, 0, 0))
+        assert "commands" not in await take(runtime, first, Peer(uid=0, pid=4711))
         assert host.lookups == [(7, 4711)]
         action = runtime.dispatcher.submit(
             ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("t")
