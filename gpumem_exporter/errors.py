@@ -27,7 +27,7 @@ The tree:
     ├── RankFailedError               another rank of the process group failed, so this rank cannot continue
     └── ExporterError                 a client cannot use its exporter
         ├── ExporterUnreachableError  no exporter answers at the address
-        │   └── ExporterUntrustedError   the exporter's certificate is not trusted
+        │   └── ExporterUntrustedError   its user or its certificate is not trusted
         └── ExporterAnswerError       the exporter answered with an error; has the status and the problem's detail
 """
 
@@ -200,7 +200,7 @@ class ExporterUnreachableError(ExporterError):
 
 
 class ExporterUntrustedError(ExporterUnreachableError):
-    """The exporter's certificate is not trusted; the client sends nothing."""
+    """The server's user or its certificate is not trusted; the client sends nothing."""
 
 
 class ExporterAnswerError(ExporterError):

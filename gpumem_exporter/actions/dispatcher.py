@@ -45,7 +45,7 @@ from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ActionNotAllowedError
-from gpumem_exporter.wire.protocol import Command, CommandResult, ReasonCode
+from gpumem_exporter.wire.protocol import MAX_COMMANDS, Command, CommandResult, ReasonCode
 
 __all__ = ["ANSWER_GRACE_SECONDS", "GROUP_ANSWER_SECONDS", "Dispatcher"]
 
@@ -210,7 +210,7 @@ class Dispatcher:
         if not pending and hold_seconds > 0:
             await self._polls.wait(process.key, hold_seconds)
             pending = self._pending(process)
-        return tuple(self._deliver(running, part) for running, part in pending)
+        return tuple(self._deliver(running, part) for running, part in pending[:MAX_COMMANDS])
 
     def cancelled(self, process: ReportingProcess) -> tuple[str, ...]:
         """Return the ids of the commands that a process keeps and must forget."""

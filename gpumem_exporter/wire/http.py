@@ -12,19 +12,24 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import unquote, urlsplit
 
-from gpumem_exporter.errors import ConfigurationError, ExporterUnreachableError
+from gpumem_exporter.errors import ConfigurationError, ExporterUnreachableError, ExporterUntrustedError
+from gpumem_exporter.wire.trust import Trust
 
 __all__ = ["MAX_ANSWER_BYTES", "Answer", "Connection", "shown_url"]
 
 MAX_ANSWER_BYTES = 64 << 20
-"""A longer reply is an error."""
+"""The default of the longest body."""
 
 _MAX_LINE_BYTES = 64 << 10
 _MAX_HEADERS = 100
+"""Of headers and trailers, each."""
+_MAX_INTERIM = 8
+"""Informational responses (1xx) before the response."""
 _RECEIVE_BYTES = 256 << 10
 _TIMEVAL = struct.Struct("@ll")
 _CLOSED_TLS_ERRORS = ("SSLEOFError", "SSLZeroReturnError")
@@ -43,23 +48,42 @@ class Answer:
 class Connection:
     """A persistent connection to an exporter. Only `interrupt` is thread-safe.
 
+    Credentials are sent only to a server that `trust` accepts.
+
     Args:
         url: `http://host:port`, `https://host:port` or `unix:///path/to.sock`. `user:password@` before the host is
             basic authentication for requests without a header `Authorization`.
-        timeout_seconds: the timeout for connecting, and for each wait for more bytes.
+        timeout_seconds: the timeout for connecting, and for each exchange of a request and its response.
+        trust: the servers that are accepted; by default those of the environment.
+        trusted_only: whether a server must be accepted also for a request without credentials.
+        max_answer_bytes: a longer body is an error.
 
     Raises:
         ConfigurationError: the URL has another form.
     """
 
-    def __init__(self, url: str, *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        timeout_seconds: float,
+        trust: Trust | None = None,
+        trusted_only: bool = False,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
+    ) -> None:
         self.url = url
+        self._trust = trust if trust is not None else Trust.from_environment()
+        self._trusted_only = trusted_only
+        self._max_answer_bytes = max_answer_bytes
         self._timeout_seconds = timeout_seconds
         self._exporter = _exporter(url)
         if self._exporter.tls:
             import gpumem_exporter.wire.tls  # noqa: F401 - now, rather than in the thread that connects
         self._socket: socket.socket | None = None
+        self._objection = ""
         self._wait_seconds = 0.0
+        self._deadline = 0.0
+        self._receives = 0
         self._received = b""
         self._interrupted = False
 
@@ -78,19 +102,25 @@ class Connection:
         may therefore receive it twice: every request of this project can be repeated.
 
         Raises:
-            ExporterUnreachableError: no server answers in time and with HTTP, or its certificate is not trusted.
+            ExporterUnreachableError: no server answers in time and with HTTP.
+            ExporterUntrustedError: the server is not accepted; it has received nothing.
         """
+        headers = headers or {}
         reused = self._socket is not None
         wait_seconds = timeout_seconds or self._timeout_seconds
-        request = self._encode(method, path, body, headers or {})
+        request = self._encode(method, path, body, headers)
+        private = self._trusted_only or bool(self._exporter.authorization) or "Authorization" in headers
         try:
             try:
-                return self._exchange(method, request, wait_seconds)
+                return self._exchange(method, request, wait_seconds, private=private)
             except ConnectionError:
                 self.close()
                 if not reused or self._interrupted:
                     raise
-                return self._exchange(method, request, wait_seconds)
+                return self._exchange(method, request, wait_seconds, private=private)
+        except ExporterUntrustedError:
+            self.close()
+            raise
         except (OSError, ValueError) as error:
             self.close()
             raise self._unreachable(error) from error
@@ -123,15 +153,19 @@ class Connection:
             raise self._unreachable(ValueError("a header contains a line break"))
         return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + (body or b"")
 
-    def _exchange(self, method: str, request: bytes, wait_seconds: float) -> Answer:
+    def _exchange(self, method: str, request: bytes, wait_seconds: float, *, private: bool) -> Answer:
         sock = self._socket
         if sock is None and not self._interrupted:
             sock = self._socket = _connect(self._exporter, self._timeout_seconds, self.url)
             self._wait_seconds = 0.0
+            self._objection = "" if self._exporter.tls else self._trust.objection(sock, self._exporter.socket_path)
         # `interrupt` sets the flag, then reads the socket. Here the socket is set, then the flag is read. So either
         # `interrupt` finds the socket or this finds the flag.
         if sock is None or self._interrupted:
             raise ConnectionAbortedError("interrupted")
+        if private and self._objection:
+            raise ExporterUntrustedError(f"the server at {shown_url(self.url)} is not trusted: {self._objection}")
+        self._deadline, self._receives = time.monotonic() + wait_seconds, 0
         self._set_timeout(sock, wait_seconds)
         try:
             sock.sendall(request)
@@ -162,24 +196,31 @@ class Connection:
 
     def _head(self, sock: socket.socket) -> tuple[int, bytes, dict[str, str]]:
         """Read status line and headers, and skip informational responses."""
-        status = 100
-        while 100 <= status < 200:
+        for _ in range(1 + _MAX_INTERIM):
             version, _, rest = self._line(sock, first=True).partition(b" ")
             code = rest[:3]
             if version not in (b"HTTP/1.1", b"HTTP/1.0") or not code.isdigit() or rest[3:4].strip():
                 raise ValueError(f"not an HTTP response: {(version + rest)[:80]!r}")
             status = int(code)
             headers: dict[str, str] = {}
-            count = 0
-            while line := self._line(sock):
-                count += 1
-                if count > _MAX_HEADERS:
-                    raise ValueError(f"more than {_MAX_HEADERS} headers")
+            for line in self._header_lines(sock):
                 name, colon, value = line.decode("latin-1").partition(":")
                 if not colon:
                     raise ValueError(f"not a header: {line[:80]!r}")
                 headers[name.lower()] = value.strip()
-        return status, version, headers
+            if not 100 <= status < 200:
+                return status, version, headers
+        raise ValueError(f"more than {_MAX_INTERIM} informational responses")
+
+    def _header_lines(self, sock: socket.socket) -> Iterator[bytes]:
+        """Yield the lines up to an empty one."""
+        for _ in range(_MAX_HEADERS):
+            line = self._line(sock)
+            if not line:
+                return
+            yield line
+        if self._line(sock):
+            raise ValueError(f"more than {_MAX_HEADERS} headers")
 
     def _body(self, sock: socket.socket, headers: Mapping[str, str]) -> tuple[bytes, bool]:
         """Read the body. Return also whether the connection's end marks the end of the body."""
@@ -189,9 +230,9 @@ class Connection:
         if length is None:
             body = bytearray(self._received)
             self._received = b""
-            while part := sock.recv(_RECEIVE_BYTES):
+            while part := self._receive_part(sock):
                 body += part
-                _require_bounded(len(body))
+                self._require_bounded(len(body))
             return bytes(body), True
         if not length.isdecimal():
             raise ValueError(f"invalid Content-Length {length[:80]!r}")
@@ -201,10 +242,10 @@ class Connection:
         body = bytearray()
         while size := int(self._line(sock).partition(b";")[0], 16):
             body += self._exactly(sock, size)
-            _require_bounded(len(body))
+            self._require_bounded(len(body))
             self._line(sock)
-        while self._line(sock):
-            pass
+        for _ in self._header_lines(sock):
+            pass  # trailers
         return bytes(body)
 
     def _line(self, sock: socket.socket, *, first: bool = False) -> bytes:
@@ -216,7 +257,7 @@ class Connection:
         return line.rstrip(b"\r")
 
     def _exactly(self, sock: socket.socket, size: int) -> bytes:
-        _require_bounded(size)
+        self._require_bounded(size)
         if len(self._received) < size:
             parts, received = [self._received], len(self._received)
             while received < size:
@@ -229,22 +270,31 @@ class Connection:
         return body
 
     def _receive(self, sock: socket.socket, *, started: bool) -> None:
-        part = sock.recv(_RECEIVE_BYTES)
+        part = self._receive_part(sock)
         if not part:
             if started:
                 raise ValueError("the response is incomplete")
             raise ConnectionResetError("closed without a response")
         self._received += part
 
+    def _receive_part(self, sock: socket.socket) -> bytes:
+        """Receive what there is, before the end of the exchange."""
+        if self._receives:
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            self._set_timeout(sock, left)
+        self._receives += 1
+        return sock.recv(_RECEIVE_BYTES)
+
+    def _require_bounded(self, size: int) -> None:
+        if not 0 <= size <= self._max_answer_bytes:
+            raise ValueError(f"the response is longer than {self._max_answer_bytes} bytes")
+
     def _unreachable(self, error: Exception) -> ExporterUnreachableError:
         return ExporterUnreachableError(
             f"no exporter answers at {shown_url(self.url)}: {str(error) or type(error).__name__}"
         )
-
-
-def _require_bounded(size: int) -> None:
-    if not 0 <= size <= MAX_ANSWER_BYTES:
-        raise ValueError(f"the response is longer than {MAX_ANSWER_BYTES} bytes")
 
 
 def shown_url(url: str) -> str:
@@ -261,6 +311,11 @@ class _Exporter:
     """Host and port, or the path of a Unix socket."""
     tls: bool = False
     authorization: str = ""
+
+    @property
+    def socket_path(self) -> str:
+        """The path of the Unix socket; empty for TCP."""
+        return self.address if isinstance(self.address, str) else ""
 
 
 def _exporter(url: str) -> _Exporter:

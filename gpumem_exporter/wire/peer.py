@@ -75,13 +75,13 @@ def tcp_peer_owner(sock: socket.socket) -> SocketOwner | None:
         return None
 
 
-def tcp_listener_owner(sock: socket.socket) -> SocketOwner | None:
-    """Return the owner of the socket that listens at the other end of a TCP connection within this machine.
+def tcp_listener_owner(address: tuple[str, int]) -> SocketOwner | None:
+    """Return the owner of the socket that listens at an address of this machine; None if there is none.
 
     A connection that the listener has not accepted yet has no owner of its own.
     """
     try:
-        return _owner(sock.getpeername()[:2], None)
+        return _owner(address, None)
     except OSError:
         return None
 

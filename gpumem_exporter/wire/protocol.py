@@ -21,6 +21,7 @@ from typing import Any
 from gpumem_exporter.errors import WireError
 
 __all__ = [
+    "MAX_COMMANDS",
     "MAX_INTEGER",
     "MAX_LABEL_LENGTH",
     "MODES",
@@ -48,6 +49,8 @@ REPORTS_PATH = "/api/v1/reports"
 
 MAX_INTEGER = 2**63 - 1
 """The largest number in a report."""
+MAX_COMMANDS = 64
+"""The maximum number of commands in one reply. Others follow in the next one."""
 MAX_LABEL_LENGTH = 256
 """The maximum length of a label value in characters. Reporters cut longer ones; the exporter rejects them."""
 
@@ -386,6 +389,8 @@ def reply_from_wire(document: Any) -> Reply:
     commands = reply.get("commands", [])
     if not isinstance(commands, list):
         raise WireError("must be an array", "commands")
+    if len(commands) > MAX_COMMANDS:
+        raise WireError(f"must have at most {MAX_COMMANDS} items", "commands")
     interval = _number(reply, "report_interval_seconds", "", default=1.0)
     if interval <= 0:
         raise WireError("must be over 0", "report_interval_seconds")

@@ -26,10 +26,12 @@ __all__ = ["Delivery", "Outcome"]
 _ANSWER_MARGIN_SECONDS = 5.0
 """The exporter counts as unreachable if a reply takes this much longer than the agreed hold."""
 _FAREWELL_SECONDS = 0.25
+_MAX_REPLY_BYTES = 256 << 10
 _NOT_ALLOWED = (401, 403)
 """Then the next address is tried: an exporter may reject a report at its socket and accept it over loopback."""
 _UNACCEPTABLE = (413, 422)
 _UNREACHABLE = "no exporter"
+_UNTRUSTED = "no reports are sent"
 
 
 class Outcome(enum.Enum):
@@ -61,8 +63,10 @@ class Delivery:
         except ExporterUnreachableError as error:
             if not self._wakeup.woken:
                 # A missing exporter is normal and not logged by default. An untrusted exporter needs an operator.
-                untrusted = isinstance(error, ExporterUntrustedError)
-                self._errors.note(_UNREACHABLE, error, level=logging.WARNING if untrusted else logging.INFO)
+                if isinstance(error, ExporterUntrustedError):
+                    self._errors.note(_UNTRUSTED, error)
+                else:
+                    self._errors.note(_UNREACHABLE, error, level=logging.INFO)
             return Outcome.FAILED, None
         except ExporterAnswerError as error:
             self._errors.note(f"the exporter refused a report ({error.status})", error)
@@ -74,6 +78,7 @@ class Delivery:
             self._errors.note("cannot report", error)
             return Outcome.FAILED, None
         self._errors.clear(_UNREACHABLE)
+        self._errors.clear(_UNTRUSTED)
         return Outcome.ACCEPTED, reply
 
     def interrupt(self) -> None:
@@ -87,7 +92,7 @@ class Delivery:
         if self._connection is None:
             return  # no exporter was reached
         self._connection.close()
-        self._connection = Connection(self._connection.url, timeout_seconds=_FAREWELL_SECONDS)
+        self._connection = self._connect(self._connection.url, _FAREWELL_SECONDS)
         try:
             self._post(report, _FAREWELL_SECONDS)
         except (ExporterError, WireError, ValueError, OSError) as error:
@@ -111,7 +116,8 @@ class Delivery:
                 if answer.status not in _NOT_ALLOWED:
                     break
             except ExporterUnreachableError as error:
-                refusal = error
+                if not isinstance(refusal, ExporterUntrustedError):  # the more useful of two errors
+                    refusal = error
             if not self._wakeup.stopping:
                 connection.close()
                 self._connection = None
@@ -127,8 +133,17 @@ class Delivery:
             return
         for url in self._settings.urls:
             if not self._wakeup.stopping:
-                self._connection = Connection(url, timeout_seconds=_ANSWER_MARGIN_SECONDS)
+                self._connection = self._connect(url, _ANSWER_MARGIN_SECONDS)
                 yield self._connection
+
+    def _connect(self, url: str, timeout_seconds: float) -> Connection:
+        return Connection(
+            url,
+            timeout_seconds=timeout_seconds,
+            trust=self._settings.trust,
+            trusted_only=True,
+            max_answer_bytes=_MAX_REPLY_BYTES,
+        )
 
 
 def _detail(body: bytes) -> str:

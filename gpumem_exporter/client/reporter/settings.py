@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gpumem_exporter.client.reporter.plan import AnyPlan, chosen_plan
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
+from gpumem_exporter.wire.trust import Trust
 
 __all__ = ["DEFAULT_URLS", "ReporterSettings", "exporter_urls"]
 
@@ -34,6 +35,7 @@ class ReporterSettings:
     token: str
     token_file: str
     disabled: bool
+    trust: Trust
     plan: AnyPlan | None = None
     world_size: int | None = None
     """The number of ranks, if `rank` comes from a launcher."""
@@ -48,7 +50,11 @@ class ReporterSettings:
         plan: AnyPlan | None = None,
         environ: Mapping[str, str] = os.environ,
     ) -> ReporterSettings:
-        """Take missing values from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters."""
+        """Take missing values from the environment. Labels are cut to `MAX_LABEL_LENGTH` characters.
+
+        Raises:
+            ConfigurationError: GPUMEM_EXPORTER_USER is not a user of this machine.
+        """
         world_size = None
         if rank is None:
             name, size = next((names for names in _RANKS if environ.get(names[0])), ("", ""))
@@ -60,6 +66,7 @@ class ReporterSettings:
             token=environ.get("GPUMEM_REPORT_TOKEN", "").strip(),
             token_file=environ.get("GPUMEM_REPORT_TOKEN_FILE", "").strip(),
             disabled=environ.get("GPUMEM_DISABLED", "").strip().lower() in ("1", "true", "yes", "on"),
+            trust=Trust.from_environment(environ),
             plan=chosen_plan(plan, environ),
             world_size=world_size,
         )

@@ -116,6 +116,8 @@ def test_a_closed_persistent_connection_is_opened_again() -> None:
         b"\x00" * 100,
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 1000 + b"\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n" * 9 + OK,
         b"",
     ],
 )
@@ -136,6 +138,31 @@ def test_a_hanging_exporter_times_out() -> None:
 
     with peer(hang) as url, connected(url) as connection, pytest.raises(ExporterUnreachableError, match="timed out"):
         connection.request("GET", "/", timeout_seconds=0.05)
+
+
+def test_a_response_that_never_ends_times_out() -> None:
+    def drip(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while True:
+            connection.sendall(b"x")
+            threading.Event().wait(0.02)
+
+    with peer(drip) as url, connected(url) as connection, pytest.raises(ExporterUnreachableError, match="timed out"):
+        connection.request("GET", "/", timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize("head", [b"Content-Length: 300000", b"Transfer-Encoding: chunked", b"Connection: close"])
+def test_a_response_longer_than_the_limit_is_an_error(head: bytes) -> None:
+    def talk(connection: socket.socket, number: int) -> None:
+        read_request(connection)
+        chunk = b"186a0\r\n" + b"x" * 100_000 + b"\r\n" if b"chunked" in head else b"x" * 100_000
+        connection.sendall(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + 3 * chunk)
+
+    with peer(talk) as url:
+        connection = Connection(url, timeout_seconds=patient(10), max_answer_bytes=200_000)
+        with contextlib.closing(connection), pytest.raises(ExporterUnreachableError, match="longer than 200000"):
+            connection.request("GET", "/")
 
 
 def test_an_unreachable_address_is_named(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_each_end_of_a_loopback_connection_names_the_user_of_the_other(bound: st
         with client:
             waiting = peer.tcp_peer_owner(client)
             assert waiting is None, "a connection that is not accepted has no owner"
-            assert peer.tcp_listener_owner(client) == (0, os.fstat(server.fileno()).st_ino)
+            assert peer.tcp_listener_owner(client.getpeername()[:2]) == (0, os.fstat(server.fileno()).st_ino)
             accepted, _ = server.accept()
             with accepted:
                 assert peer.tcp_peer_owner(accepted) == (1001, os.fstat(client.fileno()).st_ino)
