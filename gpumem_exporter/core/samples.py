@@ -120,10 +120,16 @@ class NodeReading:
 
 
 class ProcessKey(NamedTuple):
-    """The key of a reporter in the store: a pid identifies one process at a time within its PID namespace."""
+    """The key of a reporter in the store: a pid identifies one process at a time within its PID namespace.
+
+    The namespace and the pid are claims of the report. The owner is part of the key, so that no user can replace, end
+    or hide a report of another user.
+    """
 
     pid_namespace: int
     pid: int
+    owner_uid: int | None = None
+    """The user of the process, according to the kernel; None if only a token vouches for the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +142,16 @@ class ReportingProcess:
     report: Report
     received_seconds: float
     received_unix_seconds: float
+
+    @property
+    def owner_uid(self) -> int | None:
+        """The user of the process, according to the kernel; None if only a token vouches for the report."""
+        return self.key.owner_uid
+
+    @property
+    def attested(self) -> bool:
+        """Whether the kernel has confirmed that the owner of the process sent the report."""
+        return self.key.owner_uid is not None
 
     @property
     def start_time_ticks(self) -> int:

@@ -49,7 +49,13 @@ class Store:
             self._node = reading
 
     def put_report(
-        self, report: Report, *, host_pid: int | None, now_seconds: float, now_unix_seconds: float
+        self,
+        report: Report,
+        *,
+        host_pid: int | None,
+        now_seconds: float,
+        now_unix_seconds: float,
+        owner_uid: int | None = None,
     ) -> ReportingProcess:
         """Store a report and return its process.
 
@@ -62,7 +68,7 @@ class Store:
             UnknownDeviceError: the driver is up and has none of the devices in the report.
         """
         identity = report.process
-        key = ProcessKey(identity.pid_namespace, identity.pid)
+        key = ProcessKey(identity.pid_namespace, identity.pid, owner_uid)
         with self._lock:
             self._expire(now_seconds)
             report = self._without_unknown_devices(report)

@@ -126,7 +126,7 @@ class Recorder:
         Called once a second.
         """
         reporting = {process.key for process in snapshot.processes}
-        silent = sorted(self._processes.keys() - reporting)
+        silent = sorted(self._processes.keys() - reporting, key=lambda key: key[:2])  # an owner may be None
         self._put(
             self._processes.remove(
                 [(key, self._silent_reason) for key in silent], _Names(lambda: snapshot), self._wall_clock()

@@ -90,7 +90,7 @@ class Ingest:
         sender = Peer.of(scope)
         report = self._parse(body)
         host_pid = await self._identify(report, sender)
-        process = self._store(report, host_pid)
+        process = self._store(report, host_pid, sender.uid)
         committed = self._derive_events(process)
         self._hand_over_results(process)
         await self._wait_for(committed)
@@ -105,16 +105,16 @@ class Ingest:
 
     async def _identify(self, report: Report, sender: Peer) -> int | None:
         """Return the process' pid in the driver's list; None if it is unknown."""
-        return await self._presence.host_pid(report.process, sender.pid or None)
+        return await self._presence.host_pid(report.process, sender.pid or None, sender.uid)
 
-    def _store(self, report: Report, host_pid: int | None) -> ReportingProcess:
+    def _store(self, report: Report, host_pid: int | None, owner_uid: int | None) -> ReportingProcess:
         """Store the report and return its process with this report.
 
         Raises:
             ProblemError: the store rejects the report.
         """
-        before = self._reports.find(ProcessKey(report.process.pid_namespace, report.process.pid))
-        process = self._put(report, host_pid)
+        before = self._reports.find(ProcessKey(report.process.pid_namespace, report.process.pid, owner_uid))
+        process = self._put(report, host_pid, owner_uid)
         self._instruments.count_report("accepted")
         if process is before:  # the same or a later report has arrived before; only the results may be new
             return replace(process, report=report)
@@ -125,10 +125,14 @@ class Ingest:
         self._exposition.refresh(process)
         return process
 
-    def _put(self, report: Report, host_pid: int | None) -> ReportingProcess:
+    def _put(self, report: Report, host_pid: int | None, owner_uid: int | None) -> ReportingProcess:
         try:
             return self._reports.put_report(
-                report, host_pid=host_pid, now_seconds=self._clock(), now_unix_seconds=self._wall_clock()
+                report,
+                host_pid=host_pid,
+                owner_uid=owner_uid,
+                now_seconds=self._clock(),
+                now_unix_seconds=self._wall_clock(),
             )
         except ReporterSupersededError as error:
             self._instruments.count_report("superseded")

@@ -47,11 +47,13 @@ def report(pid: int = 100, *, devices: tuple[DeviceSample, ...] = (), sequence: 
     return Report(process=identity(pid, **of_process), sequence=sequence, devices=devices, **of_report)
 
 
-def reporting(pid: int = 100, *, host_pid: int | None = -1, **changes: Any) -> ReportingProcess:
+def reporting(
+    pid: int = 100, *, host_pid: int | None = -1, owner_uid: int | None = None, **changes: Any
+) -> ReportingProcess:
     """Return a reporting process; its host pid is `pid` by default."""
     sent = report(pid, **changes)
     return ReportingProcess(
-        key=ProcessKey(sent.process.pid_namespace, pid),
+        key=ProcessKey(sent.process.pid_namespace, pid, owner_uid),
         host_pid=pid if host_pid == -1 else host_pid,
         report=sent,
         received_seconds=0.0,

@@ -144,6 +144,7 @@ def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) 
         "own_pid": known.key.pid if known else None,
         "host_pid": process.host_pid,
         "pid_namespace": known.key.pid_namespace if known else None,
+        "attested": reporter.attested if reporter else None,
         "reporting": reporter is not None,
         "state": process.state,
         "workload": identity.workload if identity else silent.workload if silent else None,

@@ -80,12 +80,16 @@ class ProcessDeviceDocument(TypedDict):
 
 
 class ProcessDocument(TypedDict):
-    """A process. `pid` is the label of its series; `own_pid` is its pid in its own PID namespace."""
+    """A process. `pid` is the label of its series; `own_pid` is its pid in its own PID namespace.
+
+    `attested` is false if only the report token vouches for the reporter: the kernel does not know its user.
+    """
 
     pid: int | str
     own_pid: int | None
     host_pid: int | None
     pid_namespace: int | None
+    attested: bool | None
     reporting: bool
     state: str
     workload: str | None

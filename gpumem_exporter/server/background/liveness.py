@@ -68,9 +68,11 @@ class Presence:
         self._disconnected: set[ProcessKey] = set()
         """Reporters without a known host pid whose connection broke after their last report."""
 
-    async def host_pid(self, identity: ProcessIdentity, peer_pid: int | None) -> int | None:
+    async def host_pid(
+        self, identity: ProcessIdentity, peer_pid: int | None, owner_uid: int | None = None
+    ) -> int | None:
         """Return the reporter's pid in the driver's list. A thread searches for it, which may read all of /proc."""
-        key = ProcessKey(identity.pid_namespace, identity.pid)
+        key = ProcessKey(identity.pid_namespace, identity.pid, owner_uid)
         self._disconnected.discard(key)
         searched_for = (identity.start_time_ticks, peer_pid)
         known = self._known.get(key)

@@ -69,13 +69,13 @@ def test_a_report_goes_through_all_steps_with_at_most_one_snapshot(
         )
         monkeypatch.setattr(runtime.store, "snapshot", counted)
         again = report(7, devices=(sample(allocated=5, reclaimable=7),), sequence=2, actions=("empty_cache",))
-        (command,) = (await take(runtime, again))["commands"]
+        (command,) = (await take(runtime, again, Peer(uid=0)))["commands"]
         result = CommandResult(command["id"], "done", devices=(DeviceResult(UUIDS[0], 12, 5, freed_bytes=7),))
-        await take(runtime, report(7, devices=(sample(allocated=5),), sequence=3, results=(result,)))
+        await take(runtime, report(7, devices=(sample(allocated=5),), sequence=3, results=(result,)), Peer(uid=0))
         finished = runtime.dispatcher.get(action.id)
         assert finished is not None
         assert [(row.gpu, row.outcome, row.freed_bytes) for row in finished.results] == [("0", "done", 7)]
-        await take(runtime, report(7, sequence=4, final=True))
+        await take(runtime, report(7, sequence=4, final=True), Peer(uid=0))
 
     asyncio.run(steps())
 
