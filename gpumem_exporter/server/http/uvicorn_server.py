@@ -45,6 +45,8 @@ class Limits:
 
     max_connections: int
     """Beyond this number, the longest idle connection is closed. If none is idle, the new one is answered with 503."""
+    pipelined_requests: int = 8
+    """The number of requests that may wait for an earlier one; with more, the connection is closed."""
     head_bytes: int = 64 << 10
     """The size of request line and headers."""
     request_seconds: float = 10.0
@@ -139,8 +141,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().connection_made(transport)
         self._peer = Peer.of_socket(transport.get_extra_info("socket"))
         self.idle_since = time.monotonic()
-        if len(self.connections) > self._limits.max_connections and not self._close_longest_idle():
-            self._over_limit = True
+        self._over_limit = not self.make_room()
         self._start_request_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -194,7 +195,13 @@ class LimitedProtocol(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Start the application, or refuse the request."""
+        """Start the application, or refuse the request.
+
+        Raises:
+            RuntimeError: too many requests wait; the parser then stops, and the connection is closed.
+        """
+        if len(self.pipeline) >= self._limits.pipelined_requests:
+            raise RuntimeError("too many requests wait")
         self._in_head = False
         self._head_received = 0
         app = self.app
@@ -265,8 +272,14 @@ class LimitedProtocol(HttpToolsProtocol):
             self.cycle.message_event.set()
         self.transport.close()
 
-    def _close_longest_idle(self) -> bool:
-        """Close the connection that has been idle for the longest time; return False if none is idle."""
+    def make_room(self) -> bool:
+        """Close the connection that has been idle for the longest time, if there are too many.
+
+        Returns:
+            Whether this connection is within the limit now.
+        """
+        if len(self.connections) <= self._limits.max_connections:
+            return True
         now = time.monotonic()
         idle = [
             (connection.idle_since, id(connection), connection)

@@ -182,3 +182,12 @@ def test_a_client_that_does_not_read_its_reply_is_disconnected() -> None:
             eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 1)
             eventually(lambda: len(exporter.server.server_state.connections), lambda count: count == 0)
             assert exporter.get("/-/healthy").status == 200
+
+
+def test_pipelined_requests_beyond_the_limit_close_the_connection(exporter: RunningExporter) -> None:
+    with connect(exporter) as sock:
+        sock.sendall(GET * 2 + GET[:-2] + b"Connection: close\r\n\r\n")
+        assert read_to_the_end(sock).count(b"HTTP/1.1 200") == 3
+    with connect(exporter) as sock:
+        sock.sendall(GET * 2000)
+        assert read_to_the_end(sock).count(b"HTTP/1.1 200") <= 1 + LIMITS.pipelined_requests
