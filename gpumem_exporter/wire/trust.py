@@ -1,6 +1,6 @@
 """Which exporters a client accepts: whom it sends reports and tokens, and whose commands it runs.
 
-Any user of a machine may listen on a free port, or at a path in a folder that is theirs. The kernel shows whose process
+Any user of a machine may listen on a free port, or at a path in a folder of their own. The kernel shows whose process
 answers (`wire.peer`); another machine needs a certificate.
 """
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hmac
 import logging
+import os
+import stat
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ class TokenFile:
     """The token in a file: its only line, without the white space around it.
 
     `refresh` reads the file again if its size, time or inode changed: a mounted Kubernetes secret is replaced, not
-    written. If it cannot be read, the last token stays in force. Comparing a token never touches the disk.
+    written. While the file has no valid token, no token matches. Comparing a token never touches the disk.
 
     Args:
         path: the file.
@@ -29,7 +31,7 @@ class TokenFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._token = b""
-        self._seen: tuple[int, int, int] | None = None
+        self._seen: tuple[int, ...] | None = None
         self._unreadable = False
 
     def read(self) -> bytes:
@@ -37,18 +39,20 @@ class TokenFile:
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: the file does not contain a token.
+            ValueError: the file does not contain a token, or every user may read it.
         """
-        status = self.path.stat()
         with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
             text = file.read(MAX_TOKEN_BYTES + 1)
+        if status.st_mode & stat.S_IROTH:
+            raise ValueError("every user may read the file; expected mode 0600, or 0640 for a group")
         token = text.strip()
         if not token:
             raise ValueError("the file is empty")
         if len(text) > MAX_TOKEN_BYTES or b"\n" in token or b"\0" in token:
             raise ValueError(f"expected one line of at most {MAX_TOKEN_BYTES} bytes in the file")
         self._token = token
-        self._seen = (status.st_mtime_ns, status.st_size, status.st_ino)
+        self._seen = _version(status)
         return token
 
     def matches(self, presented: bytes) -> bool:
@@ -59,16 +63,17 @@ class TokenFile:
         """Read the file if it changed. May block on the disk."""
         try:
             status = self.path.stat()
-            if self._seen != (status.st_mtime_ns, status.st_size, status.st_ino):
-                rotated = self._seen is not None
+            if self._seen != _version(status):
+                rotated = self._seen is not None or self._unreadable
                 self.read()
                 if rotated:
                     _log.info("token replaced", extra={"fields": {"file": str(self.path)}})
             self._unreadable = False
         except (OSError, ValueError) as error:
+            self._token, self._seen = b"", None
             if not self._unreadable:
-                _log.warning(
-                    "token file cannot be read, the last token stays in force",
+                _log.error(
+                    "no valid token in the token file: its routes are closed",
                     extra={"fields": {"file": str(self.path), "error": str(error)}},
                 )
             self._unreadable = True
@@ -100,3 +105,7 @@ class TokenRefresher:
         while not self._stopped.wait(REFRESH_SECONDS):
             for file in self._files:
                 file.refresh()
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_mode

@@ -157,6 +157,7 @@ def test_only_callers_that_may_act_may_send_alerts(exporter: RunningExporter, tm
     problem(exporter.request("POST", ALERTS, message(), Origin="http://evil.example"), 403)
     problem(exporter.request("POST", ALERTS, message(), Host="evil.example"), 403)
     problem(exporter.request("POST", ALERTS, message(), Content_Type="text/plain"), 415)
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("s3cret")
     with running_exporter(action_token_file=str(tmp_path / "token")) as guarded:
         problem(guarded.request("POST", ALERTS, message(alert(**CLEAR))), 401)
@@ -165,6 +166,7 @@ def test_only_callers_that_may_act_may_send_alerts(exporter: RunningExporter, tm
 
 
 def test_terminate_from_an_alert_requires_permission_and_the_token(tmp_path: Path) -> None:
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("s3cret")
     target = subprocess.Popen(["sleep", "600"])
     request = {"gpumem_action": "terminate", "gpumem_target_pid": str(target.pid)}
@@ -193,6 +195,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("s3cret\n")
     exporter = start_exporter(node, *QUICK, "--action.token-file", str(token))
     process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)

@@ -215,6 +215,7 @@ def test_reload_without_a_policy_is_404() -> None:
 
 def test_only_callers_that_may_act_may_reload(policy: Path, tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("s3cret")
     with running_exporter(policy_file=str(policy), action_token_file=str(token)) as exporter:
         problem(exporter.request("POST", RELOAD), 401)

@@ -154,6 +154,7 @@ def test_an_action_expires_if_its_process_does_not_report(exporter: RunningExpor
 
 def test_actions_require_the_token_if_there_is_one(tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("s3cret")
     with running_exporter(action_token_file=str(token)) as exporter:
         assert exporter.report(report(1, devices=(sample(),))).status == 200

@@ -215,6 +215,7 @@ def test_a_release_does_not_wait_for_the_poll_interval(scripted: Any) -> None:
 @pytest.mark.parametrize("path", [RELEASE, ATTACH])
 def test_release_and_attach_need_the_rights_of_actions(path: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("a-long-enough-token-for-a-test\n")
     with running_exporter(action_token_file=str(token)) as running:
         problem(running.request("POST", path, {}), 401)

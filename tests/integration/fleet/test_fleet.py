@@ -75,6 +75,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
+    (folder / "token").touch(0o600)
     (folder / "token").write_text(TOKEN)
     exporters: list[ExporterProcess] = []
     instances = tuple(f"127.0.0.1:{free_port()}" for _ in range(3))
@@ -293,6 +294,7 @@ def test_the_api_gets_path_header_and_user_and_a_redirect_to_another_host_gets_n
 
 
 def test_a_bearer_token_is_read_from_its_file(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("of-prometheus\n")
     with answering(fleet.prometheus.url) as (url, requests):
         ended = fleet.command("info", "--prometheus", url, "--prometheus-token-file", str(tmp_path / "token"))

@@ -53,6 +53,7 @@ def test_a_finished_action_cannot_be_canceled_and_an_unknown_one_is_404(exporter
 
 def test_canceling_needs_the_same_permission_as_acting(tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("s3cret\n")
     with running_exporter(action_token_file=str(token)) as exporter:
         problem(exporter.request("DELETE", f"{ACTIONS}/unknown"), 401)

@@ -101,6 +101,7 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(emulation: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("fleet-group")
+    (folder / "token").touch(0o600)
     (folder / "token").write_text("right")
     (folder / "rank.py").write_text(RANK)
     node = EmulatedNode(folder / "node")

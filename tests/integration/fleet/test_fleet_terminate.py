@@ -51,6 +51,7 @@ class Nodes:
 def nodes(
     make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch, tmp_path: Path
 ) -> Iterator[Nodes]:
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text(TOKEN)
     made, processes, instances = [], [], []
     for number, allowed in enumerate(("terminate,empty_cache", "empty_cache")):

@@ -187,6 +187,7 @@ def test_a_clear_of_everything_reaches_every_reporting_process(own_exporter: Exp
 
 def test_its_reports_have_the_token_that_the_exporter_requires(tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("a-secret-that-is-long-enough-to-be-one\n")
     token.chmod(0o600)
     with demo(tmp_path, "--report.token-file", str(token)) as guarded:

@@ -393,6 +393,7 @@ def test_an_invalid_parameter_is_named(query: str, field: str) -> None:
 
 def test_events_need_the_same_access_as_the_audit_log(tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("s3cret")
     with running_exporter(action_token_file=str(token)) as served:
         assert "--action.token-file" in problem(served.get(EVENTS), 401)["detail"]

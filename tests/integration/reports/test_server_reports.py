@@ -158,11 +158,13 @@ def test_a_web_page_of_another_site_cannot_report(exporter: RunningExporter) -> 
 
 def test_reports_need_the_token_if_one_is_set(tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("first\n")
     with running_exporter(report_token_file=str(token)) as exporter:
         problem(exporter.report(report(1)), 401)
         problem(exporter.report(report(1), Authorization="Bearer wrong"), 401)
         assert exporter.report(report(1), Authorization="Bearer first").status == 200
+        (tmp_path / "next").touch(0o600)
         (tmp_path / "next").write_text("second")
         (tmp_path / "next").replace(token)
         in_force = exporter.runtime.reports_rule.token

@@ -52,6 +52,7 @@ class _Node:
 def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Node]:
     directory = tmp_path_factory.mktemp("cli")
     token_file = directory / "token"
+    token_file.touch(0o600)
     token_file.write_text(f"{_TOKEN}\n")
     flags = ("--demo", "--action.token-file", str(token_file))
     exporter = ExporterProcess(directory, *flags, environment=clean_environment())

@@ -200,6 +200,7 @@ def test_refused_events_show_the_reason_and_the_rest_works(
     node: EmulatedNode, start_exporter: StartExporter, open_top: OpenTop, tmp_path: Path
 ) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("s3cret-and-long-enough")
     exporter = start_exporter(node, "--action.token-file", str(token), *QUICK)
     node.set_process(FOREIGN, 0, 3 * GIB)

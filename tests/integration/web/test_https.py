@@ -194,6 +194,7 @@ def test_every_route_over_tcp_requires_the_password_and_the_unix_socket_does_not
 
 def test_a_token_replaces_the_password_and_a_password_replaces_no_token(start_https: StartHttps, folder: Path) -> None:
     for name in ("action", "report"):
+        (folder / name).touch(0o600)
         (folder / name).write_text(f"{name}-token\n")
     flags = [word for name in ("action", "report") for word in (f"--{name}.token-file", str(folder / name))]
     exporter = start_https(*flags, users=USERS)

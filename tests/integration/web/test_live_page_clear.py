@@ -25,6 +25,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """An exporter that requires a token for actions."""
     folder = tmp_path_factory.mktemp("guarded")
     token = folder / "token"
+    token.touch(0o600)
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
     with serving(folder, "--report.expiry", "3600", "--action.token-file", str(token)) as (exporter, url):

@@ -25,6 +25,7 @@ def rule(token: TokenFile | None = None) -> Rule:
 
 
 def token_file(path: Path, text: str) -> TokenFile:
+    path.touch(0o600)
     path.write_text(text)
     token = TokenFile(path)
     token.refresh()
@@ -93,6 +94,7 @@ def test_the_caller_of_a_token_includes_the_peer(tmp_path: Path) -> None:
 def test_a_replaced_token_is_in_force_after_the_next_refresh(tmp_path: Path) -> None:
     token = token_file(tmp_path / "token", "old")
     assert token.matches(b"old")
+    (tmp_path / "next").touch(0o600)
     (tmp_path / "next").write_text("new")
     (tmp_path / "next").replace(tmp_path / "token")
     token.refresh()
@@ -100,13 +102,25 @@ def test_a_replaced_token_is_in_force_after_the_next_refresh(tmp_path: Path) -> 
     assert token.matches(b"new")
 
 
-def test_a_token_stays_in_force_while_its_file_is_missing(tmp_path: Path) -> None:
-    token = token_file(tmp_path / "token", "old")
+@pytest.mark.parametrize("change", ["removed", "emptied", "readable by every user"])
+def test_no_token_matches_while_the_file_has_no_valid_one(tmp_path: Path, change: str) -> None:
+    path = tmp_path / "token"
+    token = token_file(path, "old")
     assert token.matches(b"old")
-    (tmp_path / "token").unlink()
+    if change == "removed":
+        path.unlink()
+    elif change == "emptied":
+        path.write_text("")
+    else:
+        path.chmod(0o604)
     token.refresh()
-    assert token.matches(b"old")
+    assert not token.matches(b"old")
     assert not token.matches(b"")
+    path.touch()
+    path.chmod(0o640)
+    path.write_text("new")
+    token.refresh()
+    assert token.matches(b"new")
 
 
 def test_a_hung_disk_delays_neither_a_request_nor_the_exit(tmp_path: Path) -> None:

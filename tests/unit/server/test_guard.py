@@ -140,6 +140,7 @@ def test_the_audit_log_and_the_events_are_guarded_like_the_actions(path: str) ->
 
 def test_a_client_with_the_token_may_use_any_host_name(tmp_path: Path) -> None:
     token = tmp_path / "token"
+    token.touch(0o600)
     token.write_text("right")
     host = (b"host", b"node-7.cluster.example:9844")
     bearer = (b"authorization", b"Bearer right")

@@ -183,6 +183,7 @@ def test_an_error_names_a_missing_configuration_file(tmp_path: Path) -> None:
 def test_a_token_file_without_a_token_is_refused(tmp_path: Path, content: str | None, named: str) -> None:
     path = tmp_path / "token"
     if content is not None:
+        path.touch(0o600)
         path.write_text(content)
     text = refused({"report.token-file": str(path)})
     assert text.startswith(f"--report.token-file: {str(path)!r}")
