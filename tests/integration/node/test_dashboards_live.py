@@ -6,12 +6,9 @@ The demo is scraped twice, as two nodes with equal pids, which the queries must 
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -112,7 +109,6 @@ class Scraped:
     """The running programs, and the results of the queries."""
 
     prometheus: Prometheus
-    url: str
     node: EmulatedNode
     processes: Mapping[str, TorchProcess]
     answered: dict[tuple[str, str], list[dict[str, Any]]] = field(default_factory=dict)
@@ -180,7 +176,7 @@ def scraped(tmp_path_factory: pytest.TempPathFactory, emulation: Path) -> Iterat
             targets = {name: f"127.0.0.1:{port}" for name, port in ports.items()}
             targets[ALSO_DEMO] = targets[DEMO]
             with RunningPrometheus(folder / "prometheus", targets) as prometheus:
-                found = Scraped(Prometheus(prometheus.url), prometheus.url, node, processes)
+                found = Scraped(Prometheus(prometheus.url), node, processes)
                 _begin_to_work(node, processes)
                 _wait_for_scrapes(found)
                 _make_things_happen(exporters, processes)
@@ -384,24 +380,3 @@ def test_the_rank_that_keeps_tensors_grows(scraped: Scraped) -> None:
     assert rows["0"]["Growth"] > 10 * abs(rows["1"]["Growth"])
     assert "Full in" in rows["0"]
     assert rows["0"]["Step"] > 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_preview_draws_the_results(scraped: Scraped, name: str, tmp_path: Path) -> None:
-    command = (
-        *(sys.executable, str(FOLDER / "preview.py"), "--prometheus", scraped.url, "--out", str(tmp_path)),
-        *("--dashboard", name, "--seconds", str(RANGE_SECONDS), "--scrape-interval", "1", "--var", f"node={EMULATED}"),
-        *(("--var", "workload=train") if name == "workload" else ()),
-    )
-    # Without a browser the preview makes no screenshots; this test checks the page.
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, "PATH": "/nowhere"})
-    assert (ended.returncode, ended.stdout) == (0, f"{tmp_path / name}.html\n"), ended.stderr
-    page = (tmp_path / f"{name}.html").read_text(encoding="utf-8")
-    assert "This is not Grafana" in page
-    for panel in all_panels(load(name)):
-        assert html.escape(panel["title"].split("$")[0]) in page
-    assert page.count("<section") >= len(list(all_panels(load(name))))
-    # Columns by the minute or by ten of them may have no point yet.
-    assert page.count("No data") <= {"workload": 1, "fleet": 2, "exporter": 4}.get(name, 0)
-    assert "NaN" not in page
-    assert "<svg" in page
