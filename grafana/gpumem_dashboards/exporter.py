@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.frame import actions_annotation, board, first_of, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, variable, with_rows
 from gpumem_dashboards.palette import UP, none_is_good
 from gpumem_dashboards.panels import columns, count, graph, history, number
 from gpumem_dashboards.promql import EXPORTER_UP, IS_EXPORTER, NODE
@@ -31,17 +30,14 @@ def exporter() -> Any:
         .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
         .annotation(actions_annotation())
     )
-    for title, panels in (
+    return with_rows(
+        made,
         ("Now", [*_overview(), _exporters()]),
         ("Polls and scrapes", _polls_and_scrapes()),
         ("Reports and events", _reports_and_events()),
         ("Actions", _actions()),
         ("Resources of the exporter", _itself()),
-    ):
-        made = made.with_row(dashboard.Row(title))
-        for panel in panels:
-            made = made.with_panel(panel)
-    return made
+    )
 
 
 def _overview() -> list[Any]:
