@@ -106,15 +106,7 @@ class PynvmlProvider:
         unavailable: NvmlUnavailableError | None = None
         for index in range(self._ask(self._nvml.nvmlDeviceGetCount)):
             try:
-                handle = self._ask(self._nvml.nvmlDeviceGetHandleByIndex, index)
-            except NvmlPermissionError:
-                continue
-            except NvmlError as error:
-                unavailable = error if isinstance(error, NvmlUnavailableError) else unavailable
-                listed.append(DeviceIdentity(gpu=str(index), uuid="", error=str(error)))
-                continue
-            try:
-                found = list(self._devices_of(index, handle))
+                found = list(self._devices_of(index))
             except NvmlError as error:
                 unavailable = error if isinstance(error, NvmlUnavailableError) else unavailable
                 listed.append(DeviceIdentity(gpu=str(index), uuid="", error=str(error)))
@@ -192,7 +184,11 @@ class PynvmlProvider:
         except KeyError:
             raise NvmlDeviceLostError(f"the driver does not list {uuid!r}") from None
 
-    def _devices_of(self, index: int, handle: Any) -> Iterator[tuple[DeviceIdentity, Any]]:
+    def _devices_of(self, index: int) -> Iterator[tuple[DeviceIdentity, Any]]:
+        try:
+            handle = self._ask(self._nvml.nvmlDeviceGetHandleByIndex, index)
+        except NvmlPermissionError:
+            return
         uuid = self._ask(self._nvml.nvmlDeviceGetUUID, handle)
         name, bus_id, _ = self._describe(uuid, handle, handle)
         if not self._has_mig_on(handle):
