@@ -12,7 +12,6 @@ from gpumem_exporter.core.samples import (
     DeviceReading,
     NodeReading,
     ProcessFacts,
-    ProcessMemory,
     Snapshot,
 )
 from gpumem_exporter.wire.protocol import DeviceSample
@@ -126,14 +125,6 @@ def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> No
     )
 
     assert lines(unknown, "gpumem_torch_non_torch_bytes") == []
-
-
-def test_a_process_that_the_driver_lists_twice_counts_once() -> None:
-    listed = replace(device(), processes=(ProcessMemory(70, None), ProcessMemory(70, 50), ProcessMemory(70, 50)))
-
-    assert lines(snapshot(on=node(listed)), "gpumem_process_memory_used_bytes") == [
-        'gpumem_process_memory_used_bytes{gpu="0",uuid="GPU-0",pid="70"} 50'
-    ]
 
 
 @pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
