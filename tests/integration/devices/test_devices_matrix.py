@@ -256,17 +256,6 @@ def test_an_integrated_gpu_is_exported_with_the_host_s_memory(
     assert device["memory"]["total_bytes"] == meminfo("MemTotal")
 
 
-def test_a_discrete_gpu_without_memory_values_does_not_get_the_host_s(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
-    with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED, device=0):
-        exporter = start_exporter(node, *QUICK)
-        metrics = wait_until_right(exporter, node, (1,), {})
-        assert shown(metrics, node.uuid(0))["total"] == []
-        assert metrics.values("gpumem_device_memory_is_host") == []
-        assert metrics.value("gpumem_device_up", uuid=node.uuid(0)) == 1
-
-
 def meminfo(name: str) -> int:
     """Return a value of this machine's memory, in bytes."""
     (line,) = [line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith(f"{name}:")]

@@ -113,23 +113,6 @@ def test_every_view_shows_that_this_is_a_demo(exporter: Exporter) -> None:
     assert all(process["workload"].startswith("demo-") for process in reporting(exporter))
 
 
-def test_phases_components_and_steps_of_its_trainings_are_shown(exporter: Exporter) -> None:
-    series = exporter.series()
-    phases = {dict(labels)["phase"] for labels in series["gpumem_torch_phase_peak_bytes"]}
-    assert phases == {"forward", "backward", "optimizer"}
-    allocated = series["gpumem_torch_allocated_bytes"]
-    components = series["gpumem_torch_component_bytes"]
-    assert {dict(labels)["component"] for labels in components} == {
-        "parameters",
-        "gradients",
-        "optimizer_state",
-        "other",
-    }
-    for rank in "0123":
-        labels = {"workload": "demo-llm-pretrain", "rank": rank}
-        assert total(components, **labels) == total(allocated, **labels) > 40 << 30
-
-
 def test_an_out_of_memory_error_from_before_the_start_is_an_event(exporter: Exporter) -> None:
     def known() -> list[Mapping[str, Any]]:
         events: list[Mapping[str, Any]] = exporter.document("/api/v1/events?type=oom")["events"]
@@ -174,15 +157,6 @@ def test_a_clear_reduces_the_reserved_bytes_and_the_used_bytes_of_the_driver(own
 
     expected = (result["reserved_after_bytes"], before["used_bytes"] - result["freed_bytes"])
     eventually(seen, lambda now: now == expected)
-
-
-def test_a_clear_of_everything_reaches_every_reporting_process(own_exporter: Exporter) -> None:
-    known = {process["pid"] for process in reporting(own_exporter)}
-    action = own_exporter.act(action="empty_cache", target={"all": True}, wait_seconds=25)
-    assert action["state"] == "done"
-    assert known - {result["pid"] for result in action["results"]} == set()
-    assert {result["outcome"] for result in action["results"]} == {"done"}
-    assert action["freed_bytes"] > 10 << 30
 
 
 def test_its_reports_have_the_token_that_the_exporter_requires(tmp_path: Path) -> None:
