@@ -121,16 +121,6 @@ def test_attach_loads_a_replaced_driver(make_node: MakeNode, start_exporter: Sta
     wait_until_right(exporter, node, (0, 1), {})
 
 
-def test_a_release_while_the_driver_hangs_is_applied_later(node: EmulatedNode, start_exporter: StartExporter) -> None:
-    exporter = start_exporter(node, *QUICK)
-    with node.hang("nvmlDeviceGetMemoryInfo*") as hang:
-        hang.wait_for_waiting()
-        answer = request(exporter, RELEASE, expect=202, wait_seconds=0.1)
-        assert (answer["state"], "device file" in held(exporter, node)) == ("releasing", True)
-    assert request(exporter, RELEASE, wait_seconds=60)["state"] == "released"
-    assert held(exporter, node) == set()
-
-
 def test_a_driver_that_appears_after_a_release_is_attached_only_on_request(
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:

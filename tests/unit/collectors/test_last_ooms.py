@@ -173,29 +173,6 @@ def test_stored_errors_are_shown_after_a_restart_with_their_first_time_and_value
     assert after.shown().keys() == {"9"}
 
 
-def test_a_stored_error_does_not_replace_a_newer_one() -> None:
-    before = Bench()
-    before.report(7, oom(1))
-    before.report(8, oom(4), session="old")
-    after = Bench()
-    after.report(7, oom(2))
-    after.report(8, oom(1), session="new")
-    after.recall(*before.log.of("oom"))
-    assert after.shown() == {"7": "1002", "8": "1001"}
-
-
-def test_a_stored_error_in_the_future_is_shown_for_an_hour() -> None:
-    before = Bench()
-    before.unix += 1e6
-    before.report(7, oom())
-    after = Bench()
-    after.recall(*before.log.of("oom"))
-    after.wait(SHOWN_SECONDS)
-    assert after.shown() == {"7": "1001"}
-    after.wait(0.001)
-    assert after.lines() == []
-
-
 # --- random order
 
 _ooms = st.builds(

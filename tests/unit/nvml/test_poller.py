@@ -115,19 +115,6 @@ def test_stopping_closes_the_driver_without_waiting_for_the_interval(start: Star
     assert provider.closed.is_set()
 
 
-def test_without_a_driver_every_poll_publishes_a_reading_with_the_error(start: Start) -> None:
-    def no_driver() -> None:
-        raise NvmlUnavailableError("no driver")
-
-    published = Published()
-    poller = start(OneGpu(no_driver), published)
-    published.wait_for(3)
-    assert {(reading.up, reading.error, reading.devices) for reading in published.readings} == {
-        (False, "no driver", ())
-    }
-    assert poller.status(0.0).error == "no driver"
-
-
 def test_an_unexpected_exception_does_not_end_the_thread(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     published = Published()
     failures = 3
