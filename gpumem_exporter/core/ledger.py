@@ -83,7 +83,6 @@ class DeviceLedger:
     `categories` has the known categories in the order of `CATEGORIES`; their sum is the total.
     """
 
-    device: DeviceReading
     total_bytes: int
     categories: Mapping[str, int]
 
@@ -107,7 +106,7 @@ def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, De
     """
     shares = node_shares(snapshot, names)
     return {
-        device.uuid: _ledger(device, device.memory, shares[device.uuid])
+        device.uuid: _ledger(device.memory, shares[device.uuid], listed=device.processes is not None)
         for device in (snapshot.node.devices if snapshot.node is not None else ())
         if device.memory is not None
     }
@@ -155,8 +154,8 @@ def _shares(
     return shares
 
 
-def _ledger(device: DeviceReading, memory: DeviceMemory, shares: Iterable[ProcessShare]) -> DeviceLedger:
-    """Compute the ledger of one device."""
+def _ledger(memory: DeviceMemory, shares: Iterable[ProcessShare], *, listed: bool) -> DeviceLedger:
+    """Compute the ledger of one device; `listed` is whether the driver lists its processes."""
     reserved_sum = allocated = 0
     reclaimable: list[int | None] = []
     non_torch: list[int | None] = []
@@ -182,14 +181,14 @@ def _ledger(device: DeviceReading, memory: DeviceMemory, shares: Iterable[Proces
         "torch_allocated": allocated,
         "torch_reclaimable": reclaimable_sum,
         "torch_fragmented": reserved_sum - allocated - (reclaimable_sum or 0),
-        "non_torch": None if device.processes is None else non_torch_sum,
-        "other_processes": None if device.processes is None else others_sum,
+        "non_torch": non_torch_sum if listed else None,
+        "other_processes": others_sum if listed else None,
         "driver_reserved": memory.reserved_bytes,
         "unattributed": used - reserved_sum - (non_torch_sum or 0) - (others_sum or 0),
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(device, memory.total_bytes, categories)
+    return DeviceLedger(memory.total_bytes, categories)
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:

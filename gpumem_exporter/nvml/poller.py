@@ -48,8 +48,6 @@ class PollerStatus:
     """The number of completed polls."""
     busy_seconds: float | None
     """The duration of the running poll so far; None between polls."""
-    last_finished_seconds: float | None
-    """When the last poll ended, on the poller's clock; None before the first."""
     stuck: bool
     """The driver hangs: a poll has been running for longer than 5 s and longer than three intervals."""
     error: str
@@ -72,7 +70,6 @@ class _DriverRequest:
 class _Progress:
     polls: int = 0
     busy_since_seconds: float | None = None
-    last_finished_seconds: float | None = None
     error: str = ""
     request: int = 0
     """The number of the request that the last poll applied."""
@@ -173,7 +170,6 @@ class Poller:
             alive=self._thread.is_alive(),
             polls=progress.polls,
             busy_seconds=busy_seconds,
-            last_finished_seconds=progress.last_finished_seconds,
             stuck=busy_seconds is not None and busy_seconds > limit_seconds,
             error=progress.error,
             release=request.release,
@@ -205,7 +201,7 @@ class Poller:
             self._failures.failed("poll", error, exc_info=True)
         else:
             self._failures.recovered("poll")
-        self._progress = _Progress(before.polls + 1, None, self._clock(), error, request.number)
+        self._progress = _Progress(before.polls + 1, None, error, request.number)
 
     def _read(self, request: _DriverRequest, *, is_new: bool) -> NodeReading:
         if request.release is not None:

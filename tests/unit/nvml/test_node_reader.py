@@ -124,8 +124,7 @@ def reader(node: Node, host: Host) -> NodeReader:
         host,
         clock=node.clock,
         wall_clock=lambda: node.clock.now + 1e9,
-        attach_backoff=Backoff(1.0, 30.0, jitter=lambda: 0.0),
-        lost_backoff=Backoff(2.0, 60.0, jitter=lambda: 0.0),
+        jitter=lambda: 0.0,
     )
 
 
