@@ -83,13 +83,6 @@ def test_an_out_of_memory_error_from_before_the_start_is_an_event(exporter: Expo
     assert len(exporter.metrics().values("gpumem_last_oom_timestamp_seconds", workload="demo-asr-varlen")) == 1
 
 
-def test_the_ledger_adds_up_to_the_total_in_every_scrape_of_a_moving_node(exporter: ExporterProcess) -> None:
-    for _ in range(50):
-        metrics = exporter.metrics()
-        assert len(metrics.ledgers()) == 8
-        metrics.assert_ledgers_add_up()
-
-
 def test_a_clear_reduces_the_reserved_bytes_and_the_used_bytes_of_the_driver(own_exporter: ExporterProcess) -> None:
     (notebook,) = [process for process in reporting(own_exporter) if process["workload"] == "demo-notebook"]
     (before,) = notebook["devices"]

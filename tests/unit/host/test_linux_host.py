@@ -81,15 +81,6 @@ class Tree:
         (directory / "ns/pid").hardlink_to(self.root / f"namespace-{namespace}")
         return directory
 
-    def remove(self, pid: int) -> None:
-        directory = self.root / str(pid)
-        for path in [*directory.glob("ns/*"), directory / "ns", *directory.iterdir()]:
-            if path.is_dir():
-                path.rmdir()
-            elif path.exists():
-                path.unlink()
-        directory.rmdir()
-
     def hide(self, pid: int, *names: str) -> None:
         """Create a file that even root cannot read: a directory, which cannot be read as a file."""
         for name in names:
