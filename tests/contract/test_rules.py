@@ -77,16 +77,6 @@ def test_prometheus_loads_the_rules_and_has_their_job() -> None:
     assert jobs == {"gpumem"}
 
 
-@pytest.mark.parametrize("name", RECORDS)
-def test_a_recording_rule_has_level_metric_and_operation_in_its_name_and_is_used(name: str) -> None:
-    level, metric, operation = name.split(":")
-    assert level in ("process", "device", "rank", "workload")
-    assert metric in CATALOG
-    assert re.fullmatch(r"[a-z0-9_]+", operation)
-    users = [rule["expr"] for rule in (*ALERTS.values(), *RECORDS.values()) if rule.get("record") != name]
-    assert level == "workload" or any(name in expression for expression in users), "no alert uses it"
-
-
 def test_rules_and_runbooks_use_only_metrics_of_the_catalog() -> None:
     texts = {path.name: path.read_text() for path in (*RULES.glob("*.yml"), *RUNBOOKS.glob("*.md"))}
     assert len(texts) == len(ALERTS) + 3
@@ -126,18 +116,6 @@ def test_a_runbook_has_its_four_sections_and_fits_a_page(name: str) -> None:
 def runbook_queries(path: Path) -> list[str]:
     blocks = re.findall(r"^```promql\n(.*?)^```", path.read_text(), flags=re.MULTILINE | re.DOTALL)
     return [query for block in blocks for query in block.strip().split("\n\n")]
-
-
-def test_the_page_on_how_to_reach_an_exporter_matches_the_manifests() -> None:
-    text = (RUNBOOKS / "README.md").read_text()
-    namespace, daemon_set = yaml.safe_load_all((REPOSITORY / "deploy" / "kubernetes" / "exporter.yaml").read_text())
-    (label,) = daemon_set["spec"]["selector"]["matchLabels"].items()
-    (container,) = daemon_set["spec"]["template"]["spec"]["containers"]
-    assert f"-n {namespace['metadata']['name']} -l {'='.join(label)} " in text
-    assert f"POD {container['ports'][0]['containerPort']}\n" in text
-    pages = "".join((RUNBOOKS / f"{name}.md").read_text() for name in ALERTS)
-    headings = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", text, flags=re.MULTILINE)}
-    assert set(re.findall(r"README\.md#([\w-]+)", pages)) <= headings
 
 
 @pytest.mark.tools
