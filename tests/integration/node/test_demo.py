@@ -35,16 +35,8 @@ def demo(folder: Path, *flags: str) -> Iterator[ExporterProcess]:
 
 @pytest.fixture(scope="module")
 def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
-    """One demo for the tests that change nothing."""
+    """One demo for several tests."""
     with demo(tmp_path_factory.mktemp("demo")) as running:
-        yield running
-
-
-@pytest.fixture
-def own_exporter(tmp_path: Path) -> Iterator[ExporterProcess]:
-    """A demo for one test that changes it."""
-    with demo(tmp_path) as running:
-        eventually(lambda: running.get("/health"), lambda health: health["status"] == "ok")
         yield running
 
 
@@ -83,28 +75,6 @@ def test_an_out_of_memory_error_from_before_the_start_is_an_event(exporter: Expo
     assert len(exporter.metrics().values("gpumem_last_oom_timestamp_seconds", workload="demo-asr-varlen")) == 1
 
 
-def test_a_clear_reduces_the_reserved_bytes_and_the_used_bytes_of_the_driver(own_exporter: ExporterProcess) -> None:
-    (notebook,) = [process for process in reporting(own_exporter) if process["workload"] == "demo-notebook"]
-    (before,) = notebook["devices"]
-    assert before["reclaimable_bytes"] > 10 << 30
-    action = own_exporter.act("empty_cache", target={"workload": "demo-notebook"}, wait_seconds=25)
-    (result,) = action["results"]
-    assert (action["state"], result["outcome"]) == ("done", "done")
-    assert action["freed_bytes"] == result["freed_bytes"] == before["reclaimable_bytes"]
-    assert result["reserved_before_bytes"] - result["reserved_after_bytes"] == result["freed_bytes"]
-    assert result["device_free_after_bytes"] - result["device_free_before_bytes"] == result["freed_bytes"]
-
-    def seen() -> tuple[float, float]:
-        metrics, pid = own_exporter.metrics(), str(notebook["pid"])
-        return (
-            metrics.value("gpumem_torch_reserved_bytes", pid=pid),
-            metrics.value("gpumem_process_memory_used_bytes", pid=pid),
-        )
-
-    expected = (result["reserved_after_bytes"], before["used_bytes"] - result["freed_bytes"])
-    eventually(seen, lambda now: now == expected)
-
-
 def test_its_reports_have_the_token_that_the_exporter_requires_and_it_stops_without_a_warning(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a-secret-that-is-long-enough-to-be-one\n")
@@ -131,13 +101,11 @@ def test_a_node_stops_in_time_whether_its_exporter_hangs_or_is_absent() -> None:
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpumem-demo")]
 
 
-def test_a_group_of_ranks_clears_after_the_same_step(own_exporter: ExporterProcess) -> None:
-    ranks = {p["pid"]: p for p in reporting(own_exporter) if p["workload"] == "demo-moe-finetune"}
+def test_a_group_of_ranks_clears_after_the_same_step(exporter: ExporterProcess) -> None:
+    ranks = {p["pid"]: p for p in reporting(exporter) if p["workload"] == "demo-moe-finetune"}
     assert len(ranks) == 2
-    eventually(
-        lambda: [p["step_seconds"] for p in reporting(own_exporter) if p["pid"] in ranks], lambda paces: all(paces)
-    )
-    taken = own_exporter.act(
+    eventually(lambda: [p["step_seconds"] for p in reporting(exporter) if p["pid"] in ranks], lambda paces: all(paces))
+    taken = exporter.act(
         "empty_cache",
         expect=202,
         target={"workload": "demo-moe-finetune"},
@@ -146,7 +114,7 @@ def test_a_group_of_ranks_clears_after_the_same_step(own_exporter: ExporterProce
         deadline_seconds=patient(45),
     )
     action = eventually(
-        lambda: own_exporter.get(f"/api/v1/actions/{taken['id']}"),
+        lambda: exporter.get(f"/api/v1/actions/{taken['id']}"),
         lambda known: known["state"] not in ("queued", "running"),
     )
     assert action["state"] == "done", action
