@@ -83,10 +83,10 @@ def _overview() -> list[Any]:
 
 
 def _exporters() -> Any:
-    by = "instance"
-
     def per_exporter(expression: str) -> str:
-        return f"sum by ({by}) ({expression})"
+        return f"sum by (instance) ({expression})"
+
+    described = f"group by (instance, version, source, python) (gpumem_exporter_build_info{{{NODE}}})"
 
     return table(
         "Exporters",
@@ -98,9 +98,7 @@ def _exporters() -> Any:
             Column("version", heading="Version"),
             Column("source", heading="Source"),
             Column("python", heading="Python"),
-            Column(
-                "What", f"group by ({by}, version, source, python) (gpumem_exporter_build_info{{{NODE}}})", hidden=True
-            ),
+            Column("What", described, hidden=True),
             Column("Up", per_exporter(EXPORTER_UP), limits=UP, width=60),
             Column("Driver up", per_exporter(f"gpumem_nvml_up{{{NODE}}}"), limits=UP, width=90),
             Column("Devices up", per_exporter(f"gpumem_device_up{{{NODE}}}"), width=100),
@@ -306,9 +304,7 @@ def _itself() -> list[Any]:
             "Open files of the exporter",
             "The open files and sockets of each exporter. Each reporter uses one.",
             units.Short,
-            [
-                (f"process_open_fds{{{NODE}}} {IS_EXPORTER}", "{{instance}}"),
-            ],
+            [(f"process_open_fds{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
             span=8,
         ).min(0),
     ]

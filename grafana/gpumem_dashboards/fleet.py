@@ -9,8 +9,8 @@ from grafana_foundation_sdk.models import units
 
 from gpumem_dashboards import oom_list
 from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
-from gpumem_dashboards.palette import PRESSURE, color, ledger_words, none_is_good, shares
-from gpumem_dashboards.panels import columns, count, graph, history, number, stacked
+from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good, shares
+from gpumem_dashboards.panels import colored, columns, count, graph, history, number, stacked
 from gpumem_dashboards.promql import (
     ABOVE,
     DEVICE,
@@ -216,24 +216,20 @@ def _wasted_workloads() -> Any:
 
 
 def _wasted_over_time() -> Any:
-    queries = [
-        (f"sum(gpumem_torch_reclaimable_bytes{{{WORKLOAD}}})", "reclaimable"),
-        (f"sum(gpumem_torch_fragmented_bytes{{{WORKLOAD}}})", "fragmented"),
+    series = [
+        (f"sum(gpumem_torch_{name}_bytes{{{WORKLOAD}}})", name, shade)
+        for name, shade in (("reclaimable", "green"), ("fragmented", "orange"))
     ]
     panel = graph(
         "Cache over time",
         "Bytes of the selected workloads that PyTorch reserved and no tensor uses. Reclaimable bytes increase"
         " after a peak; fragmented bytes that keep growing show that fragmentation builds up.",
         units.BytesIEC,
-        queries,
+        [(expression, name) for expression, name, _ in series],
         span=10,
         height=9,
     ).min(0)
-    return (
-        stacked(panel)
-        .override_by_name("reclaimable", [color("green")])
-        .override_by_name("fragmented", [color("orange")])
-    )
+    return colored(stacked(panel), series)
 
 
 def _errors_over_the_day() -> Any:
