@@ -64,19 +64,17 @@ class AllocatorSource(NamedTuple):
 
     def samples(self) -> Samples:
         """Compute the samples: those of each device, then the memory that is on no device."""
-        devices: dict[str, tuple[str, str, tuple[str, ...], tuple[str, ...]]] = {}
+        devices: list[tuple[str, str, tuple[str, ...], tuple[str, ...]]] = []
         values: list[Value] = []
         for sample in self.devices:
-            uuid = sample.uuid
-            if uuid in devices:
-                continue
             phases, components = sorted(sample.phase_peak_bytes), sorted(sample.component_bytes)
-            devices[uuid] = (self.gpu_by_uuid.get(uuid, ""), uuid, tuple(phases), tuple(components))
+            gpu = self.gpu_by_uuid.get(sample.uuid, "")
+            devices.append((gpu, sample.uuid, tuple(phases), tuple(components)))
             values += _sampled_values(sample)
             values += _derived_values(sample, self.step)
             values += [sample.phase_peak_bytes[phase] for phase in phases]
             values += [sample.component_bytes[component] for component in components]
-        labels = (self.process, tuple(devices.values()))
+        labels = (self.process, tuple(devices))
         return Samples(labels, _series, (*values, self.pinned_host_bytes))
 
 

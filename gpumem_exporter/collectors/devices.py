@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from gpumem_exporter.collectors import catalog
 from gpumem_exporter.collectors.subjects import Collector, Samples, Series, Subject
 from gpumem_exporter.collectors.view import View
-from gpumem_exporter.core.ledger import node_ledgers, non_torch_bytes
+from gpumem_exporter.core.ledger import node_ledgers, node_shares
 
 __all__ = ["DEVICE", "LEDGER"]
 
@@ -49,20 +49,18 @@ def _ledgers(view: View) -> Iterator[Subject]:
     """Yield the ledger of each device, with the non-torch memory of the processes on it."""
     if view.node is None:
         return
-    labels_by_pid = {
-        process.host_pid: (pid, process.report.process.workload, process.report.process.rank)
-        for pid, process in view.names.reporting
-        if process.host_pid is not None
-    }
-    ledgers = node_ledgers(view.snapshot, view.names)
+    ledgers, shares_by_uuid = node_ledgers(view.snapshot, view.names), node_shares(view.snapshot, view.names)
     for device in view.devices:
         key = (device.gpu, device.uuid)
         ledger = ledgers.get(device.uuid)
         categories = ledger.categories if ledger is not None else {}
-        non_torch = ledger.non_torch if ledger is not None else non_torch_bytes(view.node, view.names, device)
-        processes = tuple([labels_by_pid[pid] for pid in non_torch])
-        values = (*categories.values(), *non_torch.values())
-        yield key, Samples((key, tuple(categories), processes), _ledger_series, values)
+        processes, values = [], [*categories.values()]
+        for share in shares_by_uuid[device.uuid]:
+            if share.process is not None and share.non_torch_bytes is not None:
+                identity = share.process.report.process
+                processes.append((share.pid, identity.workload, identity.rank))
+                values.append(share.non_torch_bytes)
+        yield key, Samples((key, tuple(categories), tuple(processes)), _ledger_series, tuple(values))
 
 
 def _ledger_series(

@@ -10,7 +10,6 @@ from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.policy.model import RESULTS
 from gpumem_exporter.actions.request import ACTIONS
 from gpumem_exporter.collectors import catalog
-from gpumem_exporter.collectors.self_metrics import CachedMetric
 from gpumem_exporter.events.model import EVENT_TYPES, Event
 from gpumem_exporter.wire.protocol import OUTCOMES
 
@@ -38,32 +37,26 @@ class Instruments:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
         self._reports = _counter(catalog.REPORTS, registry)
-        actions = _counter(catalog.ACTIONS)
-        freed = _counter(catalog.ACTION_FREED)
-        events = _counter(catalog.EVENTS)
-        alerts = _counter(catalog.ALERTS)
+        self._dropped = _counter(catalog.PROCESSES_DROPPED, registry)
+        self._actions = _counter(catalog.ACTIONS, registry)
+        self._freed = _counter(catalog.ACTION_FREED, registry)
+        self._events = _counter(catalog.EVENTS, registry)
+        self._events_dropped = _counter(catalog.EVENTS_DROPPED, registry)
+        self._policy = _counter(catalog.POLICY_EVALUATIONS, registry)
+        self._alerts = _counter(catalog.ALERTS, registry)
         metric = catalog.ACTION_DURATION
-        duration = Histogram(metric.name, metric.help, metric.labels, registry=None, buckets=_ACTION_SECONDS)
+        self._duration = Histogram(metric.name, metric.help, metric.labels, registry=registry, buckets=_ACTION_SECONDS)
 
         # These labels are few and known, so their series start at 0. Otherwise rate() would miss the first event.
         for action in ACTIONS:
-            freed.labels(action)
-            duration.labels(action)
+            self._freed.labels(action)
+            self._duration.labels(action)
             for outcome in OUTCOMES:
-                actions.labels(action, outcome)
+                self._actions.labels(action, outcome)
         for outcome in ALERT_OUTCOMES:
-            alerts.labels(outcome)
+            self._alerts.labels(outcome)
         for type_ in EVENT_TYPES:
-            events.labels(type_)
-
-        self._dropped = CachedMetric(_counter(catalog.PROCESSES_DROPPED), registry)
-        self._actions = CachedMetric(actions, registry)
-        self._freed = CachedMetric(freed, registry)
-        self._events = CachedMetric(events, registry)
-        self._events_dropped = CachedMetric(_counter(catalog.EVENTS_DROPPED), registry)
-        self._policy = CachedMetric(_counter(catalog.POLICY_EVALUATIONS), registry)
-        self._alerts = CachedMetric(alerts, registry)
-        self._duration = CachedMetric(duration, registry)
+            self._events.labels(type_)
 
     def show_held_requests(self, count: Callable[[], int]) -> None:
         """Export the number of held requests, which `count` returns; it is called in each scrape."""
@@ -76,57 +69,47 @@ class Instruments:
 
     def count_dropped(self) -> None:
         """Count a report that was rejected because the maximum number of processes report."""
-        with self._dropped.modify() as counter:
-            counter.inc()
+        self._dropped.inc()
 
     def count_events(self, events: Iterable[Event]) -> None:
         """Count new events."""
         for event in events:
-            with self._events.modify() as counter:
-                counter.labels(event.type).inc()
+            self._events.labels(event.type).inc()
 
     def count_events_dropped(self, count: int) -> None:
         """Count events that could not be stored."""
-        with self._events_dropped.modify() as counter:
-            counter.inc(count)
+        self._events_dropped.inc(count)
 
     def add_policy_rule(self, rule: str) -> None:
         """Start the series of a policy rule at 0."""
-        with self._policy.modify() as counter:
-            for result in RESULTS:
-                counter.labels(rule, result)
+        for result in RESULTS:
+            self._policy.labels(rule, result)
 
     def remove_policy_rule(self, rule: str) -> None:
         """Remove the series of a policy rule."""
-        with self._policy.modify() as counter:
-            for result in RESULTS:
-                counter.remove(rule, result)
+        for result in RESULTS:
+            self._policy.remove(rule, result)
 
     def count_policy(self, rule: str, result: str, count: int) -> None:
         """Count evaluations of a policy rule with one result."""
-        with self._policy.modify() as counter:
-            counter.labels(rule, result).inc(count)
+        self._policy.labels(rule, result).inc(count)
 
     def count_alert(self, outcome: str) -> None:
         """Count an alert; `outcome` is one of `ALERT_OUTCOMES`."""
-        with self._alerts.modify() as counter:
-            counter.labels(outcome).inc()
+        self._alerts.labels(outcome).inc()
 
     def observe_action(self, action: Action) -> None:
         """Count a finished action; a dry run is not counted."""
         if action.dry_run:
             return
         # A process on several devices has one result per device, but one outcome.
-        with self._actions.modify() as actions:
-            for *_, outcome in {(row.pid, row.workload, row.rank, row.outcome) for row in action.results}:
-                actions.labels(action.action, outcome).inc()
+        for *_, outcome in {(row.pid, row.workload, row.rank, row.outcome) for row in action.results}:
+            self._actions.labels(action.action, outcome).inc()
         # A negative value means that the process allocated memory meanwhile; it must not reduce the sum.
-        with self._freed.modify() as freed:
-            freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
+        self._freed.labels(action.action).inc(sum(max(0, result.freed_bytes or 0) for result in action.results))
         if action.duration_seconds is not None:
-            with self._duration.modify() as duration:
-                duration.labels(action.action).observe(action.duration_seconds)
+            self._duration.labels(action.action).observe(action.duration_seconds)
 
 
-def _counter(metric: catalog.Metric, registry: CollectorRegistry | None = None) -> Counter:
+def _counter(metric: catalog.Metric, registry: CollectorRegistry) -> Counter:
     return Counter(metric.name, metric.help, metric.labels, registry=registry)

@@ -34,7 +34,8 @@ def _reporters(view: View) -> Iterator[Subject]:
     for pid, silent in view.names.silent:
         labels = (pid, silent.workload, silent.rank)
         rows[pid] = Samples(labels, _reporter_series, (0, silent.last_report_unix_seconds, None))
-    yield from sorted(rows.items(), key=lambda row: pid_order(row[0])) if view.names.silent else rows.items()
+    for pid in sorted(rows, key=pid_order):
+        yield pid, rows[pid]
 
 
 def reporter_samples(process: ReportingProcess, pid: str) -> Samples:

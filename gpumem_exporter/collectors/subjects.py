@@ -6,7 +6,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from gpumem_exporter.collectors.catalog import Metric
-from gpumem_exporter.collectors.lines import label_text
 from gpumem_exporter.collectors.view import View
 
 __all__ = ["Collector", "Samples", "Series", "Source", "Subject", "SubjectLines", "Value"]
@@ -115,6 +114,18 @@ class SubjectLines:
         text, last_labels = "", None
         for metric, labels in samples.series(*samples.labels):
             if labels is not last_labels:  # the series of an allocator share one tuple
-                text, last_labels = label_text(metric.labels, labels), labels
+                text, last_labels = _label_text(metric.labels, labels), labels
             prefixes.append((self._indexes[metric], metric.name + text))
         return prefixes
+
+
+def _label_text(names: tuple[str, ...], values: tuple[str, ...]) -> str:
+    """Return `{name="value",…} `, or a space if there are no labels."""
+    if not names:
+        return " "
+    return "{" + ",".join([f'{name}="{_escaped(value)}"' for name, value in zip(names, values, strict=True)]) + "} "
+
+
+def _escaped(value: str) -> str:
+    r"""Escape `\`, newline and `"` in a label value; the formats allow no other escapes."""
+    return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

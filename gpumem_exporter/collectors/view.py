@@ -5,7 +5,7 @@ The names are those of `core.naming`, because Prometheus rejects a page with a d
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -25,7 +25,7 @@ class View:
     devices: tuple[DeviceReading, ...]
     """The devices of `node`."""
     listed: tuple[tuple[ProcessMemory, ...], ...]
-    """The processes on each of `devices`, sorted by pid and without duplicates; empty if the list is unknown."""
+    """The processes on each of `devices`, sorted by pid; empty if the list is unknown."""
     gpu_by_uuid: Mapping[str, str]
     """The `gpu` label of each device; empty if the driver does not answer."""
     names: Names
@@ -35,33 +35,10 @@ class View:
     def of(cls, snapshot: Snapshot) -> View:
         """Sort a snapshot."""
         node = snapshot.node if snapshot.node is not None and snapshot.node.up else None
-        known = node.devices if node is not None else ()
-        devices = _in_order(known)
-        gpu_by_uuid = {device.uuid: device.gpu for device in known}
-        return cls(
-            snapshot, node, devices, tuple([_listed(device) for device in devices]), gpu_by_uuid, Names.of(snapshot)
-        )
-
-
-def _listed(device: DeviceReading) -> tuple[ProcessMemory, ...]:
-    """Return the processes of a device by pid; of duplicates, the first one with a known value."""
-    processes = device.processes or ()
-    pids = [process.pid for process in processes]
-    if pids == sorted(set(pids)):
-        return processes
-    distinct: dict[int, ProcessMemory] = {}
-    for process in processes:
-        known = distinct.setdefault(process.pid, process)
-        if known.used_bytes is None:
-            distinct[process.pid] = process
-    return tuple(sorted(distinct.values(), key=attrgetter("pid")))
-
-
-def _in_order(devices: Iterable[DeviceReading]) -> tuple[DeviceReading, ...]:
-    distinct: dict[tuple[str, str], DeviceReading] = {}
-    for device in devices:
-        distinct.setdefault((device.gpu, device.uuid), device)
-    return tuple(sorted(distinct.values(), key=_device_order))
+        devices = tuple(sorted(node.devices, key=_device_order)) if node is not None else ()
+        listed = tuple([tuple(sorted(device.processes or (), key=attrgetter("pid"))) for device in devices])
+        gpu_by_uuid = {device.uuid: device.gpu for device in devices}
+        return cls(snapshot, node, devices, listed, gpu_by_uuid, Names.of(snapshot))
 
 
 def _device_order(device: DeviceReading) -> tuple[tuple[int, ...], str, str]:

@@ -19,15 +19,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-__all__ = [
-    "AllocatorStatistics",
-    "Block",
-    "CachingAllocator",
-    "Driver",
-    "SimulatedOutOfMemoryError",
-    "rounded_bytes",
-    "split_block",
-]
+__all__ = ["Block", "CachingAllocator", "Driver", "SimulatedOutOfMemoryError"]
 
 MIB = 1 << 20
 MIN_BLOCK_BYTES = 512
@@ -84,15 +76,14 @@ class AllocatorStatistics:
 class Block:
     """A piece of a segment; `before` and `after` are its neighbors in the segment."""
 
-    __slots__ = ("address", "after", "before", "mapped", "pool", "requested_bytes", "size_bytes", "used")
+    __slots__ = ("address", "after", "before", "pool", "requested_bytes", "size_bytes", "used")
 
-    def __init__(self, pool: FreeList, address: int, size_bytes: int, *, mapped: bool = True) -> None:
+    def __init__(self, pool: FreeList, address: int, size_bytes: int) -> None:
         self.pool = pool
         self.address = address
         self.size_bytes = size_bytes
         self.requested_bytes = 0
         self.used = False
-        self.mapped = mapped
         self.before: Block | None = None
         self.after: Block | None = None
 
@@ -136,7 +127,7 @@ class CachingAllocator:
             SimulatedOutOfMemoryError: neither the cache nor the driver has enough memory, even after a flush.
         """
         self.finish_other_streams()
-        size_bytes = rounded_bytes(requested_bytes)
+        size_bytes = _multiple(requested_bytes, MIN_BLOCK_BYTES)
         block = self._place(size_bytes)
         if block is None:
             self._flush()
@@ -153,7 +144,7 @@ class CachingAllocator:
         Raises:
             SimulatedOutOfMemoryError: the driver does not have enough memory.
         """
-        segment_bytes = -(-requested_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
+        segment_bytes = _multiple(requested_bytes, SEGMENT_STEP_BYTES)
         block = self._new_segment([], segment_bytes)
         if block is None:
             self.statistics.ooms += 1
@@ -206,7 +197,7 @@ class CachingAllocator:
             block = fresh
         rest_bytes = block.size_bytes - size_bytes
         if rest_bytes >= MIN_BLOCK_BYTES if pool is self._small else rest_bytes > SMALL_BYTES:
-            rest = split_block(block, size_bytes)
+            rest = _split_block(block, size_bytes)
             insort(pool, (rest_bytes, rest.address, rest))
             self.statistics.inactive_split_bytes += rest_bytes
         return block
@@ -230,14 +221,14 @@ class CachingAllocator:
 
     def _merge(self, block: Block) -> None:
         before, after = block.before, block.after
-        if before is not None and not before.used and before.mapped == block.mapped:
+        if before is not None and not before.used:
             self._take_out(before)
             block.address = before.address
             block.size_bytes += before.size_bytes
             block.before = before.before
             if block.before is not None:
                 block.before.after = block
-        if after is not None and not after.used and after.mapped == block.mapped:
+        if after is not None and not after.used:
             self._take_out(after)
             block.size_bytes += after.size_bytes
             block.after = after.after
@@ -282,9 +273,9 @@ class CachingAllocator:
         return block
 
 
-def split_block(block: Block, size_bytes: int, *, rest_mapped: bool = True) -> Block:
+def _split_block(block: Block, size_bytes: int) -> Block:
     """Shorten a block to `size_bytes` and return the rest, its new neighbor, which is in no pool yet."""
-    rest = Block(block.pool, block.address + size_bytes, block.size_bytes - size_bytes, mapped=rest_mapped)
+    rest = Block(block.pool, block.address + size_bytes, block.size_bytes - size_bytes)
     rest.before, rest.after = block, block.after
     if block.after is not None:
         block.after.before = rest
@@ -293,14 +284,14 @@ def split_block(block: Block, size_bytes: int, *, rest_mapped: bool = True) -> B
     return rest
 
 
-def rounded_bytes(requested_bytes: int) -> int:
-    """Return the size of the block for a request: the next multiple of 512 bytes."""
-    return max(MIN_BLOCK_BYTES, -(-requested_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
-
-
 def _segment_bytes(size_bytes: int) -> int:
     if size_bytes <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size_bytes < OWN_SEGMENT_BYTES:
         return LARGE_SEGMENT_BYTES
-    return -(-size_bytes // SEGMENT_STEP_BYTES) * SEGMENT_STEP_BYTES
+    return _multiple(size_bytes, SEGMENT_STEP_BYTES)
+
+
+def _multiple(size_bytes: int, step_bytes: int) -> int:
+    """Return the next multiple of a step; at least one step."""
+    return max(step_bytes, -(-size_bytes // step_bytes) * step_bytes)

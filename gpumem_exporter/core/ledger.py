@@ -25,15 +25,14 @@ process with a cache, `torch_reclaimable` is absent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
 from gpumem_exporter.core.naming import Names
 from gpumem_exporter.core.samples import (
     DeviceMemory,
     DeviceReading,
-    NodeReading,
     ProcessMemory,
     ReportingProcess,
     Snapshot,
@@ -47,7 +46,6 @@ __all__ = [
     "fragmented_bytes",
     "node_ledgers",
     "node_shares",
-    "non_torch_bytes",
     "sum_of_known",
 ]
 
@@ -63,8 +61,7 @@ CATEGORIES = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessShare:
+class ProcessShare(NamedTuple):
     """The memory of one process on one device.
 
     `non_torch_bytes` is the driver's value minus the reserved bytes; signed, and None if either is unknown.
@@ -79,10 +76,6 @@ class ProcessShare:
     non_torch_bytes: int | None
 
 
-_Samples: TypeAlias = "Mapping[int, DeviceSample]"
-"""The reported samples of one device, by host pid."""
-
-
 @dataclass(frozen=True, slots=True)
 class DeviceLedger:
     """The ledger of one device.
@@ -90,11 +83,8 @@ class DeviceLedger:
     `categories` has the known categories in the order of `CATEGORIES`; their sum is the total.
     """
 
-    device: DeviceReading
     total_bytes: int
     categories: Mapping[str, int]
-    non_torch: Mapping[int, int]
-    """By host pid, the driver's value minus the process' reserved bytes; signed. Omitted where either is unknown."""
 
 
 def fragmented_bytes(sample: DeviceSample) -> int | None:
@@ -114,15 +104,12 @@ def node_ledgers(snapshot: Snapshot, names: Names | None = None) -> dict[str, De
         snapshot: the node and its reports.
         names: the names of the snapshot; computed if None.
     """
-    node = snapshot.node
-    if node is None:
-        return {}
-    by_device = _samples_by_device(node, _listed_reporters(node, names or Names.of(snapshot)))
-    ledgers = {}
-    for device in node.devices:
-        if device.memory is not None:
-            ledgers[device.uuid] = _ledger(device, device.memory, by_device[device.uuid])
-    return ledgers
+    shares = node_shares(snapshot, names)
+    return {
+        device.uuid: _ledger(device.memory, shares[device.uuid], listed=device.processes is not None)
+        for device in (snapshot.node.devices if snapshot.node is not None else ())
+        if device.memory is not None
+    }
 
 
 def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, list[ProcessShare]]:
@@ -138,76 +125,46 @@ def node_shares(snapshot: Snapshot, names: Names | None = None) -> dict[str, lis
     node = snapshot.node
     if node is None:
         return {}
-    processes = _listed_reporters(node, names or Names.of(snapshot))
-    by_device = _samples_by_device(node, processes)
-    shares: dict[str, list[ProcessShare]] = {}
-    for device in node.devices:
-        samples = by_device[device.uuid]
-        shares[device.uuid] = [
-            ProcessShare(
-                str(owner.pid),
-                owner.used_bytes,
-                processes[owner.pid] if sample is not None else None,
-                sample,
-                _non_torch(owner, sample),
-            )
-            for owner in _owners(device, samples)
-            for sample in (samples.get(owner.pid),)
-        ]
-    return shares
-
-
-def non_torch_bytes(node: NodeReading, names: Names, device: DeviceReading) -> dict[int, int]:
-    """Compute `DeviceLedger.non_torch` for a device without a ledger, whose memory is unknown."""
-    samples = _samples_by_device(node, _listed_reporters(node, names))[device.uuid]
-    return {
-        owner.pid: value
-        for owner in _owners(device, samples)
-        if (value := _non_torch(owner, samples.get(owner.pid))) is not None
-    }
-
-
-def _listed_reporters(node: NodeReading, names: Names) -> dict[int, ReportingProcess]:
-    """Return the reporting processes that the driver lists, by host pid, without those whose pid was reused."""
-    return {
+    # Without the processes whose pid was reused.
+    processes = {
         process.host_pid: process
-        for _, process in names.reporting
+        for _, process in (names or Names.of(snapshot)).reporting
         if process.host_pid is not None and node.pid_belongs_to(process)
     }
-
-
-def _samples_by_device(
-    node: NodeReading, processes: Mapping[int, ReportingProcess]
-) -> dict[str, dict[int, DeviceSample]]:
-    """Return the reported samples of each device of the node, by uuid and host pid."""
     by_device: dict[str, dict[int, DeviceSample]] = {device.uuid: {} for device in node.devices}
     for host_pid, process in processes.items():
         for sample in process.report.devices:
-            samples = by_device.get(sample.uuid)
-            if samples is not None:
-                samples.setdefault(host_pid, sample)
-    return by_device
+            if sample.uuid in by_device:
+                by_device[sample.uuid].setdefault(host_pid, sample)
+    return {device.uuid: _shares(device, by_device[device.uuid], processes) for device in node.devices}
 
 
-def _non_torch(owner: ProcessMemory, sample: DeviceSample | None) -> int | None:
-    if owner.used_bytes is None or sample is None or sample.reserved_bytes is None:
-        return None
-    return owner.used_bytes - sample.reserved_bytes
+def _shares(
+    device: DeviceReading, samples: Mapping[int, DeviceSample], processes: Mapping[int, ReportingProcess]
+) -> list[ProcessShare]:
+    """Return the shares of the processes that the driver lists, or of those that report if the list is unknown."""
+    owners = device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]
+    shares = []
+    for owner in owners:
+        sample, used_bytes = samples.get(owner.pid), owner.used_bytes
+        reserved_bytes = sample.reserved_bytes if sample is not None else None
+        non_torch_bytes = None if used_bytes is None or reserved_bytes is None else used_bytes - reserved_bytes
+        process = processes[owner.pid] if sample is not None else None
+        shares.append(ProcessShare(str(owner.pid), used_bytes, process, sample, non_torch_bytes))
+    return shares
 
 
-def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> DeviceLedger:
-    """Compute the ledger of one device."""
+def _ledger(memory: DeviceMemory, shares: Iterable[ProcessShare], *, listed: bool) -> DeviceLedger:
+    """Compute the ledger of one device; `listed` is whether the driver lists its processes."""
     reserved_sum = allocated = 0
-    non_torch_by_pid: dict[int, int] = {}
     reclaimable: list[int | None] = []
     non_torch: list[int | None] = []
     others: list[int | None] = []
-    for owner in _owners(device, samples):
-        pid, used_bytes = owner.pid, owner.used_bytes
-        sample = samples.get(pid)
+    for share in shares:
+        sample = share.sample
         reserved = sample.reserved_bytes if sample is not None else None
         if sample is None or reserved is None:
-            others.append(used_bytes)
+            others.append(share.used_bytes)
             continue
         # A pluggable allocator may not count tensors. All that it reserved then counts as allocated, because nothing
         # shows that any of it can be released.
@@ -217,32 +174,24 @@ def _ledger(device: DeviceReading, memory: DeviceMemory, samples: _Samples) -> D
         allocated += in_tensors
         if in_tensors < reserved:
             reclaimable.append(cached)
-        process_non_torch = None if used_bytes is None else used_bytes - reserved
-        non_torch.append(process_non_torch)
-        if process_non_torch is not None:
-            non_torch_by_pid[pid] = process_non_torch
+        non_torch.append(share.non_torch_bytes)
     used = memory.total_bytes - memory.free_bytes - (memory.reserved_bytes or 0)
     reclaimable_sum, non_torch_sum, others_sum = map(sum_of_known, (reclaimable, non_torch, others))
     known: dict[str, int | None] = {
         "torch_allocated": allocated,
         "torch_reclaimable": reclaimable_sum,
         "torch_fragmented": reserved_sum - allocated - (reclaimable_sum or 0),
-        "non_torch": None if device.processes is None else non_torch_sum,
-        "other_processes": None if device.processes is None else others_sum,
+        "non_torch": non_torch_sum if listed else None,
+        "other_processes": others_sum if listed else None,
         "driver_reserved": memory.reserved_bytes,
         "unattributed": used - reserved_sum - (non_torch_sum or 0) - (others_sum or 0),
         "free": memory.free_bytes,
     }
     categories = {name: value for name in CATEGORIES if (value := known[name]) is not None}
-    return DeviceLedger(device, memory.total_bytes, categories, non_torch_by_pid)
+    return DeviceLedger(memory.total_bytes, categories)
 
 
 def sum_of_known(parts: Sequence[int | None]) -> int | None:
     """Return the sum of the known parts; None if there are parts and all are unknown, because 0 would be a value."""
     known = [part for part in parts if part is not None]
     return sum(known) if known or not parts else None
-
-
-def _owners(device: DeviceReading, samples: _Samples) -> Sequence[ProcessMemory]:
-    """Return the processes that the driver lists on the device, or those that report if the list is unknown."""
-    return device.processes if device.processes is not None else [ProcessMemory(pid, None) for pid in samples]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from gpumem_exporter.core.samples import NodeReading, ReportingProcess, SilentReporter, Snapshot
 
@@ -35,23 +36,14 @@ class Names:
         """Name the reporters of a snapshot."""
         processes, silents = _represented(snapshot)
         ambiguous = _ambiguous((*processes, *silents), snapshot.node)
-        reporting: dict[str, ReportingProcess] = {}
-        for process in processes:
-            name = reporter_name(process, ambiguous)
-            other = reporting.get(name)
-            if other is None or process.received_seconds >= other.received_seconds:
-                reporting[name] = process
-        silent: dict[str, SilentReporter] = {}
-        for reporter in silents:
-            name = reporter_name(reporter, ambiguous)
-            last = silent.get(name)
-            if name not in reporting and (
-                last is None or reporter.last_report_unix_seconds >= last.last_report_unix_seconds
-            ):
-                silent[name] = reporter
+        # Of several reporters with one name, the one that reported last gets it.
+        processes.sort(key=attrgetter("received_seconds"))
+        silents.sort(key=attrgetter("last_report_unix_seconds"))
+        reporting = {reporter_name(process, ambiguous): process for process in processes}
+        silent = {reporter_name(reporter, ambiguous): reporter for reporter in silents}
         return cls(
-            tuple(sorted(reporting.items(), key=lambda item: pid_order(item[0]))),
-            tuple(sorted(silent.items(), key=lambda item: pid_order(item[0]))),
+            tuple((name, reporting[name]) for name in sorted(reporting, key=pid_order)),
+            tuple((name, silent[name]) for name in sorted(silent.keys() - reporting, key=pid_order)),
         )
 
 
@@ -64,7 +56,7 @@ def reporter_name(reporter: ReportingProcess | SilentReporter, ambiguous: Contai
     """
     if reporter.host_pid is None and reporter.key.pid in ambiguous:
         return f"{reporter.key.pid}@{reporter.key.pid_namespace}"
-    return reporter.label_pid
+    return str(reporter.key.pid if reporter.host_pid is None else reporter.host_pid)
 
 
 def ambiguous_pids(snapshot: Snapshot) -> frozenset[int]:

@@ -159,11 +159,6 @@ class ReportingProcess:
         return self.report.process.start_time_ticks
 
     @property
-    def label_pid(self) -> str:
-        """The host pid if it is known, otherwise the process' own pid. See `core.naming` for ambiguous pids."""
-        return str(self.host_pid if self.host_pid is not None else self.key.pid)
-
-    @property
     def sampled_seconds(self) -> float:
         """When the sample was taken, on the exporter's monotonic clock; the transport delay is not subtracted."""
         return self.received_seconds - self.report.sample_age_seconds
@@ -179,11 +174,6 @@ class SilentReporter:
     workload: str
     rank: str
     last_report_unix_seconds: float
-
-    @property
-    def label_pid(self) -> str:
-        """The same as `ReportingProcess.label_pid`."""
-        return str(self.host_pid if self.host_pid is not None else self.key.pid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from gpumem_exporter.core.last_ooms import LastOoms
 from gpumem_exporter.core.samples import LastOom, NodeReading, ProcessKey, ReportingProcess, SilentReporter, Snapshot
@@ -16,12 +16,6 @@ from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesErro
 from gpumem_exporter.wire.protocol import ProcessIdentity, Report
 
 __all__ = ["Store"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    process: ReportingProcess
-    newest_sequence: int
 
 
 class Store:
@@ -39,7 +33,7 @@ class Store:
         self.max_processes = max_processes
         self._lock = threading.Lock()
         self._node: NodeReading | None = None
-        self._entries: dict[ProcessKey, _Entry] = {}
+        self._processes: dict[ProcessKey, ReportingProcess] = {}
         self._silent: dict[ProcessKey, SilentReporter] = {}
         self._ooms = LastOoms()
 
@@ -72,19 +66,19 @@ class Store:
         with self._lock:
             self._expire(now_seconds)
             report = self._without_unknown_devices(report)
-            entry = self._entries.get(key)
-            if entry is None:
-                if len(self._entries) >= self.max_processes:
+            known = self._processes.get(key)
+            if known is None:
+                if len(self._processes) >= self.max_processes:
                     raise TooManyProcessesError(
-                        f"{len(self._entries)} processes report already; raise --report.max-processes to accept more"
+                        f"{len(self._processes)} processes report already; raise --report.max-processes to accept more"
                     )
-            elif entry.process.report.process.session == identity.session:
-                if report.sequence <= entry.newest_sequence:
-                    return entry.process
-            elif _seniority(identity) < _seniority(entry.process.report.process):
+            elif known.report.process.session == identity.session:
+                if report.sequence <= known.report.sequence:
+                    return known
+            elif _seniority(identity) < _seniority(known.report.process):
                 raise ReporterSupersededError(f"a newer reporter represents pid {identity.pid}")
             process = ReportingProcess(key, host_pid, report, now_seconds, now_unix_seconds)
-            self._entries[key] = _Entry(process, report.sequence)
+            self._processes[key] = process
             self._silent.pop(key, None)
             return process
 
@@ -101,7 +95,7 @@ class Store:
     def forget(self, key: ProcessKey) -> None:
         """Remove a process that exited or stopped its reporter; an unknown key is ignored."""
         with self._lock:
-            self._entries.pop(key, None)
+            self._processes.pop(key, None)
             self._silent.pop(key, None)
 
     def snapshot(self, now_seconds: float) -> Snapshot:
@@ -111,15 +105,14 @@ class Store:
             return Snapshot(
                 taken_seconds=now_seconds,
                 node=self._valid_node(now_seconds),
-                processes=tuple(entry.process for entry in self._entries.values()),
+                processes=tuple(self._processes.values()),
                 silent=tuple(self._silent.values()),
                 ooms=self._ooms.at(now_seconds),
             )
 
     def find(self, key: ProcessKey) -> ReportingProcess | None:
         """Return the process with its last report, whatever the age of the report; None if unknown."""
-        entry = self._entries.get(key)
-        return entry.process if entry else None
+        return self._processes.get(key)
 
     def _valid_node(self, now_seconds: float) -> NodeReading | None:
         node = self._node
@@ -128,13 +121,9 @@ class Store:
         return node
 
     def _expire(self, now_seconds: float) -> None:
-        stale = [
-            entry.process
-            for entry in self._entries.values()
-            if now_seconds - entry.process.received_seconds > self.report_expiry_seconds
-        ]
-        for process in stale:
-            del self._entries[process.key]
+        oldest_seconds = now_seconds - self.report_expiry_seconds
+        for process in [process for process in self._processes.values() if process.received_seconds < oldest_seconds]:
+            del self._processes[process.key]
             identity = process.report.process
             self._silent[process.key] = SilentReporter(
                 key=process.key,

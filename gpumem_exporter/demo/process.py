@@ -44,6 +44,8 @@ class SimulatedProcess:
         reports: whether the process has a reporter.
         rng: the random numbers of its program.
         clock: the simulation's time in seconds.
+
+    Without enough memory, the methods raise `SimulatedOutOfMemoryError`; `tensor` also counts and reports it.
     """
 
     def __init__(
@@ -93,27 +95,14 @@ class SimulatedProcess:
         self._run_waiting("step")
 
     def load_libraries(self, size_bytes: int, *, device: int = 0) -> None:
-        """Allocate memory outside the allocator: the CUDA context, NCCL's buffers, another runtime's memory.
-
-        Raises:
-            SimulatedOutOfMemoryError: the device does not have enough memory.
-        """
+        """Allocate memory outside the allocator: the CUDA context, NCCL's buffers, another runtime's memory."""
         slot = self.slots[device]
         if not slot.device.allocate(size_bytes):
             raise SimulatedOutOfMemoryError(f"tried to allocate {size_bytes} bytes from the driver", size_bytes)
         slot.non_torch_bytes += size_bytes
 
     def tensor(self, size_bytes: int, component: str = "", *, device: int = 0) -> Tensor:
-        """Create a tensor.
-
-        Args:
-            size_bytes: the requested size.
-            component: parameters, gradients or optimizer_state; empty if the program names none.
-            device: the index among the devices of the process.
-
-        Raises:
-            SimulatedOutOfMemoryError: no memory is left; the error is counted and reported.
-        """
+        """Create a tensor; `device` is the index among the devices of the process."""
         slot = self.slots[device]
         try:
             return slot.allocate(size_bytes, component)
@@ -122,11 +111,7 @@ class SimulatedProcess:
             raise
 
     def hold(self, count: int, size_bytes: int, component: str = "", *, device: int = 0) -> None:
-        """Create tensors that live as long as the process.
-
-        Raises:
-            SimulatedOutOfMemoryError: as `tensor`.
-        """
+        """Create tensors that live as long as the process."""
         for _ in range(count):
             self.tensor(size_bytes, component, device=device)
 
@@ -234,16 +219,11 @@ class SimulatedProcess:
         if self.ended:
             return CommandResult(command.id, "gone", "the process has exited", ReasonCode.PROCESS_EXITED)
         if command.action not in ACTIONS:
-            return CommandResult(
-                command.id,
-                "unsupported",
-                f"the demo's processes do not support {command.action}",
-                ReasonCode.UNKNOWN_ACTION,
-            )
+            reason = f"the demo's processes do not support {command.action}"
+            return CommandResult(command.id, "unsupported", reason, ReasonCode.UNKNOWN_ACTION)
         if command.deadline_seconds <= 0:
-            return CommandResult(
-                command.id, "expired", "the deadline passed before the command arrived", ReasonCode.DEADLINE_PASSED
-            )
+            reason = "the deadline passed before the command arrived"
+            return CommandResult(command.id, "expired", reason, ReasonCode.DEADLINE_PASSED)
         # As in torch, `empty_cache` and the garbage collector affect all devices; the result has only the target ones.
         slots = [slot for slot in self.slots if not command.uuids or slot.device.identity.uuid in command.uuids]
         before = [slot.memory_use() for slot in slots]

@@ -14,7 +14,7 @@ from gpumem_exporter.nvml.failure_log import FailureLog
 from gpumem_exporter.nvml.provider import Provider
 from gpumem_exporter.nvml.reader import NodeReader
 
-__all__ = ["MIN_POLL_SPACING_SECONDS", "Poller", "PollerStatus", "ReleaseRequest", "Schedule"]
+__all__ = ["MIN_POLL_SPACING_SECONDS", "Poller", "PollerStatus", "ReleaseRequest"]
 
 _logger = logging.getLogger(__name__)
 
@@ -48,8 +48,6 @@ class PollerStatus:
     """The number of completed polls."""
     busy_seconds: float | None
     """The duration of the running poll so far; None between polls."""
-    last_finished_seconds: float | None
-    """When the last poll ended, on the poller's clock; None before the first."""
     stuck: bool
     """The driver hangs: a poll has been running for longer than 5 s and longer than three intervals."""
     error: str
@@ -72,30 +70,9 @@ class _DriverRequest:
 class _Progress:
     polls: int = 0
     busy_since_seconds: float | None = None
-    last_finished_seconds: float | None = None
     error: str = ""
     request: int = 0
     """The number of the request that the last poll applied."""
-
-
-class Schedule:
-    """Ticks at whole multiples of an interval, without drift. Missed ticks are skipped.
-
-    Args:
-        interval_seconds: the time between two ticks.
-        start_seconds: the time of tick 0, on a monotonic clock.
-    """
-
-    def __init__(self, interval_seconds: float, start_seconds: float) -> None:
-        self._interval_seconds = interval_seconds
-        self._start_seconds = start_seconds
-        self._tick = 0
-
-    def seconds_to_next(self, now_seconds: float) -> float:
-        """Advance to the next tick in the future and return the seconds until it."""
-        passed = int((now_seconds - self._start_seconds) // self._interval_seconds)
-        self._tick = max(self._tick, passed) + 1
-        return max(0.0, self._start_seconds + self._tick * self._interval_seconds - now_seconds)
 
 
 class Poller:
@@ -193,7 +170,6 @@ class Poller:
             alive=self._thread.is_alive(),
             polls=progress.polls,
             busy_seconds=busy_seconds,
-            last_finished_seconds=progress.last_finished_seconds,
             stuck=busy_seconds is not None and busy_seconds > limit_seconds,
             error=progress.error,
             release=request.release,
@@ -201,10 +177,11 @@ class Poller:
         )
 
     def _run(self) -> None:
-        schedule = Schedule(self._interval_seconds, self._clock())
+        started_seconds = self._clock()
         while not self._stopping.is_set():
             self._poll()
-            wait_seconds = schedule.seconds_to_next(self._clock())
+            # Polls start at whole intervals; those that a slow driver misses are skipped.
+            wait_seconds = self._interval_seconds - (self._clock() - started_seconds) % self._interval_seconds
             self._stopping.wait(min(MIN_POLL_SPACING_SECONDS, wait_seconds))
             self._woken.wait(max(0.0, wait_seconds - MIN_POLL_SPACING_SECONDS))
             self._woken.clear()
@@ -224,7 +201,7 @@ class Poller:
             self._failures.failed("poll", error, exc_info=True)
         else:
             self._failures.recovered("poll")
-        self._progress = _Progress(before.polls + 1, None, self._clock(), error, request.number)
+        self._progress = _Progress(before.polls + 1, None, error, request.number)
 
     def _read(self, request: _DriverRequest, *, is_new: bool) -> NodeReading:
         if request.release is not None:

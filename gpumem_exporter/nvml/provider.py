@@ -33,7 +33,6 @@ class Provider(Protocol):
     @property
     def source(self) -> str:
         """`nvml` or `demo`: the value of `gpumem_exporter_build_info{source}`. Thread-safe."""
-        ...
 
     def open(self) -> None:
         """Initialize NVML; has no effect if it is open.
@@ -41,15 +40,12 @@ class Provider(Protocol):
         Raises:
             NvmlUnavailableError: NVML cannot be initialized now; retry later.
         """
-        ...
 
     def close(self) -> None:
         """Shut NVML down; has no effect if it is closed. Never raises."""
-        ...
 
     def release(self) -> None:
         """Close and unload the driver's library, so that the driver can be unloaded. Never raises."""
-        ...
 
     def driver_version(self) -> str:
         """Return the driver's version.
@@ -57,7 +53,6 @@ class Provider(Protocol):
         Raises:
             NvmlError: the version cannot be read.
         """
-        ...
 
     def devices(self) -> Sequence[DeviceIdentity]:
         """Return the devices in the driver's order; a device that fails has its `error`, without its MIG devices.
@@ -65,7 +60,6 @@ class Provider(Protocol):
         Raises:
             NvmlError: no device can be listed; on NvmlUnavailableError, call `close` and `open`.
         """
-        ...
 
     def read_memory(self, uuid: str) -> DeviceMemory:
         """Return the frame-buffer memory of a device that `devices` returned; total = used + free + reserved.
@@ -75,7 +69,6 @@ class Provider(Protocol):
             NvmlDeviceLostError: the device fell off the bus; it stays lost until NVML is initialized again.
             NvmlError: the device does not answer.
         """
-        ...
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
         """Return the processes on a device, each once; empty if there are none.
@@ -83,7 +76,6 @@ class Provider(Protocol):
         Raises:
             NvmlError: the list cannot be read: NvmlPermissionError, or as in `read_memory`.
         """
-        ...
 
     def read_utilization_ratio(self, uuid: str) -> float:
         """Return the share of the driver's last sample period in which a kernel ran on the device, 0 to 1.
@@ -91,4 +83,3 @@ class Provider(Protocol):
         Raises:
             NvmlError: as in `read_memory`.
         """
-        ...

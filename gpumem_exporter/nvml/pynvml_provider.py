@@ -29,7 +29,7 @@ __all__ = ["PynvmlProvider"]
 
 
 class PynvmlProvider:
-    """The real driver.
+    """The real driver; the methods raise the errors of `Provider`.
 
     `devices` gets new handles at each call, so no handle outlives a change of the devices or of a GPU's MIG instances.
     This is cheap, because the library has counts, handles and UUIDs in its own memory.
@@ -50,11 +50,7 @@ class PynvmlProvider:
         self._descriptions: dict[str, tuple[str, str, str]] = {}
 
     def open(self) -> None:
-        """Load libnvidia-ml.so.1 and initialize it.
-
-        Raises:
-            NvmlUnavailableError: there is no library or no driver, or initialization fails; retry later.
-        """
+        """Load libnvidia-ml.so.1 and initialize it."""
         if self._open:
             return
         try:
@@ -85,11 +81,7 @@ class PynvmlProvider:
         unload_library(self._nvml)
 
     def driver_version(self) -> str:
-        """Return the driver's version, such as `580.159.04`.
-
-        Raises:
-            NvmlError: the version cannot be read.
-        """
+        """Return the driver's version, such as `580.159.04`."""
         return str(self._ask(self._nvml.nvmlSystemGetDriverVersion))
 
     def devices(self) -> tuple[DeviceIdentity, ...]:
@@ -97,24 +89,13 @@ class PynvmlProvider:
 
         A GPU that fails is listed with its error and without MIG devices. As in nvidia-smi, a GPU whose handle this
         user may not get is not listed.
-
-        Raises:
-            NvmlError: the GPUs cannot be counted, or NVML is unavailable for all of them.
         """
         handles: dict[str, Any] = {}
         listed: list[DeviceIdentity] = []
         unavailable: NvmlUnavailableError | None = None
         for index in range(self._ask(self._nvml.nvmlDeviceGetCount)):
             try:
-                handle = self._ask(self._nvml.nvmlDeviceGetHandleByIndex, index)
-            except NvmlPermissionError:
-                continue
-            except NvmlError as error:
-                unavailable = error if isinstance(error, NvmlUnavailableError) else unavailable
-                listed.append(DeviceIdentity(gpu=str(index), uuid="", error=str(error)))
-                continue
-            try:
-                found = list(self._devices_of(index, handle))
+                found = list(self._devices_of(index))
             except NvmlError as error:
                 unavailable = error if isinstance(error, NvmlUnavailableError) else unavailable
                 listed.append(DeviceIdentity(gpu=str(index), uuid="", error=str(error)))
@@ -135,11 +116,6 @@ class PynvmlProvider:
         All values come from one `nvmlDeviceGetMemoryInfo_v2` call, so they are consistent. A driver with only the first
         version of the call counts reserved memory as used; reserved is then unknown. For an integrated GPU, which has
         no memory of its own, the values are those of the host.
-
-        Raises:
-            NvmlNotSupportedError: the device does not provide the value.
-            NvmlDeviceLostError: the device fell off the bus.
-            NvmlError: the device does not answer.
         """
         handle = self._handle(uuid)
         try:
@@ -158,11 +134,7 @@ class PynvmlProvider:
         return _device_memory(memory.total, memory.free, known_bytes(memory.reserved))
 
     def read_processes(self, uuid: str) -> tuple[ProcessMemory, ...]:
-        """Return the compute, graphics and MPS processes on a device, each once.
-
-        Raises:
-            NvmlError: the list cannot be read; after NvmlPermissionError and NvmlNotSupportedError, other values can.
-        """
+        """Return the compute, graphics and MPS processes on a device, each once."""
         handle = self._handle(uuid)
         if self._process_lists is None:
             raise NvmlUnavailableError("NVML is closed")
@@ -171,9 +143,7 @@ class PynvmlProvider:
     def read_utilization_ratio(self, uuid: str) -> float:
         """Return the share of the last sample period (1/6 s to 1 s) in which a kernel ran on the device, 0 to 1.
 
-        Raises:
-            NvmlNotSupportedError: the device does not provide the value, as MIG devices do not.
-            NvmlError: the device does not answer.
+        MIG devices do not provide the value.
         """
         percent = int(self._ask(self._nvml.nvmlDeviceGetUtilizationRates, self._handle(uuid)).gpu)
         if not 0 <= percent <= 100:
@@ -192,7 +162,11 @@ class PynvmlProvider:
         except KeyError:
             raise NvmlDeviceLostError(f"the driver does not list {uuid!r}") from None
 
-    def _devices_of(self, index: int, handle: Any) -> Iterator[tuple[DeviceIdentity, Any]]:
+    def _devices_of(self, index: int) -> Iterator[tuple[DeviceIdentity, Any]]:
+        try:
+            handle = self._ask(self._nvml.nvmlDeviceGetHandleByIndex, index)
+        except NvmlPermissionError:
+            return
         uuid = self._ask(self._nvml.nvmlDeviceGetUUID, handle)
         name, bus_id, _ = self._describe(uuid, handle, handle)
         if not self._has_mig_on(handle):

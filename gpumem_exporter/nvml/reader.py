@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Iterable
 
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, NodeReading, ProcessFacts, ProcessMemory
@@ -23,11 +24,6 @@ __all__ = ["NodeReader"]
 
 _logger = logging.getLogger(__name__)
 
-_ATTACH_FIRST_SECONDS, _ATTACH_CAP_SECONDS = 1.0, 30.0
-# A lost device recovers only when NVML is initialized again. That interrupts the other devices, so it is tried less
-# often.
-_LOST_FIRST_SECONDS, _LOST_CAP_SECONDS = 2.0, 60.0
-
 
 class NodeReader:
     """Reads a node through a provider, which nothing else uses. Not thread-safe.
@@ -37,8 +33,7 @@ class NodeReader:
         host: describes processes.
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
-        attach_backoff: limits the attempts to initialize a missing driver.
-        lost_backoff: limits the attempts to recover a lost device by initializing NVML again.
+        jitter: shortens the delays between attempts; see `Backoff`.
     """
 
     def __init__(
@@ -48,15 +43,15 @@ class NodeReader:
         *,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        attach_backoff: Backoff | None = None,
-        lost_backoff: Backoff | None = None,
+        jitter: Callable[[], float] = random.random,
     ) -> None:
         self._provider = provider
         self._host = host
         self._clock = clock
         self._wall_clock = wall_clock
-        self._attach_backoff = attach_backoff or Backoff(_ATTACH_FIRST_SECONDS, _ATTACH_CAP_SECONDS)
-        self._lost_backoff = lost_backoff or Backoff(_LOST_FIRST_SECONDS, _LOST_CAP_SECONDS)
+        self._attach_backoff = Backoff(1.0, 30.0, jitter=jitter)
+        # A lost device recovers only when NVML is initialized again. That interrupts the other devices.
+        self._lost_backoff = Backoff(2.0, 60.0, jitter=jitter)
         self._registry = DeviceRegistry()
         self._failures = FailureLog(_logger, clock)
         self._attached = False

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
-from gpumem_dashboards.frame import actions_annotation, board, first_of, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, variable, with_rows
 from gpumem_dashboards.palette import UP, none_is_good
 from gpumem_dashboards.panels import columns, count, graph, history, number
 from gpumem_dashboards.promql import EXPORTER_UP, IS_EXPORTER, NODE
@@ -31,17 +30,14 @@ def exporter() -> Any:
         .with_variable(first_of("node", f"gpumem_exporter_build_info{{{NODE}}}", "instance"))
         .annotation(actions_annotation())
     )
-    for title, panels in (
+    return with_rows(
+        made,
         ("Now", [*_overview(), _exporters()]),
         ("Polls and scrapes", _polls_and_scrapes()),
         ("Reports and events", _reports_and_events()),
         ("Actions", _actions()),
         ("Resources of the exporter", _itself()),
-    ):
-        made = made.with_row(dashboard.Row(title))
-        for panel in panels:
-            made = made.with_panel(panel)
-    return made
+    )
 
 
 def _overview() -> list[Any]:
@@ -87,10 +83,10 @@ def _overview() -> list[Any]:
 
 
 def _exporters() -> Any:
-    by = "instance"
-
     def per_exporter(expression: str) -> str:
-        return f"sum by ({by}) ({expression})"
+        return f"sum by (instance) ({expression})"
+
+    described = f"group by (instance, version, source, python) (gpumem_exporter_build_info{{{NODE}}})"
 
     return table(
         "Exporters",
@@ -102,9 +98,7 @@ def _exporters() -> Any:
             Column("version", heading="Version"),
             Column("source", heading="Source"),
             Column("python", heading="Python"),
-            Column(
-                "What", f"group by ({by}, version, source, python) (gpumem_exporter_build_info{{{NODE}}})", hidden=True
-            ),
+            Column("What", described, hidden=True),
             Column("Up", per_exporter(EXPORTER_UP), limits=UP, width=60),
             Column("Driver up", per_exporter(f"gpumem_nvml_up{{{NODE}}}"), limits=UP, width=90),
             Column("Devices up", per_exporter(f"gpumem_device_up{{{NODE}}}"), width=100),
@@ -310,9 +304,7 @@ def _itself() -> list[Any]:
             "Open files of the exporter",
             "The open files and sockets of each exporter. Each reporter uses one.",
             units.Short,
-            [
-                (f"process_open_fds{{{NODE}}} {IS_EXPORTER}", "{{instance}}"),
-            ],
+            [(f"process_open_fds{{{NODE}}} {IS_EXPORTER}", "{{instance}}")],
             span=8,
         ).min(0),
     ]

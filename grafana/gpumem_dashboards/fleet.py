@@ -8,9 +8,9 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
-from gpumem_dashboards.palette import PRESSURE, color, ledger_words, none_is_good, shares
-from gpumem_dashboards.panels import columns, count, graph, history, number, stacked
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
+from gpumem_dashboards.palette import PRESSURE, ledger_words, none_is_good, shares
+from gpumem_dashboards.panels import colored, columns, count, graph, history, number, stacked
 from gpumem_dashboards.promql import (
     ABOVE,
     DEVICE,
@@ -55,20 +55,15 @@ def fleet() -> Any:
         .with_variable(first_of("workload", f'gpumem_reporter_up{{{NODE}, workload=~"$workload"}}', "workload"))
         .annotation(ooms_annotation(WORKLOAD))
         .annotation(actions_annotation())
-        .with_row(dashboard.Row("Devices"))
     )
-    for panel in (*_overview(), _devices(), _matrix(), _history()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Cache: reserved and in no tensor"))
-    for panel in (_wasted_workloads(), _wasted_over_time()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Out of memory"))
-    for panel in (_errors_over_the_day(), _retries_over_the_day(), oom_list.listed(WORKLOAD, node_shown=True)):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("Silent reporters and unused capacity"))
-    for panel in (_silent(), _idle()):
-        made = made.with_panel(panel)
-    return made
+    errors = oom_list.listed(WORKLOAD, node_shown=True)
+    return with_rows(
+        made,
+        ("Devices", [*_overview(), _devices(), _matrix(), _history()]),
+        ("Cache: reserved and in no tensor", [_wasted_workloads(), _wasted_over_time()]),
+        ("Out of memory", [_errors_over_the_day(), _retries_over_the_day(), errors]),
+        ("Silent reporters and unused capacity", [_silent(), _idle()]),
+    )
 
 
 def _overview() -> list[Any]:
@@ -221,24 +216,20 @@ def _wasted_workloads() -> Any:
 
 
 def _wasted_over_time() -> Any:
-    queries = [
-        (f"sum(gpumem_torch_reclaimable_bytes{{{WORKLOAD}}})", "reclaimable"),
-        (f"sum(gpumem_torch_fragmented_bytes{{{WORKLOAD}}})", "fragmented"),
+    series = [
+        (f"sum(gpumem_torch_{name}_bytes{{{WORKLOAD}}})", name, shade)
+        for name, shade in (("reclaimable", "green"), ("fragmented", "orange"))
     ]
     panel = graph(
         "Cache over time",
         "Bytes of the selected workloads that PyTorch reserved and no tensor uses. Reclaimable bytes increase"
         " after a peak; fragmented bytes that keep growing show that fragmentation builds up.",
         units.BytesIEC,
-        queries,
+        [(expression, name) for expression, name, _ in series],
         span=10,
         height=9,
     ).min(0)
-    return (
-        stacked(panel)
-        .override_by_name("reclaimable", [color("green")])
-        .override_by_name("fragmented", [color("orange")])
-    )
+    return colored(stacked(panel), series)
 
 
 def _errors_over_the_day() -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from grafana_foundation_sdk.builders import dashboard
@@ -29,6 +29,7 @@ __all__ = [
     "ooms_annotation",
     "post_mortem_times",
     "variable",
+    "with_rows",
 ]
 
 TAGS = ["gpu", "pytorch", "gpumem"]
@@ -63,6 +64,15 @@ def board(title: str, uid: str, description: str, *, time: str, refresh: str) ->
     for other in BOARDS:
         if other != uid:
             made = made.link(_link_to(other, uid))
+    return made
+
+
+def with_rows(made: Any, *rows: tuple[str, Iterable[Any]]) -> Any:
+    """Add rows, each with a title and its panels, to a dashboard."""
+    for title, panels in rows:
+        made = made.with_row(dashboard.Row(title))
+        for panel in panels:
+            made = made.with_panel(panel)
     return made
 
 

@@ -8,7 +8,7 @@ from grafana_foundation_sdk.builders import dashboard
 from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
 from gpumem_dashboards.palette import PRESSURE, UP
 from gpumem_dashboards.panels import bars, count, graph, ledger, number, stacked
 from gpumem_dashboards.promql import (
@@ -53,16 +53,11 @@ def node() -> Any:
         .with_variable(first_of("workload", f'gpumem_reporter_up{{{ONE_NODE}, workload=~"$workload"}}', "workload"))
         .annotation(ooms_annotation(TORCH))
         .annotation(actions_annotation(ONE_NODE))
-        .with_row(dashboard.Row("Node"))
     )
-    for panel in (*_overview(), _devices(), _processes()):
-        made = made.with_panel(panel)
-    made = made.with_row(dashboard.Row("GPU $gpu").repeat("gpu")).with_panel(_ledger()).with_panel(_clear())
-    made = made.with_panel(_holders())
-    made = made.with_row(dashboard.Row("Over time"))
-    for panel in _over_time():
-        made = made.with_panel(panel)
-    return made
+    made = with_rows(made, ("Node", [*_overview(), _devices(), _processes()]))
+    made = made.with_row(dashboard.Row("GPU $gpu").repeat("gpu"))
+    made = made.with_panel(_ledger()).with_panel(_clear()).with_panel(_holders())
+    return with_rows(made, ("Over time", _over_time()))
 
 
 def _overview() -> list[Any]:

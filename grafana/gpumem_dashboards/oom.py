@@ -9,9 +9,9 @@ from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models.common import BigValueTextMode
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
 from gpumem_dashboards.palette import LEDGER, color, words
-from gpumem_dashboards.panels import bars, dashed, graph, ledger, number, stacked
+from gpumem_dashboards.panels import bars, colored, dashed, graph, ledger, number, stacked
 from gpumem_dashboards.promql import ONE_NODE, filled, info
 from gpumem_dashboards.tables import Column, table
 
@@ -104,16 +104,13 @@ def oom() -> Any:
         .annotation(ooms_annotation(LISTED))
         .annotation(actions_annotation(ONE_NODE))
     )
-    for title, panels in (
+    return with_rows(
+        made,
         ("What happened", [_verdict(), _when(), _who(), *_overview()]),
         ("The device before the error", [_room(), _ledger_then(), _processes_then()]),
         ("The minutes before", _before()),
         ("Other errors of this node", [oom_list.listed(LISTED, node_shown=False)]),
-    ):
-        made = made.with_row(dashboard.Row(title))
-        for panel in panels:
-            made = made.with_panel(panel)
-    return made
+    )
 
 
 def _verdict() -> Any:
@@ -185,9 +182,7 @@ def _room() -> Any:
         span=12,
         height=10,
     )
-    for _, name, shade in queries:
-        panel = panel.override_by_name(name, [color(shade)])
-    return panel
+    return colored(panel, queries)
 
 
 def _overview() -> list[Any]:
@@ -223,9 +218,7 @@ def _ledger_then() -> Any:
         span=12,
         height=10,
     )
-    for _, name, shade in LEDGER:
-        panel = panel.override_by_name(name, [color(shade)])
-    return panel
+    return colored(panel, LEDGER)
 
 
 def _processes_then() -> Any:

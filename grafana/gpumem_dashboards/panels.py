@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from string import ascii_uppercase
 from typing import Any
 
@@ -33,6 +33,7 @@ __all__ = [
     "Limits",
     "Queries",
     "bars",
+    "colored",
     "columns",
     "count",
     "dashed",
@@ -40,6 +41,7 @@ __all__ = [
     "graph",
     "history",
     "ledger",
+    "legend",
     "number",
     "query",
     "stacked",
@@ -61,6 +63,18 @@ def query(expression: str, legend: str, letter: str = "A", *, instant: bool = Fa
 def described(panel: Any, title: str, description: str, unit: str) -> Any:
     """Set the properties that every panel has."""
     return panel.title(title).description(description).unit(unit).datasource(SOURCE)
+
+
+def legend(mode: LegendDisplayMode = LegendDisplayMode.LIST) -> Any:
+    """Build a legend below the panel."""
+    return common.VizLegendOptions().show_legend(True).display_mode(mode).placement(LegendPlacement.BOTTOM)
+
+
+def colored(panel: Any, series: Iterable[tuple[Any, str, str]]) -> Any:
+    """Color series; each item ends in the name of a series and its color."""
+    for _, name, shade in series:
+        panel = panel.override_by_name(name, [color(shade)])
+    return panel
 
 
 def number(
@@ -85,8 +99,7 @@ def number(
         .height(height)
         .span(span)
     )
-    for letter, (expression, legend) in _lettered([(queries, "")] if isinstance(queries, str) else queries):
-        panel = panel.with_target(query(expression, legend, letter, instant=True))
+    panel = _asking(panel, [(queries, "")] if isinstance(queries, str) else queries, instant=True)
     if not isinstance(queries, str):
         panel = panel.text_mode(BigValueTextMode.VALUE_AND_NAME)
     if limits:
@@ -105,20 +118,12 @@ def graph(title: str, description: str, unit: str, queries: Queries, *, span: in
         described(timeseries.Panel(), title, description, unit)
         .fill_opacity(10)
         .show_points(VisibilityMode.NEVER)
-        .legend(
-            common.VizLegendOptions()
-            .show_legend(True)
-            .display_mode(LegendDisplayMode.TABLE)
-            .placement(LegendPlacement.BOTTOM)
-            .calcs(["lastNotNull", "max"])
-        )
+        .legend(legend(LegendDisplayMode.TABLE).calcs(["lastNotNull", "max"]))
         .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.MULTI).sort(SortOrder.DESCENDING))
         .height(height)
         .span(span)
     )
-    for letter, (expression, legend) in _lettered(queries):
-        panel = panel.with_target(query(expression, legend, letter))
-    return panel
+    return _asking(panel, queries)
 
 
 def stacked(panel: Any, fill_opacity: int = 70) -> Any:
@@ -151,9 +156,7 @@ def ledger(title: str, description: str, selector: str, only: str = "", *, span:
     ]
     queries.append((f"sum(gpumem_device_memory_total_bytes{{{selector}}}{only})", "total"))
     panel = stacked(graph(title, description, "bytes", queries, span=span, height=height), 80)
-    for _, name, shade in LEDGER:
-        panel = panel.override_by_name(name, [color(shade)])
-    return panel.override_by_name(*dashed("total", "text"))
+    return colored(panel, LEDGER).override_by_name(*dashed("total", "text"))
 
 
 def bars(
@@ -183,9 +186,7 @@ def bars(
         .height(height)
         .span(span)
     )
-    for letter, (expression, legend) in _lettered(queries):
-        panel = panel.with_target(query(expression, legend, letter, instant=True))
-    return panel
+    return _asking(panel, queries, instant=True)
 
 
 def history(title: str, description: str, unit: str, queries: Queries, limits: Limits, *, height: int = 10) -> Any:
@@ -196,21 +197,17 @@ def history(title: str, description: str, unit: str, queries: Queries, limits: L
         .show_value(VisibilityMode.NEVER)
         .row_height(0.9)
         .col_width(1)
-        .legend(
-            common.VizLegendOptions()
-            .show_legend(True)
-            .display_mode(LegendDisplayMode.LIST)
-            .placement(LegendPlacement.BOTTOM)
-        )
+        .legend(legend())
         .tooltip(common.VizTooltipOptions().mode(TooltipDisplayMode.SINGLE).sort(SortOrder.NONE))
         .max_data_points(120)
         .height(height)
         .span(24)
     )
-    for letter, (expression, legend) in _lettered(queries):
-        panel = panel.with_target(query(expression, legend, letter))
+    return _asking(panel, queries)
+
+
+def _asking(panel: Any, queries: Queries, *, instant: bool = False) -> Any:
+    """Add the queries with the letters A, B and so on."""
+    for letter, (expression, legend) in zip(ascii_uppercase, queries, strict=False):
+        panel = panel.with_target(query(expression, legend, letter, instant=instant))
     return panel
-
-
-def _lettered(queries: Queries) -> list[tuple[str, tuple[str, str]]]:
-    return list(zip(ascii_uppercase, queries, strict=False))

@@ -1,7 +1,4 @@
-"""Reads a dashboard's JSON as Grafana does: its variables, its queries with all macros replaced, and their results.
-
-Uses the standard library only.
-"""
+"""Reads a dashboard's JSON as Grafana does: its variables, its queries with all macros replaced, and their results."""
 
 from __future__ import annotations
 
@@ -14,66 +11,53 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Prometheus", "PrometheusError", "Query", "Scope", "all_panels", "queries", "resolve"]
+__all__ = ["Prometheus", "Query", "Scope", "all_panels", "queries", "resolve"]
 
-ALL = ".*"
 _LABEL_VALUES = re.compile(r"label_values\((?:(?P<match>.+),\s*)?(?P<label>\w+)\)", re.DOTALL)
-
-
-class PrometheusError(Exception):
-    """Prometheus rejected a query, with its message, or it cannot be reached."""
 
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """One query of a dashboard.
-
-    Attributes:
-        where: the dashboard, the panel (or variable, annotation) and the query's letter.
-        expression: PromQL with Grafana's macros and variables.
-        instant: evaluated only at the end of the time range.
-        table: the result becomes rows.
-        legend: the pattern of a series's name.
-    """
+    """One query of a dashboard."""
 
     where: str
+    """The dashboard, the panel (or variable, annotation) and the query's letter."""
     expression: str
+    """PromQL with Grafana's macros and variables."""
     instant: bool = False
-    table: bool = False
+    """Evaluated only at the end of the time range."""
     legend: str = ""
+    """The pattern of a series's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """A time range and the values of the variables.
-
-    Attributes:
-        end: unix seconds.
-        range_seconds: the length of the time range.
-        scrape_seconds: the scrape interval of the data source.
-        points: the maximum number of points in a panel.
-        variables: the values by name; `.*` for all.
-    """
+    """A time range and the values of the variables."""
 
     end: float
+    """Unix seconds."""
     range_seconds: int = 3600
     scrape_seconds: float = 15.0
+    """The scrape interval of the data source."""
     points: int = 240
+    """The maximum number of points in a panel."""
     variables: Mapping[str, str] = field(default_factory=dict)
+    """The values by name; `.*` for all."""
 
     @property
     def start(self) -> float:
         """The start of the time range in Unix seconds."""
         return self.end - self.range_seconds
 
-    def interval_seconds(self, smallest_seconds: float = 0.0) -> float:
+    @property
+    def interval_seconds(self) -> float:
         """The time between two points, in whole scrapes."""
         scrapes = -(-self.range_seconds // (self.points * self.scrape_seconds))
-        return max(scrapes * self.scrape_seconds, smallest_seconds)
+        return scrapes * self.scrape_seconds
 
-    def fill(self, expression: str, smallest_seconds: float = 0.0) -> str:
+    def fill(self, expression: str) -> str:
         """Return the expression with all macros and variables replaced."""
-        interval = self.interval_seconds(smallest_seconds)
+        interval = self.interval_seconds
         macros = {
             "__range_s": f"{self.range_seconds}",
             "__range": f"{self.range_seconds}s",
@@ -98,9 +82,7 @@ def queries(dashboard: Mapping[str, Any]) -> Iterator[Query]:
     for panel in all_panels(dashboard):
         for target in panel["targets"]:
             where = f"{dashboard['uid']} / {panel['title']} / {target['refId']}"
-            table = target.get("format") == "table"
-            legend = target.get("legendFormat", "")
-            yield Query(where, target["expr"], bool(target.get("instant")), table, legend)
+            yield Query(where, target["expr"], bool(target.get("instant")), target.get("legendFormat", ""))
     for annotation in dashboard["annotations"]["list"]:
         yield Query(f"{dashboard['uid']} / annotation {annotation['name']}", annotation["expr"])
 
@@ -124,39 +106,29 @@ class Prometheus:
             return [{"metric": {}, "values": [data["result"]]}]
         return [{"metric": series["metric"], "values": [series["value"]]} for series in data["result"]]
 
-    def over_time(self, expression: str, start: float, end: float, step_seconds: float) -> list[dict[str, Any]]:
-        """Return the series of a range query: `metric` and `values`, a list of (time, text)."""
-        parameters = {"start": f"{start:.3f}", "end": f"{end:.3f}", "step": f"{step_seconds:g}"}
-        return list(self._ask("query_range", query=expression, **parameters)["result"])
-
     def label_values(self, selector: str, label: str, start: float, end: float) -> list[str]:
         """Return the values of a label on the series of a selector, in natural order."""
         parameters = {"match[]": selector, "start": f"{start:.3f}", "end": f"{end:.3f}"}
         return sorted(self._ask(f"label/{label}/values", **parameters), key=_natural)
 
-    def ask(self, query: Query, scope: Scope, smallest_seconds: float = 0.0) -> list[dict[str, Any]]:
-        """Return the result of a dashboard's query."""
-        expression = scope.fill(query.expression, smallest_seconds)
+    def ask(self, query: Query, scope: Scope) -> list[dict[str, Any]]:
+        """Return the series of a dashboard's query: `metric` and `values`, a list of (time, text)."""
+        expression = scope.fill(query.expression)
         if query.instant:
             return self.instant(expression, scope.end)
-        step = scope.interval_seconds(smallest_seconds)
+        step = scope.interval_seconds
         # Like Grafana: points at whole steps, so that they do not move with each refresh.
         start, end = scope.start // step * step, scope.end // step * step
-        return self.over_time(expression, start, max(start, end), step)
+        parameters = {"start": f"{start:.3f}", "end": f"{max(start, end):.3f}", "step": f"{step:g}"}
+        return list(self._ask("query_range", query=expression, **parameters)["result"])
 
     def _ask(self, what: str, **parameters: str) -> Any:
         url = f"{self._url}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
-        if not url.startswith(("http://", "https://")):
-            raise PrometheusError(f"not an http address: {self._url}")
         try:
-            with urllib.request.urlopen(url, timeout=self._timeout_seconds) as answer:  # noqa: S310 - checked above
-                document = json.load(answer)
+            with urllib.request.urlopen(url, timeout=self._timeout_seconds) as answer:  # noqa: S310 - a test's server
+                return json.load(answer)["data"]
         except urllib.error.HTTPError as error:
-            detail = error.read().decode(errors="replace")
-            raise PrometheusError(f"{detail}\n{parameters}") from error
-        except (OSError, ValueError) as error:
-            raise PrometheusError(f"no Prometheus answers at {self._url}: {error}") from error
-        return document["data"]
+            raise ValueError(f"{error.read().decode(errors='replace')}\n{parameters}") from error
 
 
 def resolve(dashboard: Mapping[str, Any], prometheus: Prometheus, scope: Scope) -> dict[str, str]:

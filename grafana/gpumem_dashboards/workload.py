@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from grafana_foundation_sdk.builders import common, dashboard, xychart
+from grafana_foundation_sdk.builders import xychart
 from grafana_foundation_sdk.models import units
 from grafana_foundation_sdk.models import xychart as xy
-from grafana_foundation_sdk.models.common import AxisPlacement, LegendDisplayMode, LegendPlacement
+from grafana_foundation_sdk.models.common import AxisPlacement
 from grafana_foundation_sdk.models.dashboard import DataTransformerConfig, DynamicConfigValue
 
 from gpumem_dashboards import oom_list
-from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable
+from gpumem_dashboards.frame import actions_annotation, board, first_of, link, ooms_annotation, variable, with_rows
 from gpumem_dashboards.palette import PRESSURE, color
-from gpumem_dashboards.panels import bars, count, dashed, described, graph, number, query, stacked
+from gpumem_dashboards.panels import bars, colored, count, dashed, described, graph, legend, number, query, stacked
 from gpumem_dashboards.promql import GPU, NODE, ONE_WORKLOAD, growth, hard_used_ratio, seconds_to_full
 from gpumem_dashboards.tables import Column, table
 
@@ -23,10 +23,10 @@ REPORTER = f'{NODE}, workload="$workload", rank=~"$rank"'
 RANK = "instance, gpu, uuid, pid, rank"
 LEGEND = "rank {{rank}} ({{instance}} GPU {{gpu}} pid {{pid}})"
 COMPONENTS = (
-    ("parameters", "dark-blue"),
-    ("gradients", "orange"),
-    ("optimizer_state", "purple"),
-    ("other", "super-light-blue"),
+    ("parameters", "parameters", "dark-blue"),
+    ("gradients", "gradients", "orange"),
+    ("optimizer_state", "optimizer state", "purple"),
+    ("other", "other", "super-light-blue"),
 )
 
 ROOM = (
@@ -59,7 +59,8 @@ def workload() -> Any:
         .annotation(ooms_annotation(ONE_WORKLOAD))
         .annotation(actions_annotation())
     )
-    for title, panels in (
+    return with_rows(
+        made,
         ("Now", [*_overview(), _ranks(), _largest_ranks()]),
         ("Over time and over steps", _over_time()),
         ("Plan", _plan()),
@@ -67,11 +68,7 @@ def workload() -> Any:
         ("Phases and components", _phases_and_components()),
         ("Allocator activity", _at_work()),
         ("Errors", [oom_list.listed(ONE_WORKLOAD, node_shown=True)]),
-    ):
-        made = made.with_row(dashboard.Row(title))
-        for panel in panels:
-            made = made.with_panel(panel)
-    return made
+    )
 
 
 def _overview() -> list[Any]:
@@ -223,8 +220,6 @@ def _over_time() -> list[Any]:
         units.BytesIEC,
         [*totals, (f"max(gpumem_torch_step{{{ONE_WORKLOAD}}})", "step")],
     ).min(0)
-    for _, title, shade in lines:
-        together = together.override_by_name(title, [color(shade)])
     step = [
         DynamicConfigValue("unit", units.NoUnit),
         DynamicConfigValue("custom.axisPlacement", AxisPlacement.RIGHT),
@@ -232,7 +227,7 @@ def _over_time() -> list[Any]:
         color("#80808080"),
     ]
     return [
-        together.override_by_name("step", step),
+        colored(together, lines).override_by_name("step", step),
         _over_steps(),
         graph(
             "Allocated, by rank",
@@ -286,12 +281,7 @@ def _over_steps() -> Any:
         .mapping(xy.SeriesMapping.AUTO)
         .show(xy.XYShowMode.POINTS)
         .point_size(xychart.XychartFieldConfigPointSize().fixed(3))
-        .legend(
-            common.VizLegendOptions()
-            .show_legend(True)
-            .display_mode(LegendDisplayMode.LIST)
-            .placement(LegendPlacement.BOTTOM)
-        )
+        .legend(legend())
         .height(8)
         .span(12)
         .with_target(query(f"max(gpumem_torch_step{{{ONE_WORKLOAD}}})", "step"))
@@ -360,10 +350,8 @@ def _wasted() -> list[Any]:
             height=9,
         )
     )
-    for _, name, shade in parts:
-        anatomy = anatomy.override_by_name(name, [color(shade)])
     return [
-        anatomy.override_by_name(*dashed("reserved", "text")),
+        colored(anatomy, parts).override_by_name(*dashed("reserved", "text")),
         graph(
             "Fragmentation, by rank",
             "The share of the reserved bytes that is in no tensor and that torch.cuda.empty_cache() cannot"
@@ -413,15 +401,13 @@ def _phases_and_components() -> list[Any]:
             " optimizer state are constant; gradients and activations (in other) change within each step.",
             units.BytesIEC,
             [
-                (f'sum(gpumem_torch_component_bytes{{{ONE_WORKLOAD}, component="{name}"}})', name.replace("_", " "))
-                for name, _ in COMPONENTS
+                (f'sum(gpumem_torch_component_bytes{{{ONE_WORKLOAD}, component="{component}"}})', name)
+                for component, name, _ in COMPONENTS
             ],
         )
     )
-    for name, shade in COMPONENTS:
-        components = components.override_by_name(name.replace("_", " "), [color(shade)])
     return [
-        components.min(0),
+        colored(components, COMPONENTS).min(0),
         bars(
             "Peak of each phase",
             "The highest allocated bytes in each phase that the program names, in the fullest rank. The longest"

@@ -25,6 +25,12 @@ GUEST_MODULES = [
     ),
 ]
 
+PUBLIC_NAMES = (
+    "auto_clean clear_cache deep_clean leak_detector lingering_tensors log_summary memory_context milestones oom_guard"
+    " phase recommend_allocator_settings release_model reset_peak set_memory_fraction snapshot start step stop summary"
+    " to_cpu watch"
+)
+
 REFUSING_FINDER = f"""
 import sys
 class Refuse:
@@ -97,29 +103,7 @@ def test_starting_a_reporter_neither_imports_torch_nor_starts_a_thread() -> None
 
 def test_the_public_names_of_the_client() -> None:
     done = run_python("from gpumem_exporter import client; print(*client.__all__)")
-    assert done.stdout.split() == [
-        "auto_clean",
-        "clear_cache",
-        "deep_clean",
-        "leak_detector",
-        "lingering_tensors",
-        "log_summary",
-        "memory_context",
-        "milestones",
-        "oom_guard",
-        "phase",
-        "recommend_allocator_settings",
-        "release_model",
-        "reset_peak",
-        "set_memory_fraction",
-        "snapshot",
-        "start",
-        "step",
-        "stop",
-        "summary",
-        "to_cpu",
-        "watch",
-    ]
+    assert done.stdout.strip() == PUBLIC_NAMES
 
 
 def test_public_names_of_the_client_are_imported_on_first_use_and_without_torch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import Any
 
@@ -13,7 +12,6 @@ from gpumem_exporter.server.api.report_schema import ReportReader
 from gpumem_exporter.wire.protocol import (
     Command,
     DeviceSample,
-    OutOfMemory,
     ProcessIdentity,
     Reply,
     Report,
@@ -73,24 +71,6 @@ def test_unknown_and_empty_values_are_not_sent_but_zero_is() -> None:
     assert sent["devices"] == [{"uuid": "GPU-1", "allocated_bytes": 0}]
     assert "step" not in sent
     assert "workload" not in sent["process"]
-
-
-def test_phase_and_plan_are_optional_in_a_report() -> None:
-    identity = ProcessIdentity(1, 2, 3, "s", 4.0)
-    bare = Report(identity, 1, devices=(DeviceSample("GPU-1"),), ooms=(OutOfMemory("GPU-1", 1),))
-    sent = to_wire(bare)
-    assert sent["devices"] == [{"uuid": "GPU-1"}]
-    assert sent["ooms"] == [{"uuid": "GPU-1", "number": 1, "age_seconds": 0.0}]
-    assert ReportReader().read(json.dumps(sent).encode()) == bare
-    complete = dataclasses.replace(
-        bare,
-        devices=(DeviceSample("GPU-1", planned_reserved_peak_bytes=7),),
-        ooms=(OutOfMemory("GPU-1", 1, phase="forward"),),
-    )
-    sent = to_wire(complete)
-    assert sent["devices"][0].pop("planned_reserved_peak_bytes") == 7
-    assert sent["ooms"][0].pop("phase") == "forward"
-    assert sent == to_wire(bare)
 
 
 @pytest.mark.parametrize("code", [{}, {"reason_code": "not_idle"}, {"reason_code": "of_a_later_version"}])

@@ -3,7 +3,7 @@
     python -m tests.grafana.answers FILE
 
 FILE is a list of `{"dashboard", "panel", "answers": [{"target", "series", "names"}], "table"}`; `table` has the
-headings and rows that grafana/preview.py draws.
+headings and rows that `gpumem_dashboards.frames` computes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // Processes the results of the dashboards' queries with Grafana's code: data source, transformations, overrides, links
-// and units. Prints a line for each panel, and exits with 1 if one differs from grafana/preview.py.
+// and units. Prints a line for each panel, and exits with 1 if one differs from grafana/gpumem_dashboards/frames.py.
 import "./browser.mjs";
 import { readFileSync } from "node:fs";
 import {
@@ -68,11 +68,11 @@ function* wrongInTable({ table }, frames) {
   const filled = found.filter((field) => field.values.some((value) => cellOf(value) !== null));
   const headings = filled.map((field) => getFieldDisplayName(field, frame, frames));
   const rows = Array.from({ length: frame?.length ?? 0 }, (_, at) => filled.map((field) => field.values[at]));
-  // Grafana also has a column for a query without a result; the preview does not.
+  // Grafana also has a column for a query without a result; frames.py does not.
   if (frames.length > 1) yield `${frames.length} tables`;
-  if (String(headings) !== String(table.headings)) yield `columns ${headings}\n  the preview has ${table.headings}`;
-  const [preview, grafana] = [linesOf(table.rows), linesOf(rows)];
-  if (String(preview) !== String(grafana)) yield `rows ${grafana.join("\n  ")}\n  the preview has ${preview.join("\n  ")}`;
+  if (String(headings) !== String(table.headings)) yield `columns ${headings}\n  frames.py has ${table.headings}`;
+  const [expected, grafana] = [linesOf(table.rows), linesOf(rows)];
+  if (String(expected) !== String(grafana)) yield `rows ${grafana.join("\n  ")}\n  frames.py has ${expected.join("\n  ")}`;
 }
 
 /** The frames with what the panel's options and overrides make of each field. */

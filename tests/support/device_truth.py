@@ -83,17 +83,25 @@ def wait_until_right(
     node: EmulatedNode,
     devices: Iterable[int],
     reporting: Mapping[int, Iterable[TorchProcess]],
+    *,
+    all_visible: bool = False,
 ) -> Metrics:
     """Wait for a scrape in which each of these devices has the expected values.
 
     Args:
         devices: the indexes on the node.
-        reporting: the reporting processes of each index, which is their device 0.
+        reporting: the reporting processes of each index.
+        all_visible: whether the processes see all devices of the node; otherwise the index is their device 0.
     """
     books = node.books()
     wanted = {
         node.uuid(device): truth(
-            books[device], {process.pid: process.call("stats") for process in reporting.get(device, ())}
+            books[device],
+            {
+                process.pid: process.call("stats", device=device if all_visible else 0)
+                for process in reporting.get(device, ())
+                if process.pid in books[device].processes
+            },
         )
         for device in devices
     }

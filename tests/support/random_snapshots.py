@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import starmap
+
 from hypothesis import strategies as st
 
 from gpumem_exporter.core.samples import (
@@ -69,7 +71,7 @@ def _reporting(draw: st.DrawFn) -> ReportingProcess:
     report = Report(
         identity,
         sequence=1,
-        devices=tuple(draw(st.lists(_samples, max_size=3))),
+        devices=tuple(draw(st.lists(_samples, max_size=3, unique_by=lambda sample: sample.uuid))),
         pinned_host_bytes=draw(_bytes),
         step=draw(_count),
     )
@@ -88,7 +90,8 @@ _device = st.builds(
     name=_text,
     mig_profile=_text,
     memory=st.none() | _memory,
-    processes=st.none() | st.lists(st.builds(ProcessMemory, _pid, _bytes), max_size=4).map(tuple),
+    processes=st.none()
+    | st.dictionaries(_pid, _bytes, max_size=3).map(lambda used: tuple(starmap(ProcessMemory, used.items()))),
     utilization_ratio=st.none() | st.floats(0, 1),
     error=st.sampled_from(["", "lost"]),
 )
@@ -102,7 +105,7 @@ _node = st.builds(
     duration_seconds=st.floats(0, 10),
     up=st.booleans(),
     driver_version=_text,
-    devices=st.lists(_device, max_size=4).map(tuple),
+    devices=st.lists(_device, max_size=4, unique_by=lambda device: device.uuid).map(tuple),
     facts=_facts,
 )
 _silent = st.builds(

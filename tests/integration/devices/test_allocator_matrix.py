@@ -148,43 +148,6 @@ def test_a_capture_that_failed_delays_no_clear(classic: Bench) -> None:
     assert cleared(classic) == 100 * MIB
 
 
-def test_a_thousand_dead_pools(begin: Any) -> None:
-    """Statistics that list the pools would take milliseconds. They are not read, and the values stay correct."""
-    bench = begin()
-    bench.exec(
-        "asked = [0]\n"
-        "listing = torch._C._cuda_memoryStats\n"
-        "def counted(device):\n"
-        "    asked[0] += 1\n"
-        "    return listing(device)\n"
-        "torch._C._cuda_memoryStats = counted\n"
-        "for _ in range(1000):\n"
-        "    pool = torch.cuda.MemPool()\n"
-        "    with torch.cuda.use_mem_pool(pool): torch.empty(2 << 20, dtype=torch.uint8, device='cuda')\n"
-        "del pool\n"
-        "kept = torch.empty(5 << 20, dtype=torch.uint8, device='cuda')"
-    )
-    bench.settle()
-    bench.exec("asked[0] = 0")
-    _, shown = bench.settle()
-    assert shown["private_pools_bytes"] == 0
-    bench.exec(
-        "alive = torch.cuda.MemPool()\n"
-        "with torch.cuda.use_mem_pool(alive): torch.empty(30 << 20, dtype=torch.uint8, device='cuda')"
-    )
-    _, shown = bench.settle()
-    assert shown["private_pools_bytes"] == 30 * MIB
-    bench.exec("torch.empty(70 << 20, dtype=torch.uint8, device='cuda')")
-    _, shown = bench.settle()
-    assert (shown["private_pools_bytes"], shown["reclaimable_bytes"]) == (30 * MIB, 70 * MIB)
-    bench.exec("del alive")
-    _, shown = bench.settle()
-    assert (shown["private_pools_bytes"], shown["reclaimable_bytes"]) == (0, 70 * MIB)
-    assert bench.exec("result = asked[0]") == 0
-    bench.exec("torch._C._cuda_memoryStats = listing")
-    assert cleared(bench) == 70 * MIB
-
-
 def test_memory_that_is_pending_on_another_stream(either: Bench) -> None:
     """The memory is active but not allocated. A clear waits for it and frees it, so it is reclaimable."""
     require(pools.pending_on_another_stream(either))

@@ -165,29 +165,6 @@ def test_series_follow_the_uuid_when_the_driver_s_order_changes(
         processes[0].call("random_heap", seed=order[0], blocks=20)
 
 
-@pytest.mark.parametrize("version", ["v1", "v2"])
-def test_an_older_drivers_structures_give_the_same_bytes(
-    make_node: MakeNode, start_exporter: StartExporter, start_torch: StartTorch, version: str
-) -> None:
-    node = make_node(nvml=version)
-    exporter = start_exporter(node, *QUICK)
-    process = start_reporting(start_torch, node, exporter)
-    for number in range(1, 40):
-        node.set_process(FOREIGN_PID + number, 0, number * 1_000_003)
-    if version == "v2":
-        wait_until_right(exporter, node, (0, 1), {0: [process]})
-        return
-    # The first memory call counts the driver's reserve as used, and does not report it.
-    whole = truth(node.books()[0], {process.pid: process.call("stats")})
-    ledger = dict(whole["ledger"])
-    ledger["unattributed"] += ledger.pop("driver_reserved")
-    wanted = {**whole, "ledger": ledger, "used": [whole["used"][0] + whole["reserved"][0]], "reserved": []}
-    wait_for(
-        lambda: shown(scrape(exporter), node.uuid(0)) == wanted,
-        f"{wanted}; it is {shown(scrape(exporter), node.uuid(0))}",
-    )
-
-
 def test_unavailable_memory_values_are_absent(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
 ) -> None:
@@ -254,17 +231,6 @@ def test_an_integrated_gpu_is_exported_with_the_host_s_memory(
     (device,) = exporter.get("/api/v1/devices")["devices"]
     assert device["memory"]["of_host"] is True
     assert device["memory"]["total_bytes"] == meminfo("MemTotal")
-
-
-def test_a_discrete_gpu_without_memory_values_does_not_get_the_host_s(
-    node: EmulatedNode, start_exporter: StartExporter
-) -> None:
-    with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED, device=0):
-        exporter = start_exporter(node, *QUICK)
-        metrics = wait_until_right(exporter, node, (1,), {})
-        assert shown(metrics, node.uuid(0))["total"] == []
-        assert metrics.values("gpumem_device_memory_is_host") == []
-        assert metrics.value("gpumem_device_up", uuid=node.uuid(0)) == 1
 
 
 def meminfo(name: str) -> int:

@@ -21,22 +21,15 @@ from tests.emulation.node import (
     MIB,
     NVML_ERROR_DRIVER_NOT_LOADED,
     NVML_ERROR_NO_PERMISSION,
-    NVML_ERROR_NOT_SUPPORTED,
     EmulatedNode,
 )
 from tests.emulation.torch_process import TorchProcess
-from tests.support.device_truth import Truth, shown, truth
+from tests.support.device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, truth, wait_until_right
 from tests.support.exporter_process import ExporterProcess, Metrics
 from tests.support.waiting import patient, wait_for, wait_until_equal
 
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
-ATTACH_SECONDS = 60.0
-"""Longer than the longest delay between two attempts to attach."""
 ANSWER_SECONDS = patient(20.0)
 """The limit for an answer while a driver call hangs."""
-FOREIGN_PID = 4_000_001
-"""The pid of a process without a reporter, above every real pid."""
-
 DEVICE_SERIES = (
     "gpumem_device_memory_total_bytes",
     "gpumem_device_memory_used_bytes",
@@ -56,36 +49,21 @@ class Watched:
         self.node = node
         self.exporter = exporter
         self.process = process
-        self.slowest_seconds = 0.0
 
     def scrape(self) -> Metrics:
-        begun = time.monotonic()
-        metrics = self.exporter.metrics()
-        self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - begun)
-        metrics.assert_ledgers_add_up()
-        return metrics
+        return scrape(self.exporter)
 
-    def health(self) -> tuple[int, dict[str, Any]]:
-        begun = time.monotonic()
-        answer = self.exporter.request("GET", "/health")
-        self.slowest_seconds = max(self.slowest_seconds, time.monotonic() - begun)
-        document: dict[str, Any] = json.loads(answer.body)
-        return answer.status, document
-
-    def wait_for_health(self, status: int, word: str, timeout_seconds: float = 30.0) -> dict[str, Any]:
+    def wait_for_health(self, status: int, word: str) -> dict[str, Any]:
         last: dict[str, Any] = {}
 
         def read() -> tuple[int, Any]:
             nonlocal last
-            code, last = self.health()
-            return code, last["status"]
+            answer = self.exporter.request("GET", "/health")
+            last = json.loads(answer.body)
+            return answer.status, last["status"]
 
-        wait_until_equal(read, (status, word), "this health", timeout_seconds)
+        wait_until_equal(read, (status, word), "this health")
         return last
-
-    def stats(self, device: int) -> dict[str, int]:
-        stats: dict[str, int] = self.process.call("stats", device=device)
-        return stats
 
     def devices_up(self) -> list[int]:
         """Return the values of `gpumem_device_up` in the driver's order; empty without devices."""
@@ -95,7 +73,7 @@ class Watched:
     def assert_torch_series_flow(self, device: int, gpu: str | None = None) -> None:
         """Allocate, and wait for the value in a scrape, with the label `gpu` ("" while it is unknown)."""
         self.process.call("alloc", nbytes=6 * MIB, device=device)
-        now = float(self.stats(device)["allocated_bytes.all.current"])
+        now = float(self.process.call("stats", device=device)["allocated_bytes.all.current"])
         wanted = {"uuid": self.node.uuid(device), "pid": str(self.process.pid)}
         if gpu is not None:
             wanted["gpu"] = gpu
@@ -103,24 +81,15 @@ class Watched:
             lambda: self.scrape().values("gpumem_torch_allocated_bytes", **wanted), [now], f"bytes on {wanted}"
         )
 
-    def expected(self, device: int) -> Truth:
-        """Return the expected values of a device, from the node's books and the statistics of the process."""
-        book = self.node.books()[device]
-        reporting = {self.process.pid} & book.processes.keys()
-        return truth(book, {pid: self.stats(device) for pid in reporting})
+    def expected_ledger(self, device: int) -> dict[str, int]:
+        """Return the expected ledger of a device, from the node's books and the statistics of the process."""
+        stats = {self.process.pid: self.process.call("stats", device=device)}
+        return dict(truth(self.node.books()[device], stats)["ledger"])
 
     def wait_until_all_is_right(self, *devices: int) -> Metrics:
         """Wait for a scrape with the expected values of these devices."""
-        wanted = {self.node.uuid(device): self.expected(device) for device in devices}
-        metrics = self.scrape()
-
-        def read() -> dict[str, Truth]:
-            nonlocal metrics
-            metrics = self.scrape()
-            return {uuid: shown(metrics, uuid) for uuid in wanted}
-
-        wait_until_equal(read, wanted, "the expected values of the devices")
-        return metrics
+        reporting = {device: [self.process] for device in devices}
+        return wait_until_right(self.exporter, self.node, devices, reporting, all_visible=True)
 
 
 @pytest.fixture
@@ -141,9 +110,9 @@ def watch(start_exporter: StartExporter, start_torch: StartTorch) -> Any:
     return watched
 
 
-def assert_no_values(metrics: Metrics, uuid: str, *, but: tuple[str, ...] = ()) -> None:
+def assert_no_values(metrics: Metrics, uuid: str) -> None:
     """Assert that the device has no series with values of the driver."""
-    for name in set(DEVICE_SERIES) - set(but):
+    for name in DEVICE_SERIES:
         assert metrics.values(name, uuid=uuid) == [], name
 
 
@@ -214,30 +183,6 @@ def test_one_lost_device_among_eight_affects_no_other_and_returns(make_node: Mak
     watched.wait_for_health(200, "ok")
 
 
-def test_missing_memory_values_of_one_device_affect_nothing_else(node: EmulatedNode, watch: Any) -> None:
-    watched = watch(node, devices=(0, 1))
-    watched.wait_until_all_is_right(0, 1)
-    pid = str(watched.process.pid)
-    with node.fail("nvmlDeviceGetMemoryInfo*", NVML_ERROR_NOT_SUPPORTED, device=1) as rule:
-        rule.wait_for_hits(4)  # both forms of the call, in a poll that started after the first
-        wait_for(lambda: not watched.scrape().values("gpumem_device_memory_total_bytes", gpu="1"), "its memory to go")
-        watched.assert_torch_series_flow(1, gpu="1")
-        metrics = watched.wait_until_all_is_right(0)
-        uuid = node.uuid(1)
-        assert_no_values(metrics, uuid, but=("gpumem_process_memory_used_bytes", "gpumem_device_utilization_ratio"))
-        assert metrics.value("gpumem_device_up", uuid=uuid) == 1
-        used = node.books()[1].processes[watched.process.pid]
-        reserved = watched.stats(1)["reserved_bytes.all.current"]
-        wait_until_equal(
-            lambda: watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid, pid=pid),
-            [used],
-            "the driver's figure",
-        )
-        assert watched.scrape().value("gpumem_torch_non_torch_bytes", uuid=uuid, pid=pid) == used - reserved
-        assert watched.health()[0] == 200
-    watched.wait_until_all_is_right(0, 1)
-
-
 def test_an_unreadable_process_list_is_unknown(node: EmulatedNode, watch: Any) -> None:
     node.set_process(FOREIGN_PID, 0, GIB)
     watched = watch(node, devices=(0, 1))
@@ -247,7 +192,7 @@ def test_an_unreadable_process_list_is_unknown(node: EmulatedNode, watch: Any) -
         wait_for(lambda: not watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid), "the list to go")
         watched.assert_torch_series_flow(0, gpu="0")
         watched.wait_until_all_is_right(1)
-        whole = watched.expected(0)["ledger"]
+        whole = watched.expected_ledger(0)
         assert whole["other_processes"] == GIB
         # The owner of the other used bytes is unknown, so they are unattributed.
         unowned = whole.pop("other_processes") + whole.pop("non_torch") + whole.pop("unattributed")
@@ -273,6 +218,10 @@ def test_a_hung_driver_call_delays_no_page_and_keeps_no_old_value(node: Emulated
         for device in (0, 1):
             assert_no_values(metrics, node.uuid(device))
         watched.assert_torch_series_flow(0, gpu="")
+        for path in ("/metrics", "/health", "/-/healthy", "/-/ready", "/", "/api/v1/devices", "/api/v1/processes"):
+            begun = time.monotonic()
+            assert watched.exporter.request("GET", path).status in (200, 503)
+            assert time.monotonic() - begun < ANSWER_SECONDS, path
         # actions of the reporter do not need the exporter's driver
         action = watched.exporter.act("empty_cache", target={"pid": watched.process.pid})
         assert action["state"] == "done"
@@ -281,22 +230,6 @@ def test_a_hung_driver_call_delays_no_page_and_keeps_no_old_value(node: Emulated
     watched.wait_until_all_is_right(0, 1)
     watched.wait_for_health(200, "ok")
     watched.assert_torch_series_flow(0, gpu="0")
-    assert watched.slowest_seconds < ANSWER_SECONDS
-
-
-@pytest.mark.parametrize("function", ["nvmlDeviceGetHandleByIndex*", "nvmlDeviceGetCount*"])
-def test_every_route_answers_while_the_driver_hangs(node: EmulatedNode, watch: Any, function: str) -> None:
-    watched = watch(node)
-    watched.wait_until_all_is_right(0, 1)
-    with node.hang(function) as hang:
-        hang.wait_for_waiting()
-        for path in ("/metrics", "/health", "/-/healthy", "/-/ready", "/", "/api/v1/devices", "/api/v1/processes"):
-            begun = time.monotonic()
-            assert watched.exporter.request("GET", path).status in (200, 503)
-            assert time.monotonic() - begun < ANSWER_SECONDS, path
-        assert hang.waiting
-        watched.assert_torch_series_flow(0)
-    watched.wait_until_all_is_right(0, 1)
 
 
 def test_a_driver_that_restarts_is_attached_again_with_exact_values(node: EmulatedNode, watch: Any) -> None:
@@ -320,7 +253,7 @@ def test_hidden_process_memory_is_unattributed(node: EmulatedNode, watch: Any) -
     uuid = node.uuid(0)
     wait_for(lambda: not watched.scrape().values("gpumem_process_memory_used_bytes", uuid=uuid), "the series to end")
     watched.assert_torch_series_flow(0, gpu="0")
-    whole = watched.expected(0)["ledger"]
+    whole = watched.expected_ledger(0)
     whole["unattributed"] += whole.pop("other_processes") + whole.pop("non_torch")
     wait_until_equal(lambda: watched.scrape().ledgers()[uuid], whole, "a ledger without owners")
     assert watched.scrape().values("gpumem_torch_non_torch_bytes", uuid=uuid) == []

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.wire.http import Answer
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode
-from tests.support.device_truth import ATTACH_SECONDS, FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
+from tests.support.device_truth import FOREIGN_PID, QUICK, scrape, series_of, wait_until_right
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import ScriptedProvider, problem, running_exporter
-from tests.support.waiting import eventually, patient, wait_for
+from tests.support.running_exporter import problem, running_exporter
+from tests.support.waiting import patient, wait_for
 
 RELEASE, ATTACH = "/api/v1/nvml/release", "/api/v1/nvml/attach"
 
@@ -122,16 +121,6 @@ def test_attach_loads_a_replaced_driver(make_node: MakeNode, start_exporter: Sta
     wait_until_right(exporter, node, (0, 1), {})
 
 
-def test_a_release_while_the_driver_hangs_is_applied_later(node: EmulatedNode, start_exporter: StartExporter) -> None:
-    exporter = start_exporter(node, *QUICK)
-    with node.hang("nvmlDeviceGetMemoryInfo*") as hang:
-        hang.wait_for_waiting()
-        answer = request(exporter, RELEASE, expect=202, wait_seconds=0.1)
-        assert (answer["state"], "device file" in held(exporter, node)) == ("releasing", True)
-    assert request(exporter, RELEASE, wait_seconds=60)["state"] == "released"
-    assert held(exporter, node) == set()
-
-
 def test_a_driver_that_appears_after_a_release_is_attached_only_on_request(
     node: EmulatedNode, start_exporter: StartExporter
 ) -> None:
@@ -149,23 +138,6 @@ def test_a_driver_that_appears_after_a_release_is_attached_only_on_request(
     wait_for(lambda: exporter.metrics().value("gpumem_poll_timestamp_seconds") > polls + 1, "a second of polls")
     assert exporter.metrics().value("gpumem_nvml_up") == 0
     assert request(exporter, ATTACH)["state"] == "attached"
-
-
-def test_attach_retries_a_missing_driver_at_once(node: EmulatedNode, start_exporter: StartExporter) -> None:
-    node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-    exporter = start_exporter(node, *QUICK)
-    with node.slow("nvmlInit*", 0) as init:
-        init.wait_for_hits(2, timeout_seconds=patient(ATTACH_SECONDS))
-        node.set_init_error(0)
-        assert request(exporter, ATTACH)["state"] == "attached"
-
-
-def test_a_restarted_exporter_attaches(node: EmulatedNode, start_exporter: StartExporter) -> None:
-    exporter = start_exporter(node, *QUICK)
-    request(exporter, RELEASE)
-    assert exporter.stop() == 0
-    exporter.start()
-    wait_until_right(exporter, node, (0, 1), {})
 
 
 def test_the_commands_and_their_exit_codes(node: EmulatedNode, start_exporter: StartExporter) -> None:
@@ -205,13 +177,6 @@ def scripted() -> Iterator[Any]:
         yield running
 
 
-def test_a_release_does_not_wait_for_the_poll_interval(scripted: Any) -> None:
-    answer: Answer = scripted.request("POST", RELEASE, {"wait_seconds": 30})
-    assert json.loads(answer.body)["state"] == "released"
-    assert scripted.provider.release_count >= 1
-    assert scripted.document("/api/v1/devices")["nvml"]["error"].count("tcp:127.0.0.1") == 1
-
-
 @pytest.mark.parametrize("path", [RELEASE, ATTACH])
 def test_release_and_attach_need_the_rights_of_actions(path: str, tmp_path: Path) -> None:
     token = tmp_path / "token"
@@ -238,15 +203,3 @@ def test_an_invalid_request_changes_nothing(scripted: Any, body: dict[str, Any],
     document = problem(scripted.request("POST", RELEASE, body), 422)
     assert [error["field"] for error in document["errors"]] == [field]
     assert scripted.document("/health")["nvml"]["up"]
-
-
-def test_the_reply_comes_within_wait_seconds_while_the_driver_hangs() -> None:
-    provider = ScriptedProvider()
-    with running_exporter(provider=provider) as running:
-        provider.hanging.set()
-        assert provider.stuck.wait(patient(30))
-        answers = [running.request("POST", RELEASE, {"wait_seconds": wait}) for wait in (0, 0.1)]
-        assert [answer.status for answer in answers] == [202, 202]
-        provider.hanging.clear()
-        provider.released.set()
-        eventually(lambda: running.document("/health")["nvml"]["error"], lambda error: "tcp:127.0.0.1" in error)

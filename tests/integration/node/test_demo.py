@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -12,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from gpumem_exporter.demo import DemoNode
 from tests.support.exporter_process import ExporterProcess
@@ -23,185 +21,71 @@ REPORTING = 12
 """The number of processes that always report; the nightly evaluation is between two runs at times."""
 
 
-class Exporter:
-    """A real exporter process that serves the demo."""
-
-    def __init__(self, process: ExporterProcess) -> None:
-        self.process = process
-
-    def get(self, path: str) -> bytes:
-        answer = self.process.request("GET", path)
-        assert answer.status == 200, answer
-        return answer.body
-
-    def document(self, path: str) -> Any:
-        return json.loads(self.get(path))
-
-    def act(self, action: str, **request: Any) -> Any:
-        return self.process.act(action, **request)
-
-    def series(self) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
-        """Every series of a scrape: name, then labels in order."""
-        out: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
-        for family in text_string_to_metric_families(self.get("/metrics").decode()):
-            for sample in family.samples:
-                out.setdefault(sample.name, {})[tuple(sorted(sample.labels.items()))] = sample.value
-        return out
-
-
 @contextmanager
-def demo(folder: Path, *flags: str) -> Iterator[Exporter]:
+def demo(folder: Path, *flags: str) -> Iterator[ExporterProcess]:
+    """Run a demo until the end of the block; starts the block when all processes report."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GPUMEM_")}
     process = ExporterProcess(folder, "--demo", *flags, environment=environment)
     try:
-        yield Exporter(process)
+        eventually(lambda: reporting(process), lambda known: len(known) >= REPORTING)
+        yield process
     finally:
         process.close()
 
 
 @pytest.fixture(scope="module")
-def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Exporter]:
-    """One demo for the tests that change nothing."""
+def exporter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExporterProcess]:
+    """One demo for several tests."""
     with demo(tmp_path_factory.mktemp("demo")) as running:
-        eventually(lambda: reporting(running), lambda known: len(known) >= REPORTING)
         yield running
 
 
-@pytest.fixture
-def own_exporter(tmp_path: Path) -> Iterator[Exporter]:
-    """A demo for one test that changes it."""
-    with demo(tmp_path) as running:
-        eventually(lambda: reporting(running), lambda known: len(known) >= REPORTING)
-        eventually(lambda: running.document("/health"), lambda health: health["status"] == "ok")
-        yield running
-
-
-def reporting(exporter: Exporter) -> list[Mapping[str, Any]]:
-    return [process for process in exporter.document("/api/v1/processes")["processes"] if process["reporting"]]
-
-
-def every_process_reports(series: Mapping[str, Mapping[tuple[tuple[str, str], ...], float]]) -> bool:
-    return len(series.get("gpumem_torch_reserved_bytes", {})) > REPORTING  # one process is on two devices
-
-
-def total(series: Mapping[tuple[tuple[str, str], ...], float], **labels: str) -> float:
-    return sum(value for named, value in series.items() if labels.items() <= dict(named).items())
+def reporting(exporter: ExporterProcess) -> list[Mapping[str, Any]]:
+    return [process for process in exporter.get("/api/v1/processes")["processes"] if process["reporting"]]
 
 
 def test_soon_after_the_start_every_process_reports_and_has_a_history(tmp_path: Path) -> None:
     with demo(tmp_path) as fresh:
-        series = eventually(
-            fresh.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= REPORTING
-        )
-        events = fresh.document("/api/v1/events?type=process_started&limit=100")["events"]
-        health = eventually(lambda: fresh.document("/health"), lambda health: health["status"] == "ok")
+        metrics = fresh.metrics()
+        events = fresh.get("/api/v1/events?type=process_started&limit=100")["events"]
+        health = eventually(lambda: fresh.get("/health"), lambda health: health["status"] == "ok")
     assert health["devices"] == 8
-    (started,) = series["process_start_time_seconds"].values()
+    started = metrics.value("process_start_time_seconds")
     assert sorted(event["unix_seconds"] - started for event in events)[REPORTING - 1] < patient(5)
-    assert len(series["gpumem_device_memory_used_bytes"]) == 8
-    assert total(series["gpumem_torch_alloc_retries_total"]) > 0
-    assert total(series["gpumem_torch_ooms_total"]) > 0
-    assert max(series["gpumem_torch_fragmentation_ratio"].values()) > 0.05
+    assert len(metrics.values("gpumem_device_memory_used_bytes")) == 8
+    assert sum(metrics.values("gpumem_torch_alloc_retries_total")) > 0
+    assert sum(metrics.values("gpumem_torch_ooms_total")) > 0
+    assert max(metrics.values("gpumem_torch_fragmentation_ratio")) > 0.05
 
 
-def test_every_view_shows_that_this_is_a_demo(exporter: Exporter) -> None:
-    (built,) = exporter.series()["gpumem_exporter_build_info"]
-    assert dict(built)["source"] == "demo"
-    assert exporter.document("/health")["source"] == "demo"
-    assert exporter.document("/api/v1/devices")["source"] == "demo"
-    assert "demo" in exporter.get("/").decode().lower()
+def test_every_view_shows_that_this_is_a_demo(exporter: ExporterProcess) -> None:
+    assert exporter.metrics().values("gpumem_exporter_build_info", source="demo") == [1]
+    assert exporter.get("/health")["source"] == exporter.get("/api/v1/devices")["source"] == "demo"
+    assert "demo" in exporter.request("GET", "/").body.decode().lower()
     assert all(process["workload"].startswith("demo-") for process in reporting(exporter))
 
 
-def test_phases_components_and_steps_of_its_trainings_are_shown(exporter: Exporter) -> None:
-    series = exporter.series()
-    phases = {dict(labels)["phase"] for labels in series["gpumem_torch_phase_peak_bytes"]}
-    assert phases == {"forward", "backward", "optimizer"}
-    allocated = series["gpumem_torch_allocated_bytes"]
-    components = series["gpumem_torch_component_bytes"]
-    assert {dict(labels)["component"] for labels in components} == {
-        "parameters",
-        "gradients",
-        "optimizer_state",
-        "other",
-    }
-    for rank in "0123":
-        labels = {"workload": "demo-llm-pretrain", "rank": rank}
-        assert total(components, **labels) == total(allocated, **labels) > 40 << 30
-
-
-def test_an_out_of_memory_error_from_before_the_start_is_an_event(exporter: Exporter) -> None:
-    def known() -> list[Mapping[str, Any]]:
-        events: list[Mapping[str, Any]] = exporter.document("/api/v1/events?type=oom")["events"]
-        return events
-
-    event = eventually(known, bool)[0]
+def test_an_out_of_memory_error_from_before_the_start_is_an_event(exporter: ExporterProcess) -> None:
+    event = eventually(lambda: exporter.get("/api/v1/events?type=oom")["events"], bool)[0]
     assert event["workload"] == "demo-asr-varlen"
     assert event["detail"]["number"] == 1
     assert event["detail"]["requested_bytes"] == 4 << 30
     assert event["detail"]["allocator"]["reserved_bytes"] + (4 << 30) > event["detail"]["limit_bytes"]
     assert 110 < time.time() - event["unix_seconds"] < 1200
-    last = exporter.series()["gpumem_last_oom_timestamp_seconds"]
-    assert [dict(labels)["workload"] for labels in last] == ["demo-asr-varlen"]
+    assert len(exporter.metrics().values("gpumem_last_oom_timestamp_seconds", workload="demo-asr-varlen")) == 1
 
 
-def test_the_ledger_adds_up_to_the_total_in_every_scrape_of_a_moving_node(exporter: Exporter) -> None:
-    for _ in range(50):
-        series = exporter.series()
-        totals = series["gpumem_device_memory_total_bytes"]
-        assert len(totals) == 8
-        for labels, total_bytes in totals.items():
-            assert total(series["gpumem_ledger_bytes"], **dict(labels)) == total_bytes
-
-
-def test_a_clear_reduces_the_reserved_bytes_and_the_used_bytes_of_the_driver(own_exporter: Exporter) -> None:
-    (notebook,) = [process for process in reporting(own_exporter) if process["workload"] == "demo-notebook"]
-    (before,) = notebook["devices"]
-    assert before["reclaimable_bytes"] > 10 << 30
-    action = own_exporter.act(action="empty_cache", target={"workload": "demo-notebook"}, wait_seconds=25)
-    (result,) = action["results"]
-    assert (action["state"], result["outcome"]) == ("done", "done")
-    assert action["freed_bytes"] == result["freed_bytes"] == before["reclaimable_bytes"]
-    assert result["reserved_before_bytes"] - result["reserved_after_bytes"] == result["freed_bytes"]
-    assert result["device_free_after_bytes"] - result["device_free_before_bytes"] == result["freed_bytes"]
-
-    def seen() -> tuple[float, float]:
-        series, pid = own_exporter.series(), str(notebook["pid"])
-        return (
-            total(series["gpumem_torch_reserved_bytes"], pid=pid),
-            total(series["gpumem_process_memory_used_bytes"], pid=pid),
-        )
-
-    expected = (result["reserved_after_bytes"], before["used_bytes"] - result["freed_bytes"])
-    eventually(seen, lambda now: now == expected)
-
-
-def test_a_clear_of_everything_reaches_every_reporting_process(own_exporter: Exporter) -> None:
-    known = {process["pid"] for process in reporting(own_exporter)}
-    action = own_exporter.act(action="empty_cache", target={"all": True}, wait_seconds=25)
-    assert action["state"] == "done"
-    assert known - {result["pid"] for result in action["results"]} == set()
-    assert {result["outcome"] for result in action["results"]} == {"done"}
-    assert action["freed_bytes"] > 10 << 30
-
-
-def test_its_reports_have_the_token_that_the_exporter_requires(tmp_path: Path) -> None:
+def test_its_reports_have_the_token_that_the_exporter_requires_and_it_stops_without_a_warning(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text("a-secret-that-is-long-enough-to-be-one\n")
     token.chmod(0o600)
     with demo(tmp_path, "--report.token-file", str(token)) as guarded:
-        series = eventually(
-            guarded.series, lambda series: len(series.get("gpumem_torch_reserved_bytes", {})) >= REPORTING
-        )
-        assert total(series["gpumem_reports_total"]) == total(series["gpumem_reports_total"], outcome="accepted")
-
-
-def test_it_stops_without_a_warning(tmp_path: Path) -> None:
-    with demo(tmp_path) as stopping:
-        eventually(lambda: reporting(stopping), lambda known: len(known) >= REPORTING)
-        assert stopping.process.stop() == 0
-        log = stopping.process.log()
+        metrics = guarded.metrics()
+        accepted = metrics.value("gpumem_reports_total", outcome="accepted")
+        assert [accepted] == metrics.values("gpumem_reports_total")
+        assert guarded.stop() == 0
+        log = guarded.log()
     # Some of its workloads run out of memory, and the exporter warns of that.
     log = "\n".join(line for line in log.splitlines() if " workload=demo-" not in line)
     assert re.search(r"Traceback|level=(warning|error)", log) is None, log
@@ -218,13 +102,11 @@ def test_a_node_stops_in_time_whether_its_exporter_hangs_or_is_absent() -> None:
             assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpumem-demo")]
 
 
-def test_a_group_of_ranks_clears_after_the_same_step(own_exporter: Exporter) -> None:
-    ranks = {p["pid"]: p for p in reporting(own_exporter) if p["workload"] == "demo-moe-finetune"}
+def test_a_group_of_ranks_clears_after_the_same_step(exporter: ExporterProcess) -> None:
+    ranks = {p["pid"]: p for p in reporting(exporter) if p["workload"] == "demo-moe-finetune"}
     assert len(ranks) == 2
-    eventually(
-        lambda: [p["step_seconds"] for p in reporting(own_exporter) if p["pid"] in ranks], lambda paces: all(paces)
-    )
-    taken = own_exporter.act(
+    eventually(lambda: [p["step_seconds"] for p in reporting(exporter) if p["pid"] in ranks], lambda paces: all(paces))
+    taken = exporter.act(
         "empty_cache",
         expect=202,
         target={"workload": "demo-moe-finetune"},
@@ -233,7 +115,7 @@ def test_a_group_of_ranks_clears_after_the_same_step(own_exporter: Exporter) -> 
         deadline_seconds=patient(45),
     )
     action = eventually(
-        lambda: own_exporter.document(f"/api/v1/actions/{taken['id']}"),
+        lambda: exporter.get(f"/api/v1/actions/{taken['id']}"),
         lambda known: known["state"] not in ("queued", "running"),
     )
     assert action["state"] == "done", action

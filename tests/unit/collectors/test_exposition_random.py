@@ -59,21 +59,6 @@ def test_a_page_does_not_depend_on_earlier_pages_and_reports(history: list[tuple
 
 @given(SNAPSHOTS)
 @settings(deadline=None, max_examples=40)
-def test_each_pid_has_one_info_series(known: Snapshot) -> None:
-    text = exposition().render(known, openmetrics=False).decode()
-
-    pids = [
-        sample.labels["pid"]
-        for family in parse_text(text)
-        for sample in family.samples
-        if sample.name == "gpumem_process_info"
-    ]
-
-    assert len(pids) == len(set(pids))
-
-
-@given(SNAPSHOTS)
-@settings(deadline=None, max_examples=40)
 def test_lines_of_a_family_are_consecutive_below_one_header(known: Snapshot) -> None:
     text = exposition().render(known, openmetrics=False).decode()
 

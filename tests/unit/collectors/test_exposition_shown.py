@@ -9,10 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from gpumem_exporter.core.samples import (
     DeviceMemory,
-    DeviceReading,
     NodeReading,
     ProcessFacts,
-    ProcessMemory,
     Snapshot,
 )
 from gpumem_exporter.wire.protocol import DeviceSample
@@ -31,27 +29,12 @@ from tests.support.exposition_builders import (
 )
 
 
-def test_a_lost_device_is_down_and_has_no_values() -> None:
-    lost = DeviceReading("1", "GPU-1", name="H100", error="fell off the bus")
-
-    shown = [line for line in page(snapshot(on=node(device(), lost))) if 'uuid="GPU-1"' in line]
-
-    assert [line.split(" ")[-1] for line in shown] == ["1", "0"]
-    assert [line.split("{")[0] for line in shown] == ["gpumem_device_info", "gpumem_device_up"]
-
-
 def test_devices_are_sorted_by_number_with_mig_devices_after_their_parent() -> None:
     gpus = ["10", "2", "0:11", "0:2", "0", ""]
 
     shown = lines(snapshot(on=node(*(device(gpu, f"GPU-{gpu}") for gpu in gpus))), "gpumem_device_up")
 
     assert [line.split('"')[1] for line in shown] == ["", "0", "0:2", "0:11", "2", "10"]
-
-
-def test_processes_are_sorted_by_number() -> None:
-    known = snapshot(*(process(pid, SAMPLE, host_pid=pid) for pid in (100, 9, 20)))
-
-    assert [line.split('"')[5] for line in lines(known, "gpumem_torch_ooms_total")] == ["9", "20", "100"]
 
 
 def test_the_ledger_on_the_page_adds_up_without_unknown_categories() -> None:
@@ -66,32 +49,11 @@ def test_the_ledger_on_the_page_adds_up_without_unknown_categories() -> None:
     assert not any(name in line for line in shown for name in ("driver_reserved", "other_processes", "non_torch"))
 
 
-def test_ratios_are_of_the_reserved_bytes() -> None:
-    shown = lines(
-        snapshot(process(7, SAMPLE)),
-        "gpumem_torch_slack_ratio",
-        "gpumem_torch_fragmentation_ratio",
-        "gpumem_torch_fragmented_bytes",
-    )
-
-    assert [line.split("{")[0] + line.split("}")[1] for line in shown] == [
-        "gpumem_torch_fragmented_bytes 10",
-        "gpumem_torch_slack_ratio 0.4",
-        "gpumem_torch_fragmentation_ratio 0.1",
-    ]
-
-
 @pytest.mark.parametrize("reserved", [0, None])
 def test_ratios_are_absent_while_nothing_is_reserved(reserved: int | None) -> None:
     sample = DeviceSample(UUID, allocated_bytes=0, reserved_bytes=reserved, reclaimable_bytes=0)
 
     assert lines(snapshot(process(7, sample)), "gpumem_torch_slack_ratio", "gpumem_torch_fragmentation_ratio") == []
-
-
-def test_unknown_values_of_a_report_have_no_series() -> None:
-    shown = [line.split("{")[0] for line in page(snapshot(process(7, DeviceSample(UUID, reserved_bytes=5))))]
-
-    assert [name for name in shown if name.startswith("gpumem_torch_")] == ["gpumem_torch_reserved_bytes"]
 
 
 def test_a_phase_and_a_component_may_have_the_same_name() -> None:
@@ -106,16 +68,6 @@ def test_a_phase_and_a_component_may_have_the_same_name() -> None:
         assert f'rank="0",phase="other"}} {reporter.report.devices[0].phase_peak_bytes["other"]}\n' in shown
 
 
-def test_non_torch_is_the_drivers_value_minus_reserved_and_signed() -> None:
-    known = snapshot(
-        process(7, SAMPLE, host_pid=70), process(8, SAMPLE, host_pid=80), on=node(device(processes={70: 150, 80: 60}))
-    )
-
-    shown = lines(known, "gpumem_torch_non_torch_bytes")
-
-    assert [line.split(" ")[-1] for line in shown] == ["50", "-40"]
-
-
 def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> None:
     unknown = snapshot(
         process(7, SAMPLE, host_pid=70),
@@ -126,14 +78,6 @@ def test_non_torch_is_absent_if_the_driver_or_the_report_lacks_the_value() -> No
     )
 
     assert lines(unknown, "gpumem_torch_non_torch_bytes") == []
-
-
-def test_a_process_that_the_driver_lists_twice_counts_once() -> None:
-    listed = replace(device(), processes=(ProcessMemory(70, None), ProcessMemory(70, 50), ProcessMemory(70, 50)))
-
-    assert lines(snapshot(on=node(listed)), "gpumem_process_memory_used_bytes") == [
-        'gpumem_process_memory_used_bytes{gpu="0",uuid="GPU-0",pid="70"} 50'
-    ]
 
 
 @pytest.mark.parametrize("reading", [None, node(device(processes={70: 50}), up=False)])
@@ -154,18 +98,6 @@ def test_the_last_poll_has_its_time_and_duration_until_it_expires() -> None:
     assert "gpumem_poll_duration_seconds 0.5" in page(snapshot(on=node()))
     assert "gpumem_poll_timestamp_seconds 1000000000.0" in page(snapshot(on=node()))
     assert not [line for line in page(snapshot()) if "gpumem_poll_" in line]
-
-
-def test_a_silent_reporter_is_down_and_has_no_torch_series() -> None:
-    known = snapshot(process(7, SAMPLE), quiet=(silent(8, host_pid=80),))
-
-    assert lines(known, "gpumem_reporter_up", "gpumem_reporter_last_report_timestamp_seconds") == [
-        'gpumem_reporter_up{pid="70",workload="w",rank="0"} 1',
-        'gpumem_reporter_up{pid="80",workload="w",rank="0"} 0',
-        'gpumem_reporter_last_report_timestamp_seconds{pid="70",workload="w",rank="0"} 1000000005.0',
-        'gpumem_reporter_last_report_timestamp_seconds{pid="80",workload="w",rank="0"} 1000000000.0',
-    ]
-    assert not [line for line in page(known) if line.startswith("gpumem_torch_") and 'pid="80"' in line]
 
 
 # --- descriptions of processes

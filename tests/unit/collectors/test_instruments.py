@@ -42,10 +42,3 @@ def test_counters_of_actions_exist_before_the_first_action() -> None:
 
     assert own.get_sample_value("gpumem_actions_total", {"action": "reset_peak", "outcome": "gone"}) == 0
     assert own.get_sample_value("gpumem_processes_dropped_total") == 0
-
-
-def test_dropped_processes_are_counted() -> None:
-    own = CollectorRegistry()
-    Instruments(own).count_dropped()
-
-    assert own.get_sample_value("gpumem_processes_dropped_total") == 1

@@ -119,17 +119,6 @@ def test_the_last_error_of_a_process_and_device_is_shown() -> None:
     assert sorted(line.rsplit(" ", 1)[1] for line in bench.lines() if "requested" in line) == ["1002", "1003"]
 
 
-def test_the_error_of_a_later_process_with_the_same_pid_replaces_the_earlier() -> None:
-    bench = Bench()
-    bench.report(7, oom(5), session="old", workload="first")
-    bench.wait(1)
-    bench.report(7, session="new", session_started_seconds=2.0, workload="second", sequence=1)
-    assert all('workload="first"' in line for line in bench.lines())
-    bench.report(7, oom(1), session="new", session_started_seconds=2.0, workload="second", sequence=2)
-    assert bench.shown() == {"7": "1001"}
-    assert all('workload="second"' in line for line in bench.lines())
-
-
 def test_at_most_256_errors_are_shown_and_the_oldest_are_dropped() -> None:
     bench = Bench()
     for pid in range(1, MAX_SHOWN + 11):
@@ -171,29 +160,6 @@ def test_stored_errors_are_shown_after_a_restart_with_their_first_time_and_value
     assert after.shown().keys() == {"7", "8", "9"}
     after.wait(0.4)
     assert after.shown().keys() == {"9"}
-
-
-def test_a_stored_error_does_not_replace_a_newer_one() -> None:
-    before = Bench()
-    before.report(7, oom(1))
-    before.report(8, oom(4), session="old")
-    after = Bench()
-    after.report(7, oom(2))
-    after.report(8, oom(1), session="new")
-    after.recall(*before.log.of("oom"))
-    assert after.shown() == {"7": "1002", "8": "1001"}
-
-
-def test_a_stored_error_in_the_future_is_shown_for_an_hour() -> None:
-    before = Bench()
-    before.unix += 1e6
-    before.report(7, oom())
-    after = Bench()
-    after.recall(*before.log.of("oom"))
-    after.wait(SHOWN_SECONDS)
-    assert after.shown() == {"7": "1001"}
-    after.wait(0.001)
-    assert after.lines() == []
 
 
 # --- random order

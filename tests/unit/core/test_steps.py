@@ -35,8 +35,3 @@ def test_the_slowest_rank_determines_when_the_step_ends() -> None:
     rates = (StepRate(50, 0.1, 1.0), StepRate(48, 0.5, 0.25))
     assert first_common_step(rates, 4.0) == 100
     assert seconds_until_step_ends(rates, 100) == pytest.approx(52 * 0.5 - 0.25)
-
-
-def test_without_ranks_there_is_no_step() -> None:
-    with pytest.raises(ValueError, match="empty"):
-        first_common_step((), 4.0)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from gpumem_exporter.core.samples import ProcessKey, ReportingProcess
+from gpumem_exporter.core.samples import NodeReading, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import ReporterSupersededError, TooManyProcessesError, UnknownDeviceError
 from tests.support.builders import UUIDS, device, node, report, sample
@@ -46,14 +46,6 @@ def test_a_silent_reporter_that_reports_again_is_shown_again(store: Store) -> No
     snapshot = store.snapshot(21.0)
     assert len(snapshot.processes) == 1
     assert snapshot.silent == ()
-
-
-def test_nothing_is_left_of_a_process_that_was_removed(store: Store) -> None:
-    key = _put(store).key
-    store.forget(key)
-    store.forget(ProcessKey(9, 9))
-    snapshot = store.snapshot(0.0)
-    assert (snapshot.processes, snapshot.silent) == ((), ())
 
 
 def test_an_expired_poll_is_not_shown(store: Store) -> None:
@@ -106,26 +98,20 @@ def test_a_report_with_only_unknown_devices_is_rejected_and_the_error_names_one(
     assert store.snapshot(0.0).processes == ()
 
 
-def test_samples_of_known_devices_are_accepted_from_a_report_with_unknown_ones(store: Store) -> None:
-    store.put_reading(node(device(UUIDS[0]), device(UUIDS[2], gpu="2")))
-    _put(store, devices=(sample(UUIDS[0], 7), sample(UUIDS[1], 8), sample(UUIDS[2], 9)))
+@pytest.mark.parametrize(
+    ("reading", "reported", "accepted"),
+    [
+        (node(device(UUIDS[0]), device(UUIDS[2], gpu="2")), UUIDS, (UUIDS[0], UUIDS[2])),
+        (node(device(UUIDS[0])), (), ()),
+        (node(up=False), ("GPU-anything",), ("GPU-anything",)),
+        (node(device(UUIDS[0]), device("", gpu="1")), UUIDS[:2], UUIDS[:2]),
+    ],
+    ids=["some are unknown", "no devices", "the driver is down", "a device without a uuid"],
+)
+def test_samples_of_devices_that_the_driver_may_have_are_accepted(
+    store: Store, reading: NodeReading, reported: tuple[str, ...], accepted: tuple[str, ...]
+) -> None:
+    store.put_reading(reading)
+    _put(store, devices=tuple(sample(uuid) for uuid in reported))
     (process,) = store.snapshot(0.0).processes
-    assert [(each.uuid, each.allocated_bytes) for each in process.report.devices] == [(UUIDS[0], 7), (UUIDS[2], 9)]
-
-
-def test_a_report_without_devices_is_accepted(store: Store) -> None:
-    store.put_reading(node(device(UUIDS[0])))
-    _put(store, devices=())
-    assert len(store.snapshot(0.0).processes) == 1
-
-
-def test_all_devices_are_accepted_while_the_driver_is_down(store: Store) -> None:
-    store.put_reading(node(up=False))
-    _put(store, devices=(sample("GPU-anything"),))
-    assert len(store.snapshot(0.0).processes) == 1
-
-
-def test_all_devices_are_accepted_while_a_device_has_no_uuid(store: Store) -> None:
-    store.put_reading(node(device(UUIDS[0]), device("", gpu="1")))
-    _put(store, devices=(sample(UUIDS[0]), sample(UUIDS[1])))
-    assert len(store.snapshot(0.0).processes) == 1
+    assert tuple(each.uuid for each in process.report.devices) == tuple(accepted)

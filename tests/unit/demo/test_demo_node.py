@@ -179,27 +179,6 @@ def test_a_clear_after_a_garbage_collection_frees_reference_cycles(node: DemoNod
     assert (notebook.run(command("empty_cache")).devices[0].freed_bytes or 0) >= garbage_bytes
 
 
-def test_resetting_the_peak_affects_only_the_target_devices(node: DemoNode) -> None:
-    pipeline = the(node, "demo-pipeline-finetune")
-    first, second = report(pipeline).devices
-    assert second.allocated_peak_bytes != second.allocated_bytes
-    result = pipeline.run(command("reset_peak", uuids=(first.uuid,)))
-    assert [device.uuid for device in result.devices] == [first.uuid]
-    after_first, after_second = report(pipeline).devices
-    assert after_first.allocated_peak_bytes == after_first.allocated_bytes
-    assert after_first.phase_peak_bytes == {}
-    assert after_second == second
-
-
-def test_a_repeated_command_returns_the_first_result_without_running_again(node: DemoNode) -> None:
-    notebook = the(node, "demo-notebook")
-    empty_cache = command("empty_cache")
-    first = notebook.run(empty_cache)
-    flushes = report(notebook).devices[0].cache_flushes
-    assert notebook.run(empty_cache) == first
-    assert report(notebook).devices[0].cache_flushes == flushes
-
-
 def test_unknown_and_late_commands_are_rejected_without_effect(node: DemoNode) -> None:
     notebook = the(node, "demo-notebook")
     before = report(notebook)
@@ -250,25 +229,6 @@ def test_an_out_of_memory_error_is_reported_until_it_is_acknowledged() -> None:
     assert numbers == list(range(2, 2 + len(numbers)))
     assert report(speech).devices[0].ooms == numbers[-1]
     assert not speech.ended
-
-
-def test_a_phase_has_a_peak_of_its_own(node: DemoNode) -> None:
-    pretraining = named(node, "demo-llm-pretrain")[0]
-    before = report(pretraining).devices[0]
-    with pretraining.phase("validation"):
-        pretraining.free([pretraining.tensor(3 << 20), pretraining.tensor(2 << 20)])
-    after = report(pretraining).devices[0]
-    assert after.allocated_bytes == before.allocated_bytes
-    expected = {**before.phase_peak_bytes, "validation": (before.allocated_bytes or 0) + (5 << 20)}
-    assert after.phase_peak_bytes == expected
-
-
-def test_one_process_has_no_reporter_and_one_is_on_two_devices(node: DemoNode) -> None:
-    (silent,) = [process for process in node.simulation.processes() if not process.reports]
-    assert not silent.identity.workload
-    assert all(p.identity.workload.startswith("demo-") for p in node.simulation.processes() if p.reports)
-    assert len(report(the(node, "demo-pipeline-finetune")).devices) == 2
-    assert [process.identity.rank for process in named(node, "demo-llm-pretrain")] == ["0", "1", "2", "3"]
 
 
 def test_a_long_pause_is_simulated_only_in_part(node: DemoNode) -> None:

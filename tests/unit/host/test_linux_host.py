@@ -20,7 +20,6 @@ from gpumem_exporter.wire.protocol import ProcessIdentity
 
 ID = "0123456789abcdef" * 4
 OTHER_ID = "fedcba9876543210" * 4
-POD = "pod0a1b2c3d-1111-2222-3333-444455556666"
 
 ME = ProcessIdentity(
     pid=os.getpid(),
@@ -81,15 +80,6 @@ class Tree:
         (directory / "cgroup").write_text(cgroup)
         (directory / "ns/pid").hardlink_to(self.root / f"namespace-{namespace}")
         return directory
-
-    def remove(self, pid: int) -> None:
-        directory = self.root / str(pid)
-        for path in [*directory.glob("ns/*"), directory / "ns", *directory.iterdir()]:
-            if path.is_dir():
-                path.rmdir()
-            elif path.exists():
-                path.unlink()
-        directory.rmdir()
 
     def hide(self, pid: int, *names: str) -> None:
         """Create a file that even root cannot read: a directory, which cannot be read as a file."""
@@ -293,19 +283,11 @@ def test_a_process_without_a_command_line_has_the_kernels_short_name(tree: Tree)
     [
         f"0::/docker/{ID}",
         f"0::/system.slice/docker-{ID}.scope",
-        f"0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-{POD}.slice/cri-containerd-{ID}.scope",
-        f"0::/kubepods.slice/kubepods-{POD}.slice/crio-{ID}.scope",
-        f"0::/kubepods/besteffort/{POD}/{ID}",
-        f"0::/system.slice/containerd.service/kubepods-besteffort-{POD}.slice:cri-containerd:{ID}",
         f"0::/machine.slice/libpod-{ID}.scope/container",
         f"0::/user.slice/user-1000.slice/user@1000.service/user.slice/libpod-{ID}.scope",
         f"0::/docker/{OTHER_ID}/docker/{ID}",
-        f"0::/docker/{OTHER_ID}/kubelet/kubepods/{POD}/{ID}",
-        f"0::/../../{POD}/{ID}",
         f"0::/docker/{ID}/init.scope",
         f"12:cpuset:/docker/{ID}\n11:memory:/docker/{ID}\n1:name=systemd:/docker/{ID}\n0::/system.slice/containerd.service",
-        f"12:cpuset:/\n4:memory:/kubepods/burstable/{POD}/{ID}\n0::/",
-        f"3:cpu,cpuacct:/kubepods.slice/kubepods-{POD}.slice/cri-containerd-{ID}.scope",
     ],
 )
 def test_the_container_id_is_read_from_the_cgroup(cgroup: str) -> None:

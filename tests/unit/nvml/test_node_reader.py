@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -123,8 +124,7 @@ def reader(node: Node, host: Host) -> NodeReader:
         host,
         clock=node.clock,
         wall_clock=lambda: node.clock.now + 1e9,
-        attach_backoff=Backoff(1.0, 30.0, jitter=lambda: 0.0),
-        lost_backoff=Backoff(2.0, 60.0, jitter=lambda: 0.0),
+        jitter=lambda: 0.0,
     )
 
 
@@ -269,16 +269,6 @@ def test_nvml_is_initialized_again_with_backoff_to_recover_a_lost_device(reader:
     assert [at - node.opened_at[0] for at in node.opened_at] == [0, 3, 7, 15, 31, 63, 123, 183]
 
 
-def test_a_lost_device_that_returns_is_read_again(reader: NodeReader, node: Node) -> None:
-    node.failures["memory", "GPU-3"] = NvmlDeviceLostError("GPU is lost")
-    poll_for(reader, node, 10)
-    node.failures.clear()
-    assert device(poll_for(reader, node, 1), "GPU-3").memory == MEMORY
-    opened = len(node.opened_at)
-    poll_for(reader, node, 200)
-    assert len(node.opened_at) == opened
-
-
 def test_a_driver_without_devices_is_up_and_is_initialized_again(reader: NodeReader, node: Node) -> None:
     listed, node.listed = node.listed, []
     reading = reader.read()
@@ -306,30 +296,21 @@ def test_the_driver_is_up_even_if_all_devices_are_lost(reader: NodeReader, node:
     assert [d.error for d in reading.devices] == ["GPU is lost"] * 8
 
 
-@pytest.mark.parametrize("error", [NvmlNotSupportedError("no"), NvmlPermissionError("no")])
-def test_a_device_without_memory_values_is_up_and_has_its_other_values(
-    reader: NodeReader, node: Node, error: Exception
+@pytest.mark.parametrize(
+    ("call", "value", "errors"),
+    [
+        ("memory", "memory", (NvmlNotSupportedError, NvmlPermissionError)),
+        ("processes", "processes", (NvmlNotSupportedError, NvmlPermissionError, NvmlError)),
+        ("utilization", "utilization_ratio", (NvmlNotSupportedError, NvmlError)),
+    ],
+)
+def test_a_value_that_cannot_be_read_is_unknown_and_the_others_stay(
+    reader: NodeReader, node: Node, call: str, value: str, errors: tuple[type[NvmlError], ...]
 ) -> None:
-    node.failures["memory", "GPU-3"] = error
-    assert device(reader.read(), "GPU-3") == DeviceReading(
-        "3", "GPU-3", "H100", processes=(ProcessMemory(30, 5),), utilization_ratio=0.5
-    )
-
-
-@pytest.mark.parametrize("error", [NvmlNotSupportedError("no"), NvmlPermissionError("no"), NvmlError("timeout")])
-def test_a_process_list_that_cannot_be_read_is_unknown_not_empty(
-    reader: NodeReader, node: Node, error: Exception
-) -> None:
-    node.failures["processes", "GPU-3"] = error
-    reading = device(reader.read(), "GPU-3")
-    assert (reading.up, reading.memory, reading.processes) == (True, MEMORY, None)
-
-
-@pytest.mark.parametrize("error", [NvmlNotSupportedError("no"), NvmlError("timeout")])
-def test_a_utilization_that_cannot_be_read_is_unknown(reader: NodeReader, node: Node, error: Exception) -> None:
-    node.failures["utilization", "GPU-3"] = error
-    reading = device(reader.read(), "GPU-3")
-    assert (reading.up, reading.memory, reading.utilization_ratio) == (True, MEMORY, None)
+    whole = device(reader.read(), "GPU-3")
+    for error in errors:
+        node.failures[call, "GPU-3"] = error("no")
+        assert device(reader.read(), "GPU-3") == replace(whole, **{value: None})
 
 
 @pytest.mark.parametrize("error", [NvmlError("timeout"), KeyError("unforeseen")])

@@ -12,7 +12,7 @@ from gpumem_exporter.nvml.poller import PollerStatus, ReleaseRequest
 from gpumem_exporter.server.api.health import health_document
 from tests.support.builders import UUIDS, device, node, reporting
 
-WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, last_finished_seconds=1.0, stuck=False, error="")
+WELL = PollerStatus(alive=True, polls=3, busy_seconds=None, stuck=False, error="")
 
 KEEPING = EventLogStatus(where="memory", alive=True, error="", busy_seconds=None, waiting=0, dropped=0, damaged_file="")
 
