@@ -95,8 +95,7 @@ def _top(selection: FleetTopOptions, options: FleetOptions) -> int:
     interval_seconds = checked_interval(selection.interval_seconds)
     require_terminal("fleet info")
     prometheus = options.connect()
-    show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=interval_seconds)
-    return 0
+    return show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=interval_seconds)
 
 
 def _add_action(group: typer.Typer, command: ActionCommand) -> None:

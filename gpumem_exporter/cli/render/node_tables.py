@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, bar_lengths
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, draw_bar, key_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
     from rich.text import Text
 
 __all__ = ["DEMO_NOTICE", "clear_summary", "device_error", "device_name", "node_tables"]
@@ -44,9 +43,7 @@ _MEMORY = (
 )
 
 
-def node_tables(
-    devices: Document, processes: Document, *, width: int, unicode_output: bool
-) -> Iterator[RenderableType]:
+def node_tables(devices: Document, processes: Document, *, width: int) -> Iterator[RenderableType]:
     """Yield all that `info` shows, from top to bottom, for a terminal of `width` columns."""
     if devices.get("source") == "demo":
         yield plain(DEMO_NOTICE, "bold yellow")
@@ -55,8 +52,9 @@ def node_tables(
         yield plain(f"driver: {nvml.get('error') or 'not read yet'}", "bold red")
     listed = devices.get("devices") or []
     if listed:
-        yield _device_table(listed, unicode_output)
-        yield _legend(unicode_output)
+        columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
+        yield table("Devices", columns, map(_device_row, listed))
+        yield plain("  ").join(map(key_of, SEGMENTS))
     for device in listed:
         if not device.get("up", True):
             yield plain(device_error(device), "bold red")
@@ -103,36 +101,15 @@ def device_name(device: Document) -> str:
     return (name if profile in name else f"{name} {profile}".lstrip()) or UNKNOWN
 
 
-def _device_table(devices: Sequence[Document], unicode_output: bool) -> Table:
-    columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
-    return table("Devices", columns, (_device_row(device, unicode_output) for device in devices))
-
-
-def _device_row(device: Document, unicode_output: bool) -> tuple[str | Text, ...]:
-    memory = device.get("memory") or {}
+def _device_row(device: Document) -> tuple[str | Text, ...]:
+    memory, ledger = device.get("memory") or {}, device.get("ledger")
     return (
         device.get("gpu") or UNKNOWN,
         device_name(device),
         human_bytes(memory.get("total_bytes")),
         human_ratio(device.get("utilization_ratio")),
-        _bar(device.get("ledger"), unicode_output),
+        draw_bar(ledger, _BAR_WIDTH) if ledger else UNKNOWN,
     )
-
-
-def _bar(ledger: Mapping[str, int] | None, unicode_output: bool) -> Text:
-    drawn = plain("" if ledger else UNKNOWN)
-    for segment, length in zip(SEGMENTS, bar_lengths(ledger or {}, _BAR_WIDTH), strict=True):
-        character = segment.character if unicode_output else segment.ascii_character
-        drawn.append(character * length, style=segment.style)
-    return drawn
-
-
-def _legend(unicode_output: bool) -> Text:
-    line = plain("")
-    for segment in SEGMENTS:
-        line.append(segment.character if unicode_output else segment.ascii_character, style=segment.style)
-        line.append(f" {segment.name}  ")
-    return line
 
 
 def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[RenderableType]:

@@ -8,16 +8,15 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.cli.top.clearing import Clearing
-from gpumem_exporter.cli.top.frame import Display, Frame, draw
+from gpumem_exporter.cli.top.cells import join_lines
+from gpumem_exporter.cli.top.clearing import Clearing, OpenApi
+from gpumem_exporter.cli.top.frame import Display, draw
 from gpumem_exporter.cli.top.keys import KeyReader
-from gpumem_exporter.cli.top.screen import Screen
-from gpumem_exporter.cli.top.signals import Signals
+from gpumem_exporter.cli.top.screen import Screen, Signals
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.cli.top.watcher import Watcher
 
 if TYPE_CHECKING:
-    from gpumem_exporter.cli.top.clearing import OpenApi
     from gpumem_exporter.cli.top.source import Reading, Source
 
 __all__ = ["run"]
@@ -44,22 +43,22 @@ def run(
         The signal that ended it; None for `q`.
     """
     with Signals() as signals:
-        watcher = Watcher(source, first, interval_seconds=interval_seconds, notify=signals.notify)
+        watcher = Watcher(source.read, first, interval_seconds=interval_seconds, notify=signals.notify)
         watcher.start()
         try:
             screen.enter()
-            return _Loop(watcher, signals, screen, Clearing(open_api, signals.notify), interval_seconds, view).run(
-                keyboard
-            )
+            clearing = Clearing(open_api, signals.notify)
+            return _Loop(watcher, signals, screen, clearing, interval_seconds, view).run(keyboard)
         finally:
             screen.leave()
-            watcher.stop()
+            if watcher.stop():
+                source.close()
 
 
 class _Loop:
     def __init__(
         self,
-        watcher: Watcher,
+        watcher: Watcher[Reading],
         signals: Signals,
         screen: Screen,
         clearing: Clearing,
@@ -94,8 +93,6 @@ class _Loop:
     def _read_keys(self, keyboard: int) -> None:
         try:
             typed = os.read(keyboard, 4096)
-        except InterruptedError:
-            return
         except OSError:
             typed = b""
         if not typed:
@@ -123,25 +120,18 @@ class _Loop:
         return signals.ended is None
 
     def _draw(self) -> None:
-        frame = self._frame()
+        now = time.monotonic()
+        known = self._watcher.known
+        age_seconds = max(0.0, now - known.answered_seconds)
+        lost = known.lost(now, self._interval_seconds)
+        display = Display(known.reading, age_seconds, lost=lost, note=self._clearing.note())
+        frame = draw(display, self._view, *self._screen.size())
         self._view, self._page = frame.view, frame.page
         try:
-            self._screen.draw(frame.lines)
+            self._screen.draw(join_lines(frame.lines))
         except OSError:
             # The terminal is closed; its signal may arrive later.
             self._signals.ended = self._signals.ended or signal.SIGHUP
-
-    def _frame(self) -> Frame:
-        now = time.monotonic()
-        known = self._watcher.known
-        display = Display(
-            known.reading,
-            max(0.0, now - known.answered_seconds),
-            lost=known.lost(now, self._interval_seconds),
-            note=self._clearing.note(),
-        )
-        width, height = self._screen.size()
-        return draw(display, self._view, width, height, unicode_output=self._screen.unicode_output)
 
     def _press(self, keys: tuple[str, ...]) -> None:
         for key in keys:

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.top.events import Events
-from gpumem_exporter.cli.top.history import History, Past
+from gpumem_exporter.cli.top.history import Events, History, Past
 from gpumem_exporter.cli.top.rows import Row, rows_of
 from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
 from gpumem_exporter.wire.http import shown_url

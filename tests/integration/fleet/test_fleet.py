@@ -251,7 +251,7 @@ def test_top_is_live_until_q_and_restores_the_terminal(fleet: Fleet) -> None:
         assert terminal.modes() == terminal.modes_before
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_top_restores_the_terminal_after_a_signal(fleet: Fleet, number: signal.Signals, status: int) -> None:
     with live_top(fleet) as terminal:
         if number == signal.SIGINT:
