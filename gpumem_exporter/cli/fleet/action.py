@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS, RequestOptions, TimedOptions, checked
-from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, ProcessReading, form_group, ranks_query
+from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.cli.fleet.requests import ExporterRequest, Failure, Fleet, result_rows
+from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet, failed_row, result_rows
 from gpumem_exporter.cli.fleet.results import FleetResult
 from gpumem_exporter.cli.fleet.selection import (
     Exporter,
+    Failure,
     Selector,
     TargetProcess,
-    Unmatched,
     exporters_of,
     natural_order,
     select,
     selectors_of,
 )
 from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.render.action_tables import result_order
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
-from gpumem_exporter.wire.http import shown_url
 
 __all__ = ["PER_DEVICE", "act", "requests_for"]
 
@@ -33,6 +34,7 @@ PER_DEVICE = ("reset_peak", "set_memory_fraction")
 """The actions that act on one device of a process. The others act on the whole process."""
 
 Selectors = Mapping[Exporter, Sequence[Selector]]
+ExporterRow = tuple[Exporter, dict[str, Any]]
 
 
 def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet: FleetOptions) -> int:
@@ -49,10 +51,8 @@ def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet
     found = prometheus.query(selection.query)
     selectors = selectors_of(found.series, fleet.instance_url)
     run = _Run(body, selection, fleet, token)
-    if selectors and isinstance(options, TimedOptions) and options.group:
-        result = run.as_group(selectors, prometheus)
-    else:
-        result = run.on_each(selectors)
+    as_group = selectors and isinstance(options, TimedOptions) and options.group
+    result = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     result.print(found.warnings, query=selection.query, as_json=fleet.as_json)
     return 0 if result.done else FAILED
 
@@ -64,40 +64,35 @@ class _Run:
         self._body = body
         self._action: str = body["action"]
         self._wait_seconds: float = body["deadline_seconds"] + ANSWER_GRACE_SECONDS
-        self._selection = selection
+        self._max_processes = selection.max_processes
         self._options = options
         self._token = token
 
     def on_each(self, selectors: Selectors) -> FleetResult:
         """Every process acts by itself."""
         with self._connect(selectors) as fleet:
-            processes, unmatched = self._select(fleet, selectors, unreported=self._action == "terminate")
+            processes, failed = self._select(fleet, selectors, unreported=self._action == "terminate")
             self._require_allowed_number(processes)
             requests = requests_for(self._action, processes)
             fleet.submit(requests, self._body)
             fleet.wait(requests, wait_seconds=self._wait_seconds)
-        return self._result(requests, unmatched)
+        return self._result(requests, failed)
 
     def as_group(self, selectors: Selectors, prometheus: Prometheus) -> FleetResult:
         """All ranks of the workload act after the same step."""
         with self._connect(selectors) as fleet:
-            processes, unmatched = self._select(fleet, selectors, unreported=False)
+            processes, failed = self._select(fleet, selectors, unreported=False)
         if not processes:
-            return self._result((), unmatched)
+            return self._result((), failed)
         workload = _one_workload(processes)
         with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self._options.instance_url)
         by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
         exporters = sorted(by_url.values(), key=natural_order)
         with self._connect(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
-            requested = time.monotonic()
-            readings = {
-                exporter: document
-                if isinstance(document, Failure)
-                else ProcessReading(document["processes"], requested)
-                for exporter, document in fleet.read(exporters, "processes").items()
-            }
-            deadline = self._body["deadline_seconds"]
-            group = form_group(workload, readings, deadline_seconds=deadline, clock=time.monotonic)
+            requested_seconds = time.monotonic()
+            readings = fleet.read(exporters, "processes")
+            deadline_seconds = self._body["deadline_seconds"]
+            group = form_group(workload, readings, requested_seconds, deadline_seconds=deadline_seconds)
             self._require_allowed_number(group.processes)
             requests = group.act(fleet, self._body, wait_seconds=self._wait_seconds)
         return self._result(requests, (), group.at_step, group.cancel_reason)
@@ -108,22 +103,23 @@ class _Run:
 
     def _select(
         self, fleet: Fleet, selectors: Selectors, *, unreported: bool
-    ) -> tuple[list[TargetProcess], list[Unmatched]]:
-        """Read the exporters' processes. Return the selected ones, and the selectors without one."""
+    ) -> tuple[list[TargetProcess], list[ExporterRow]]:
+        """Read the exporters' processes. Return the selected ones, and a row for each selector without one."""
         processes: list[TargetProcess] = []
-        unmatched: list[Unmatched] = []
+        failed: list[ExporterRow] = []
         for exporter, document in fleet.read(tuple(selectors), "processes").items():
             if isinstance(document, Failure):
-                failed = (Unmatched(exporter, one, document.outcome, document.reason) for one in selectors[exporter])
-                unmatched.extend(failed)
+                unmatched = [(selector, document) for selector in selectors[exporter]]
             else:
-                found, lacking = select(exporter, selectors[exporter], document["processes"], unreported=unreported)
+                found, unmatched = select(exporter, selectors[exporter], document["processes"], unreported=unreported)
                 processes += found
-                unmatched += lacking
-        return processes, unmatched
+            for selector, failure in unmatched:
+                labels = {**asdict(selector), "pid": None if selector.pid is None else json_pid(selector.pid)}
+                failed.append((exporter, failed_row(exporter, failure, **labels)))
+        return processes, failed
 
     def _require_allowed_number(self, processes: Sequence[TargetProcess]) -> None:
-        most = self._selection.max_processes
+        most = self._max_processes
         if len(processes) > most:
             raise ActionRefusedError(
                 f"the query selects {len(processes)} processes, more than --max-processes {most}; nothing was requested"
@@ -132,19 +128,13 @@ class _Run:
     def _result(
         self,
         requests: Sequence[ExporterRequest],
-        unmatched: Sequence[Unmatched],
+        failed: Sequence[ExporterRow],
         at_step: int | None = None,
         cancel_reason: str = "",
     ) -> FleetResult:
-        dry_run = self._body["dry_run"]
-        rows = [
-            (request.exporter, row)
-            for request in requests
-            for row in result_rows(request, action=self._action, dry_run=dry_run)
-        ]
-        rows += [(one.exporter, _unmatched_row(one)) for one in unmatched]
-        ordered = [row for _, row in sorted(rows, key=_table_order)]
-        return FleetResult(self._action, dry_run, ordered, at_step, cancel_reason)
+        rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
+        rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
+        return FleetResult(self._action, self._body["dry_run"], [row for _, row in rows], at_step, cancel_reason)
 
 
 def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:
@@ -165,27 +155,3 @@ def _one_workload(processes: Sequence[TargetProcess]) -> str:
         listed = ", ".join(workload or "(none)" for workload in workloads)
         raise GroupIncompleteError(f"--group needs one workload; the query selects {listed}")
     return workloads[0]
-
-
-def _table_order(item: tuple[Exporter, Mapping[str, Any]]) -> tuple[Any, ...]:
-    """By exporter, workload and rank; rank 10 is after rank 9."""
-    exporter, row = item
-    rank, pid = (row["rank"] or "").zfill(9), str(row["pid"] or "").zfill(12)
-    return natural_order(exporter), row["workload"] or "", rank, pid, row["gpu"] or ""
-
-
-def _unmatched_row(unmatched: Unmatched) -> dict[str, Any]:
-    selector = unmatched.selector
-    return {
-        "instance": unmatched.exporter.instance,
-        "url": shown_url(unmatched.exporter.url),
-        "action_id": None,
-        "pid": selector.pid if selector.pid is None else json_pid(selector.pid),
-        "workload": selector.workload,
-        "rank": selector.rank,
-        "gpu": selector.gpu,
-        "uuid": selector.uuid,
-        "outcome": unmatched.outcome,
-        "reason": unmatched.reason,
-        "freed_bytes": None,
-    }

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.cli.fleet.requests import Failure, Fleet
-from gpumem_exporter.cli.fleet.selection import Exporter, exporters_of
+from gpumem_exporter.cli.fleet.requests import Fleet
+from gpumem_exporter.cli.fleet.selection import Exporter, Failure, exporters_of
 from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, device_error, device_name
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio

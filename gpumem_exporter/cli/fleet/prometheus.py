@@ -7,13 +7,12 @@ import http.client
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
 from gpumem_exporter.errors import ConfigurationError, PrometheusError
 
 if TYPE_CHECKING:
-    from email.message import Message
     from urllib.request import OpenerDirector, Request
 
 __all__ = ["Prometheus", "QueryResult", "query_result"]
@@ -126,25 +125,14 @@ def query_result(document: Mapping[str, Any], expression: str) -> QueryResult:
         ConfigurationError: the result is not an instant vector.
         PrometheusError: the document is not an answer of the API.
     """
-    data = document.get("data")
-    kind = data.get("resultType") if isinstance(data, Mapping) else None
-    results = data.get("result") if isinstance(data, Mapping) else None
-    if kind in ("scalar", "string", "matrix"):
-        raise ConfigurationError(f"--query {expression}: the result is a {kind}; it must be an instant vector")
-    if kind != "vector" or not isinstance(results, list):
-        raise PrometheusError("the answer has no series; check that --prometheus is a Prometheus API")
-    warnings = document.get("warnings")
-    return QueryResult(
-        tuple(_labels(result) for result in results),
-        tuple(str(warning) for warning in warnings) if isinstance(warnings, list) else (),
-    )
-
-
-def _labels(result: Any) -> Mapping[str, str]:
-    metric = result.get("metric") if isinstance(result, dict) else None
-    if not isinstance(metric, dict) or not all(isinstance(value, str) for value in metric.values()):
-        raise PrometheusError("a series in the answer has no labels; check that --prometheus is a Prometheus API")
-    return metric
+    try:
+        kind = document["data"]["resultType"]
+        if kind != "vector":
+            raise ConfigurationError(f"--query {expression}: the result is a {kind}; it must be an instant vector")
+        series = tuple(dict(result["metric"]) for result in document["data"]["result"])
+    except (KeyError, TypeError, ValueError):
+        raise PrometheusError("the answer has no series; check that --prometheus is a Prometheus API") from None
+    return QueryResult(series, tuple(map(str, document.get("warnings") or ())))
 
 
 def _checked(url: str) -> SplitResult:
@@ -160,19 +148,14 @@ def _checked(url: str) -> SplitResult:
 
 
 def _opener() -> OpenerDirector:
-    """Follow redirects on the same host alone: no other host may receive the token."""
+    """Follow no redirect: no other host may receive the token."""
     from urllib.request import HTTPRedirectHandler, build_opener
 
-    class SameOrigin(HTTPRedirectHandler):
-        def redirect_request(
-            self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-        ) -> Request | None:
-            before, after = urlsplit(req.full_url), urlsplit(newurl)
-            if (before.scheme, before.netloc) != (after.scheme, after.netloc):
-                return None
-            return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
+    class NoRedirect(HTTPRedirectHandler):
+        def redirect_request(self, *_: Any) -> None:
+            return None
 
-    return build_opener(SameOrigin)
+    return build_opener(NoRedirect)
 
 
 def _read(answer: Any) -> bytes:
