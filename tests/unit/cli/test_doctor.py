@@ -63,8 +63,13 @@ class _Api:
         return self._answer
 
 
-def _driver(provider: Any, source: str = "", timeout_seconds: float = 30.0) -> list[Finding]:
-    return list(check_driver(lambda: provider, exporter_source=source, timeout_seconds=timeout_seconds))
+def _health(source: str = "", error: str = "", *, released: bool = False) -> dict[str, Any]:
+    """Return the health of an exporter whose driver is `nvml`, `demo`, or absent."""
+    return {"source": source or "nvml", "nvml": {"up": bool(source), "error": error, "released": released}}
+
+
+def _driver(provider: Any, health: Any = (), timeout_seconds: float = 30.0) -> list[Finding]:
+    return list(check_driver(lambda: provider, dict(health), timeout_seconds=timeout_seconds))
 
 
 def _verdicts(findings: Iterable[Finding]) -> list[tuple[str, str]]:
@@ -115,7 +120,7 @@ def test_a_driver_that_answers_passes_with_its_devices_and_is_closed() -> None:
 
 @pytest.mark.parametrize(("source", "verdict"), [("", FAIL), ("nvml", PASS), ("demo", WARN)])
 def test_a_missing_driver_fails_unless_the_exporter_needs_none(source: str, verdict: str) -> None:
-    (finding,) = _driver(_Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1")), source)
+    (finding,) = _driver(_Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1")), _health(source))
     assert (finding.check, finding.verdict) == ("driver", verdict)
     assert "libnvidia-ml.so.1" in finding.detail
     assert bool(finding.fix) == (verdict != PASS)
@@ -123,15 +128,8 @@ def test_a_missing_driver_fails_unless_the_exporter_needs_none(source: str, verd
 
 @pytest.mark.parametrize(("released", "verdict"), [(False, FAIL), (True, WARN)])
 def test_without_any_driver_both_errors_are_named_and_a_release_is_no_failure(released: bool, verdict: str) -> None:
-    provider: Any = _Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1"))
-    reason = "why the exporter has none"
-    (finding,) = check_driver(
-        lambda: provider,
-        exporter_source="",
-        exporter_error=reason,
-        exporter_released=released,
-        timeout_seconds=30.0,
-    )
+    provider, reason = _Provider(error=NvmlUnavailableError("no libnvidia-ml.so.1")), "why the exporter has none"
+    (finding,) = _driver(provider, _health(error=reason, released=released))
     assert finding.verdict == verdict
     assert "libnvidia-ml.so.1" in finding.detail
     assert reason in finding.detail
@@ -139,8 +137,7 @@ def test_without_any_driver_both_errors_are_named_and_a_release_is_no_failure(re
 
 def test_a_common_reason_for_no_driver_is_shown_once() -> None:
     error = NvmlUnavailableError("no libnvidia-ml.so.1")
-    provider: Any = _Provider(error=error)
-    (finding,) = check_driver(lambda: provider, exporter_source="", exporter_error=str(error), timeout_seconds=30.0)
+    (finding,) = _driver(_Provider(error=error), _health(error=str(error)))
     assert finding.detail == str(error)
 
 
@@ -154,8 +151,7 @@ def test_a_common_reason_for_no_driver_is_shown_once() -> None:
     ],
 )
 def test_an_exporter_on_another_machine_answers_for_its_own_driver(source: str, reason: str, verdict: str) -> None:
-    released = "released" in reason
-    finding = judge_driver_elsewhere(exporter_source=source, exporter_error=reason, exporter_released=released)
+    finding = judge_driver_elsewhere(_health(source, reason, released="released" in reason))
     assert (finding.check, finding.verdict) == ("driver", verdict)
     assert reason in finding.detail
     assert bool(finding.fix) == (verdict != PASS)
@@ -185,7 +181,7 @@ def test_a_driver_that_hangs_fails_after_the_timeout() -> None:
             release.wait(patient(30))
 
     try:
-        (finding,) = _driver(Hanging(), "nvml", timeout_seconds=0.01)
+        (finding,) = _driver(Hanging(), timeout_seconds=0.01)
     finally:
         release.set()
     assert finding.verdict == FAIL
@@ -297,12 +293,9 @@ def test_the_text_of_each_finding() -> None:
     findings = [
         *_driver(_Provider([DeviceIdentity("0", "GPU-0", "A"), DeviceIdentity("1", "GPU-1", error="GPU is lost")])),
         *_driver(_Provider()),
-        *(finding for source in ("", "nvml", "demo") for finding in _driver(_Provider(error=absent), source)),
+        *(finding for source in ("", "nvml", "demo") for finding in _driver(_Provider(error=absent), _health(source))),
         *_driver(_Provider(error=ImportError("No module named 'pynvml'"))),
-        *(
-            judge_driver_elsewhere(exporter_source=source, exporter_error="it is gone")
-            for source in ("", "nvml", "demo")
-        ),
+        *(judge_driver_elsewhere(_health(source, "it is gone")) for source in ("", "nvml", "demo")),
         reach(_Api({"status": "ok"}, api), tried)[0],  # type: ignore[arg-type]
         reach(_Api(ExporterUnreachableError("no exporter answers at x"), api), tried)[0],  # type: ignore[arg-type]
         *(reach(_Api(ExporterAnswerError(code, "why"), api), tried)[0] for code in (401, 404)),  # type: ignore[arg-type]
