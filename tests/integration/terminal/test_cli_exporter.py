@@ -88,12 +88,6 @@ def test_info_shows_every_device_and_process_and_the_demo_notice(node: _Node) ->
     assert 0 < int(giving) <= int(of)
 
 
-def test_output_to_a_file_has_no_colors_and_full_lines(node: _Node) -> None:
-    ended = node.command("info", COLUMNS="40")
-    assert "\x1b" not in ended.stdout
-    assert "…" not in ended.stdout
-
-
 @pytest.mark.parametrize(("environ", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_a_terminal_gets_its_width_and_colors_unless_no_color_is_set(
     node: _Node, environ: dict[str, str], colored: bool
@@ -207,12 +201,6 @@ def test_doctor_passes_a_healthy_demo(node: _Node) -> None:
     assert __version__ in findings["version"]["detail"]
     assert str(node.socket) in findings["socket"]["detail"]
     assert "demo" in findings["health"]["detail"]
-
-
-def test_doctor_without_the_token_warns_with_the_fix(node: _Node) -> None:
-    lines = node.command("doctor", token=False).stdout.splitlines()
-    (auth,) = [i for i, line in enumerate(lines) if line.split()[:2] == ["WARN", "auth"]]
-    assert "--token-file" in lines[auth + 1]
 
 
 def test_doctor_without_an_exporter_fails_with_1_and_the_fix(node: _Node) -> None:

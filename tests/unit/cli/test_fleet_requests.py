@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.cli.fleet.action import requests_for
-from gpumem_exporter.cli.fleet.requests import ExporterRequest, result_rows, run_parallel
+from gpumem_exporter.cli.fleet.requests import ExporterRequest, result_rows
 from gpumem_exporter.cli.fleet.selection import Failure, TargetProcess
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 from tests.support.fleet_builders import A, B, Clock, ScriptedExporter, action, fleet_of, row
-from tests.support.waiting import patient
 
 BODY = {"action": "empty_cache", "dry_run": False}
 
@@ -152,32 +151,3 @@ def test_one_exporter_is_used_by_one_thread_at_a_time() -> None:
     exporter = ScriptedExporter(submits=[action(row())], on_submit=on_submit)
     fleet_of({A: exporter}, Clock(), parallel=8).submit([new_request(pid) for pid in range(1, 40)], BODY)
     assert overlaps == [False] * 39
-
-
-def test_run_parallel_limits_the_number_of_threads_and_keeps_the_order() -> None:
-    together = threading.Barrier(3, timeout=patient(30))
-    running, most, lock = 0, 0, threading.Lock()
-
-    def work(item: int) -> int:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        together.wait()  # broken unless three run at the same time
-        with lock:
-            running -= 1
-        return item * item
-
-    assert run_parallel(list(range(9)), work, parallel=3) == [item * item for item in range(9)]
-    assert most == 3
-    assert run_parallel([], work, parallel=3) == []
-
-
-def test_run_parallel_raises_the_first_error() -> None:
-    def work(item: int) -> int:
-        if item == 1:
-            raise KeyError(item)
-        return item
-
-    with pytest.raises(KeyError):
-        run_parallel([0, 1, 2], work, parallel=1)

@@ -132,19 +132,6 @@ def test_an_unknown_category_is_a_dash() -> None:
     assert _row(lines, "other_processes").split() == ["other_processes", "0", "B"]
 
 
-def test_a_lost_device_shows_its_error_and_no_sizes() -> None:
-    lines = _lines([_device(0), _lost(1)], [])
-    assert "gpu 1: GPU is lost" in lines
-    assert _row(lines, "1 ").split() == ["1", "NVIDIA", "H100", "80GB", "HBM3", "-", "-", "-"]
-    assert "80.0 GiB" in _row(lines, "0 ")
-    assert not any(line.startswith("category") and "gpu 1" in line for line in lines)
-
-
-def test_a_process_without_a_device_has_a_row() -> None:
-    for width in (80, 200):
-        assert any(line.split()[:1] == ["7"] for line in _lines([_device(0)], [_process(7)], width=width))
-
-
 def test_an_ascii_terminal_gets_an_ascii_bar() -> None:
     out = io.TextIOWrapper(io.BytesIO(), "ascii")
     devices = {"nvml": {"up": True}, "devices": [_device(0, name="n…"), _device(1, name="Ö")]}

@@ -116,17 +116,6 @@ def test_wrong_usage_is_one_line_and_starts_nothing(
     assert executed == []
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_the_help_shows_examples_and_exit_codes(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([flag]) == 0
-    out = capsys.readouterr().out
-    assert "Examples:" in out
-    assert "126" in out
-    assert "127" in out
-    for option in ("--workload", "--url", "--rank", "--plan"):
-        assert option in out
-
-
 def test_help_after_the_command_belongs_to_the_command(executed: list[tuple[str, list[str], dict[str, str]]]) -> None:
     run(["--", "python", "--help"])
     assert executed[0][1] == ["python", "--help"]

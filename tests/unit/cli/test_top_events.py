@@ -19,8 +19,6 @@ _OOM = {
     "limit_bytes": 40 * GIB,
     "allocator": {"reserved_bytes": 39 * GIB, "fragmented_bytes": GIB},
 }
-_ACTION = {"action": "empty_cache", "requested_by": "loopback", "reason": "requested in top"}
-_RESULTS = [{"pid": 7}, {"pid": 7}, {"pid": 8}]
 
 
 def _page(*numbers: int, next_after: int = 0, more: bool = False) -> dict[str, Any]:
@@ -90,28 +88,6 @@ def _line(of: dict[str, Any], width: int = 200) -> str:
     [
         ("oom", _OOM, ("GPU 0", "llm rank 3 (pid 7)", "2.0 GiB", "3.0 GiB", "39.0 GiB", "40.0 GiB", "1.0 GiB")),
         ("oom", {**_OOM, "device_free_bytes": GIB, "allocator": None}, ("2.0 GiB", "1.0 GiB")),
-        ("oom", {"requested_bytes": None}, ("llm rank 3 (pid 7)",)),
-        ("device_lost", {"error": "GPU-is-lost"}, ("GPU 0", "GPU-is-lost")),
-        ("device_returned", {}, ("GPU 0",)),
-        ("process_started", {}, ("GPU 0", "llm rank 3 (pid 7)")),
-        ("process_ended", {"reason": "reporter-stopped"}, ("GPU 0", "llm rank 3 (pid 7)", "reporter-stopped")),
-        (
-            "action",
-            {**_ACTION, "state": "done", "freed_bytes": 3 * GIB, "results": _RESULTS},
-            ("GPU 0", "empty_cache", "2 processes", "done", "3.0 GiB", "loopback", "(requested in top)"),
-        ),
-        (
-            "action",
-            {**_ACTION, "action": "reset_peak", "reason": "", "state": "failed", "freed_bytes": 0, "results": []},
-            ("GPU 0", "reset_peak", "0 processes", "failed", "loopback"),
-        ),
-        (
-            "action",
-            {**_ACTION, "state": "done", "freed_bytes": None, "results": _RESULTS},
-            ("GPU 0", "empty_cache", "2 processes", "done", "loopback", "(requested in top)"),
-        ),
-        ("action_asked", {**_ACTION, "processes": [[7, "llm", "3"]]}, ("empty_cache", "1 process,", "loopback")),
-        ("policy_stopped", {"rule": "hoard", "reason": "in-vain"}, ("GPU 0", "hoard", "in-vain")),
         ("of_tomorrow", {}, ("12:00:00", "of_tomorrow", "GPU 0")),
         ("action", {"of": "another version"}, ("12:00:00", "action", "GPU 0")),
         ("oom", None, ("12:00:00", "GPU 0")),

@@ -114,13 +114,6 @@ def test_a_frame_fits_any_terminal(
     assert not [c for line in drawn for c in line if not c.isprintable()]
 
 
-def test_an_unknown_value_is_a_dash() -> None:
-    row = _row(_draw(reading([device("0")], [unreported(7, "0", 3 * GIB)])), "7")
-    assert row[:5] == ["7", "0", "(tritonserver)", "-", "3.0G"]
-    assert len(row) >= 10
-    assert set(row[5:]) == {"-"}
-
-
 def test_scarce_memory_is_marked_and_a_mig_profile_is_shown_once() -> None:
     def styles(width: int, **changes: Any) -> set[str]:
         frame = draw(Display(reading([device("0", **changes)], []), 0.1), View(), width, 24)
@@ -134,34 +127,6 @@ def test_scarce_memory_is_marked_and_a_mig_profile_is_shown_once() -> None:
             assert styles(width, memory=memory, ledger=ledger) == style, (width, free)
     mig = device("0:1", name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", mig_profile="1g.10gb")
     assert "\n".join(_draw(reading([mig], []), 200)).count("1g.10gb") == 1
-
-
-def test_the_bar_adds_up_to_its_width() -> None:
-    (line,) = [line for line in _draw(_full(1), 200) if line.startswith("0 ")]
-    bar = [character for character in line if character in "█▓▒░·"]
-    assert bar == sorted(bar, key="█▓▒░·".index)
-    of_80_gib = {"█": 40, "▓": 20, "▒": 2, "░": 2, "·": 16}
-    assert all(abs(bar.count(character) - len(bar) * gib / 80) < 1 for character, gib in of_80_gib.items())
-
-
-def test_only_the_chosen_devices_are_shown() -> None:
-    of = reading([device("0"), device("1:0"), device("1:1")], [process(7, "0"), process(8, "1:1")])
-    lines = _draw(of, view=View(choice=Choice(gpus=("1",))))
-    assert [line.split()[0] for line in lines if line.endswith("80.0G")] == ["1:0", "1:1"]
-    assert any(line.split()[:2] == ["8", "1:1"] for line in lines)
-    assert not any(line.split()[:2] == ["7", "0"] for line in lines)
-
-
-def test_the_heading_of_the_sort_column_has_an_arrow() -> None:
-    for sort, name in (
-        ("used", "used"),
-        ("reclaimable", "reclaim"),
-        ("non-torch", "non-torch"),
-        ("workload", "workload"),
-    ):
-        down, up = ("▼", "▲") if sort != "workload" else ("▲", "▼")
-        assert f"{name}{down}" in "\n".join(_draw(_full(), view=View(sort=sort)))
-        assert f"{name}{up}" in "\n".join(_draw(_full(), view=View(sort=sort, reverse=True)))
 
 
 def test_the_sort_column_is_on_the_screen_at_any_width() -> None:
@@ -241,14 +206,6 @@ def test_e_shows_all_events_and_scrolls_to_the_last() -> None:
     assert lines[-1].endswith("31-40 of 40")
     assert lines[-3].endswith("e0")
     assert _draw(_kept(_full(), events=3), view=view.press("G", (), 10))[-1].endswith("1-3 of 3")
-
-
-def test_printed_output_has_the_last_ten_minutes_and_ten_events() -> None:
-    lines = [line.plain for line in print_lines(_kept(_full(2, 3)), View(), 10_000)]
-    assert sum("▄" * 60 in line for line in lines) == 2
-    assert [line.split()[-1] for line in lines if "device lost" in line] == [f"e{i}" for i in range(39, 29, -1)]
-    assert re.search(r"\bGiB\b", lines[-1])
-    assert "last events" not in [line.plain for line in print_lines(_full(), View(), 200)]
 
 
 def _all_events() -> tuple[dict[str, Any], ...]:
