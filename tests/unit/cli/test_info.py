@@ -176,10 +176,6 @@ def test_the_last_line_has_the_sum_that_a_clear_would_free(processes: list[dict[
     assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", clear_summary(processes)) == numbers
 
 
-def test_an_unknown_cache_is_not_an_empty_one() -> None:
-    assert clear_summary([_UNKNOWN]) != clear_summary([_UNABLE])
-
-
 def test_the_output_of_info() -> None:
     mig = {**_device(2), "gpu": "2:0", "mig_profile": "1g.10gb"}
     full = [_process(7, _memory(), _memory(gpu="1")), _process(8, _memory(), rank="1"), _process(9)]

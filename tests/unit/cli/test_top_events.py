@@ -70,14 +70,6 @@ def test_known_events_survive_a_server_error() -> None:
     assert (_ids(events), events.refusal) == ([1], "")
 
 
-def test_forget_starts_from_the_first_event() -> None:
-    events = Events()
-    events.take(_page(9), 100.0)
-    events.forget()
-    assert (events.known, events.due(100.0)) == (None, True)
-    assert "after" not in events.path
-
-
 def _line(of: dict[str, Any], width: int = 200) -> str:
     (line,) = event_lines([of], width, _NOON)
     return " ".join(line.plain.split())

@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-import pytest
-
-from gpumem_exporter.cli.top.device_lines import PAST_WIDTHS, sparkline
-from gpumem_exporter.cli.top.history import SPAN_SECONDS
+from gpumem_exporter.cli.top.device_lines import sparkline
 from tests.support.top_documents import GIB
 
 _NOW = 10_030.0
@@ -42,8 +39,3 @@ def test_a_nearly_full_device_has_the_color_of_scarce_memory() -> None:
     for part, style in ((0.96, "bold red"), (0.92, "bold yellow"), (0.5, "dim")):
         drawn = sparkline([(_NOW, int(part * _TOTAL))], _TOTAL, 15, _NOW)
         assert {str(span.style) for span in drawn.spans} == {style}
-
-
-@pytest.mark.parametrize("width", PAST_WIDTHS)
-def test_a_character_stands_for_a_whole_number_of_seconds(width: int) -> None:
-    assert SPAN_SECONDS % width == 0

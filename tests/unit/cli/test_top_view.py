@@ -62,11 +62,6 @@ def test_after_the_selected_process_exits_the_next_one_is_selected() -> None:
     assert _chosen(view.settle(view.rows(left[:2]), _PAGE)) == 2
 
 
-def test_keys_work_without_rows() -> None:
-    view = _press(View(), ["j", "G", "page down", "k", "s", "r"], ())
-    assert (view.first, view.rows(())) == (0, ())
-
-
 def test_s_cycles_through_the_orders() -> None:
     view = View()
     seen = [view.sort]
