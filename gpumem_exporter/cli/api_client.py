@@ -84,11 +84,7 @@ class ExporterApi:
             transport.close()
 
     def get(self, path: str, *, also: Collection[int] = ()) -> dict[str, Any]:
-        """Read one JSON document.
-
-        Args:
-            path: the route.
-            also: statuses besides 200 whose answers are documents.
+        """Read one JSON document. `also` has the statuses besides 200 whose answers are documents.
 
         Raises:
             ExporterUnreachableError: no address answers, or the answer is not an exporter's.
@@ -99,10 +95,7 @@ class ExporterApi:
     def post(self, path: str, document: Mapping[str, Any], *, hold_seconds: float) -> dict[str, Any]:
         """Post one JSON document. The exporter may delay the answer by `hold_seconds`.
 
-        Raises:
-            ConfigurationError: a value in the document is invalid (422).
-            ExporterUnreachableError: no address answers.
-            ExporterAnswerError: the exporter answers with another error.
+        Raises the errors of `get`, and ConfigurationError if a value in the document is invalid (422).
         """
         with _invalid_value_is_wrong_usage():
             return self._post(path, document, {}, hold_seconds)

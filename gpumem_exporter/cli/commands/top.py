@@ -12,7 +12,7 @@ import typer
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-from gpumem_exporter.cli.top.rows import SORTS, Choice, with_gpu
+from gpumem_exporter.cli.top.rows import SORTS, Choice
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.errors import ConfigurationError
@@ -147,14 +147,10 @@ def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
 
 
 def _document(reading: Reading, view: View) -> dict[str, Any]:
-    devices = dict(reading.devices)
-    wanted = view.choice.gpus
-    devices["devices"] = [
-        device for device in devices.get("devices") or () if not wanted or with_gpu(device.get("gpu"), wanted)
-    ]
     return {
         "exporter": shown_url(reading.url) if reading.url else None,
-        **devices,
+        **reading.devices,
+        "devices": view.choice.devices(reading.devices.get("devices") or ()),
         "rows": [asdict(row) for row in view.rows(reading.rows)],
     }
 

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 from gpumem_exporter.errors import ConfigurationError, PrometheusError
 
 if TYPE_CHECKING:
-    from urllib.request import OpenerDirector, Request
+    from urllib.request import OpenerDirector
 
 __all__ = ["Prometheus", "QueryResult", "query_result"]
 
@@ -36,7 +36,7 @@ class Prometheus:
     Args:
         url: the URL before `/api/v1`, including any path; `user:password@` is basic auth.
         token: a bearer token; empty for none.
-        headers: additional headers of each request.
+        headers: more headers of each request.
         timeout_seconds: for connecting, and for each read.
 
     Raises:
@@ -75,7 +75,16 @@ class Prometheus:
 
         parameters = urlencode({"query": expression, "timeout": f"{self._timeout_seconds:g}s"})
         request = Request(f"{self.url}/api/v1/query?{parameters}", headers=self._headers)  # noqa: S310 - http(s) alone
-        status, body = self._get(request)
+        try:
+            with self._opener.open(request, timeout=self._timeout_seconds) as answer:
+                status, where, body = answer.status, answer.headers.get("Location", "elsewhere"), _read(answer)
+        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
+            reason = getattr(error, "reason", None) or error
+            raise PrometheusError(
+                f"Prometheus does not answer at {self.url}: {reason or type(error).__name__}"
+            ) from error
+        if 300 <= status < 400:
+            raise PrometheusError(f"{self.url} redirects to {where}; give that address")
         try:
             document = json.loads(body)
         except ValueError:
@@ -83,27 +92,6 @@ class Prometheus:
         if status != http.client.OK or not isinstance(document, dict) or document.get("status") != "success":
             raise self._error(status, document)
         return query_result(document, expression)
-
-    def _get(self, request: Request) -> tuple[int, bytes]:
-        from urllib.error import HTTPError
-
-        try:
-            with self._opener.open(request, timeout=self._timeout_seconds) as answer:
-                return answer.status, _read(answer)
-        except HTTPError as error:
-            with error:
-                if 300 <= error.code < 400:
-                    where = error.headers.get("Location", "elsewhere")
-                    raise PrometheusError(f"{self.url} redirects to {where}; give that address") from None
-                try:
-                    return error.code, _read(error)
-                except (OSError, http.client.HTTPException):
-                    return error.code, b""
-        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", None) or error
-            raise PrometheusError(
-                f"Prometheus does not answer at {self.url}: {reason or type(error).__name__}"
-            ) from error
 
     def _error(self, status: int, document: Any) -> Exception:
         if isinstance(document, dict) and isinstance(document.get("error"), str):
@@ -148,14 +136,16 @@ def _checked(url: str) -> SplitResult:
 
 
 def _opener() -> OpenerDirector:
-    """Follow no redirect: no other host may receive the token."""
-    from urllib.request import HTTPRedirectHandler, build_opener
+    """Return an opener that follows no redirect, because no other host may receive the token."""
+    from urllib.request import HTTPErrorProcessor, build_opener
 
-    class NoRedirect(HTTPRedirectHandler):
-        def redirect_request(self, *_: Any) -> None:
-            return None
+    class AnyStatus(HTTPErrorProcessor):
+        def http_response(self, _request: Any, response: Any) -> Any:
+            return response
 
-    return build_opener(NoRedirect)
+        https_response = http_response  # type: ignore[assignment]  # the stub names other parameters
+
+    return build_opener(AnyStatus)
 
 
 def _read(answer: Any) -> bytes:

@@ -102,12 +102,9 @@ class Fleet:
     def wait(
         self, requests: Sequence[ExporterRequest], *, wait_seconds: float, observe: Callable[[], None] = lambda: None
     ) -> None:
-        """Poll until every request has ended or the time is over.
+        """Poll submitted requests until all have ended or the time is over.
 
-        Args:
-            requests: submitted requests.
-            wait_seconds: the longest wait.
-            observe: called at the start and after each round.
+        `observe` is called at the start and after each round.
         """
         end = self._clock() + wait_seconds
         pause = _FIRST_PAUSE_SECONDS

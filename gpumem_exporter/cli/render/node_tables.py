@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["DEMO_NOTICE", "clear_summary", "device_error", "device_name", "node_tables"]
+__all__ = ["DEMO_NOTICE", "clear_summary", "device_name", "driver_error", "errors_of", "node_tables"]
 
 Document = Mapping[str, Any]
 
@@ -47,17 +47,13 @@ def node_tables(devices: Document, processes: Document, *, width: int) -> Iterat
     """Yield all that `info` shows, from top to bottom, for a terminal of `width` columns."""
     if devices.get("source") == "demo":
         yield plain(DEMO_NOTICE, "bold yellow")
-    nvml = devices.get("nvml") or {}
-    if not nvml.get("up", False):
-        yield plain(f"driver: {nvml.get('error') or 'not read yet'}", "bold red")
     listed = devices.get("devices") or []
     if listed:
         columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
         yield table("Devices", columns, map(_device_row, listed))
         yield plain("  ").join(map(key_of, SEGMENTS))
-    for device in listed:
-        if not device.get("up", True):
-            yield plain(device_error(device), "bold red")
+    for error in errors_of(devices):
+        yield plain(error, "bold red")
     known = [device for device in listed if device.get("ledger")]
     if known:
         yield from _ledger_tables(known, width)
@@ -90,9 +86,20 @@ def clear_summary(processes: Sequence[Document]) -> str:
     return f"{sentence}; unknown for {unknown}." if unknown else f"{sentence}."
 
 
-def device_error(device: Document) -> str:
-    """Return the name of a device that does not answer, and the error."""
-    return f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
+def errors_of(devices: Document) -> Iterator[str]:
+    """Yield the error of the driver, and of each device that does not answer."""
+    error = driver_error(devices)
+    if error:
+        yield error
+    for device in devices.get("devices") or ():
+        if not device.get("up", True):
+            yield f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
+
+
+def driver_error(devices: Document) -> str:
+    """Return why the exporter has no driver; empty if it has one."""
+    nvml = devices.get("nvml") or {}
+    return "" if nvml.get("up") else f"driver: {nvml.get('error') or 'not read yet'}"
 
 
 def device_name(device: Document) -> str:

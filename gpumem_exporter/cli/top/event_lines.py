@@ -43,12 +43,8 @@ _LONGEST_NAME = 20
 def events_below(reading: Reading, choice: Choice, width: int, page: int, processes: int) -> list[Text]:
     """Return a heading and the last events for the space below the processes; empty if there is no space.
 
-    Args:
-        reading: has the events.
-        choice: selects events.
-        width: the columns of the screen.
-        page: the lines for processes and events.
-        processes: the number of processes. On a short screen, events use only the lines that processes leave free.
+    `page` is the number of lines for processes and events. On a short page, events use only the lines that the
+    `processes` leave free.
     """
     room = max(page - processes - 1, page // 4 if page >= _LONG_PAGE else 0)
     return last_events(reading, choice, width, room - 1)

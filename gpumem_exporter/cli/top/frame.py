@@ -6,14 +6,14 @@ import textwrap
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, clear_summary
+from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, clear_summary, driver_error
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import beside, cell, line
 from gpumem_exporter.cli.top.clearing import Note
 from gpumem_exporter.cli.top.device_lines import device_lines, legend
 from gpumem_exporter.cli.top.event_lines import events_alone, events_below, last_events
 from gpumem_exporter.cli.top.process_lines import process_lines
-from gpumem_exporter.cli.top.rows import descends, with_gpu
+from gpumem_exporter.cli.top.rows import descends
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.units import human_seconds
@@ -130,7 +130,6 @@ def _banners(display: Display, width: int) -> list[Text]:
     """The warnings below the header."""
     reading = display.reading
     banners: list[tuple[str, str]] = []
-    nvml = reading.devices.get("nvml") or {}
     if display.lost:
         source = "EXPORTER" if reading.url else "EXPORTER AND DRIVER"
         banners.append((f"LOST {source} {human_seconds(display.age_seconds)} ago; trying again", "bold red"))
@@ -141,20 +140,19 @@ def _banners(display: Display, width: int) -> list[Text]:
             banners.append((reading.without_exporter, "yellow"))
         if reading.devices.get("source") == "demo":
             banners.append((DEMO_NOTICE, "bold yellow"))
-        if not nvml.get("up", False):
-            banners.append((f"driver: {nvml.get('error') or 'not read yet'}", "bold red"))
+        if error := driver_error(reading.devices):
+            banners.append((error, "bold red"))
     return [cell(text, width, style=style) for text, style in banners]
 
 
 def _devices(reading: Reading, view: View, width: int, max_devices: int) -> list[Text]:
     """The lines of the devices, and the legend or a blank line."""
     devices = reading.devices.get("devices") or []
-    wanted = view.choice.gpus
-    chosen = [device for device in devices if not wanted or with_gpu(device.get("gpu"), wanted)]
+    chosen = view.choice.devices(devices)
     drawn = device_lines(chosen, reading.past, reading.read_seconds, width, max_devices=max_devices)
     if drawn:
         return [*drawn, legend(chosen, width) or plain("")]
-    if not (reading.devices.get("nvml") or {}).get("up", False):
+    if driver_error(reading.devices):
         return [plain("No device is known.", "dim")]
     return [plain("No device matches." if devices else "No device.", "dim")]
 

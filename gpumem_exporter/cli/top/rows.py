@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +76,10 @@ class Choice:
     workload: str | None = None
     text: str = ""
     """Words that the names in a row must contain. Case is ignored."""
+
+    def devices(self, devices: Iterable[Document]) -> list[Document]:
+        """Return the chosen devices."""
+        return [device for device in devices if not self.gpus or with_gpu(device.get("gpu"), self.gpus)]
 
     def matches(self, row: Row) -> bool:
         """Whether the row passes the filters."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.top.history import Events, History, Past
@@ -13,7 +13,10 @@ from gpumem_exporter.cli.top.rows import Row, rows_of
 from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
 from gpumem_exporter.wire.http import shown_url
 
-__all__ = ["Driver", "Reading", "Source"]
+if TYPE_CHECKING:
+    from gpumem_exporter.cli.top.driver import DriverReader
+
+__all__ = ["Reading", "Source"]
 
 Document = Mapping[str, Any]
 
@@ -21,16 +24,6 @@ _ANSWER_SECONDS = 2.0
 """The timeout for an answer."""
 _RETRY_SECONDS = 3.0
 """Seconds between attempts to reach an exporter while NVML is the fallback source."""
-
-
-class Driver(Protocol):
-    """The driver read directly."""
-
-    def read(self) -> tuple[Document, Document]:
-        """Return the exporter's documents of devices and processes. Raises NvmlError if the driver does not answer."""
-
-    def release(self) -> None:
-        """Release NVML. Never raises."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ class Source:
         urls: Sequence[str],
         *,
         token: str = "",
-        driver: Callable[[], Driver] | None = None,
+        driver: Callable[[], DriverReader] | None = None,
         open_api: Callable[[], ExporterApi] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -89,7 +82,7 @@ class Source:
         self._open_driver = driver
         self._clock = clock
         self._api = self._open_api()
-        self._driver: Driver | None = None
+        self._driver: DriverReader | None = None
         self._exporter_error = ""
         self._next_attempt = -float("inf")
         self._history = History()
@@ -156,7 +149,7 @@ class Source:
             except ExporterError as error:
                 self._events.failed(error, now)
 
-    def _read_driver(self, open_driver: Callable[[], Driver]) -> Reading:
+    def _read_driver(self, open_driver: Callable[[], DriverReader]) -> Reading:
         self._driver = self._driver or open_driver()
         try:
             devices, processes = self._driver.read()
