@@ -24,17 +24,8 @@ __all__ = ["Overview", "read_overview"]
 
 Document = Mapping[str, Any]
 
-_COLUMNS = (
-    ("exporter", "left"),
-    ("gpu", "left"),
-    ("name", "cut"),
-    ("busy", "right"),
-    ("total", "right"),
-    ("used", "right"),
-    ("free", "right"),
-    ("reclaimable", "right"),
-    ("fragmented", "right"),
-)
+_SIZES = ("busy", "total", "used", "free", "reclaimable", "fragmented")
+_COLUMNS = (("exporter", "left"), ("gpu", "left"), ("name", "cut"), *((name, "right") for name in _SIZES))
 
 
 @dataclass(frozen=True, slots=True)

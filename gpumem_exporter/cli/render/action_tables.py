@@ -16,18 +16,8 @@ __all__ = ["action_tables", "reasons", "result_order", "result_tables", "summary
 
 Document = Mapping[str, Any]
 
-_COLUMNS: tuple[tuple[str, str], ...] = (
-    ("pid", "right"),
-    ("workload", "cut"),
-    ("rank", "right"),
-    ("gpu", "left"),
-    ("outcome", "left"),
-    ("before", "right"),
-    ("after", "right"),
-    ("freed", "right"),
-    ("took", "right"),
-)
-
+_NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"), ("gpu", "left"), ("outcome", "left"))
+_COLUMNS = (*_NAMES, *((name, "right") for name in ("before", "after", "freed", "took")))
 _NAMED_PROCESSES_MAX = 8
 _DONE = {
     "reset_peak": ("Would reset the peaks", "Reset the peaks"),

@@ -25,22 +25,10 @@ _ONE_TABLE_WIDTH = 150
 """The width from which the identity and the memory of a process fit in one row."""
 
 _NO_DEVICE: tuple[Document, ...] = ({},)
-_IDENTITY = (
-    ("pid", "right"),
-    ("workload", "cut"),
-    ("rank", "right"),
-    ("command", "cut"),
-    ("state", "left"),
-    ("age", "right"),
-)
-_MEMORY = (
-    ("used_bytes", "used"),
-    ("allocated_bytes", "allocated"),
-    ("reserved_bytes", "reserved"),
-    ("reclaimable_bytes", "reclaimable"),
-    ("fragmented_bytes", "fragmented"),
-    ("non_torch_bytes", "non-torch"),
-)
+_NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"))
+_STATE = (("command", "cut"), ("state", "left"), ("age", "right"))
+_SIZES = ("used", "allocated", "reserved", "reclaimable", "fragmented", "non-torch")
+_MEMORY = (("gpu", "left"), *((name, "right") for name in _SIZES))
 
 
 def node_tables(devices: Document, processes: Document, *, width: int) -> Iterator[RenderableType]:
@@ -135,48 +123,33 @@ def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[Renderab
 
 
 def _process_tables(processes: Sequence[Document], *, one_table: bool) -> Iterator[RenderableType]:
-    memory_columns = tuple((heading, "right") for _, heading in _MEMORY)
     if one_table:
-        columns = (*_IDENTITY[:3], ("gpu", "left"), *memory_columns, *_IDENTITY[3:])
-        yield table("Processes", columns, _joined_rows(processes))
+        rows = []
+        for process in processes:
+            names, state = _names(process), _state(process)
+            rows += [(*names, *_memory(device), *state) for device in process.get("devices") or _NO_DEVICE]
+        yield table("Processes", (*_NAMES, *_MEMORY, *_STATE), rows)
         return
-    yield table("Processes", _IDENTITY, (_identity(process) for process in processes))
-    rows = [
-        (str(process["pid"]), _gpu(device), *_memory(device))
-        for process in processes
-        for device in process.get("devices") or ()
-    ]
+    yield table("Processes", (*_NAMES, *_STATE), ((*_names(process), *_state(process)) for process in processes))
+    rows = [(str(process["pid"]), *_memory(device)) for process in processes for device in process.get("devices") or ()]
     if rows:
         yield plain("")
-        yield table("Process memory", (("pid", "right"), ("gpu", "left"), *memory_columns), rows)
+        yield table("Process memory", (_NAMES[0], *_MEMORY), rows)
 
 
-def _joined_rows(processes: Sequence[Document]) -> Iterator[tuple[str | Text, ...]]:
-    for process in processes:
-        identity = _identity(process)
-        for device in process.get("devices") or _NO_DEVICE:
-            yield (*identity[:3], _gpu(device), *_memory(device), *identity[3:])
+def _names(process: Document) -> tuple[str, ...]:
+    return (str(process["pid"]), process.get("workload") or UNKNOWN, process.get("rank") or UNKNOWN)
 
 
-def _identity(process: Document) -> tuple[str | Text, ...]:
+def _state(process: Document) -> tuple[str | Text, ...]:
     state = str(process.get("state") or UNKNOWN)
     style = {"reporting": "green", "silent": "red"}.get(state, "dim")
-    return (
-        str(process["pid"]),
-        process.get("workload") or UNKNOWN,
-        process.get("rank") or UNKNOWN,
-        process.get("command") or UNKNOWN,
-        plain(state, style),
-        human_seconds(process.get("sample_age_seconds")),
-    )
-
-
-def _gpu(device: Document) -> str:
-    return device.get("gpu") or device.get("uuid") or UNKNOWN
+    return process.get("command") or UNKNOWN, plain(state, style), human_seconds(process.get("sample_age_seconds"))
 
 
 def _memory(device: Document) -> tuple[str, ...]:
-    return tuple(human_bytes(device.get(name)) for name, _ in _MEMORY)
+    sizes = (device.get(f"{name.replace('-', '_')}_bytes") for name in _SIZES)
+    return (device.get("gpu") or device.get("uuid") or UNKNOWN, *map(human_bytes, sizes))
 
 
 def _clears(process: Document) -> bool:
