@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -229,18 +228,6 @@ def test_top_is_live_until_q_and_restores_the_terminal(fleet: Fleet) -> None:
         assert terminal.wait() == 0
         assert b"\x1b[?1049l" in terminal.output  # back on the normal screen
         assert terminal.modes() == terminal.modes_before
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_top_restores_the_terminal_after_a_signal(fleet: Fleet, number: signal.Signals, status: int) -> None:
-    with live_top(fleet) as terminal:
-        if number == signal.SIGINT:
-            terminal.type("\x03")
-        else:
-            terminal.signal(number)
-        assert terminal.wait() == status
-        assert terminal.modes() == terminal.modes_before
-        assert b"Traceback" not in terminal.output
 
 
 def test_the_api_gets_path_header_and_user_and_a_redirect_to_another_host_gets_none(fleet: Fleet) -> None:
