@@ -47,6 +47,7 @@ def show_live(read: Callable[[], Overview], *, interval_seconds: float) -> int:
                     break
         finally:
             screen.leave()
+            watcher.stop(timeout_seconds=0)
     return exit_code_of(signals.ended)
 
 

@@ -64,9 +64,9 @@ class Selector:
         Returns:
             None if the series names no device, so that all are selected; empty if the process is not selected.
         """
-        for name in ("pid", "workload", "rank"):
-            if getattr(self, name) not in (None, process[name] if name != "pid" else str(process["pid"])):
-                return ()
+        identity = {**process, "pid": str(process["pid"])}
+        if any(getattr(self, name) not in (None, identity[name]) for name in ("pid", "workload", "rank")):
+            return ()
         if self.gpu is None and self.uuid is None:
             return None
         return tuple(
