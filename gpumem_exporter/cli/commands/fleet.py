@@ -12,7 +12,7 @@ from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
 from gpumem_exporter.cli.fleet.options import FleetOptions, OverviewOptions, SelectionOptions
 from gpumem_exporter.cli.fleet.overview import read_overview
-from gpumem_exporter.cli.fleet.results import print_warnings
+from gpumem_exporter.cli.fleet.prometheus import print_warnings
 from gpumem_exporter.cli.options import checked_interval, command_from_options, new_application
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS, RequestOptions, TimedOptions, checked
 from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
-from gpumem_exporter.cli.fleet.prometheus import Prometheus
+from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
 from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet, failed_row, result_rows
-from gpumem_exporter.cli.fleet.results import FleetResult
 from gpumem_exporter.cli.fleet.selection import (
     Exporter,
     Failure,
@@ -24,15 +23,22 @@ from gpumem_exporter.cli.fleet.selection import (
     selectors_of,
 )
 from gpumem_exporter.cli.program import FAILED
-from gpumem_exporter.cli.render.action_tables import result_order
+from gpumem_exporter.cli.render.action_tables import result_order, result_tables, summary
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
+from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
+from gpumem_exporter.units import UNKNOWN
 
-__all__ = ["PER_DEVICE", "act", "requests_for"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["PER_DEVICE", "FleetResult", "act", "requests_for"]
 
 PER_DEVICE = ("reset_peak", "set_memory_fraction")
 """The actions that act on one device of a process. The others act on the whole process."""
 
+Row = Mapping[str, Any]
 Selectors = Mapping[Exporter, Sequence[Selector]]
 ExporterRow = tuple[Exporter, dict[str, Any]]
 
@@ -55,6 +61,63 @@ def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet
     result = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     result.print(found.warnings, query=selection.query, as_json=fleet.as_json)
     return 0 if result.done else FAILED
+
+
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """The results of an action, one row for each process and device.
+
+    A row is a result of the API with the `instance` and `url` of its exporter. `pid` is None if the query selected a
+    process by other labels and no process matched.
+    """
+
+    action: str
+    dry_run: bool
+    rows: Sequence[Row]
+    at_step: int | None = None
+    """The step of a group."""
+    cancel_reason: str = ""
+    """Why a group was canceled; empty if it was not."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every result is done."""
+        return all(map(_is_done, self.rows))
+
+    def print(self, warnings: Sequence[str], *, query: str, as_json: bool) -> None:
+        """Print the results."""
+        if as_json:
+            print_json(self._document(warnings, query))
+        else:
+            print_warnings(warnings)
+            show(open_console(), self._tables())
+
+    def _document(self, warnings: Sequence[str], query: str) -> dict[str, Any]:
+        return {
+            "action": self.action,
+            "query": query,
+            "dry_run": self.dry_run,
+            "state": "done" if self.done else "failed",
+            "at_step": self.at_step,
+            "called_off": self.cancel_reason,
+            "results": list(self.rows),
+            "freed_bytes": sum_of_known([row.get("freed_bytes") for row in self.rows]),
+            "warnings": list(warnings),
+        }
+
+    def _tables(self) -> Iterator[RenderableType]:
+        if not self.rows:
+            yield plain("The query selects no process. There is nothing to do.")
+            return
+        yield from result_tables(self.rows, self.action)
+        if self.cancel_reason and not self.done:
+            yield plain(f"Canceled: {self.cancel_reason}.", "bold red")
+            acted = [f"rank {row.get('rank') or UNKNOWN} on {row['instance']}" for row in self.rows if _is_done(row)]
+            only = f"Only some ranks acted: {', '.join(dict.fromkeys(acted))}."
+            yield plain(only, "bold red") if acted else plain("No rank acted.")
+        elif self.at_step is not None:
+            yield plain(f"{'Would act' if self.dry_run else 'All acted'} after step {self.at_step}.")
+        yield plain(summary({"action": self.action, "results": self.rows}, dry_run=self.dry_run), "bold")
 
 
 class _Run:
@@ -155,3 +218,7 @@ def _one_workload(processes: Sequence[TargetProcess]) -> str:
         listed = ", ".join(workload or "(none)" for workload in workloads)
         raise GroupIncompleteError(f"--group needs one workload; the query selects {listed}")
     return workloads[0]
+
+
+def _is_done(row: Row) -> bool:
+    return bool(row["outcome"] == "done")

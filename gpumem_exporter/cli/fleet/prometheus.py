@@ -5,17 +5,19 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
+from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.errors import ConfigurationError, PrometheusError
 
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector
 
-__all__ = ["Prometheus", "QueryResult", "query_result"]
+__all__ = ["Prometheus", "QueryResult", "print_warnings", "query_result"]
 
 _ANSWER_BYTES_MAX = 64 << 20
 
@@ -104,6 +106,12 @@ class Prometheus:
         if status in (200, 404):
             return PrometheusError(f"the server at {self.url}/api/v1/query is not a Prometheus API (HTTP {status})")
         return PrometheusError(f"{self.url}: HTTP {status}: {phrase}")
+
+
+def print_warnings(warnings: Sequence[str]) -> None:
+    """Print the warnings of Prometheus on standard error."""
+    for warning in warnings:
+        print(f"warning: Prometheus: {one_line(warning)}", file=sys.stderr)
 
 
 def query_result(document: Mapping[str, Any], expression: str) -> QueryResult:

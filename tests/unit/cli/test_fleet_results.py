@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.cli.fleet.action import FleetResult
 from gpumem_exporter.cli.fleet.overview import Overview
-from gpumem_exporter.cli.fleet.results import FleetResult
 from gpumem_exporter.cli.fleet.selection import Failure
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.fleet_builders import A, B, C, row
