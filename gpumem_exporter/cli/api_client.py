@@ -37,10 +37,9 @@ class ExporterApi:
 
     Args:
         urls: the addresses to try, in order.
-        token: sent as a bearer token if it is not empty.
+        token: the bearer token; empty for none.
         timeout_seconds: for each answer, in addition to a delay that the request permits.
         advice: ends the error message when no address answers.
-        connect: makes the connection to one address.
 
     Raises:
         ConfigurationError: an address is invalid.

@@ -47,12 +47,7 @@ def socket_peer(path: Path, timeout_seconds: float = 2.0) -> Peer:
 
 
 def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
-    """Check the socket's file, its permissions and its listener.
-
-    Args:
-        path: the socket.
-        required: whether the socket is the only address.
-    """
+    """Check the socket's file, its permissions and its listener. It is required if it is the only address."""
     user = _user(os.geteuid())
     try:
         status = path.stat()

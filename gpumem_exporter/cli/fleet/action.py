@@ -120,25 +120,28 @@ class FleetResult:
         yield plain(summary({"action": self.action, "results": self.rows}, dry_run=self.dry_run), "bold")
 
 
+@dataclass(frozen=True)
 class _Run:
     """One action on a fleet."""
 
-    def __init__(self, body: Mapping[str, Any], selection: SelectionOptions, options: FleetOptions, token: str) -> None:
-        self._body = body
-        self._action: str = body["action"]
-        self._wait_seconds: float = body["deadline_seconds"] + ANSWER_GRACE_SECONDS
-        self._max_processes = selection.max_processes
-        self._options = options
-        self._token = token
+    body: Mapping[str, Any]
+    selection: SelectionOptions
+    options: FleetOptions
+    token: str
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long to wait for the end of the action."""
+        return float(self.body["deadline_seconds"]) + ANSWER_GRACE_SECONDS
 
     def on_each(self, selectors: Selectors) -> FleetResult:
         """Every process acts by itself."""
         with self._connect(selectors) as fleet:
-            processes, failed = self._select(fleet, selectors, unreported=self._action == "terminate")
+            processes, failed = self._select(fleet, selectors, unreported=self.body["action"] == "terminate")
             self._require_allowed_number(processes)
-            requests = requests_for(self._action, processes)
-            fleet.submit(requests, self._body)
-            fleet.wait(requests, wait_seconds=self._wait_seconds)
+            requests = requests_for(self.body["action"], processes)
+            fleet.submit(requests, self.body)
+            fleet.wait(requests, wait_seconds=self.wait_seconds)
         return self._result(requests, failed)
 
     def as_group(self, selectors: Selectors, prometheus: Prometheus) -> FleetResult:
@@ -148,21 +151,21 @@ class _Run:
         if not processes:
             return self._result((), failed)
         workload = _one_workload(processes)
-        with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self._options.instance_url)
+        with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self.options.instance_url)
         by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
         exporters = sorted(by_url.values(), key=natural_order)
         with self._connect(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
             requested_seconds = time.monotonic()
             readings = fleet.read(exporters, "processes")
-            deadline_seconds = self._body["deadline_seconds"]
+            deadline_seconds = self.body["deadline_seconds"]
             group = form_group(workload, readings, requested_seconds, deadline_seconds=deadline_seconds)
             self._require_allowed_number(group.processes)
-            requests = group.act(fleet, self._body, wait_seconds=self._wait_seconds)
+            requests = group.act(fleet, self.body, wait_seconds=self.wait_seconds)
         return self._result(requests, (), group.at_step, group.cancel_reason)
 
     def _connect(self, exporters: Iterable[Exporter], timeout_seconds: float = 5.0) -> Fleet:
-        parallel = self._options.parallel
-        return Fleet(exporters, token=self._token, parallel=parallel, timeout_seconds=timeout_seconds)
+        parallel = self.options.parallel
+        return Fleet(exporters, token=self.token, parallel=parallel, timeout_seconds=timeout_seconds)
 
     def _select(
         self, fleet: Fleet, selectors: Selectors, *, unreported: bool
@@ -182,7 +185,7 @@ class _Run:
         return processes, failed
 
     def _require_allowed_number(self, processes: Sequence[TargetProcess]) -> None:
-        most = self._max_processes
+        most = self.selection.max_processes
         if len(processes) > most:
             raise ActionRefusedError(
                 f"the query selects {len(processes)} processes, more than --max-processes {most}; nothing was requested"
@@ -197,7 +200,7 @@ class _Run:
     ) -> FleetResult:
         rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
         rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
-        return FleetResult(self._action, self._body["dry_run"], [row for _, row in rows], at_step, cancel_reason)
+        return FleetResult(self.body["action"], self.body["dry_run"], [row for _, row in rows], at_step, cancel_reason)
 
 
 def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:

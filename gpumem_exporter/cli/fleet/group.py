@@ -43,12 +43,7 @@ class Group:
     _requests: list[ExporterRequest] = field(default_factory=list)
 
     def act(
-        self,
-        fleet: Fleet,
-        body: Mapping[str, Any],
-        *,
-        wait_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, fleet: Fleet, body: Mapping[str, Any], *, wait_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> list[ExporterRequest]:
         """Submit the action to every exporter and wait. The first failure cancels the group."""
         by_exporter: dict[Exporter, list[TargetProcess]] = {}
@@ -70,7 +65,7 @@ class Group:
         return self._requests
 
     def _cancel_after_failure(self, fleet: Fleet) -> None:
-        failure = next((failure for request in self._requests if (failure := _failure_of(request))), "")
+        failure = next(filter(None, map(_failure_of, self._requests)), "")
         if failure and not self.cancel_reason:
             self._cancel(fleet, failure)
 

@@ -44,14 +44,7 @@ class ExporterRequest:
 
 
 class Fleet:
-    """The exporters of a fleet, each on its own connection. Not thread-safe.
-
-    Args:
-        exporters: the exporters to connect to.
-        token: the bearer token for actions at each exporter.
-        parallel: the number of exporters that are queried at a time.
-        timeout_seconds: for each answer.
-        connect: makes the API of one address.
+    """The exporters of a fleet, each on its own connection; `parallel` are queried at a time. Not thread-safe.
 
     Raises:
         ConfigurationError: an address is invalid.

@@ -135,11 +135,8 @@ def select(
 ) -> tuple[list[TargetProcess], list[tuple[Selector, Failure]]]:
     """Return the selected processes of one exporter, each once, and the selectors without one.
 
-    Args:
-        exporter: where the processes are.
-        selectors: from the query's series.
-        processes: as `/api/v1/processes` lists them.
-        unreported: whether a process that does not report can be a target.
+    `processes` are as `/api/v1/processes` lists them. A process that does not report can be a target if `unreported`
+    is set.
     """
     selected: dict[str, TargetProcess] = {}
     unmatched = []

@@ -87,11 +87,8 @@ def event_lines(
 ) -> list[Text]:
     """Return the lines of events: local time, type and description. An event of another day has its date.
 
-    Args:
-        events: from `/api/v1/events`.
-        width: the columns of the screen.
-        now_unix_seconds: by the clock of the events; None if unknown.
-        wrap: whether an event that is too long has several lines. If not, it is cut.
+    `now_unix_seconds` is by the clock of the events. An event that is too long is cut, or has several lines if `wrap`
+    is set.
     """
     from rich.console import Console
 

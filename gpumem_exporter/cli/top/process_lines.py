@@ -87,11 +87,7 @@ _OPTIONAL = ("age", "reserved", "user", "command", "state", "step", "pod")
 def process_lines(rows: Sequence[Row], shown: Sequence[Row], view: View, width: int) -> list[Text]:
     """Return the heading and a line for each shown row.
 
-    Args:
-        rows: all rows, so that the columns do not move while the list is scrolled or filtered.
-        shown: the rows on the screen.
-        view: the order and the selected row.
-        width: the columns of the screen.
+    All `rows` set the widths, so that the columns do not move while the list is scrolled or filtered.
     """
     short = width < _NARROW
     columns, widths = _fit(rows, width, short, view.sort)

@@ -26,12 +26,7 @@ _WATCHED = (*_ENDING, signal.SIGTSTP, signal.SIGCONT, signal.SIGWINCH)
 
 
 class Screen:
-    """A terminal in full-screen mode. Not thread-safe.
-
-    Args:
-        output: the terminal.
-        keyboard: the file descriptor of the keyboard's terminal.
-    """
+    """A terminal in full-screen mode, and the file descriptor of its keyboard. Not thread-safe."""
 
     def __init__(self, output: IO[str], keyboard: int) -> None:
         self._output = output

@@ -62,8 +62,6 @@ class Source:
         urls: the exporter's addresses to try, in order.
         token: the exporter's token; empty for none.
         driver: opens the driver. None if the user chose an exporter, because then the driver is no substitute.
-        open_api: opens the exporter's API.
-        clock: monotonic seconds.
 
     Raises:
         ConfigurationError: an address is invalid.
@@ -91,8 +89,7 @@ class Source:
     def read(self, *, with_past: bool = True) -> Reading:
         """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
-        Args:
-            with_past: also query the last ten minutes and the last events if they are due.
+        `with_past` also queries the last ten minutes and the last events if they are due.
 
         Raises:
             ExporterError: the exporter does not answer, and the driver cannot replace it.
