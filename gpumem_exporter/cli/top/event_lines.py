@@ -25,17 +25,7 @@ Event = Mapping[str, Any]
 _HEADING = "last events"
 _LONG_PAGE = 20
 """The number of lines from which the events always get a quarter."""
-_NAMES = {
-    "oom": ("out of memory", "bold red"),
-    "device_lost": ("device lost", "bold red"),
-    "device_returned": ("device back", "bold green"),
-    "process_started": ("started", ""),
-    "process_ended": ("ended", ""),
-    "action_asked": ("requested", ""),
-    "action": ("action", ""),
-    "policy_stopped": ("rule stopped", "bold yellow"),
-}
-_NAME_WIDTH = max(len(name) for name, _ in _NAMES.values())
+_NAME_WIDTH = len("out of memory")
 _LONGEST_NAME = 20
 """The longest shown name of an event type that this version does not know."""
 
@@ -93,7 +83,7 @@ def event_lines(
     from rich.console import Console
 
     times = [_time(event, now_unix_seconds) for event in events]
-    names = [_NAMES.get(str(event.get("type")), (str(event.get("type")), "")) for event in events]
+    names = [_type(event)[:2] for event in events]
     time_width, name_width = width_of(times), min(width_of((name for name, _ in names), _NAME_WIDTH), _LONGEST_NAME)
     console = Console(width=width)
     room = max(1, width - time_width - name_width - 2)
@@ -113,8 +103,8 @@ def _description(event: Event) -> str:
     gpu, uuid = event.get("gpu"), event.get("uuid")
     device = f"GPU {gpu}" if gpu else str(uuid or "")
     try:
-        describe = _DESCRIPTIONS.get(str(event.get("type")))
-        text = describe(event) if describe else ""
+        _, _, describe = _type(event)
+        text = describe(event)
     except (AttributeError, KeyError, TypeError, ValueError):
         text = ""  # An exporter of another version may have other fields.
     return f"{device}, {text}" if device and text else device or text
@@ -166,16 +156,26 @@ def _process(event: Event) -> str:
     return f"{name} (pid {pid})" if name else f"pid {pid}"
 
 
-_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
-    "oom": _oom,
-    "device_lost": _device_lost,
-    "device_returned": lambda _: "answers again",
-    "process_started": _process,
-    "process_ended": lambda event: f"{_process(event)}: {event['detail']['reason']}",
-    "action_asked": _action_requested,
-    "action": _action_ended,
-    "policy_stopped": lambda event: f"{event['detail']['rule']}: {event['detail']['reason']}",
+_TYPES: dict[str, tuple[str, str, Callable[[Event], str]]] = {
+    "oom": ("out of memory", "bold red", _oom),
+    "device_lost": ("device lost", "bold red", _device_lost),
+    "device_returned": ("device back", "bold green", lambda _: "answers again"),
+    "process_started": ("started", "", _process),
+    "process_ended": ("ended", "", lambda event: f"{_process(event)}: {event['detail']['reason']}"),
+    "action_asked": ("requested", "", _action_requested),
+    "action": ("action", "", _action_ended),
+    "policy_stopped": (
+        "rule stopped",
+        "bold yellow",
+        lambda event: f"{event['detail']['rule']}: {event['detail']['reason']}",
+    ),
 }
+"""The shown name, its style, and the description of each event type."""
+
+
+def _type(event: Event) -> tuple[str, str, Callable[[Event], str]]:
+    kind = str(event.get("type"))
+    return _TYPES.get(kind, (kind, "", lambda _: ""))
 
 
 def _time(event: Event, now_unix_seconds: float | None) -> str:
