@@ -70,7 +70,7 @@ def picture(reading: Reading, age_seconds: float) -> str:
     """Draw the screen as an SVG without external resources."""
     view = View(sort="reclaimable")
     view = view.press("down", view.rows(reading.rows), LINES)
-    frame = draw(Display(reading, age_seconds), view, COLUMNS, LINES, unicode_output=True)
+    frame = draw(Display(reading, age_seconds), view, COLUMNS, LINES)
     console = Console(
         file=io.StringIO(), record=True, width=COLUMNS, height=LINES, force_terminal=True, color_system="truecolor"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -50,7 +50,7 @@ def checked(document: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """The options of every action."""
+    """The options of every action; the fields have the names of a request."""
 
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would happen. Change nothing.")] = False
     deadline_seconds: Annotated[
@@ -63,12 +63,7 @@ class RequestOptions:
 
     def request(self, action: str) -> dict[str, Any]:
         """Return the request without its target."""
-        return {
-            "action": action,
-            "deadline_seconds": self.deadline_seconds,
-            "dry_run": self.dry_run,
-            "reason": self.reason,
-        }
+        return {"action": action, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +85,7 @@ class TimedOptions(RequestOptions):
 
     def request(self, action: str) -> dict[str, Any]:
         """Return the request without its target."""
-        return {**super().request(action), "mode": mode_for(self.mode, group=self.group), "group": self.group}
+        return {**super().request(action), "mode": mode_for(self.mode, group=self.group)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,10 +97,6 @@ class ClearOptions(TimedOptions):
         typer.Option("--gc", help="Run Python's garbage collector first, which also runs finalizers of user code."),
     ] = False
 
-    def request(self, action: str) -> dict[str, Any]:
-        """Return the request without its target."""
-        return {**super().request(action), "collect_garbage": self.collect_garbage}
-
 
 @dataclass(frozen=True, kw_only=True)
 class FractionOptions(TimedOptions):
@@ -116,10 +107,6 @@ class FractionOptions(TimedOptions):
         bool,
         typer.Option("--force", help="Cap also a process that has reserved more. Its next new segment fails."),
     ] = False
-
-    def request(self, action: str) -> dict[str, Any]:
-        """Return the request without its target."""
-        return {**super().request(action), "fraction": self.fraction, "force": self.force}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from gpumem_exporter.errors import (
     ConfigurationError,
@@ -18,7 +18,7 @@ from gpumem_exporter.errors import (
 )
 from gpumem_exporter.wire.http import Answer, Connection, shown_url
 
-__all__ = ["ExporterApi", "Transport", "has_ended"]
+__all__ = ["ExporterApi", "has_ended"]
 
 _ACTIONS = "/api/v1/actions"
 _FINAL_STATES = ("done", "failed", "expired")
@@ -32,33 +32,14 @@ def has_ended(action: Mapping[str, Any]) -> bool:
     return action.get("state") in _FINAL_STATES
 
 
-class Transport(Protocol):
-    """The methods of `Connection` that `ExporterApi` uses."""
-
-    def request(
-        self,
-        method: str,
-        path: str,
-        body: bytes | None = None,
-        headers: Mapping[str, str] | None = None,
-        *,
-        timeout_seconds: float | None = None,
-    ) -> Answer:
-        """Send a request and return the answer."""
-
-    def close(self) -> None:
-        """Close the connection."""
-
-
 class ExporterApi:
     """The API at the first of several addresses that answers. Not thread-safe.
 
     Args:
         urls: the addresses to try, in order.
-        token: sent as a bearer token if it is not empty.
+        token: the bearer token; empty for none.
         timeout_seconds: for each answer, in addition to a delay that the request permits.
         advice: ends the error message when no address answers.
-        connect: makes the transport to one address.
 
     Raises:
         ConfigurationError: an address is invalid.
@@ -71,7 +52,7 @@ class ExporterApi:
         token: str = "",
         timeout_seconds: float = 5.0,
         advice: str = "start one with `gpumem-exporter serve`, or give its address with --url",
-        connect: Callable[[str, float], Transport] | None = None,
+        connect: Callable[[str, float], Connection] | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -102,11 +83,7 @@ class ExporterApi:
             transport.close()
 
     def get(self, path: str, *, also: Collection[int] = ()) -> dict[str, Any]:
-        """Read one JSON document.
-
-        Args:
-            path: the route.
-            also: statuses besides 200 whose answers are documents.
+        """Read one JSON document. `also` has the statuses besides 200 whose answers are documents.
 
         Raises:
             ExporterUnreachableError: no address answers, or the answer is not an exporter's.
@@ -117,10 +94,7 @@ class ExporterApi:
     def post(self, path: str, document: Mapping[str, Any], *, hold_seconds: float) -> dict[str, Any]:
         """Post one JSON document. The exporter may delay the answer by `hold_seconds`.
 
-        Raises:
-            ConfigurationError: a value in the document is invalid (422).
-            ExporterUnreachableError: no address answers.
-            ExporterAnswerError: the exporter answers with another error.
+        Raises the errors of `get`, and ConfigurationError if a value in the document is invalid (422).
         """
         with _invalid_value_is_wrong_usage():
             return self._post(path, document, {}, hold_seconds)
@@ -152,21 +126,11 @@ class ExporterApi:
         return self._post(_ACTIONS, {**request, "wait_seconds": hold_seconds}, headers, hold_seconds)
 
     def action(self, action_id: str) -> dict[str, Any]:
-        """Read an action.
-
-        Raises:
-            ExporterUnreachableError: no address answers.
-            ExporterAnswerError: the exporter does not know the action.
-        """
+        """Read an action. Raises the errors of `get`."""
         return self.get(f"{_ACTIONS}/{action_id}")
 
     def cancel(self, action_id: str) -> dict[str, Any]:
-        """Cancel an action where it has not started, and return it.
-
-        Raises:
-            ExporterUnreachableError: no address answers.
-            ExporterAnswerError: the exporter does not know the action.
-        """
+        """Cancel an action where it has not started, and return it. Raises the errors of `get`."""
         return self._document(self._request("DELETE", f"{_ACTIONS}/{action_id}"), (200, 202))
 
     def _post(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -16,7 +16,6 @@ from gpumem_exporter.errors import ConfigurationError
 __all__ = [
     "AccessOptions",
     "ConnectionOptions",
-    "add_command",
     "checked_interval",
     "command_from_options",
     "command_from_parameters",
@@ -123,38 +122,32 @@ def new_application(**settings: Any) -> typer.Typer:
 
 
 def command_from_options(
-    name: str, run: Callable[..., int], *groups: type[Any], description: str | None = None, epilog: str = ""
-) -> typer.Typer:
-    """Return an application with one command; the arguments are those of `add_command`."""
-    application = new_application()
-    add_command(application, name, run, *groups, description=description, epilog=epilog)
-    return application
-
-
-def add_command(
-    application: typer.Typer,
     name: str,
     run: Callable[..., int],
     *groups: type[Any],
     description: str | None = None,
     epilog: str = "",
-) -> None:
-    """Add a command whose options are the fields of some dataclasses.
+    application: typer.Typer | None = None,
+) -> typer.Typer:
+    """Return an application with a command whose options are the fields of some dataclasses.
 
     Args:
-        application: gets the command.
         name: the command's name.
         run: takes one instance of each group, in their order, and returns the exit code.
         groups: dataclasses whose fields are `name: Annotated[type, typer.Option(...)] = default`.
         description: the help text; the docstring of `run` by default.
         epilog: printed below the options.
+        application: gets the command; a new one by default.
     """
 
     def run_with(values: dict[str, Any]) -> int:
         return run(*(group(**{item.name: values[item.name] for item in fields(group)}) for group in groups))
 
     parameters = [parameter for group in groups for parameter in _parameters(group)]
-    _add(application, name, run_with, parameters, description or run.__doc__, epilog)
+    description = description or run.__doc__
+    return command_from_parameters(
+        name, run_with, parameters, description=description, epilog=epilog, application=application
+    )
 
 
 def command_from_parameters(
@@ -162,41 +155,29 @@ def command_from_parameters(
     run: Callable[[dict[str, Any]], int],
     parameters: Sequence[Parameter],
     *,
-    description: str,
-    epilog: str = "",
-) -> typer.Typer:
-    """Return an application with one command. `run` takes the values of the parameters by name."""
-    application = new_application()
-    _add(application, name, run, parameters, description, epilog)
-    return application
-
-
-def _add(
-    application: typer.Typer,
-    name: str,
-    run: Callable[[dict[str, Any]], int],
-    parameters: Sequence[Parameter],
     description: str | None,
-    epilog: str,
-) -> None:
+    epilog: str = "",
+    application: typer.Typer | None = None,
+) -> typer.Typer:
+    """Return an application with a command. `run` takes the values of the parameters by name."""
+
     def typed(**values: Any) -> int:
         return run(values)
 
     # Typer reads the parameters from the signature.
     typed.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     typed.__signature__ = Signature(list(parameters))  # type: ignore[attr-defined]
+    application = application or new_application()
     application.command(name, help=description, epilog=epilog)(typed)
+    return application
 
 
 def _parameters(group: type[Any]) -> list[Parameter]:
     """One parameter for each field. A group's own fields come before those that it inherits."""
     hints = get_type_hints(group, include_extras=True)
     depths = {name: depth for depth, base in enumerate(group.__mro__) for name in getattr(base, "__annotations__", ())}
-    return [
-        Parameter(item.name, Parameter.KEYWORD_ONLY, default=_default(item), annotation=hints[item.name])
-        for item in sorted(fields(group), key=lambda item: depths[item.name])
-    ]
-
-
-def _default(item: Field[Any]) -> Any:
-    return Parameter.empty if item.default is MISSING else item.default
+    parameters = []
+    for item in sorted(fields(group), key=lambda item: depths[item.name]):
+        default = Parameter.empty if item.default is MISSING else item.default
+        parameters.append(Parameter(item.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[item.name]))
+    return parameters

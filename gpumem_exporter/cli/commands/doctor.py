@@ -74,33 +74,17 @@ def diagnose(options: ConnectionOptions) -> Iterator[Finding]:
     with ExporterApi(urls, token=token, advice="") as api:
         reached, health = reach(api, urls)
         nearby = is_on_this_machine(api.url)
-        yield from collect("driver", lambda: _driver_findings(health, nearby=nearby))
+        if nearby:
+            timeout = _DRIVER_TIMEOUT_SECONDS
+            yield from collect("driver", lambda: check_driver(_driver, health or {}, timeout_seconds=timeout))
+        elif health is not None:
+            yield judge_driver_elsewhere(health)
         yield reached
         path = socket_path(urls)
         if path is not None:
             yield from collect("socket", lambda: check_socket(path, required=len(urls) == 1))
         if health is not None:
             yield from _exporter_findings(api, health, has_token=bool(token), nearby=nearby)
-
-
-def _driver_findings(health: dict[str, Any] | None, *, nearby: bool) -> Iterator[Finding]:
-    """Check the exporter's driver: directly on this machine, else by the exporter's /health."""
-    nvml = (health or {}).get("nvml") or {}
-    source = str((health or {}).get("source") or "") if nvml.get("up") else ""
-    error = "" if nvml.get("up") else str(nvml.get("error") or "")
-    released = bool(nvml.get("released"))
-    if nearby:
-        yield from check_driver(
-            _driver,
-            exporter_source=source,
-            exporter_error=error,
-            exporter_released=released,
-            timeout_seconds=_DRIVER_TIMEOUT_SECONDS,
-        )
-    elif health is not None:
-        yield judge_driver_elsewhere(
-            exporter_source=source, exporter_error=error or "no reason given", exporter_released=released
-        )
 
 
 def _exporter_findings(api: ExporterApi, health: dict[str, Any], *, has_token: bool, nearby: bool) -> Iterator[Finding]:

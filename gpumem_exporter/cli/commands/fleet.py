@@ -12,8 +12,8 @@ from gpumem_exporter.cli.commands.actions import ACTION_COMMANDS, ActionCommand
 from gpumem_exporter.cli.fleet.action import PER_DEVICE, act
 from gpumem_exporter.cli.fleet.options import FleetOptions, OverviewOptions, SelectionOptions
 from gpumem_exporter.cli.fleet.overview import read_overview
-from gpumem_exporter.cli.fleet.results import print_warnings
-from gpumem_exporter.cli.options import add_command, checked_interval, new_application
+from gpumem_exporter.cli.fleet.prometheus import print_warnings
+from gpumem_exporter.cli.options import checked_interval, command_from_options, new_application
 from gpumem_exporter.cli.program import FAILED
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
 
@@ -67,8 +67,8 @@ class FleetTopOptions(OverviewOptions):
 def build(name: str) -> typer.Typer:
     """Return the group of commands."""
     group = new_application(name=name, help="Show many nodes, and act on them by a query.", epilog=_EXAMPLES)
-    add_command(group, "info", _info, OverviewOptions, FleetOptions)
-    add_command(group, "top", _top, FleetTopOptions, FleetOptions)
+    command_from_options("info", _info, OverviewOptions, FleetOptions, application=group)
+    command_from_options("top", _top, FleetTopOptions, FleetOptions, application=group)
     for command in ACTION_COMMANDS:
         _add_action(group, command)
     return group
@@ -95,8 +95,7 @@ def _top(selection: FleetTopOptions, options: FleetOptions) -> int:
     interval_seconds = checked_interval(selection.interval_seconds)
     require_terminal("fleet info")
     prometheus = options.connect()
-    show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=interval_seconds)
-    return 0
+    return show_live(lambda: read_overview(prometheus, selection.query, options), interval_seconds=interval_seconds)
 
 
 def _add_action(group: typer.Typer, command: ActionCommand) -> None:
@@ -105,11 +104,11 @@ def _add_action(group: typer.Typer, command: ActionCommand) -> None:
 
     devices = " If a series names a device, only on that device." if command.action in PER_DEVICE else ""
     argument = " 0.5" if command.name == "fraction" else ""
-    add_command(
-        group,
+    command_from_options(
         command.name,
         run,
         *(command.options, SelectionOptions, FleetOptions),
         description=f"{command.summary}\n\nActs as `{command.name}` on each process that the query selects.{devices}",
         epilog=_ACTION_EXAMPLES.format(name=f"{command.name}{argument}", query=_QUERY),
+        application=group,
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
@@ -35,14 +33,9 @@ def _info(options: ConnectionOptions) -> int:
         processes = api.get("/api/v1/processes")
     if options.as_json:
         print_json({**devices, **processes})
-    else:
-        _print_tables(devices, processes)
-    return 0
-
-
-def _print_tables(devices: dict[str, Any], processes: dict[str, Any]) -> None:
+        return 0
     from gpumem_exporter.cli.render.node_tables import node_tables
 
     console = open_console()
-    unicode_output = console.encoding.lower().startswith("utf")
-    show(console, node_tables(devices, processes, width=console.width, unicode_output=unicode_output))
+    show(console, node_tables(devices, processes, width=console.width))
+    return 0

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpumem_exporter.cli.options import command_from_options
-from gpumem_exporter.cli.plan_files import change_files, restore_files
 from gpumem_exporter.cli.render.plan_tables import show_plan
 from gpumem_exporter.cli.render.terminal import print_json
 from gpumem_exporter.errors import ConfigurationError, NvmlError
@@ -128,7 +128,7 @@ def plan(options: PlanOptions) -> int:
     Exit code 1: not even a batch of one sample fits.
     """
     if options.restore:
-        return restore_files(options.restore)
+        return _restore_files(options.restore)
     if bool(options.apply) != bool(options.map):
         raise ConfigurationError("--apply FILE and --map KEY=VALUE must be used together")
     made = _plan(options)
@@ -141,7 +141,7 @@ def plan(options: PlanOptions) -> int:
     if options.apply:
         # Standard output has only the JSON document.
         file = sys.stderr if options.as_json else sys.stdout
-        change_files(options.apply, options.map or [], made, write=not options.dry_run, file=file)
+        _change_files(options.apply, options.map or [], made, write=not options.dry_run, file=file)
     return 0
 
 
@@ -157,6 +157,35 @@ def _plan(options: PlanOptions) -> Plan:
         return profile_in_worker(job, gpu, target, batch=options.batch)
     source = "description" if described else "model"
     return plan_in_worker(job, gpu, target, source=source, changes=options.changes)
+
+
+def _change_files(paths: Sequence[Path], maps: Sequence[str], plan: Plan, *, write: bool, file: IO[str]) -> None:
+    """Print the changes of each file. If `write` is set, write the files after all of them have been checked.
+
+    Raises:
+        ConfigurationError: a file or a key cannot be changed. No file is changed then.
+    """
+    from gpumem_exporter.training.planning.configuration import apply, backup_of, diff, parse_map, planned_text
+
+    planned = {"batch": plan.batch, "accumulation": plan.accumulation, "effective_batch": plan.effective_batch}
+    values = parse_map(maps, planned)
+    texts = [(path, *planned_text(path, values)) for path in paths]
+    for path, before, after in texts:
+        print(diff(path, before, after) or f"{path} already has these values\n", end="", file=file)
+    for path, before, after in texts if write else ():
+        if before != after:
+            apply(path, before, after)
+            print(f"changed {path}; the previous version is {backup_of(path)}", file=file)
+
+
+def _restore_files(paths: Sequence[Path]) -> int:
+    """Restore files from their backups."""
+    from gpumem_exporter.training.planning.configuration import restore
+
+    for path in paths:
+        restore(path)
+        print(f"restored {path}")
+    return 0
 
 
 def _coded_job(options: PlanOptions) -> Job:

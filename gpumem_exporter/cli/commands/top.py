@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +11,8 @@ import typer
 
 from gpumem_exporter.cli.api_client import ExporterApi
 from gpumem_exporter.cli.options import ConnectionOptions, checked_interval, command_from_options
-from gpumem_exporter.cli.program import INTERRUPTED
 from gpumem_exporter.cli.render.terminal import open_console, print_json, require_terminal, show
-from gpumem_exporter.cli.top.rows import SORTS, Choice, with_gpu
+from gpumem_exporter.cli.top.rows import SORTS, Choice
 from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.errors import ConfigurationError
@@ -123,7 +121,7 @@ def _top(options: TopOptions) -> int:
 
 def _live(source: Source, reading: Reading, view: View, interval_seconds: float, token: str) -> int:
     from gpumem_exporter.cli.top.loop import run
-    from gpumem_exporter.cli.top.screen import Screen
+    from gpumem_exporter.cli.top.screen import Screen, exit_code_of
 
     keyboard = sys.stdin.fileno()
     ended = run(
@@ -135,14 +133,7 @@ def _live(source: Source, reading: Reading, view: View, interval_seconds: float,
         keyboard=keyboard,
         open_api=lambda url: ExporterApi((url,), token=token),
     )
-    if ended is None:
-        return 0
-    if ended == signal.SIGINT:
-        return INTERRUPTED
-    # The sender of the signal sees that the signal ended this process.
-    signal.signal(ended, signal.SIG_DFL)
-    signal.raise_signal(signal.Signals(ended))
-    return 128 + ended
+    return exit_code_of(ended)
 
 
 def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
@@ -152,19 +143,14 @@ def _print_once(reading: Reading, view: View, *, as_json: bool) -> None:
     from gpumem_exporter.cli.top.frame import print_lines
 
     console = open_console()
-    unicode_output = console.encoding.lower().startswith("utf")
-    show(console, print_lines(reading, view, console.width, unicode_output=unicode_output))
+    show(console, print_lines(reading, view, console.width))
 
 
 def _document(reading: Reading, view: View) -> dict[str, Any]:
-    devices = dict(reading.devices)
-    wanted = view.choice.gpus
-    devices["devices"] = [
-        device for device in devices.get("devices") or () if not wanted or with_gpu(device.get("gpu"), wanted)
-    ]
     return {
         "exporter": shown_url(reading.url) if reading.url else None,
-        **devices,
+        **reading.devices,
+        "devices": view.choice.devices(reading.devices.get("devices") or ()),
         "rows": [asdict(row) for row in view.rows(reading.rows)],
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.doctor.finding import FAIL, PASS, WARN, Finding
@@ -14,24 +14,19 @@ if TYPE_CHECKING:
 
 __all__ = ["check_driver", "judge_driver_elsewhere"]
 
+Document = Mapping[str, Any]
+
 _NO_DEMO = "run serve without --demo on a node with GPUs"
 
 
 def check_driver(
-    make_provider: Callable[[], Provider],
-    *,
-    exporter_source: str,
-    exporter_error: str = "",
-    exporter_released: bool = False,
-    timeout_seconds: float,
+    make_provider: Callable[[], Provider], health: Document, *, timeout_seconds: float
 ) -> Iterator[Finding]:
     """Initialize NVML in this process, list the devices, and shut NVML down.
 
     Args:
         make_provider: makes the driver.
-        exporter_source: the exporter's source of devices, `nvml` or `demo`; empty without an exporter or a driver.
-        exporter_error: why the exporter has no driver; empty without an exporter.
-        exporter_released: the exporter has no driver because of `release-nvml`.
+        health: the exporter's document of `/health`; empty without an exporter.
         timeout_seconds: a driver that takes longer hangs; its thread is abandoned.
     """
     answers: list[tuple[str, Sequence[DeviceIdentity]] | Exception] = []
@@ -41,31 +36,24 @@ def check_driver(
     if not answers:
         fix = "look for Xid errors in the kernel log; reset or drain the GPU, or restart the node"
         yield Finding("driver", FAIL, f"NVML does not answer within {timeout_seconds:g} s", fix)
-        return
-    answer = answers[0]
-    if isinstance(answer, Exception):
-        yield _absent(answer, exporter_source, exporter_error, WARN if exporter_released else FAIL)
-        return
-    version, devices = answer
-    yield Finding("driver", PASS, f"NVML answers, driver {version}")
-    yield from _judge_devices(devices)
+    elif isinstance(answers[0], Exception):
+        yield _absent(answers[0], health)
+    else:
+        version, devices = answers[0]
+        yield Finding("driver", PASS, f"NVML answers, driver {version}")
+        yield from _judge_devices(devices)
 
 
-def judge_driver_elsewhere(*, exporter_source: str, exporter_error: str, exporter_released: bool = False) -> Finding:
-    """Judge the driver of an exporter on another machine by what that exporter reports.
-
-    Args:
-        exporter_source: its source of devices, `nvml` or `demo`; empty if it has none.
-        exporter_error: why it has none.
-        exporter_released: it has none because of `release-nvml`.
-    """
-    if exporter_source == "nvml":
-        return Finding("driver", PASS, "the exporter, on another machine, has a driver")
-    if exporter_source == "demo":
+def judge_driver_elsewhere(health: Document) -> Finding:
+    """Judge the driver of an exporter on another machine by that exporter's `/health`."""
+    nvml = health.get("nvml") or {}
+    if not nvml.get("up"):
+        detail = f"the exporter, on another machine, has no driver: {nvml.get('error') or 'no reason given'}"
+        fix = "run doctor and nvidia-smi on the exporter's machine"
+        return Finding("driver", WARN if nvml.get("released") else FAIL, detail, fix)
+    if health.get("source") == "demo":
         return Finding("driver", WARN, "the exporter shows simulated devices", _NO_DEMO)
-    fix = "run doctor and nvidia-smi on the exporter's machine"
-    detail = f"the exporter, on another machine, has no driver: {exporter_error}"
-    return Finding("driver", WARN if exporter_released else FAIL, detail, fix)
+    return Finding("driver", PASS, "the exporter, on another machine, has a driver")
 
 
 def _query(make_provider: Callable[[], Provider], answers: list[Any]) -> None:
@@ -80,19 +68,17 @@ def _query(make_provider: Callable[[], Provider], answers: list[Any]) -> None:
         answers.append(error)
 
 
-def _absent(error: Exception, exporter_source: str, exporter_error: str, verdict: str) -> Finding:
-    """Judge a driver that this process cannot use. It is not needed if the exporter has one.
-
-    `verdict` is that of an exporter without a driver.
-    """
+def _absent(error: Exception, health: Document) -> Finding:
+    """Judge a driver that this process cannot use. It is not needed if the exporter has one."""
+    nvml = health.get("nvml") or {}
     here = f"not usable in this process ({error})"
-    if exporter_source == "nvml":
-        return Finding("driver", PASS, f"{here}, and not needed: the exporter has a driver")
-    if exporter_source == "demo":
+    if nvml.get("up") and health.get("source") == "demo":
         return Finding("driver", WARN, f"{here}; the exporter shows simulated devices", _NO_DEMO)
-    if exporter_error and exporter_error != str(error):
-        detail = f"{here} nor in the exporter: {exporter_error}"
-        return Finding("driver", verdict, detail, _fix(error))
+    if nvml.get("up"):
+        return Finding("driver", PASS, f"{here}, and not needed: the exporter has a driver")
+    if nvml.get("error") not in (None, "", str(error)):
+        verdict = WARN if nvml.get("released") else FAIL
+        return Finding("driver", verdict, f"{here} nor in the exporter: {nvml['error']}", _fix(error))
     return Finding("driver", FAIL, str(error), _fix(error))
 
 

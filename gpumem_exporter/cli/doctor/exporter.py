@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -128,16 +128,13 @@ def is_on_this_machine(url: str) -> bool:
         return True
     try:
         found = socket.getaddrinfo(parts.hostname, parts.port or 9, type=socket.SOCK_DGRAM)
-        return any(_is_own_address(family, address) for family, _, _, _, address in found)
     except OSError:
         return False
-
-
-def _is_own_address(family: int, address: tuple[str, int] | tuple[str, int, int, int] | tuple[int, bytes]) -> bool:
-    try:
-        with closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
+    for family, _, _, _, address in found:
+        # Without a route for this family, the socket does not connect.
+        with suppress(OSError), closing(socket.socket(family, socket.SOCK_DGRAM)) as probe:
             probe.connect(address)
             source = str(probe.getsockname()[0])
-    except OSError:
-        return False  # There is no route for this family.
-    return source == address[0] or source == "::1" or source.startswith("127.")
+            if source in (address[0], "::1") or source.startswith("127."):
+                return True
+    return False

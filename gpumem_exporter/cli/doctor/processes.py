@@ -67,20 +67,11 @@ def check_pid_namespace(
         yield Finding("pid namespace", PASS, f"{reporters} matched with the driver's processes")
     elif exporter_namespace == INITIAL_PID_NAMESPACE:
         yield Finding("pid namespace", PASS, "the exporter runs in the host's")
+    elif own_namespace == INITIAL_PID_NAMESPACE:
+        yield Finding("pid namespace", PASS, "this process runs in the host's; the exporter's is not known")
     else:
-        missing = "without a driver" if reporting else "before a process reports"
-        yield _judge_own(own_namespace, f"the exporter's is not known {missing}")
-
-
-def _judge_own(own_namespace: int | None, unknown: str) -> Finding:
-    """Judge by this process' own namespace if the exporter's is unknown."""
-    if own_namespace is None:
-        fix = "run doctor on the exporter's machine"
-        return Finding("pid namespace", WARN, unknown, fix)
-    if own_namespace == INITIAL_PID_NAMESPACE:
-        return Finding("pid namespace", PASS, f"this process runs in the host's; {unknown}")
-    detail = f"this process does not run in the host's, and {unknown}"
-    return Finding("pid namespace", WARN, detail, f"if the exporter runs here, {_FIX}")
+        fix = f"run doctor on the exporter's machine; if this is it, {_FIX}"
+        yield Finding("pid namespace", WARN, "the exporter's is not known", fix)
 
 
 def _not_found(process: Document) -> bool:

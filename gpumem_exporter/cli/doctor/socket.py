@@ -47,28 +47,21 @@ def socket_peer(path: Path, timeout_seconds: float = 2.0) -> Peer:
 
 
 def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
-    """Check the socket's file, its permissions and its listener.
-
-    Args:
-        path: the socket.
-        required: whether the socket is the only address.
-    """
+    """Check the socket's file, its permissions and its listener. It is required if it is the only address."""
+    user = _user(os.geteuid())
     try:
         status = path.stat()
-    except FileNotFoundError:
-        if required:
+    except (FileNotFoundError, PermissionError) as error:
+        missing = isinstance(error, FileNotFoundError)
+        detail = f"none at {path}" if missing else f"this user ({user}) may not access {path}"
+        if not required:
+            yield Finding("socket", PASS, f"{detail}, and not needed: there is a TCP address")
+        elif missing:
             fix = f"run serve with --web.listen-socket {path}, and mount its directory in the containers that report"
-            yield Finding("socket", FAIL, f"none at {path}", fix)
+            yield Finding("socket", FAIL, detail, fix)
         else:
-            yield Finding("socket", PASS, f"none at {path}, and not needed: there is a TCP address")
-        return
-    except PermissionError:
-        denied = f"this user ({_user(os.geteuid())}) may not access {path}"
-        if required:
             fix = "run as root, or reach the exporter by TCP: --url http://127.0.0.1:9844"
-            yield Finding("socket", FAIL, denied, fix)
-        else:
-            yield Finding("socket", PASS, f"{denied}; it is not needed: there is a TCP address")
+            yield Finding("socket", FAIL, detail, fix)
         return
     verdict = FAIL if required else WARN
     described = f"{path} mode {stat.S_IMODE(status.st_mode):04o} of {_user(status.st_uid)}"
@@ -80,13 +73,12 @@ def check_socket(path: Path, *, required: bool) -> Iterator[Finding]:
         peer = socket_peer(path)
     except PermissionError:
         fix = "run as its owner or in its group, or set the exporter's umask so that others may write to it"
-        yield Finding("socket", verdict, f"{described}: this user ({_user(os.geteuid())}) may not connect", fix)
+        yield Finding("socket", verdict, f"{described}: this user ({user}) may not connect", fix)
         return
     except OSError as error:
         fix = "start the exporter again: it replaces the socket of a killed exporter"
-        yield Finding(
-            "socket", verdict, f"{described}: no process listens ({(error.strerror or str(error)).lower()})", fix
-        )
+        reason = (error.strerror or str(error)).lower()
+        yield Finding("socket", verdict, f"{described}: no process listens ({reason})", fix)
         return
     where = f"pid {peer.pid}" if peer.pid else "in another PID namespace"
     yield Finding("socket", PASS, f"{described}; listening: {where}, {_user(peer.uid)}")

@@ -3,36 +3,44 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.action_options import ANSWER_GRACE_SECONDS, RequestOptions, TimedOptions, checked
-from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, ProcessReading, form_group, ranks_query
+from gpumem_exporter.cli.fleet.group import GROUP_TIMEOUT_SECONDS, form_group, ranks_query
 from gpumem_exporter.cli.fleet.options import FleetOptions, SelectionOptions
-from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.cli.fleet.requests import ExporterRequest, Failure, Fleet, result_rows
-from gpumem_exporter.cli.fleet.results import FleetResult
+from gpumem_exporter.cli.fleet.prometheus import Prometheus, print_warnings
+from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet, failed_row, result_rows
 from gpumem_exporter.cli.fleet.selection import (
     Exporter,
+    Failure,
     Selector,
     TargetProcess,
-    Unmatched,
     exporters_of,
     natural_order,
     select,
     selectors_of,
 )
 from gpumem_exporter.cli.program import FAILED
+from gpumem_exporter.cli.render.action_tables import result_order, result_tables, summary
+from gpumem_exporter.cli.render.terminal import open_console, plain, print_json, show
+from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.core.naming import json_pid
 from gpumem_exporter.errors import ActionRefusedError, GroupIncompleteError
-from gpumem_exporter.wire.http import shown_url
+from gpumem_exporter.units import UNKNOWN
 
-__all__ = ["PER_DEVICE", "act", "requests_for"]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+__all__ = ["PER_DEVICE", "FleetResult", "act", "requests_for"]
 
 PER_DEVICE = ("reset_peak", "set_memory_fraction")
 """The actions that act on one device of a process. The others act on the whole process."""
 
+Row = Mapping[str, Any]
 Selectors = Mapping[Exporter, Sequence[Selector]]
+ExporterRow = tuple[Exporter, dict[str, Any]]
 
 
 def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet: FleetOptions) -> int:
@@ -49,81 +57,135 @@ def act(action: str, selection: SelectionOptions, options: RequestOptions, fleet
     found = prometheus.query(selection.query)
     selectors = selectors_of(found.series, fleet.instance_url)
     run = _Run(body, selection, fleet, token)
-    if selectors and isinstance(options, TimedOptions) and options.group:
-        result = run.as_group(selectors, prometheus)
-    else:
-        result = run.on_each(selectors)
+    as_group = selectors and isinstance(options, TimedOptions) and options.group
+    result = run.as_group(selectors, prometheus) if as_group else run.on_each(selectors)
     result.print(found.warnings, query=selection.query, as_json=fleet.as_json)
     return 0 if result.done else FAILED
 
 
+@dataclass(frozen=True, slots=True)
+class FleetResult:
+    """The results of an action, one row for each process and device.
+
+    A row is a result of the API with the `instance` and `url` of its exporter. `pid` is None if the query selected a
+    process by other labels and no process matched.
+    """
+
+    action: str
+    dry_run: bool
+    rows: Sequence[Row]
+    at_step: int | None = None
+    """The step of a group."""
+    cancel_reason: str = ""
+    """Why a group was canceled; empty if it was not."""
+
+    @property
+    def done(self) -> bool:
+        """Whether every result is done."""
+        return all(map(_is_done, self.rows))
+
+    def print(self, warnings: Sequence[str], *, query: str, as_json: bool) -> None:
+        """Print the results."""
+        if as_json:
+            print_json(self._document(warnings, query))
+        else:
+            print_warnings(warnings)
+            show(open_console(), self._tables())
+
+    def _document(self, warnings: Sequence[str], query: str) -> dict[str, Any]:
+        return {
+            "action": self.action,
+            "query": query,
+            "dry_run": self.dry_run,
+            "state": "done" if self.done else "failed",
+            "at_step": self.at_step,
+            "called_off": self.cancel_reason,
+            "results": list(self.rows),
+            "freed_bytes": sum_of_known([row.get("freed_bytes") for row in self.rows]),
+            "warnings": list(warnings),
+        }
+
+    def _tables(self) -> Iterator[RenderableType]:
+        if not self.rows:
+            yield plain("The query selects no process. There is nothing to do.")
+            return
+        yield from result_tables(self.rows, self.action)
+        if self.cancel_reason and not self.done:
+            yield plain(f"Canceled: {self.cancel_reason}.", "bold red")
+            acted = [f"rank {row.get('rank') or UNKNOWN} on {row['instance']}" for row in self.rows if _is_done(row)]
+            only = f"Only some ranks acted: {', '.join(dict.fromkeys(acted))}."
+            yield plain(only, "bold red") if acted else plain("No rank acted.")
+        elif self.at_step is not None:
+            yield plain(f"{'Would act' if self.dry_run else 'All acted'} after step {self.at_step}.")
+        yield plain(summary({"action": self.action, "results": self.rows}, dry_run=self.dry_run), "bold")
+
+
+@dataclass(frozen=True)
 class _Run:
     """One action on a fleet."""
 
-    def __init__(self, body: Mapping[str, Any], selection: SelectionOptions, options: FleetOptions, token: str) -> None:
-        self._body = body
-        self._action: str = body["action"]
-        self._wait_seconds: float = body["deadline_seconds"] + ANSWER_GRACE_SECONDS
-        self._selection = selection
-        self._options = options
-        self._token = token
+    body: Mapping[str, Any]
+    selection: SelectionOptions
+    options: FleetOptions
+    token: str
+
+    @property
+    def wait_seconds(self) -> float:
+        """How long to wait for the end of the action."""
+        return float(self.body["deadline_seconds"]) + ANSWER_GRACE_SECONDS
 
     def on_each(self, selectors: Selectors) -> FleetResult:
         """Every process acts by itself."""
         with self._connect(selectors) as fleet:
-            processes, unmatched = self._select(fleet, selectors, unreported=self._action == "terminate")
+            processes, failed = self._select(fleet, selectors, unreported=self.body["action"] == "terminate")
             self._require_allowed_number(processes)
-            requests = requests_for(self._action, processes)
-            fleet.submit(requests, self._body)
-            fleet.wait(requests, wait_seconds=self._wait_seconds)
-        return self._result(requests, unmatched)
+            requests = requests_for(self.body["action"], processes)
+            fleet.submit(requests, self.body)
+            fleet.wait(requests, wait_seconds=self.wait_seconds)
+        return self._result(requests, failed)
 
     def as_group(self, selectors: Selectors, prometheus: Prometheus) -> FleetResult:
         """All ranks of the workload act after the same step."""
         with self._connect(selectors) as fleet:
-            processes, unmatched = self._select(fleet, selectors, unreported=False)
+            processes, failed = self._select(fleet, selectors, unreported=False)
         if not processes:
-            return self._result((), unmatched)
+            return self._result((), failed)
         workload = _one_workload(processes)
-        with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self._options.instance_url)
+        with_ranks = exporters_of(prometheus.query(ranks_query(workload)).series, self.options.instance_url)
         by_url = {exporter.url: exporter for exporter in (*with_ranks, *selectors)}
         exporters = sorted(by_url.values(), key=natural_order)
         with self._connect(exporters, timeout_seconds=GROUP_TIMEOUT_SECONDS) as fleet:
-            requested = time.monotonic()
-            readings = {
-                exporter: document
-                if isinstance(document, Failure)
-                else ProcessReading(document["processes"], requested)
-                for exporter, document in fleet.read(exporters, "processes").items()
-            }
-            deadline = self._body["deadline_seconds"]
-            group = form_group(workload, readings, deadline_seconds=deadline, clock=time.monotonic)
+            requested_seconds = time.monotonic()
+            readings = fleet.read(exporters, "processes")
+            deadline_seconds = self.body["deadline_seconds"]
+            group = form_group(workload, readings, requested_seconds, deadline_seconds=deadline_seconds)
             self._require_allowed_number(group.processes)
-            requests = group.act(fleet, self._body, wait_seconds=self._wait_seconds)
+            requests = group.act(fleet, self.body, wait_seconds=self.wait_seconds)
         return self._result(requests, (), group.at_step, group.cancel_reason)
 
     def _connect(self, exporters: Iterable[Exporter], timeout_seconds: float = 5.0) -> Fleet:
-        parallel = self._options.parallel
-        return Fleet(exporters, token=self._token, parallel=parallel, timeout_seconds=timeout_seconds)
+        parallel = self.options.parallel
+        return Fleet(exporters, token=self.token, parallel=parallel, timeout_seconds=timeout_seconds)
 
     def _select(
         self, fleet: Fleet, selectors: Selectors, *, unreported: bool
-    ) -> tuple[list[TargetProcess], list[Unmatched]]:
-        """Read the exporters' processes. Return the selected ones, and the selectors without one."""
+    ) -> tuple[list[TargetProcess], list[ExporterRow]]:
+        """Read the exporters' processes. Return the selected ones, and a row for each selector without one."""
         processes: list[TargetProcess] = []
-        unmatched: list[Unmatched] = []
+        failed: list[ExporterRow] = []
         for exporter, document in fleet.read(tuple(selectors), "processes").items():
             if isinstance(document, Failure):
-                failed = (Unmatched(exporter, one, document.outcome, document.reason) for one in selectors[exporter])
-                unmatched.extend(failed)
+                unmatched = [(selector, document) for selector in selectors[exporter]]
             else:
-                found, lacking = select(exporter, selectors[exporter], document["processes"], unreported=unreported)
+                found, unmatched = select(exporter, selectors[exporter], document["processes"], unreported=unreported)
                 processes += found
-                unmatched += lacking
-        return processes, unmatched
+            for selector, failure in unmatched:
+                labels = {**asdict(selector), "pid": None if selector.pid is None else json_pid(selector.pid)}
+                failed.append((exporter, failed_row(exporter, failure, **labels)))
+        return processes, failed
 
     def _require_allowed_number(self, processes: Sequence[TargetProcess]) -> None:
-        most = self._selection.max_processes
+        most = self.selection.max_processes
         if len(processes) > most:
             raise ActionRefusedError(
                 f"the query selects {len(processes)} processes, more than --max-processes {most}; nothing was requested"
@@ -132,19 +194,13 @@ class _Run:
     def _result(
         self,
         requests: Sequence[ExporterRequest],
-        unmatched: Sequence[Unmatched],
+        failed: Sequence[ExporterRow],
         at_step: int | None = None,
         cancel_reason: str = "",
     ) -> FleetResult:
-        dry_run = self._body["dry_run"]
-        rows = [
-            (request.exporter, row)
-            for request in requests
-            for row in result_rows(request, action=self._action, dry_run=dry_run)
-        ]
-        rows += [(one.exporter, _unmatched_row(one)) for one in unmatched]
-        ordered = [row for _, row in sorted(rows, key=_table_order)]
-        return FleetResult(self._action, dry_run, ordered, at_step, cancel_reason)
+        rows = [*((request.exporter, row) for request in requests for row in result_rows(request)), *failed]
+        rows.sort(key=lambda item: (natural_order(item[0]), result_order(item[1])))
+        return FleetResult(self.body["action"], self.body["dry_run"], [row for _, row in rows], at_step, cancel_reason)
 
 
 def requests_for(action: str, processes: Iterable[TargetProcess]) -> list[ExporterRequest]:
@@ -167,25 +223,5 @@ def _one_workload(processes: Sequence[TargetProcess]) -> str:
     return workloads[0]
 
 
-def _table_order(item: tuple[Exporter, Mapping[str, Any]]) -> tuple[Any, ...]:
-    """By exporter, workload and rank; rank 10 is after rank 9."""
-    exporter, row = item
-    rank, pid = (row["rank"] or "").zfill(9), str(row["pid"] or "").zfill(12)
-    return natural_order(exporter), row["workload"] or "", rank, pid, row["gpu"] or ""
-
-
-def _unmatched_row(unmatched: Unmatched) -> dict[str, Any]:
-    selector = unmatched.selector
-    return {
-        "instance": unmatched.exporter.instance,
-        "url": shown_url(unmatched.exporter.url),
-        "action_id": None,
-        "pid": selector.pid if selector.pid is None else json_pid(selector.pid),
-        "workload": selector.workload,
-        "rank": selector.rank,
-        "gpu": selector.gpu,
-        "uuid": selector.uuid,
-        "outcome": unmatched.outcome,
-        "reason": unmatched.reason,
-        "freed_bytes": None,
-    }
+def _is_done(row: Row) -> bool:
+    return bool(row["outcome"] == "done")

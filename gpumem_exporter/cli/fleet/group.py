@@ -14,12 +14,12 @@ from itertools import islice
 from typing import Any
 
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS, require_in_time
-from gpumem_exporter.cli.fleet.requests import ExporterRequest, Failure, Fleet
-from gpumem_exporter.cli.fleet.selection import Exporter, TargetProcess, target_process
+from gpumem_exporter.cli.fleet.requests import ExporterRequest, Fleet
+from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess, target_process
 from gpumem_exporter.core.steps import StepRate, first_common_step
 from gpumem_exporter.errors import GroupIncompleteError
 
-__all__ = ["GROUP_TIMEOUT_SECONDS", "SUBMIT_SECONDS", "Group", "ProcessReading", "form_group", "ranks_query"]
+__all__ = ["GROUP_TIMEOUT_SECONDS", "SUBMIT_SECONDS", "Group", "form_group", "ranks_query"]
 
 SUBMIT_SECONDS = 3.0
 """If submitting takes longer after the ranks' steps were read, the group is canceled."""
@@ -28,15 +28,6 @@ GROUP_TIMEOUT_SECONDS = 2.0
 _NAMED_RANKS_MAX = 8
 _LOOK_BACK = "15m"
 """An exporter that had ranks in this time may still have them, although their series have expired."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessReading:
-    """The processes of an exporter."""
-
-    processes: Sequence[Mapping[str, Any]]
-    requested_seconds: float
-    """When they were requested, by the caller's monotonic clock."""
 
 
 @dataclass(slots=True)
@@ -52,12 +43,7 @@ class Group:
     _requests: list[ExporterRequest] = field(default_factory=list)
 
     def act(
-        self,
-        fleet: Fleet,
-        body: Mapping[str, Any],
-        *,
-        wait_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
+        self, fleet: Fleet, body: Mapping[str, Any], *, wait_seconds: float, clock: Callable[[], float] = time.monotonic
     ) -> list[ExporterRequest]:
         """Submit the action to every exporter and wait. The first failure cancels the group."""
         by_exporter: dict[Exporter, list[TargetProcess]] = {}
@@ -79,7 +65,7 @@ class Group:
         return self._requests
 
     def _cancel_after_failure(self, fleet: Fleet) -> None:
-        failure = next((failure for request in self._requests if (failure := _failure_of(request))), "")
+        failure = next(filter(None, map(_failure_of, self._requests)), "")
         if failure and not self.cancel_reason:
             self._cancel(fleet, failure)
 
@@ -95,12 +81,20 @@ def ranks_query(workload: str) -> str:
 
 def form_group(
     workload: str,
-    readings: Mapping[Exporter, ProcessReading | Failure],
+    readings: Mapping[Exporter, Mapping[str, Any] | Failure],
+    requested_seconds: float,
     *,
     deadline_seconds: float,
-    clock: Callable[[], float],
+    clock: Callable[[], float] = time.monotonic,
 ) -> Group:
     """Return the ranks of a workload, and a step that no rank ends before every exporter has the request.
+
+    Args:
+        workload: of the ranks.
+        readings: the processes of each exporter, or why they are unknown.
+        requested_seconds: when they were requested, by `clock`.
+        deadline_seconds: the action's deadline.
+        clock: monotonic seconds.
 
     Raises:
         GroupIncompleteError: not every rank can take part, or the step would end after the deadline. The message has
@@ -116,7 +110,7 @@ def form_group(
         if isinstance(reading, Failure):
             problems.append(f"{exporter.instance}, which recently had ranks, does not answer: {reading.reason}")
             continue
-        for process in reading.processes:
+        for process in reading["processes"]:
             if process["workload"] != workload:
                 continue
             rank = f" (rank {process['rank']})" if process["rank"] else ""
@@ -128,7 +122,7 @@ def form_group(
             if problem:
                 problems.append(f"{name} {problem}")
             else:
-                age_seconds = process["sample_age_seconds"] + now - reading.requested_seconds
+                age_seconds = process["sample_age_seconds"] + now - requested_seconds
                 rates.append(StepRate(process["step"], process["step_seconds"], age_seconds))
     problems += _duplicate_ranks(names_by_rank)
     problems += _missing_ranks(world_size, names_by_rank)

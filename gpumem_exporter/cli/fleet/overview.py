@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.fleet.options import FleetOptions
 from gpumem_exporter.cli.fleet.prometheus import Prometheus
-from gpumem_exporter.cli.fleet.requests import Failure, Fleet
-from gpumem_exporter.cli.fleet.selection import Exporter, exporters_of
-from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, device_error, device_name
+from gpumem_exporter.cli.fleet.requests import Fleet
+from gpumem_exporter.cli.fleet.selection import Exporter, Failure, exporters_of
+from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, device_name, errors_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio
 from gpumem_exporter.wire.http import shown_url
@@ -24,17 +24,8 @@ __all__ = ["Overview", "read_overview"]
 
 Document = Mapping[str, Any]
 
-_COLUMNS = (
-    ("exporter", "left"),
-    ("gpu", "left"),
-    ("name", "cut"),
-    ("busy", "right"),
-    ("total", "right"),
-    ("used", "right"),
-    ("free", "right"),
-    ("reclaimable", "right"),
-    ("fragmented", "right"),
-)
+_SIZES = ("busy", "total", "used", "free", "reclaimable", "fragmented")
+_COLUMNS = (("exporter", "left"), ("gpu", "left"), ("name", "cut"), *((name, "right") for name in _SIZES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +93,7 @@ class Overview:
 
     def _errors(self) -> Iterator[Text]:
         for exporter, answer in self.answers.items():
-            for error in (answer.reason,) if isinstance(answer, Failure) else _errors_in(answer):
+            for error in (answer.reason,) if isinstance(answer, Failure) else errors_of(answer):
                 yield plain(f"{exporter.instance}: {error}", "bold red")
         shared = {tuple(one.instance for one, _ in seen) for seen in self._by_device() if len(seen) > 1}
         for instances in sorted(shared):
@@ -142,15 +133,6 @@ def _reclaimable(seen: Iterable[Document]) -> int | None:
     """The reclaimable bytes of a device, from the exporter that knows the most."""
     ledgers = [device["ledger"] for device in seen if device.get("ledger")]
     return max((ledger["torch_reclaimable"] for ledger in ledgers if "torch_reclaimable" in ledger), default=None)
-
-
-def _errors_in(document: Document) -> Iterator[str]:
-    nvml = document.get("nvml") or {}
-    if not nvml.get("up", False):
-        yield f"driver: {nvml.get('error') or 'not read yet'}"
-    for device in document.get("devices") or ():
-        if not device.get("up", True):
-            yield device_error(device)
 
 
 def _cells(exporter: Exporter, device: Document) -> tuple[str | Text, ...]:

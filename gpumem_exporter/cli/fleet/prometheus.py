@@ -5,18 +5,19 @@ from __future__ import annotations
 import base64
 import http.client
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, unquote, urlencode, urlsplit
 
+from gpumem_exporter.cli.program import one_line
 from gpumem_exporter.errors import ConfigurationError, PrometheusError
 
 if TYPE_CHECKING:
-    from email.message import Message
-    from urllib.request import OpenerDirector, Request
+    from urllib.request import OpenerDirector
 
-__all__ = ["Prometheus", "QueryResult", "query_result"]
+__all__ = ["Prometheus", "QueryResult", "print_warnings", "query_result"]
 
 _ANSWER_BYTES_MAX = 64 << 20
 
@@ -37,7 +38,7 @@ class Prometheus:
     Args:
         url: the URL before `/api/v1`, including any path; `user:password@` is basic auth.
         token: a bearer token; empty for none.
-        headers: additional headers of each request.
+        headers: more headers of each request.
         timeout_seconds: for connecting, and for each read.
 
     Raises:
@@ -76,7 +77,16 @@ class Prometheus:
 
         parameters = urlencode({"query": expression, "timeout": f"{self._timeout_seconds:g}s"})
         request = Request(f"{self.url}/api/v1/query?{parameters}", headers=self._headers)  # noqa: S310 - http(s) alone
-        status, body = self._get(request)
+        try:
+            with self._opener.open(request, timeout=self._timeout_seconds) as answer:
+                status, where, body = answer.status, answer.headers.get("Location", "elsewhere"), _read(answer)
+        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
+            reason = getattr(error, "reason", None) or error
+            raise PrometheusError(
+                f"Prometheus does not answer at {self.url}: {reason or type(error).__name__}"
+            ) from error
+        if 300 <= status < 400:
+            raise PrometheusError(f"{self.url} redirects to {where}; give that address")
         try:
             document = json.loads(body)
         except ValueError:
@@ -84,27 +94,6 @@ class Prometheus:
         if status != http.client.OK or not isinstance(document, dict) or document.get("status") != "success":
             raise self._error(status, document)
         return query_result(document, expression)
-
-    def _get(self, request: Request) -> tuple[int, bytes]:
-        from urllib.error import HTTPError
-
-        try:
-            with self._opener.open(request, timeout=self._timeout_seconds) as answer:
-                return answer.status, _read(answer)
-        except HTTPError as error:
-            with error:
-                if 300 <= error.code < 400:
-                    where = error.headers.get("Location", "elsewhere")
-                    raise PrometheusError(f"{self.url} redirects to {where}; give that address") from None
-                try:
-                    return error.code, _read(error)
-                except (OSError, http.client.HTTPException):
-                    return error.code, b""
-        except (OSError, http.client.HTTPException, ValueError) as error:  # URLError is an OSError
-            reason = getattr(error, "reason", None) or error
-            raise PrometheusError(
-                f"Prometheus does not answer at {self.url}: {reason or type(error).__name__}"
-            ) from error
 
     def _error(self, status: int, document: Any) -> Exception:
         if isinstance(document, dict) and isinstance(document.get("error"), str):
@@ -119,6 +108,12 @@ class Prometheus:
         return PrometheusError(f"{self.url}: HTTP {status}: {phrase}")
 
 
+def print_warnings(warnings: Sequence[str]) -> None:
+    """Print the warnings of Prometheus on standard error."""
+    for warning in warnings:
+        print(f"warning: Prometheus: {one_line(warning)}", file=sys.stderr)
+
+
 def query_result(document: Mapping[str, Any], expression: str) -> QueryResult:
     """Return the series in a successful answer.
 
@@ -126,25 +121,14 @@ def query_result(document: Mapping[str, Any], expression: str) -> QueryResult:
         ConfigurationError: the result is not an instant vector.
         PrometheusError: the document is not an answer of the API.
     """
-    data = document.get("data")
-    kind = data.get("resultType") if isinstance(data, Mapping) else None
-    results = data.get("result") if isinstance(data, Mapping) else None
-    if kind in ("scalar", "string", "matrix"):
-        raise ConfigurationError(f"--query {expression}: the result is a {kind}; it must be an instant vector")
-    if kind != "vector" or not isinstance(results, list):
-        raise PrometheusError("the answer has no series; check that --prometheus is a Prometheus API")
-    warnings = document.get("warnings")
-    return QueryResult(
-        tuple(_labels(result) for result in results),
-        tuple(str(warning) for warning in warnings) if isinstance(warnings, list) else (),
-    )
-
-
-def _labels(result: Any) -> Mapping[str, str]:
-    metric = result.get("metric") if isinstance(result, dict) else None
-    if not isinstance(metric, dict) or not all(isinstance(value, str) for value in metric.values()):
-        raise PrometheusError("a series in the answer has no labels; check that --prometheus is a Prometheus API")
-    return metric
+    try:
+        kind = document["data"]["resultType"]
+        if kind != "vector":
+            raise ConfigurationError(f"--query {expression}: the result is a {kind}; it must be an instant vector")
+        series = tuple(dict(result["metric"]) for result in document["data"]["result"])
+    except (KeyError, TypeError, ValueError):
+        raise PrometheusError("the answer has no series; check that --prometheus is a Prometheus API") from None
+    return QueryResult(series, tuple(map(str, document.get("warnings") or ())))
 
 
 def _checked(url: str) -> SplitResult:
@@ -160,19 +144,16 @@ def _checked(url: str) -> SplitResult:
 
 
 def _opener() -> OpenerDirector:
-    """Follow redirects on the same host alone: no other host may receive the token."""
-    from urllib.request import HTTPRedirectHandler, build_opener
+    """Return an opener that follows no redirect, because no other host may receive the token."""
+    from urllib.request import HTTPErrorProcessor, build_opener
 
-    class SameOrigin(HTTPRedirectHandler):
-        def redirect_request(
-            self, req: Request, fp: IO[bytes], code: int, msg: str, headers: Message, newurl: str
-        ) -> Request | None:
-            before, after = urlsplit(req.full_url), urlsplit(newurl)
-            if (before.scheme, before.netloc) != (after.scheme, after.netloc):
-                return None
-            return super().redirect_request(req, fp, code, msg, headers, newurl)  # type: ignore[arg-type]
+    class AnyStatus(HTTPErrorProcessor):
+        def http_response(self, _request: Any, response: Any) -> Any:
+            return response
 
-    return build_opener(SameOrigin)
+        https_response = http_response  # type: ignore[assignment]  # the stub names other parameters
+
+    return build_opener(AnyStatus)
 
 
 def _read(answer: Any) -> bytes:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from gpumem_exporter.cli.api_client import ExporterApi, has_ended
-from gpumem_exporter.cli.fleet.selection import Exporter, TargetProcess
+from gpumem_exporter.cli.fleet.selection import Exporter, Failure, TargetProcess
 from gpumem_exporter.errors import ExporterAnswerError, ExporterError
 from gpumem_exporter.wire.http import shown_url
 
-__all__ = ["ExporterRequest", "Failure", "Fleet", "result_rows", "run_parallel"]
+__all__ = ["ExporterRequest", "Fleet", "failed_row", "result_rows", "run_parallel"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -23,14 +22,6 @@ _LONGEST_PAUSE_SECONDS = 0.5
 _MISSED_ANSWERS_MAX = 3
 """An action has failed if its exporter misses this number of answers in a row."""
 _REFUSALS = (401, 403, 409, 422, 429)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An outcome that the command line itself found, not an exporter."""
-
-    outcome: str
-    reason: str
 
 
 @dataclass(slots=True)
@@ -53,14 +44,7 @@ class ExporterRequest:
 
 
 class Fleet:
-    """The exporters of a fleet, each on its own connection. Not thread-safe.
-
-    Args:
-        exporters: the exporters to connect to.
-        token: the bearer token for actions at each exporter.
-        parallel: the number of exporters that are queried at a time.
-        timeout_seconds: for each answer.
-        connect: makes the API of one address.
+    """The exporters of a fleet, each on its own connection; `parallel` are queried at a time. Not thread-safe.
 
     Raises:
         ConfigurationError: an address is invalid.
@@ -111,12 +95,9 @@ class Fleet:
     def wait(
         self, requests: Sequence[ExporterRequest], *, wait_seconds: float, observe: Callable[[], None] = lambda: None
     ) -> None:
-        """Poll until every request has ended or the time is over.
+        """Poll submitted requests until all have ended or the time is over.
 
-        Args:
-            requests: submitted requests.
-            wait_seconds: the longest wait.
-            observe: called at the start and after each round.
+        `observe` is called at the start and after each round.
         """
         end = self._clock() + wait_seconds
         pause = _FIRST_PAUSE_SECONDS
@@ -153,70 +134,50 @@ class Fleet:
         run_parallel(tuple(by_url), work_on, parallel=self._parallel)
 
 
-def result_rows(request: ExporterRequest, *, action: str, dry_run: bool) -> Iterator[dict[str, Any]]:
+def result_rows(request: ExporterRequest) -> Iterator[dict[str, Any]]:
     """Yield a row for each process and device of a request.
 
-    A result for another process, device or action than the requested one is a failure.
+    A result for another process or device than the requested one is a failure.
     """
-    exporter = request.exporter
-    origin = {
-        "instance": exporter.instance,
-        "url": shown_url(exporter.url),
-        "action_id": request.action.get("id"),
-    }
+    exporter, action_id = request.exporter, request.action.get("id")
+    origin = {"instance": exporter.instance, "url": shown_url(exporter.url), "action_id": action_id}
     requested = {str(process.pid): process for process in request.processes}
-    answered = set()
     for result in request.action.get("results") or ():
-        pid = str(result.get("pid"))
-        answered.add(pid)
         row = {**origin, **result}
-        if pid not in requested or _contradicts(request.target, result):
+        if str(result["pid"]) not in requested or _contradicts(request.target, result):
             row |= {"outcome": "failed", "reason": "the exporter acted on a process that was not requested"}
         yield row
-    failure = request.failure
-    other_action = (request.action.get("action"), request.action.get("dry_run")) != (action, dry_run)
-    if failure is None and other_action:
-        failure = Failure("failed", "the exporter answered for another action than the requested one")
-        answered.clear()
+    answered = {str(result["pid"]) for result in request.action.get("results") or ()}
+    failure = request.failure or Failure("failed", "the exporter's answer lacks this process")
     for pid, process in requested.items():
         if pid not in answered:
-            missing = failure or Failure("failed", "the exporter's answer lacks this process")
-            yield {**origin, **_unknown_result(process), "outcome": missing.outcome, "reason": missing.reason}
+            identity = {"pid": process.pid, "workload": process.workload, "rank": process.rank}
+            yield failed_row(exporter, failure, **identity, gpu=",".join(process.gpus), action_id=action_id)
+
+
+def failed_row(exporter: Exporter, failure: Failure, **identity: Any) -> dict[str, Any]:
+    """Return a row for processes without a result. `identity` has their known labels."""
+    labels = dict.fromkeys(("action_id", "pid", "workload", "rank", "gpu", "uuid"))
+    return {
+        "instance": exporter.instance,
+        "url": shown_url(exporter.url),
+        **labels,
+        **identity,
+        "outcome": failure.outcome,
+        "reason": failure.reason,
+        "freed_bytes": None,
+    }
 
 
 def run_parallel(items: Sequence[T], work: Callable[[T], R], *, parallel: int) -> list[R]:
     """Return the result of `work` for each item, in order; at most `parallel` run at a time.
 
-    The threads are daemons, unlike those of `concurrent.futures`: Ctrl-C does not wait for a node that hangs. The
-    first exception is raised after all threads have ended.
+    The threads are daemons, unlike those of `concurrent.futures`: Ctrl-C does not wait for a node that hangs.
     """
-    results: dict[int, R] = {}
-    errors: list[BaseException] = []
-    indexes = iter(range(len(items)))
-    lock = threading.Lock()
+    from multiprocessing.pool import ThreadPool
 
-    def run() -> None:
-        while True:
-            with lock:
-                index = next(indexes, None)
-            if index is None or errors:
-                return
-            try:
-                results[index] = work(items[index])
-            except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
-                errors.append(error)
-
-    threads = [
-        threading.Thread(target=run, name=f"gpumem-fleet-{number}", daemon=True)
-        for number in range(min(parallel, len(items)))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return [results[index] for index in range(len(items))]
+    with ThreadPool(max(1, min(parallel, len(items)))) as pool:
+        return pool.map(work, items, chunksize=1)
 
 
 def _submit(request: ExporterRequest, api: ExporterApi, body: Mapping[str, Any]) -> None:
@@ -258,14 +219,3 @@ def _contradicts(target: Mapping[str, Any], result: Mapping[str, Any]) -> bool:
     if any(name in target and target[name] != result.get(name) for name in ("workload", "rank")):
         return True
     return "uuid" in target and result.get("uuid") not in ("", target["uuid"])
-
-
-def _unknown_result(process: TargetProcess) -> dict[str, Any]:
-    return {
-        "pid": process.pid,
-        "workload": process.workload,
-        "rank": process.rank,
-        "gpu": ",".join(process.gpus),
-        "uuid": None,
-        "freed_bytes": None,
-    }

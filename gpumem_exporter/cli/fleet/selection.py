@@ -12,9 +12,9 @@ from gpumem_exporter.wire.http import shown_url
 
 __all__ = [
     "Exporter",
+    "Failure",
     "Selector",
     "TargetProcess",
-    "Unmatched",
     "exporters_of",
     "natural_order",
     "select",
@@ -41,6 +41,14 @@ class Exporter:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """An outcome that the command line itself found, not an exporter."""
+
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Selector:
     """The labels of a series that select processes of one exporter; None for a label that the series lacks."""
 
@@ -56,11 +64,8 @@ class Selector:
         Returns:
             None if the series names no device, so that all are selected; empty if the process is not selected.
         """
-        if self.pid is not None and self.pid != str(process["pid"]):
-            return ()
-        if self.workload is not None and self.workload != process["workload"]:
-            return ()
-        if self.rank is not None and self.rank != process["rank"]:
+        identity = {**process, "pid": str(process["pid"])}
+        if any(getattr(self, name) not in (None, identity[name]) for name in ("pid", "workload", "rank")):
             return ()
         if self.gpu is None and self.uuid is None:
             return None
@@ -89,16 +94,6 @@ class TargetProcess:
         """The target of a request. Its labels exclude a later process with the same pid."""
         identity = {"pid": self.pid, "workload": self.workload, "rank": self.rank}
         return {name: value for name, value in identity.items() if value is not None}
-
-
-@dataclass(frozen=True, slots=True)
-class Unmatched:
-    """A selector without a process that can act."""
-
-    exporter: Exporter
-    selector: Selector
-    outcome: str
-    reason: str
 
 
 def exporters_of(series: Iterable[Mapping[str, str]], template: str) -> list[Exporter]:
@@ -137,14 +132,11 @@ def selectors_of(series: Iterable[Mapping[str, str]], template: str) -> dict[Exp
 
 def select(
     exporter: Exporter, selectors: Iterable[Selector], processes: Sequence[Document], *, unreported: bool
-) -> tuple[list[TargetProcess], list[Unmatched]]:
+) -> tuple[list[TargetProcess], list[tuple[Selector, Failure]]]:
     """Return the selected processes of one exporter, each once, and the selectors without one.
 
-    Args:
-        exporter: where the processes are.
-        selectors: from the query's series.
-        processes: as `/api/v1/processes` lists them.
-        unreported: whether a process that does not report can be a target.
+    `processes` are as `/api/v1/processes` lists them. A process that does not report can be a target if `unreported`
+    is set.
     """
     selected: dict[str, TargetProcess] = {}
     unmatched = []
@@ -155,9 +147,9 @@ def select(
             key = str(process["pid"])
             selected[key] = target_process(exporter, process, _union(selected.get(key), uuids))
         if not matching:
-            unmatched.append(Unmatched(exporter, selector, "gone", "no process matches; it may have exited"))
+            unmatched.append((selector, Failure("gone", "no process matches; it may have exited")))
         elif not able:
-            unmatched.append(Unmatched(exporter, selector, "unsupported", "the process does not report"))
+            unmatched.append((selector, Failure("unsupported", "the process does not report")))
     return list(selected.values()), unmatched
 
 

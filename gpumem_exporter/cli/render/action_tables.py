@@ -12,22 +12,13 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-__all__ = ["COLUMNS", "action_tables", "measured", "reasons", "result_cells", "summary"]
+__all__ = ["action_tables", "reasons", "result_order", "result_tables", "summary"]
 
 Document = Mapping[str, Any]
 
-COLUMNS = (
-    ("pid", "right"),
-    ("workload", "cut"),
-    ("rank", "right"),
-    ("gpu", "left"),
-    ("outcome", "left"),
-    ("before", "right"),
-    ("after", "right"),
-    ("freed", "right"),
-    ("took", "right"),
-)
-
+_NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"), ("gpu", "left"), ("outcome", "left"))
+_COLUMNS = (*_NAMES, *((name, "right") for name in ("before", "after", "freed", "took")))
+_NAMED_PROCESSES_MAX = 8
 _DONE = {
     "reset_peak": ("Would reset the peaks", "Reset the peaks"),
     "snapshot": ("Would write a snapshot", "Wrote a snapshot"),
@@ -38,25 +29,72 @@ _DONE = {
 
 def action_tables(action: Document, *, dry_run: bool) -> Iterator[RenderableType]:
     """Yield all that an action prints, from top to bottom."""
-    results = sorted(action.get("results") or (), key=_order)
+    yield from result_tables(sorted(action.get("results") or (), key=result_order), action.get("action"))
+    yield plain(summary(action, dry_run=dry_run), "bold")
+
+
+def result_tables(results: Sequence[Document], action: str | None) -> Iterator[RenderableType]:
+    """Yield the table of results, the reasons of failures, and the paths of snapshots.
+
+    The results of a fleet have the `instance` of their exporter.
+    """
+    of_fleet = any("instance" in result for result in results)
+    # A garbage collection frees memory in the allocator alone.
+    memory = "allocated" if action == "collect_garbage" else "reserved"
     if results:
-        memory = measured(action.get("action"))
-        yield table("", COLUMNS, (result_cells(result, memory) for result in results))
+        columns = ((("exporter", "left"),) if of_fleet else ()) + _COLUMNS
+        rows = (((result["instance"],) if of_fleet else ()) + _cells(result, memory) for result in results)
+        yield table("", columns, rows)
     for reason in reasons(results):
         yield plain(reason, "red")
     for result in results:
         if result.get("snapshot"):
             yield plain(_snapshot(result))
-    yield plain(summary(action, dry_run=dry_run), "bold")
 
 
-def measured(action: str | None) -> str:
-    """Return the memory in the columns `before` and `after`: `allocated` for a garbage collection, else `reserved`."""
-    return "allocated" if action == "collect_garbage" else "reserved"
+def reasons(results: Sequence[Document]) -> Iterator[str]:
+    """Yield a line for each exporter and reason that is not done, with the first pids."""
+    pids_by_reason: dict[tuple[str, str, str], dict[str, None]] = {}
+    for result in results:
+        if result.get("outcome") != "done":
+            key = (result.get("instance") or "", str(result.get("outcome")), result.get("reason") or "")
+            pids = pids_by_reason.setdefault(key, {})
+            if result["pid"] is not None:
+                pids[str(result["pid"])] = None
+    for (instance, outcome, reason), pids in pids_by_reason.items():
+        more = " and others" if len(pids) > _NAMED_PROCESSES_MAX else ""
+        listed = f"pid {', '.join(list(pids)[:_NAMED_PROCESSES_MAX])}{more}" if pids else ""
+        yield ": ".join(filter(None, (instance, listed, outcome, reason)))
 
 
-def result_cells(result: Document, memory: str) -> tuple[str | Text, ...]:
-    """Return the cells of a result for `COLUMNS`. `memory` is that of `measured`."""
+def result_order(result: Document) -> tuple[str, str, str, str]:
+    """Return a sort key: by workload and rank; rank 10 is after rank 9."""
+    rank, pid = (result.get("rank") or "").zfill(9), str(result["pid"] or "").zfill(12)
+    return (result.get("workload") or "", rank, pid, result.get("gpu") or "")
+
+
+def summary(action: Document, *, dry_run: bool) -> str:
+    """Return the last line of an action."""
+    name, state = action.get("action") or "", action.get("state")
+    if state in ("queued", "running"):
+        return f"Action {action.get('id')} is {state}; see GET /api/v1/actions/{action.get('id')} for its results."
+    results = action.get("results") or []
+    # Equal pids on two nodes are two processes.
+    outcomes = {(result.get("instance"), result["pid"], result.get("outcome") == "done") for result in results}
+    done = sum(is_done for *_, is_done in outcomes)
+    processes = len({(instance, pid) for instance, pid, _ in outcomes})
+    where = f"in {done} of {processes} process{'' if processes == 1 else 'es'}"
+    if name in _DONE:
+        return f"{_DONE[name][not dry_run]} {where}."
+    if name == "collect_garbage":
+        return _collected(results, where, dry_run=dry_run)
+    known = [result["freed_bytes"] for result in results if result.get("freed_bytes") is not None]
+    if not known:
+        return f"{'Would be done' if dry_run else 'Done'} {where}; the freed bytes are not known."
+    return f"{'Would free' if dry_run else 'Freed'} {human_bytes(sum(known))} {where}."
+
+
+def _cells(result: Document, memory: str) -> tuple[str | Text, ...]:
     outcome = str(result.get("outcome") or UNKNOWN)
     freed = result.get("freed_bytes") if memory == "reserved" else _freed_in_allocator_bytes(result)
     return (
@@ -70,37 +108,6 @@ def result_cells(result: Document, memory: str) -> tuple[str | Text, ...]:
         human_bytes(freed),
         human_seconds(result.get("duration_seconds")),
     )
-
-
-def reasons(results: Sequence[Document]) -> Iterator[str]:
-    """Yield a line for each process and reason that is not done."""
-    not_done = [result for result in results if result.get("outcome") != "done"]
-    for pid, outcome, reason in dict.fromkeys((one["pid"], one.get("outcome"), one.get("reason")) for one in not_done):
-        yield f"pid {pid}: {outcome}{f': {reason}' if reason else ''}"
-
-
-def summary(action: Document, *, dry_run: bool) -> str:
-    """Return the last line of an action."""
-    name, state = action.get("action") or "", action.get("state")
-    if state in ("queued", "running"):
-        return f"Action {action.get('id')} is {state}; see GET /api/v1/actions/{action.get('id')} for its results."
-    results = action.get("results") or []
-    done = len({result["pid"] for result in results if result.get("outcome") == "done"})
-    processes = len({result["pid"] for result in results})
-    where = f"in {done} of {processes} process{'' if processes == 1 else 'es'}"
-    if name in _DONE:
-        return f"{_DONE[name][not dry_run]} {where}."
-    if name == "collect_garbage":
-        return _collected(results, where, dry_run=dry_run)
-    known = [result["freed_bytes"] for result in results if result.get("freed_bytes") is not None]
-    if not known:
-        return f"{'Would be done' if dry_run else 'Done'} {where}; the freed bytes are not known."
-    return f"{'Would free' if dry_run else 'Freed'} {human_bytes(sum(known))} {where}."
-
-
-def _order(result: Document) -> tuple[str, str, int, str]:
-    """By workload and rank; rank 10 is after rank 9."""
-    return (result.get("workload") or "", (result.get("rank") or "").zfill(9), result["pid"], result.get("gpu") or "")
 
 
 def _snapshot(result: Document) -> str:

@@ -1,32 +1,50 @@
-"""A device's ledger as a bar of fixed width. Pure: categories in, characters out."""
+"""A device's ledger as a bar of fixed width, and the key of its characters. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-__all__ = ["SEGMENTS", "Segment", "bar_lengths"]
+from gpumem_exporter.cli.render.terminal import plain
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+__all__ = ["SEGMENTS", "Segment", "bar_lengths", "draw_bar", "key_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of the bar: its name in the legend, its categories, and its character with and without Unicode."""
+    """A part of the bar: its name in the legend, its categories, and its character."""
 
     name: str
     categories: tuple[str, ...]
     character: str
-    ascii_character: str
     style: str
 
 
 SEGMENTS: tuple[Segment, ...] = (
-    Segment("allocated", ("torch_allocated",), "█", "#", "green"),
-    Segment("reclaimable", ("torch_reclaimable",), "▓", "+", "yellow"),
-    Segment("fragmented", ("torch_fragmented",), "▒", "%", "red"),
-    Segment("other", ("non_torch", "other_processes", "driver_reserved", "unattributed"), "░", "-", "blue"),
-    Segment("free", ("free",), "·", ".", "dim"),
+    Segment("allocated", ("torch_allocated",), "█", "green"),
+    Segment("reclaimable", ("torch_reclaimable",), "▓", "yellow"),
+    Segment("fragmented", ("torch_fragmented",), "▒", "red"),
+    Segment("other", ("non_torch", "other_processes", "driver_reserved", "unattributed"), "░", "blue"),
+    Segment("free", ("free",), "·", "dim"),
 )
 """From left to right."""
+
+
+def draw_bar(ledger: Mapping[str, int], width: int, segments: Sequence[Segment] = SEGMENTS) -> Text:
+    """Return the bar of a ledger; empty if all its sizes are 0."""
+    drawn = plain("")
+    for segment, length in zip(segments, bar_lengths(ledger, width, segments), strict=True):
+        drawn.append(segment.character * length, style=segment.style)
+    return drawn
+
+
+def key_of(segment: Segment) -> Text:
+    """Return a segment's character and name."""
+    return plain("").append(segment.character, style=segment.style).append(f" {segment.name}")
 
 
 def bar_lengths(ledger: Mapping[str, int], width: int, segments: Sequence[Segment] = SEGMENTS) -> tuple[int, ...]:

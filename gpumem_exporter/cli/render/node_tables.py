@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, bar_lengths
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, draw_bar, key_of
 from gpumem_exporter.cli.render.terminal import plain, table
 from gpumem_exporter.core.ledger import CATEGORIES
 from gpumem_exporter.units import UNKNOWN, human_bytes, human_ratio, human_seconds
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-    from rich.table import Table
     from rich.text import Text
 
-__all__ = ["DEMO_NOTICE", "clear_summary", "device_error", "device_name", "node_tables"]
+__all__ = ["DEMO_NOTICE", "clear_summary", "device_name", "driver_error", "errors_of", "node_tables"]
 
 Document = Mapping[str, Any]
 
@@ -26,40 +25,23 @@ _ONE_TABLE_WIDTH = 150
 """The width from which the identity and the memory of a process fit in one row."""
 
 _NO_DEVICE: tuple[Document, ...] = ({},)
-_IDENTITY = (
-    ("pid", "right"),
-    ("workload", "cut"),
-    ("rank", "right"),
-    ("command", "cut"),
-    ("state", "left"),
-    ("age", "right"),
-)
-_MEMORY = (
-    ("used_bytes", "used"),
-    ("allocated_bytes", "allocated"),
-    ("reserved_bytes", "reserved"),
-    ("reclaimable_bytes", "reclaimable"),
-    ("fragmented_bytes", "fragmented"),
-    ("non_torch_bytes", "non-torch"),
-)
+_NAMES = (("pid", "right"), ("workload", "cut"), ("rank", "right"))
+_STATE = (("command", "cut"), ("state", "left"), ("age", "right"))
+_SIZES = ("used", "allocated", "reserved", "reclaimable", "fragmented", "non-torch")
+_MEMORY = (("gpu", "left"), *((name, "right") for name in _SIZES))
 
 
-def node_tables(
-    devices: Document, processes: Document, *, width: int, unicode_output: bool
-) -> Iterator[RenderableType]:
+def node_tables(devices: Document, processes: Document, *, width: int) -> Iterator[RenderableType]:
     """Yield all that `info` shows, from top to bottom, for a terminal of `width` columns."""
     if devices.get("source") == "demo":
         yield plain(DEMO_NOTICE, "bold yellow")
-    nvml = devices.get("nvml") or {}
-    if not nvml.get("up", False):
-        yield plain(f"driver: {nvml.get('error') or 'not read yet'}", "bold red")
     listed = devices.get("devices") or []
     if listed:
-        yield _device_table(listed, unicode_output)
-        yield _legend(unicode_output)
-    for device in listed:
-        if not device.get("up", True):
-            yield plain(device_error(device), "bold red")
+        columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
+        yield table("Devices", columns, map(_device_row, listed))
+        yield plain("  ").join(map(key_of, SEGMENTS))
+    for error in errors_of(devices):
+        yield plain(error, "bold red")
     known = [device for device in listed if device.get("ledger")]
     if known:
         yield from _ledger_tables(known, width)
@@ -92,9 +74,20 @@ def clear_summary(processes: Sequence[Document]) -> str:
     return f"{sentence}; unknown for {unknown}." if unknown else f"{sentence}."
 
 
-def device_error(device: Document) -> str:
-    """Return the name of a device that does not answer, and the error."""
-    return f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
+def errors_of(devices: Document) -> Iterator[str]:
+    """Yield the error of the driver, and of each device that does not answer."""
+    error = driver_error(devices)
+    if error:
+        yield error
+    for device in devices.get("devices") or ():
+        if not device.get("up", True):
+            yield f"gpu {device['gpu'] or device['uuid']}: {device.get('error') or 'does not answer'}"
+
+
+def driver_error(devices: Document) -> str:
+    """Return why the exporter has no driver; empty if it has one."""
+    nvml = devices.get("nvml") or {}
+    return "" if nvml.get("up") else f"driver: {nvml.get('error') or 'not read yet'}"
 
 
 def device_name(device: Document) -> str:
@@ -103,36 +96,15 @@ def device_name(device: Document) -> str:
     return (name if profile in name else f"{name} {profile}".lstrip()) or UNKNOWN
 
 
-def _device_table(devices: Sequence[Document], unicode_output: bool) -> Table:
-    columns = (("gpu", "left"), ("name", "cut"), ("total", "right"), ("busy", "right"), ("memory", "left"))
-    return table("Devices", columns, (_device_row(device, unicode_output) for device in devices))
-
-
-def _device_row(device: Document, unicode_output: bool) -> tuple[str | Text, ...]:
-    memory = device.get("memory") or {}
+def _device_row(device: Document) -> tuple[str | Text, ...]:
+    memory, ledger = device.get("memory") or {}, device.get("ledger")
     return (
         device.get("gpu") or UNKNOWN,
         device_name(device),
         human_bytes(memory.get("total_bytes")),
         human_ratio(device.get("utilization_ratio")),
-        _bar(device.get("ledger"), unicode_output),
+        draw_bar(ledger, _BAR_WIDTH) if ledger else UNKNOWN,
     )
-
-
-def _bar(ledger: Mapping[str, int] | None, unicode_output: bool) -> Text:
-    drawn = plain("" if ledger else UNKNOWN)
-    for segment, length in zip(SEGMENTS, bar_lengths(ledger or {}, _BAR_WIDTH), strict=True):
-        character = segment.character if unicode_output else segment.ascii_character
-        drawn.append(character * length, style=segment.style)
-    return drawn
-
-
-def _legend(unicode_output: bool) -> Text:
-    line = plain("")
-    for segment in SEGMENTS:
-        line.append(segment.character if unicode_output else segment.ascii_character, style=segment.style)
-        line.append(f" {segment.name}  ")
-    return line
 
 
 def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[RenderableType]:
@@ -151,48 +123,33 @@ def _ledger_tables(devices: Sequence[Document], width: int) -> Iterator[Renderab
 
 
 def _process_tables(processes: Sequence[Document], *, one_table: bool) -> Iterator[RenderableType]:
-    memory_columns = tuple((heading, "right") for _, heading in _MEMORY)
     if one_table:
-        columns = (*_IDENTITY[:3], ("gpu", "left"), *memory_columns, *_IDENTITY[3:])
-        yield table("Processes", columns, _joined_rows(processes))
+        rows = []
+        for process in processes:
+            names, state = _names(process), _state(process)
+            rows += [(*names, *_memory(device), *state) for device in process.get("devices") or _NO_DEVICE]
+        yield table("Processes", (*_NAMES, *_MEMORY, *_STATE), rows)
         return
-    yield table("Processes", _IDENTITY, (_identity(process) for process in processes))
-    rows = [
-        (str(process["pid"]), _gpu(device), *_memory(device))
-        for process in processes
-        for device in process.get("devices") or ()
-    ]
+    yield table("Processes", (*_NAMES, *_STATE), ((*_names(process), *_state(process)) for process in processes))
+    rows = [(str(process["pid"]), *_memory(device)) for process in processes for device in process.get("devices") or ()]
     if rows:
         yield plain("")
-        yield table("Process memory", (("pid", "right"), ("gpu", "left"), *memory_columns), rows)
+        yield table("Process memory", (_NAMES[0], *_MEMORY), rows)
 
 
-def _joined_rows(processes: Sequence[Document]) -> Iterator[tuple[str | Text, ...]]:
-    for process in processes:
-        identity = _identity(process)
-        for device in process.get("devices") or _NO_DEVICE:
-            yield (*identity[:3], _gpu(device), *_memory(device), *identity[3:])
+def _names(process: Document) -> tuple[str, ...]:
+    return (str(process["pid"]), process.get("workload") or UNKNOWN, process.get("rank") or UNKNOWN)
 
 
-def _identity(process: Document) -> tuple[str | Text, ...]:
+def _state(process: Document) -> tuple[str | Text, ...]:
     state = str(process.get("state") or UNKNOWN)
     style = {"reporting": "green", "silent": "red"}.get(state, "dim")
-    return (
-        str(process["pid"]),
-        process.get("workload") or UNKNOWN,
-        process.get("rank") or UNKNOWN,
-        process.get("command") or UNKNOWN,
-        plain(state, style),
-        human_seconds(process.get("sample_age_seconds")),
-    )
-
-
-def _gpu(device: Document) -> str:
-    return device.get("gpu") or device.get("uuid") or UNKNOWN
+    return process.get("command") or UNKNOWN, plain(state, style), human_seconds(process.get("sample_age_seconds"))
 
 
 def _memory(device: Document) -> tuple[str, ...]:
-    return tuple(human_bytes(device.get(name)) for name, _ in _MEMORY)
+    sizes = (device.get(f"{name.replace('-', '_')}_bytes") for name in _SIZES)
+    return (device.get("gpu") or device.get("uuid") or UNKNOWN, *map(human_bytes, sizes))
 
 
 def _clears(process: Document) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import sys
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 __all__ = ["open_console", "plain", "print_json", "require_terminal", "show", "table"]
 
 _UNLIMITED_WIDTH = 10_000
+_SIMILAR = dict(zip("█▓▒░·▁▂▃▄▅▆▇▲▼…→µ", "#+%-.1234567^v~>u", strict=True))
+"""The ASCII character for each character that bars, arrows and units use."""
 
 
 def require_terminal(alternative: str) -> None:
@@ -35,18 +39,27 @@ def require_terminal(alternative: str) -> None:
         raise ConfigurationError(f"this terminal cannot move its cursor (TERM); use `{alternative}`")
 
 
-def open_console(file: IO[str] | None = None) -> Console:
-    """Return a console on standard output or on a file. Rich reads NO_COLOR and FORCE_COLOR."""
+def _replace_missing(error: UnicodeError) -> tuple[str, int]:
+    """Replace the characters that an output's encoding lacks."""
+    assert isinstance(error, UnicodeEncodeError)  # noqa: S101 - only an output uses this handler
+    return "".join(_SIMILAR.get(character, "?") for character in error.object[error.start : error.end]), error.end
+
+
+codecs.register_error("gpumem", _replace_missing)
+
+
+def open_console(file: IO[str] | None = None, **settings: Any) -> Console:
+    """Return a console on standard output or on a file. Rich reads NO_COLOR and FORCE_COLOR.
+
+    If the file's encoding lacks a character, the console writes a similar ASCII character.
+    """
     from rich.console import Console
 
     target = file if file is not None else sys.stdout
-    return Console(
-        file=target,
-        width=None if target.isatty() else _UNLIMITED_WIDTH,
-        highlight=False,
-        markup=False,
-        emoji=False,
-    )
+    if isinstance(target, io.TextIOWrapper):
+        target.reconfigure(errors="gpumem")
+    width = None if target.isatty() else _UNLIMITED_WIDTH
+    return Console(file=target, width=width, highlight=False, markup=False, emoji=False, **settings)
 
 
 def show(console: Console, renderables: Iterable[RenderableType]) -> None:

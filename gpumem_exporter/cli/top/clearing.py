@@ -50,10 +50,7 @@ class Clearing:
     """
 
     def __init__(
-        self,
-        open_api: OpenApi,
-        notify: Callable[[], None],
-        clock: Callable[[], float] = time.monotonic,
+        self, open_api: OpenApi, notify: Callable[[], None], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._open_api = open_api
         self._notify = notify
@@ -92,9 +89,8 @@ class Clearing:
     def _start(self, target: Mapping[str, Any], *, dry_run: bool, text: str) -> None:
         self._busy = True
         self._note = Note(text, self._clock() + 2 * _WAIT_SECONDS)
-        threading.Thread(
-            target=self._run, args=(target, dry_run, self._url), name="gpumem-top-clear", daemon=True
-        ).start()
+        arguments = (target, dry_run, self._url)
+        threading.Thread(target=self._run, args=arguments, name="gpumem-top-clear", daemon=True).start()
 
     def _run(self, target: Mapping[str, Any], dry_run: bool, url: str) -> None:
         request = {

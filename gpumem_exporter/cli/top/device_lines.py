@@ -1,23 +1,23 @@
-"""The devices of `top`: one line for each, with the ledger as a bar and as sizes."""
+"""The devices of `top`: one line for each, with its last ten minutes, the ledger as a bar, and sizes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, bar_lengths
+from gpumem_exporter.cli.render.ledger_bar import SEGMENTS, Segment, draw_bar, key_of
 from gpumem_exporter.cli.render.node_tables import device_name
 from gpumem_exporter.cli.render.terminal import plain
-from gpumem_exporter.cli.top.cells import cell, line, width_of
-from gpumem_exporter.cli.top.history import Past
-from gpumem_exporter.cli.top.scarce import scarce_style
-from gpumem_exporter.cli.top.sparkline import WIDTHS, sparkline
+from gpumem_exporter.cli.top.cells import cell, line, scarce_style, width_of
+from gpumem_exporter.cli.top.history import SPAN_SECONDS, Past, Point
+from gpumem_exporter.core.ledger import sum_of_known
 from gpumem_exporter.units import UNKNOWN, human_ratio, short_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["device_lines", "legend"]
+__all__ = ["PAST_WIDTHS", "device_lines", "legend", "sparkline"]
 
 Device = Mapping[str, Any]
 
@@ -27,24 +27,36 @@ _BUSY_WIDTH, _SIZE_WIDTH = 5, 6
 _NAME_WIDTHS = (16, 28)
 """The longest shown name, on a narrow and on a wide screen."""
 _FULL_NAME_REST = 180
-"""A name is not cut if this number of columns is left beside it."""
+"""A name may be longer if this number of columns is left beside it."""
 _LONGEST_BAR = 100
-_PAST_HEADING = "in use, 10 min"
-_MAKER = "NVIDIA "
-_RECLAIMABLE = SEGMENTS[1]
 _SHORTEST_BARS = (20, 12)
 """The shortest bar beside the last ten minutes, on a narrow and on a wide screen."""
+PAST_WIDTHS = (60, 40, 30, 20, 15)
+"""With these widths, a character of the last ten minutes is a whole number of seconds."""
+_LEVELS = "▁▂▃▄▅▆▇█"
+_RECLAIMABLE = SEGMENTS[1]
 _DRIVER_SEGMENTS: tuple[Segment, ...] = (
-    Segment("used", ("used",), "█", "#", "blue"),
-    Segment("reserved by the driver", ("reserved",), "░", "-", "magenta"),
+    Segment("used", ("used",), "█", "blue"),
+    Segment("reserved by the driver", ("reserved",), "░", "magenta"),
     SEGMENTS[-1],
 )
 """The parts of the bar without an exporter."""
 
 
-def device_lines(
-    devices: Sequence[Device], past: Past, now: float, width: int, *, unicode_output: bool, max_devices: int
-) -> list[Text]:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """The width of each column; `past` is 0 if it is not shown."""
+
+    width: int
+    wide: bool
+    gpu: int
+    name: int
+    past: int
+    bar: int
+    sizes: Sequence[int]
+
+
+def device_lines(devices: Sequence[Device], past: Past, now: float, width: int, *, max_devices: int) -> list[Text]:
     """Return a heading and a line for each device; empty if there is no device.
 
     Args:
@@ -52,128 +64,148 @@ def device_lines(
         past: the last ten minutes of the devices, shown if there is space.
         now: the end of these ten minutes, by the clock of `past`.
         width: the columns of the screen.
-        unicode_output: whether the terminal shows more than ASCII.
         max_devices: the number of lines. If there are more devices, the last line has their number.
     """
     if not devices or max_devices <= 0:
         return []
-    wide = width >= _WIDE and _with_ledgers(devices)
-    gpu_width = width_of((_gpu(device) for device in devices), 3)
-    name_width = width_of(map(_name, devices), 6)
-    if width - name_width < _FULL_NAME_REST:
-        name_width = min(name_width, _NAME_WIDTHS[wide])
-    headings = _size_headings(devices, wide, unicode_output)
-    size_widths = [max(_SIZE_WIDTH if not wide else 0, heading.cell_len) for heading in headings]
-    room = width - (gpu_width + name_width + _BUSY_WIDTH + sum(size_widths) + 3 + len(size_widths))
-    past_width = _past_width(room, wide) if unicode_output and _has_past(devices, past) else 0
-    bar_width = max(8, min(_LONGEST_BAR, room - (past_width + 1 if past_width else 0)))
-
-    def build_line(first: Sequence[Text], sizes: Sequence[Text]) -> Text:
-        sized = [cell(value, size, right=True) for value, size in zip(sizes, size_widths, strict=True)]
-        return line([*first, *sized], width)
-
-    lines = [
-        build_line(
-            [
-                cell("gpu", gpu_width, style="bold"),
-                cell("device", name_width, style="bold"),
-                cell("busy", _BUSY_WIDTH, right=True, style="bold"),
-                *([cell(_PAST_HEADING, past_width, style="bold")] if past_width else []),
-                cell("memory", bar_width, style="bold"),
-            ],
-            headings,
-        )
-    ]
+    headings = _size_headings(devices, width)
+    layout = _layout(devices, past, width, headings)
     shown = devices if len(devices) <= max_devices else devices[: max_devices - 1]
-    for device in shown:
-        first = [
-            cell(_gpu(device), gpu_width),
-            cell(_name(device), name_width, ellipsis=unicode_output),
-            cell(human_ratio(device.get("utilization_ratio")), _BUSY_WIDTH, right=True),
-        ]
-        if not device.get("up", True):
-            why = plain(device.get("error") or "does not answer", "bold red")
-            lines.append(line([*first, cell(why, width - sum(c.cell_len + 1 for c in first))], width))
-        else:
-            if past_width:
-                total_bytes = (device.get("memory") or {}).get("total_bytes")
-                first.append(sparkline(past.get(device.get("uuid") or "", ()), total_bytes, past_width, now))
-            bar = _bar(device, bar_width, unicode_output)
-            lines.append(build_line([*first, bar], _sizes(device, wide, _with_ledgers(devices))))
+    lines = [
+        _heading(layout, headings),
+        *(_line(device, layout, len(headings), past.get(device.get("uuid") or "", ()), now) for device in shown),
+    ]
     if len(shown) < len(devices):
         lines.append(plain(f"and {len(devices) - len(shown)} more devices: a taller screen or --gpu shows them", "dim"))
     return lines
 
 
-def legend(devices: Sequence[Device], width: int, *, unicode_output: bool) -> Text | None:
+def legend(devices: Sequence[Device], width: int) -> Text | None:
     """Return the meaning of the bars' characters; None if the headings show it."""
-    if not devices or (width >= _WIDE and _with_ledgers(devices)):
+    if not devices or _is_wide(devices, width):
         return None
-    parts = SEGMENTS if _with_ledgers(devices) else _DRIVER_SEGMENTS
-    return line([_key(segment, unicode_output) for segment in parts], width, gap="  ")
+    segments = SEGMENTS if _with_ledgers(devices) else _DRIVER_SEGMENTS
+    return line([key_of(segment) for segment in segments], width, gap="  ")
 
 
-def _has_past(devices: Sequence[Device], past: Past) -> bool:
-    """Whether a device has more than one point."""
-    return any(len(past.get(device.get("uuid") or "", ())) > 1 for device in devices)
+def sparkline(points: Sequence[Point], total_bytes: int | None, width: int, now: float) -> Text:
+    """Return the highest use in each of `width` parts of the ten minutes before `now`, scaled to `total_bytes`.
+
+    A part without a reading is blank. A part without use is the lowest block. The parts are aligned with the clock, so
+    that the line moves to the left. A part that is nearly full has the color of scarce memory.
+    """
+    if not total_bytes:
+        return plain(" " * width)
+    part_seconds = SPAN_SECONDS / width
+    last = now // part_seconds
+    highest: dict[int, int] = {}
+    for seconds, in_use in points:
+        position = width - 1 - int(last - seconds // part_seconds)
+        highest[position] = max(in_use, highest.get(position, 0))
+    drawn = plain("")
+    for position in range(width):
+        if position not in highest:
+            drawn.append(" ")
+            continue
+        eighths = max(1, min(len(_LEVELS), round(highest[position] * len(_LEVELS) / total_bytes)))
+        drawn.append(_LEVELS[eighths - 1], style=scarce_style(total_bytes - highest[position], total_bytes) or "dim")
+    return drawn
 
 
-def _past_width(room: int, wide: bool) -> int:
-    """The width of the last ten minutes; 0 if the bar needs the space."""
-    for width in WIDTHS:
-        bar = room - width - 1
-        if bar >= _SHORTEST_BARS[wide] and bar * 5 >= width * 4:
-            return width
-    return 0
+def _is_wide(devices: Sequence[Device], width: int) -> bool:
+    return width >= _WIDE and _with_ledgers(devices)
 
 
 def _with_ledgers(devices: Sequence[Device]) -> bool:
     return any(device.get("ledger") for device in devices)
 
 
-def _key(segment: Segment, unicode_output: bool) -> Text:
-    key = plain(segment.character if unicode_output else segment.ascii_character, segment.style)
-    return key.append(f" {segment.name}", style="")
+def _layout(devices: Sequence[Device], past: Past, width: int, headings: Sequence[Text]) -> _Layout:
+    wide = _is_wide(devices, width)
+    gpu = width_of(map(_gpu, devices), 3)
+    natural = width_of(map(_name, devices), 6)
+    name = min(natural, max(_NAME_WIDTHS[wide], width - _FULL_NAME_REST))
+    sizes = [max(0 if wide else _SIZE_WIDTH, heading.cell_len) for heading in headings]
+    room = width - (gpu + name + _BUSY_WIDTH + sum(sizes) + 3 + len(sizes))
+    past_width = 0
+    if any(len(past.get(device.get("uuid") or "", ())) > 1 for device in devices):
+        past_width = _past_width(room, wide)
+    bar = max(8, min(_LONGEST_BAR, room - (past_width + 1 if past_width else 0)))
+    return _Layout(width, wide, gpu, name, past_width, bar, sizes)
 
 
-def _size_headings(devices: Sequence[Device], wide: bool, unicode_output: bool) -> list[Text]:
-    if wide:
-        return [*(_key(segment, unicode_output) for segment in SEGMENTS), plain("total", "bold")]
+def _past_width(room: int, wide: bool) -> int:
+    """The width of the last ten minutes; 0 if the bar needs the space."""
+    for width in PAST_WIDTHS:
+        bar = room - width - 1
+        if bar >= _SHORTEST_BARS[wide] and bar * 5 >= width * 4:
+            return width
+    return 0
+
+
+def _size_headings(devices: Sequence[Device], width: int) -> list[Text]:
+    if _is_wide(devices, width):
+        return [*map(key_of, SEGMENTS), plain("total", "bold")]
     reclaim = [plain("reclaim", f"bold {_RECLAIMABLE.style}")] if _with_ledgers(devices) else []
     return [plain("used", "bold"), *reclaim, plain("free", "bold"), plain("total", "bold")]
 
 
-def _sizes(device: Device, wide: bool, with_ledgers: bool) -> list[Text]:
+def _heading(layout: _Layout, sizes: Sequence[Text]) -> Text:
+    return _columns(
+        layout,
+        [
+            cell("gpu", layout.gpu, style="bold"),
+            cell("device", layout.name, style="bold"),
+            cell("busy", _BUSY_WIDTH, right=True, style="bold"),
+            *([cell("in use, 10 min", layout.past, style="bold")] if layout.past else []),
+            cell("memory", layout.bar, style="bold"),
+        ],
+        sizes,
+    )
+
+
+def _line(device: Device, layout: _Layout, size_count: int, points: Sequence[Point], now: float) -> Text:
+    first = [
+        cell(_gpu(device), layout.gpu),
+        cell(_name(device), layout.name),
+        cell(human_ratio(device.get("utilization_ratio")), _BUSY_WIDTH, right=True),
+    ]
+    if not device.get("up", True):
+        why = plain(device.get("error") or "does not answer", "bold red")
+        return cell(plain(" ").join([*first, why]), layout.width)
     memory = device.get("memory") or {}
-    ledger = device.get("ledger") or {}
-    if wide:
-        *sizes, free = (_size(ledger, segment) for segment in SEGMENTS)
+    if layout.past:
+        first.append(sparkline(points, memory.get("total_bytes"), layout.past, now))
+    if device.get("ledger"):
+        bar = draw_bar(device["ledger"], layout.bar)
     else:
-        sizes = [memory.get("used_bytes"), *([_size(ledger, _RECLAIMABLE)] if with_ledgers else [])]
-        free = memory.get("free_bytes")
-    total = memory.get("total_bytes")
-    return [*(plain(short_bytes(size)) for size in sizes), _free(free, total), plain(short_bytes(total))]
+        sizes = {name: memory.get(f"{name}_bytes") or 0 for name in ("used", "reserved", "free")}
+        bar = draw_bar(sizes, layout.bar, _DRIVER_SEGMENTS)
+    return _columns(layout, [*first, cell(bar or plain(UNKNOWN), layout.bar)], _sizes(device, layout.wide, size_count))
 
 
-def _free(free: int | None, total: int | None) -> Text:
-    return plain(short_bytes(free), scarce_style(free, total))
+def _columns(layout: _Layout, first: Sequence[Text], sizes: Sequence[Text]) -> Text:
+    sized = [cell(value, size, right=True) for value, size in zip(sizes, layout.sizes, strict=True)]
+    return line([*first, *sized], layout.width)
 
 
-def _size(ledger: Mapping[str, int], segment: Segment) -> int | None:
-    known = [ledger[category] for category in segment.categories if category in ledger]
-    return sum(known) if known else None
+def _sizes(device: Device, wide: bool, count: int) -> list[Text]:
+    """The sizes of a device in `count` columns."""
+    memory, ledger = device.get("memory") or {}, device.get("ledger") or {}
+    free, total = memory.get("free_bytes"), memory.get("total_bytes")
+    if wide:
+        sizes = [_sum_of(ledger, segment) for segment in SEGMENTS[:-1]]
+    else:
+        sizes = [memory.get("used_bytes"), _sum_of(ledger, _RECLAIMABLE)][: count - 2]
+    return [
+        *(plain(short_bytes(size)) for size in sizes),
+        plain(short_bytes(free), scarce_style(free, total)),
+        plain(short_bytes(total)),
+    ]
 
 
-def _bar(device: Device, width: int, unicode_output: bool) -> Text:
-    ledger, segments = device.get("ledger"), SEGMENTS
-    if not ledger:
-        memory = device.get("memory") or {}
-        ledger = {name: memory.get(f"{name}_bytes") or 0 for name in ("used", "reserved", "free")}
-        segments = _DRIVER_SEGMENTS
-    drawn = plain("")
-    for segment, length in zip(segments, bar_lengths(ledger, width, segments), strict=True):
-        drawn.append((segment.character if unicode_output else segment.ascii_character) * length, style=segment.style)
-    return cell(drawn or plain(UNKNOWN), width)
+def _sum_of(ledger: Mapping[str, int], segment: Segment) -> int | None:
+    return sum_of_known([ledger.get(category) for category in segment.categories])
 
 
 def _gpu(device: Device) -> str:
@@ -181,4 +213,4 @@ def _gpu(device: Device) -> str:
 
 
 def _name(device: Device) -> str:
-    return device_name(device).removeprefix(_MAKER)
+    return device_name(device).removeprefix("NVIDIA ")

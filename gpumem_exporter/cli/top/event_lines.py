@@ -1,36 +1,64 @@
-"""The events of `top`, the newest first, in the words of the live page."""
+"""The events of `top`, the newest first: below the processes, instead of them, or printed. Pure."""
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import cell, line, width_of
 from gpumem_exporter.cli.top.rows import Choice, with_gpu
-from gpumem_exporter.units import UNKNOWN, human_bytes
+from gpumem_exporter.cli.top.source import Reading
+from gpumem_exporter.cli.top.view import View
+from gpumem_exporter.units import human_bytes
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["chosen_events", "event_lines"]
+__all__ = ["chosen_events", "event_lines", "events_alone", "events_below", "last_events"]
 
 Event = Mapping[str, Any]
 
-_NAMES = {
-    "oom": ("out of memory", "bold red"),
-    "device_lost": ("device lost", "bold red"),
-    "device_returned": ("device back", "bold green"),
-    "process_started": ("started", ""),
-    "process_ended": ("ended", ""),
-    "action_asked": ("requested", ""),
-    "action": ("action", ""),
-    "policy_stopped": ("rule stopped", "bold yellow"),
-}
-_NAME_WIDTH = max(len(name) for name, _ in _NAMES.values())
+_HEADING = "last events"
+_LONG_PAGE = 20
+"""The number of lines from which the events always get a quarter."""
+_NAME_WIDTH = len("out of memory")
 _LONGEST_NAME = 20
 """The longest shown name of an event type that this version does not know."""
+
+
+def events_below(reading: Reading, choice: Choice, width: int, page: int, processes: int) -> list[Text]:
+    """Return a heading and the last events for the space below the processes; empty if there is no space.
+
+    `page` is the number of lines for processes and events. On a short page, events use only the lines that the
+    `processes` leave free.
+    """
+    room = max(page - processes - 1, page // 4 if page >= _LONG_PAGE else 0)
+    return last_events(reading, choice, width, room - 1)
+
+
+def events_alone(reading: Reading, view: View, width: int, page: int) -> tuple[list[Text], View, str]:
+    """Return a heading and `page` lines of all events, from the view's position.
+
+    Returns:
+        The lines, the view with a valid position, and the range of shown lines, such as `1-5 of 20`.
+    """
+    lines = event_lines(chosen_events(reading.events or (), view.choice), width, reading.taken_unix_seconds, wrap=True)
+    first = max(0, min(view.first_line, len(lines) - page))
+    view, shown = replace(view, first_line=first), lines[first : first + page]
+    if not lines:
+        reason = [plain(part, "dim") for part in textwrap.wrap(_reason_for_none(reading), width)]
+        return [plain(_HEADING, "bold"), *reason], view, ""
+    return [plain(_HEADING, "bold"), *shown], view, f"{first + 1}-{first + len(shown)} of {len(lines)}"
+
+
+def last_events(reading: Reading, choice: Choice, width: int, max_events: int) -> list[Text]:
+    """Return a heading and the last events, a line each; empty if no event is known."""
+    events = chosen_events(reading.events or (), choice)[: max(0, max_events)]
+    return [plain(_HEADING, "bold"), *event_lines(events, width, reading.taken_unix_seconds)] if events else []
 
 
 def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
@@ -45,34 +73,29 @@ def chosen_events(events: Sequence[Event], choice: Choice) -> list[Event]:
 
 
 def event_lines(
-    events: Sequence[Event], width: int, now_unix_seconds: float | None, *, unicode_output: bool, cut: bool = True
-) -> list[list[Text]]:
-    """Return the lines of each event: local time, type and description. An event of another day has its date.
+    events: Sequence[Event], width: int, now_unix_seconds: float | None, *, wrap: bool = False
+) -> list[Text]:
+    """Return the lines of events: local time, type and description. An event of another day has its date.
 
-    Args:
-        events: from `/api/v1/events`.
-        width: the columns of the screen.
-        now_unix_seconds: by the clock of the events; None if unknown.
-        unicode_output: whether the terminal shows more than ASCII.
-        cut: whether each event is cut to one line.
+    `now_unix_seconds` is by the clock of the events. An event that is too long is cut, or has several lines if `wrap`
+    is set.
     """
     from rich.console import Console
 
     times = [_time(event, now_unix_seconds) for event in events]
-    names = [_NAMES.get(str(event.get("type")), (str(event.get("type")), "")) for event in events]
+    names = [_type(event)[:2] for event in events]
     time_width, name_width = width_of(times), min(width_of((name for name, _ in names), _NAME_WIDTH), _LONGEST_NAME)
     console = Console(width=width)
-    blank = [cell("", time_width), cell("", name_width)]
     room = max(1, width - time_width - name_width - 2)
     drawn = []
     for event, shown_time, (name, style) in zip(events, times, names, strict=True):
-        start = [
-            cell(shown_time, time_width, style="dim"),
-            cell(name, name_width, style=style, ellipsis=unicode_output),
-        ]
         text = plain(_description(event))
-        parts = [cell(text, room, ellipsis=unicode_output)] if cut else list(text.wrap(console, room)) or [text]
-        drawn.append([line([*(start if part is parts[0] else blank), part], width) for part in parts])
+        first, *rest = (wrap and list(text.wrap(console, room))) or [cell(text, room)]
+        start = [cell(shown_time, time_width, style="dim"), cell(name, name_width, style=style)]
+        drawn += [
+            line([*start, first], width),
+            *(cell(plain(" " * (width - room)).append(part), width) for part in rest),
+        ]
     return drawn
 
 
@@ -80,8 +103,8 @@ def _description(event: Event) -> str:
     gpu, uuid = event.get("gpu"), event.get("uuid")
     device = f"GPU {gpu}" if gpu else str(uuid or "")
     try:
-        describe = _DESCRIPTIONS.get(str(event.get("type")))
-        text = describe(event) if describe else ""
+        _, _, describe = _type(event)
+        text = describe(event)
     except (AttributeError, KeyError, TypeError, ValueError):
         text = ""  # An exporter of another version may have other fields.
     return f"{device}, {text}" if device and text else device or text
@@ -133,22 +156,40 @@ def _process(event: Event) -> str:
     return f"{name} (pid {pid})" if name else f"pid {pid}"
 
 
-_DESCRIPTIONS: dict[str, Callable[[Event], str]] = {
-    "oom": _oom,
-    "device_lost": _device_lost,
-    "device_returned": lambda _: "answers again",
-    "process_started": _process,
-    "process_ended": lambda event: f"{_process(event)}: {event['detail']['reason']}",
-    "action_asked": _action_requested,
-    "action": _action_ended,
-    "policy_stopped": lambda event: f"{event['detail']['rule']}: {event['detail']['reason']}",
+_TYPES: dict[str, tuple[str, str, Callable[[Event], str]]] = {
+    "oom": ("out of memory", "bold red", _oom),
+    "device_lost": ("device lost", "bold red", _device_lost),
+    "device_returned": ("device back", "bold green", lambda _: "answers again"),
+    "process_started": ("started", "", _process),
+    "process_ended": ("ended", "", lambda event: f"{_process(event)}: {event['detail']['reason']}"),
+    "action_asked": ("requested", "", _action_requested),
+    "action": ("action", "", _action_ended),
+    "policy_stopped": (
+        "rule stopped",
+        "bold yellow",
+        lambda event: f"{event['detail']['rule']}: {event['detail']['reason']}",
+    ),
 }
+"""The shown name, its style, and the description of each event type."""
+
+
+def _type(event: Event) -> tuple[str, str, Callable[[Event], str]]:
+    kind = str(event.get("type"))
+    return _TYPES.get(kind, (kind, "", lambda _: ""))
 
 
 def _time(event: Event, now_unix_seconds: float | None) -> str:
-    try:
-        then = time.localtime(event["unix_seconds"])
-        today = now_unix_seconds is not None and time.localtime(now_unix_seconds)[:3] == then[:3]
-    except (KeyError, OSError, OverflowError, TypeError, ValueError):
-        return UNKNOWN
+    then = time.localtime(event["unix_seconds"])
+    today = now_unix_seconds is not None and time.localtime(now_unix_seconds)[:3] == then[:3]
     return time.strftime("%H:%M:%S" if today else "%m-%d %H:%M:%S", then)
+
+
+def _reason_for_none(reading: Reading) -> str:
+    if not reading.url:
+        return "Events need an exporter, and no exporter answers."
+    if reading.events:
+        return "No event matches."
+    if reading.events is not None:
+        return "The exporter has recorded no event yet."
+    reason = reading.no_events or "waiting for the events"
+    return f"{reason[0].upper()}{reason[1:]}{'' if reason.endswith('.') else '.'}"

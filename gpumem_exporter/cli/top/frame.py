@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, clear_summary
+from gpumem_exporter.cli.render.node_tables import DEMO_NOTICE, clear_summary, driver_error
 from gpumem_exporter.cli.render.terminal import plain
 from gpumem_exporter.cli.top.cells import beside, cell, line
 from gpumem_exporter.cli.top.clearing import Note
 from gpumem_exporter.cli.top.device_lines import device_lines, legend
-from gpumem_exporter.cli.top.events_area import events_alone, events_below, events_printed
+from gpumem_exporter.cli.top.event_lines import events_alone, events_below, last_events
 from gpumem_exporter.cli.top.process_lines import process_lines
-from gpumem_exporter.cli.top.rows import descends, with_gpu
+from gpumem_exporter.cli.top.rows import descends
 from gpumem_exporter.cli.top.source import Reading
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.units import human_seconds
@@ -31,6 +30,8 @@ _HEADER_WIDTH = 120
 _REASON_LINES = 5
 _MIN_ROWS = 5
 """The rows of processes that the devices leave space for."""
+_PRINTED_EVENTS = 10
+_WIDE_FOOTER = 100
 
 _HELP = (
     ("arrows, j k", "select a process; it stays selected when the order changes"),
@@ -76,69 +77,56 @@ class Frame:
     """The view with valid positions."""
 
 
-def draw(display: Display, view: View, width: int, height: int, *, unicode_output: bool) -> Frame:
+def draw(display: Display, view: View, width: int, height: int) -> Frame:
     """Return exactly `height` lines of at most `width` columns. A terminal that is too small gets a message."""
     if width < _LEAST_WIDTH or height < _LEAST_HEIGHT:
         message = f"too small: {width}x{height}; needs {_LEAST_WIDTH}x{_LEAST_HEIGHT}"
-        return Frame(_filled([cell(message, max(1, width), ellipsis=unicode_output)], height), 0, view)
-    lines = [_header(display, width, unicode_output), *_banners(display, width, unicode_output)]
+        return Frame(_filled([cell(message, max(1, width))], height), 0, view)
+    lines = [_header(display, width), *_banners(display, width)]
     page, position = 0, ""
     if view.shows_help:
         lines += [line([cell(keys, 12, style="bold"), plain(meaning)], width, gap="  ") for keys, meaning in _HELP]
     elif display.lost:
         lines += [plain(""), plain("Waiting for the next valid reading.")]
     else:
-        lines += _devices(display, view, width, height - len(lines) - _MIN_ROWS - 5, unicode_output)
+        lines += _devices(display.reading, view, width, height - len(lines) - _MIN_ROWS - 5)
         page = height - len(lines) - 3
         if view.shows_events:
-            events, view, position = events_alone(display.reading, view, width, page, unicode_output=unicode_output)
-            lines = _filled([*lines, *events], height - 2)
+            body, view, position = events_alone(display.reading, view, width, page)
         else:
-            listed = view.rows(display.reading.rows)
-            below = events_below(
-                display.reading, view.choice, width, page, max(1, len(listed)), unicode_output=unicode_output
-            )
-            page -= len(below)
-            view = view.settle(listed, page)
-            shown = listed[view.first : view.first + page]
-            lines += process_lines(display.reading.rows, shown, view, width, unicode_output=unicode_output)
-            lines += [] if listed else [plain(_nothing(view), "dim")]
-            lines = [*_filled(lines, height - 2 - len(below)), *below]
-            position = (
-                f"{view.first + 1}-{min(len(listed), view.first + page)} of {len(listed)}" if page and listed else ""
-            )
-        lines.append(cell(_clear_summary(display), width, style="bold", ellipsis=unicode_output))
-    return Frame([*_filled(lines, height - 1), _footer(display, view, position, width, unicode_output)], page, view)
+            body, page, view, position = _processes(display.reading, view, width, page)
+        lines = [*_filled([*lines, *body], height - 2), cell(_clear_summary(display.reading), width, style="bold")]
+    return Frame([*_filled(lines, height - 1), _footer(display, view, position, width)], page, view)
 
 
-def print_lines(reading: Reading, view: View, width: int, *, unicode_output: bool) -> list[Text]:
+def print_lines(reading: Reading, view: View, width: int) -> list[Text]:
     """Return the lines of `top --once`: every device, every row, no keys."""
     display = Display(reading, 0.0)
     listed = view.rows(reading.rows)
-    lines = [_header(display, min(width, _HEADER_WIDTH), unicode_output), *_banners(display, width, unicode_output)]
-    lines += _devices(display, view, width, 1 << 30, unicode_output)
-    lines += process_lines(listed, listed, view, width, unicode_output=unicode_output)
+    lines = [_header(display, min(width, _HEADER_WIDTH)), *_banners(display, width)]
+    lines += _devices(reading, view, width, 1 << 30)
+    lines += process_lines(listed, listed, view, width)
     lines += [] if listed else [plain(_nothing(view))]
-    events = events_printed(reading, view.choice, width, unicode_output=unicode_output)
+    events = last_events(reading, view.choice, width, _PRINTED_EVENTS)
     lines += [plain(""), *events, plain("")] if events else []
-    return [*lines, plain(_clear_summary(display), "bold")]
+    return [*lines, plain(_clear_summary(reading), "bold")]
 
 
 def _filled(lines: list[Text], height: int) -> list[Text]:
     return [*lines[:height], *(plain("") for _ in range(height - len(lines)))]
 
 
-def _header(display: Display, width: int, unicode_output: bool) -> Text:
+def _header(display: Display, width: int) -> Text:
     reading = display.reading
     left = plain("").append("gpumem-exporter top", style="bold").append("  ")
     left.append_text(plain(shown_url(reading.url) if reading.url else "NVML alone"))
     processes = len({row.pid for row in reading.rows})
     counted = f"{processes} process{'' if processes == 1 else 'es'}"
     right = "no answer" if display.lost else f"{counted}, {human_seconds(max(0.1, display.age_seconds))} ago"
-    return beside(left, plain(right, "bold red" if display.lost else ""), width, ellipsis=unicode_output)
+    return beside(left, plain(right, "bold red" if display.lost else ""), width)
 
 
-def _banners(display: Display, width: int, unicode_output: bool) -> list[Text]:
+def _banners(display: Display, width: int) -> list[Text]:
     """The warnings below the header."""
     reading = display.reading
     banners: list[tuple[str, str]] = []
@@ -146,35 +134,44 @@ def _banners(display: Display, width: int, unicode_output: bool) -> list[Text]:
         source = "EXPORTER" if reading.url else "EXPORTER AND DRIVER"
         banners.append((f"LOST {source} {human_seconds(display.age_seconds)} ago; trying again", "bold red"))
         banners += [(part, "red") for part in textwrap.wrap(display.lost, width)[:_REASON_LINES]]
-    elif not reading.url:
-        banners.append(("NVML ALONE: no exporter answers; the use inside of processes is not known", "bold yellow"))
-        banners.append((reading.without_exporter, "yellow"))
-    if not display.lost and reading.devices.get("source") == "demo":
-        banners.append((DEMO_NOTICE, "bold yellow"))
-    nvml = reading.devices.get("nvml") or {}
-    if not display.lost and not nvml.get("up", False):
-        banners.append((f"driver: {nvml.get('error') or 'not read yet'}", "bold red"))
-    return [cell(text, width, style=style, ellipsis=unicode_output) for text, style in banners]
+    else:
+        if not reading.url:
+            banners.append(("NVML ALONE: no exporter answers; the use inside of processes is not known", "bold yellow"))
+            banners.append((reading.without_exporter, "yellow"))
+        if reading.devices.get("source") == "demo":
+            banners.append((DEMO_NOTICE, "bold yellow"))
+        if error := driver_error(reading.devices):
+            banners.append((error, "bold red"))
+    return [cell(text, width, style=style) for text, style in banners]
 
 
-def _devices(display: Display, view: View, width: int, max_devices: int, unicode_output: bool) -> list[Text]:
+def _devices(reading: Reading, view: View, width: int, max_devices: int) -> list[Text]:
     """The lines of the devices, and the legend or a blank line."""
-    devices = display.reading.devices.get("devices") or []
-    wanted = view.choice.gpus
-    chosen = [device for device in devices if not wanted or with_gpu(device.get("gpu"), wanted)]
-    reading = display.reading
-    drawn = device_lines(
-        chosen, reading.past, reading.read_seconds, width, unicode_output=unicode_output, max_devices=max_devices
-    )
-    key = legend(chosen, width, unicode_output=unicode_output)
-    return [*drawn, key if key is not None else plain("")] if drawn else [plain(_no_device(reading, devices), "dim")]
+    devices = reading.devices.get("devices") or []
+    chosen = view.choice.devices(devices)
+    drawn = device_lines(chosen, reading.past, reading.read_seconds, width, max_devices=max_devices)
+    if drawn:
+        return [*drawn, legend(chosen, width) or plain("")]
+    if driver_error(reading.devices):
+        return [plain("No device is known.", "dim")]
+    return [plain("No device matches." if devices else "No device.", "dim")]
 
 
-def _no_device(reading: Reading, devices: Sequence[Mapping[str, Any]]) -> str:
-    """The reason why no device is shown."""
-    if not (reading.devices.get("nvml") or {}).get("up", False):
-        return "No device is known."
-    return "No device matches." if devices else "No device."
+def _processes(reading: Reading, view: View, width: int, page: int) -> tuple[list[Text], int, View, str]:
+    """The processes and the events below them.
+
+    Returns:
+        The lines, the number of lines for processes, the view with valid positions, and the range of shown processes.
+    """
+    listed = view.rows(reading.rows)
+    below = events_below(reading, view.choice, width, page, max(1, len(listed)))
+    page -= len(below)
+    view = view.settle(listed, page)
+    lines = process_lines(reading.rows, listed[view.first : view.first + page], view, width)
+    lines += [] if listed else [plain(_nothing(view), "dim")]
+    last = min(len(listed), view.first + page)
+    position = f"{view.first + 1}-{last} of {len(listed)}" if page and listed else ""
+    return [*_filled(lines, page + 1), *below], page, view, position
 
 
 def _nothing(view: View) -> str:
@@ -182,16 +179,15 @@ def _nothing(view: View) -> str:
     return "No process matches." if filtered else "There is no process on a device, and no process that reports."
 
 
-def _clear_summary(display: Display) -> str:
-    if not display.reading.url:
+def _clear_summary(reading: Reading) -> str:
+    if not reading.url:
         return "Without an exporter, the memory that a clear would free is unknown."
-    return clear_summary(display.reading.processes.get("processes") or [])
+    return clear_summary(reading.processes.get("processes") or [])
 
 
-def _footer(display: Display, view: View, position: str, width: int, unicode_output: bool) -> Text:
+def _footer(display: Display, view: View, position: str, width: int) -> Text:
     if display.note is not None:
-        style = "bold reverse" if display.note.asks else "bold"
-        return cell(display.note.text, width, style=style, ellipsis=unicode_output)
+        return cell(display.note.text, width, style="bold reverse" if display.note.asks else "bold")
     if view.typing is not None:
         hint = plain("enter applies, escape cancels", "dim")
         return beside(plain(f"/{view.choice.text[2 - width :]}", "bold").append("_", style="blink"), hint, width)
@@ -199,9 +195,9 @@ def _footer(display: Display, view: View, position: str, width: int, unicode_out
         return plain("any key returns", "dim")
     if view.shows_events:
         return beside(plain("q quit  ? help  arrows scroll  e processes", "dim"), plain(position), width)
-    reverse = "" if width < 100 else "r reverse  "
-    keys = f"q quit  ? help  s sort  {reverse}/ filter  c clear  e events"
+    wide = width >= _WIDE_FOOTER
+    keys = f"q quit  ? help  s sort  {'r reverse  ' if wide else ''}/ filter  c clear  e events"
     order = f"{view.sort} {'descending' if descends(view.sort, reverse=view.reverse) else 'ascending'}"
     filter_text = f"/{view.choice.text}" if view.choice.text else ""
-    right = "  ".join(filter(None, (filter_text, "" if width < 100 else order, position)))
-    return beside(plain(keys, "dim"), plain(right), width, ellipsis=unicode_output)
+    right = "  ".join(filter(None, (filter_text, order if wide else "", position)))
+    return beside(plain(keys, "dim"), plain(right), width)

@@ -6,18 +6,18 @@ import os
 import select
 import signal
 import time
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gpumem_exporter.cli.top.clearing import Clearing
-from gpumem_exporter.cli.top.frame import Display, Frame, draw
+from gpumem_exporter.cli.top.cells import join_lines
+from gpumem_exporter.cli.top.clearing import Clearing, OpenApi
+from gpumem_exporter.cli.top.frame import Display, draw
 from gpumem_exporter.cli.top.keys import KeyReader
-from gpumem_exporter.cli.top.screen import Screen
-from gpumem_exporter.cli.top.signals import Signals
+from gpumem_exporter.cli.top.screen import Screen, Signals
 from gpumem_exporter.cli.top.view import View
 from gpumem_exporter.cli.top.watcher import Watcher
 
 if TYPE_CHECKING:
-    from gpumem_exporter.cli.top.clearing import OpenApi
     from gpumem_exporter.cli.top.source import Reading, Source
 
 __all__ = ["run"]
@@ -44,120 +44,103 @@ def run(
         The signal that ended it; None for `q`.
     """
     with Signals() as signals:
-        watcher = Watcher(source, first, interval_seconds=interval_seconds, notify=signals.notify)
+        watcher = Watcher(source.read, first, interval_seconds=interval_seconds, notify=signals.notify)
         watcher.start()
         try:
             screen.enter()
-            return _Loop(watcher, signals, screen, Clearing(open_api, signals.notify), interval_seconds, view).run(
-                keyboard
-            )
+            clearing = Clearing(open_api, signals.notify)
+            return _Loop(watcher, signals, screen, clearing, interval_seconds, view).run(keyboard)
         finally:
             screen.leave()
-            watcher.stop()
+            if watcher.stop():
+                source.close()
 
 
+@dataclass
 class _Loop:
-    def __init__(
-        self,
-        watcher: Watcher,
-        signals: Signals,
-        screen: Screen,
-        clearing: Clearing,
-        interval_seconds: float,
-        view: View,
-    ) -> None:
-        self._watcher = watcher
-        self._signals = signals
-        self._screen = screen
-        self._clearing = clearing
-        self._interval_seconds = interval_seconds
-        self._view = view
-        self._keys = KeyReader()
-        self._page = 0
-        self._quits = False
+    watcher: Watcher[Reading]
+    signals: Signals
+    screen: Screen
+    clearing: Clearing
+    interval_seconds: float
+    view: View
+    keys: KeyReader = field(default_factory=KeyReader)
+    page: int = 0
+    quits: bool = False
 
     def run(self, keyboard: int) -> int | None:
         """Run until the user quits; return the signal that ended the loop, if any."""
-        while not self._quits and self._signals.ended is None:
+        while not self.quits and self.signals.ended is None:
             if not self._handle_signals():
                 break
             self._draw()
-            timeout = _KEY_ENDS_SECONDS if self._keys.incomplete else _TICK_SECONDS
-            ready, _, _ = select.select([keyboard, self._signals.pipe], [], [], timeout)
-            self._signals.drain()
+            timeout = _KEY_ENDS_SECONDS if self.keys.incomplete else _TICK_SECONDS
+            ready, _, _ = select.select([keyboard, self.signals.pipe], [], [], timeout)
+            self.signals.drain()
             if keyboard in ready:
                 self._read_keys(keyboard)
-            elif self._keys.incomplete:
-                self._press(self._keys.flush())
-        return self._signals.ended
+            elif self.keys.incomplete:
+                self._press(self.keys.flush())
+        return self.signals.ended
 
     def _read_keys(self, keyboard: int) -> None:
         try:
             typed = os.read(keyboard, 4096)
-        except InterruptedError:
-            return
         except OSError:
             typed = b""
         if not typed:
             # The terminal is closed.
-            self._signals.ended = self._signals.ended or signal.SIGHUP
-        self._press(self._keys.feed(typed))
+            self.signals.ended = self.signals.ended or signal.SIGHUP
+        self._press(self.keys.feed(typed))
 
     def _handle_signals(self) -> bool:
         """Handle the received signals. Return False if one of them ends the program."""
-        signals = self._signals
+        signals = self.signals
         while signals.suspended and signals.ended is None:
             signals.suspended = False
-            self._screen.suspend()
+            self.screen.suspend()
             # A background process must not draw until the shell moves it to the foreground.
-            signals.suspended = not self._screen.in_foreground()
+            signals.suspended = not self.screen.in_foreground()
             signals.continued = False
             if not signals.suspended:
-                self._screen.enter()
+                self.screen.enter()
         if signals.continued:
             signals.continued = False
-            self._screen.retake()
+            self.screen.retake()
         if signals.resized:
             signals.resized = False
-            self._screen.forget()
+            self.screen.forget()
         return signals.ended is None
 
     def _draw(self) -> None:
-        frame = self._frame()
-        self._view, self._page = frame.view, frame.page
+        now = time.monotonic()
+        known = self.watcher.known
+        age_seconds = max(0.0, now - known.answered_seconds)
+        lost = known.lost(now, self.interval_seconds)
+        display = Display(known.reading, age_seconds, lost=lost, note=self.clearing.note())
+        frame = draw(display, self.view, *self.screen.size())
+        self.view, self.page = frame.view, frame.page
         try:
-            self._screen.draw(frame.lines)
+            self.screen.draw(join_lines(frame.lines))
         except OSError:
             # The terminal is closed; its signal may arrive later.
-            self._signals.ended = self._signals.ended or signal.SIGHUP
-
-    def _frame(self) -> Frame:
-        now = time.monotonic()
-        known = self._watcher.known
-        display = Display(
-            known.reading,
-            max(0.0, now - known.answered_seconds),
-            lost=known.lost(now, self._interval_seconds),
-            note=self._clearing.note(),
-        )
-        width, height = self._screen.size()
-        return draw(display, self._view, width, height, unicode_output=self._screen.unicode_output)
+            self.signals.ended = self.signals.ended or signal.SIGHUP
 
     def _press(self, keys: tuple[str, ...]) -> None:
         for key in keys:
-            note = self._clearing.note()
-            known = self._watcher.known
-            listed = self._view.rows(known.reading.rows)
+            note = self.clearing.note()
+            known = self.watcher.known
+            listed = self.view.rows(known.reading.rows)
             if note is not None and note.asks:
-                self._clearing.answer(yes=key in ("y", "Y"))
+                self.clearing.answer(yes=key in ("y", "Y"))
             elif key == "redraw":
-                self._screen.forget()
-            elif self._view.typing is None and key == "q":
-                self._quits = True
-            elif self._view.typing is None and self._view.lists_processes and key == "c":
-                lost = bool(known.lost(time.monotonic(), self._interval_seconds))
-                row = next((row for row in listed if row.identity == self._view.chosen), None)
-                self._clearing.ask(row, "" if lost else known.reading.url)
+                self.screen.forget()
+            elif self.view.typing is None and key == "q":
+                self.quits = True
+            elif self.view.typing is None and self.view.lists_processes and key == "c":
+                lost = bool(known.lost(time.monotonic(), self.interval_seconds))
+                row = next((row for row in listed if row.identity == self.view.chosen), None)
+                self.clearing.ask(row, "" if lost else known.reading.url)
             else:
-                self._clearing.dismiss()
-                self._view = self._view.press(key, listed, self._page)
+                self.clearing.dismiss()
+                self.view = self.view.press(key, listed, self.page)

@@ -84,25 +84,15 @@ _OPTIONAL = ("age", "reserved", "user", "command", "state", "step", "pod")
 """The optional columns, in the order in which a wider screen adds them."""
 
 
-def process_lines(
-    rows: Sequence[Row], shown: Sequence[Row], view: View, width: int, *, unicode_output: bool
-) -> list[Text]:
+def process_lines(rows: Sequence[Row], shown: Sequence[Row], view: View, width: int) -> list[Text]:
     """Return the heading and a line for each shown row.
 
-    Args:
-        rows: all rows, so that the columns do not move while the list is scrolled or filtered.
-        shown: the rows on the screen.
-        view: the order and the selected row.
-        width: the columns of the screen.
-        unicode_output: whether the terminal shows more than ASCII.
+    All `rows` set the widths, so that the columns do not move while the list is scrolled or filtered.
     """
     short = width < _NARROW
     columns, widths = _fit(rows, width, short, view.sort)
-    headings = [
-        _heading(column, size, short, view, unicode_output) for column, size in zip(columns, widths, strict=True)
-    ]
-    heading = line(headings, width, gap="")
-    return [heading, *(_line(row, columns, widths, width, view, unicode_output) for row in shown)]
+    headings = [_heading(column, size, short, view) for column, size in zip(columns, widths, strict=True)]
+    return [line(headings, width, gap=""), *(_line(row, columns, widths, width, view) for row in shown)]
 
 
 def _fit(rows: Sequence[Row], width: int, short: bool, sort: str) -> tuple[list[_Column], list[int]]:
@@ -132,20 +122,17 @@ def _named(column: _Column, short: bool) -> str:
     return column.short if short and column.short else column.name
 
 
-def _heading(column: _Column, size: int, short: bool, view: View, unicode_output: bool) -> Text:
+def _heading(column: _Column, size: int, short: bool, view: View) -> Text:
     """A heading and the gap after it. The heading of the sort column has an arrow."""
     style, mark = f"bold {column.style}".strip(), ""
     if column.name == view.sort:
         style = f"{style} underline"
-        downward = descends(view.sort, reverse=view.reverse)
-        mark = ("▼" if downward else "▲") if unicode_output else ("v" if downward else "^")
+        mark = "▼" if descends(view.sort, reverse=view.reverse) else "▲"
     named = plain(_named(column, short), style).append(mark, style="bold")
     return cell(cell(named, max(size, named.cell_len), right=column.right), size + 1)
 
 
-def _line(
-    row: Row, columns: Sequence[_Column], widths: Sequence[int], width: int, view: View, unicode_output: bool
-) -> Text:
+def _line(row: Row, columns: Sequence[_Column], widths: Sequence[int], width: int, view: View) -> Text:
     styles = {"silent": "red", "reporting": ""}
     cells = [
         cell(
@@ -153,7 +140,6 @@ def _line(
             size,
             right=column.right,
             style=styles.get(row.state or "", "dim" if column.name in ("workload", "state") else ""),
-            ellipsis=unicode_output,
         )
         for column, size in zip(columns, widths, strict=True)
     ]

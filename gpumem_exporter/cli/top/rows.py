@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,16 +49,8 @@ class Row:
 
 
 _OF_PROCESS = ("workload", "rank", "command", "user", "k8s_namespace", "k8s_pod", "state", "step", "sample_age_seconds")
-_OF_DEVICE = (
-    "gpu",
-    "uuid",
-    "used_bytes",
-    "allocated_bytes",
-    "reserved_bytes",
-    "reclaimable_bytes",
-    "fragmented_bytes",
-    "non_torch_bytes",
-)
+_SIZES = ("used", "allocated", "reserved", "reclaimable", "fragmented", "non-torch")
+_OF_DEVICE = ("gpu", "uuid", *(f"{name.replace('-', '_')}_bytes" for name in _SIZES))
 
 
 def rows_of(processes: Document) -> tuple[Row, ...]:
@@ -85,13 +77,18 @@ class Choice:
     text: str = ""
     """Words that the names in a row must contain. Case is ignored."""
 
+    def devices(self, devices: Iterable[Document]) -> list[Document]:
+        """Return the chosen devices."""
+        return [device for device in devices if not self.gpus or with_gpu(device.get("gpu"), self.gpus)]
+
     def matches(self, row: Row) -> bool:
         """Whether the row passes the filters."""
         if self.gpus and not with_gpu(row.gpu, self.gpus):
             return False
         if self.workload is not None and row.workload != self.workload:
             return False
-        named = "\n".join(str(value) for value in _names(row) if value is not None).casefold()
+        names = (row.pid, row.uuid, row.workload, row.command, row.user, row.k8s_namespace, row.k8s_pod, row.state)
+        named = "\n".join(str(name) for name in names if name is not None).casefold()
         return all(word in named for word in self.text.casefold().split())
 
 
@@ -100,17 +97,12 @@ def with_gpu(gpu: str | None, wanted: Sequence[str]) -> bool:
     return gpu is not None and any(gpu == index or gpu.startswith(f"{index}:") for index in wanted)
 
 
-def _names(row: Row) -> Iterator[object]:
-    yield from (row.pid, row.uuid, row.workload, row.command, row.user, row.k8s_namespace, row.k8s_pod, row.state)
-
-
 def _number(text: object) -> tuple[tuple[int, str], ...]:
     """A sort key: `10` after `9`, `0:10` after `0:9`, and numbers before other texts."""
     parts = str(text).replace("@", ":").split(":")
     return tuple((int(part), "") if part.isascii() and part.isdecimal() else (1 << 62, part) for part in parts)
 
 
-_SIZES = ("used", "allocated", "reserved", "reclaimable", "fragmented", "non-torch")
 _VALUES: dict[str, Callable[[Row], Any]] = {
     "workload": lambda row: None if not row.workload else (row.workload.casefold(), _number(row.rank)),
     "gpu": lambda row: None if row.gpu is None else _number(row.gpu),

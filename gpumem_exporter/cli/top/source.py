@@ -5,37 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from gpumem_exporter.cli.api_client import ExporterApi
-from gpumem_exporter.cli.top.events import Events
-from gpumem_exporter.cli.top.history import History, Past
+from gpumem_exporter.cli.top.history import Events, History, Past
 from gpumem_exporter.cli.top.rows import Row, rows_of
 from gpumem_exporter.errors import ExporterError, ExporterUnreachableError, NvmlError
 from gpumem_exporter.wire.http import shown_url
 
-__all__ = ["Driver", "Reading", "Source"]
+if TYPE_CHECKING:
+    from gpumem_exporter.cli.top.driver import DriverReader
+
+__all__ = ["Reading", "Source"]
 
 Document = Mapping[str, Any]
 
-ANSWER_SECONDS = 2.0
+_ANSWER_SECONDS = 2.0
 """The timeout for an answer."""
 _RETRY_SECONDS = 3.0
 """Seconds between attempts to reach an exporter while NVML is the fallback source."""
-
-
-class Driver(Protocol):
-    """The driver read directly."""
-
-    def read(self) -> tuple[Document, Document]:
-        """Return the exporter's documents of devices and processes.
-
-        Raises:
-            NvmlError: there is no driver, or it does not answer.
-        """
-
-    def release(self) -> None:
-        """Release NVML. Never raises."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +62,6 @@ class Source:
         urls: the exporter's addresses to try, in order.
         token: the exporter's token; empty for none.
         driver: opens the driver. None if the user chose an exporter, because then the driver is no substitute.
-        open_api: opens the exporter's API.
-        clock: monotonic seconds.
 
     Raises:
         ConfigurationError: an address is invalid.
@@ -86,15 +72,15 @@ class Source:
         urls: Sequence[str],
         *,
         token: str = "",
-        driver: Callable[[], Driver] | None = None,
+        driver: Callable[[], DriverReader] | None = None,
         open_api: Callable[[], ExporterApi] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._open_api = open_api or (lambda: ExporterApi(urls, token=token, timeout_seconds=ANSWER_SECONDS))
+        self._open_api = open_api or (lambda: ExporterApi(urls, token=token, timeout_seconds=_ANSWER_SECONDS))
         self._open_driver = driver
         self._clock = clock
         self._api = self._open_api()
-        self._driver: Driver | None = None
+        self._driver: DriverReader | None = None
         self._exporter_error = ""
         self._next_attempt = -float("inf")
         self._history = History()
@@ -103,14 +89,14 @@ class Source:
     def read(self, *, with_past: bool = True) -> Reading:
         """Read the exporter. If it does not answer, read the driver, unless the user chose an exporter.
 
-        Args:
-            with_past: also query the last ten minutes and the last events if they are due.
+        `with_past` also queries the last ten minutes and the last events if they are due.
 
         Raises:
             ExporterError: the exporter does not answer, and the driver cannot replace it.
         """
-        if self._driver is not None and self._clock() < self._next_attempt:
-            return self._read_driver()
+        open_driver = self._open_driver
+        if open_driver is not None and self._driver is not None and self._clock() < self._next_attempt:
+            return self._read_driver(open_driver)
         try:
             reading = self._read_exporter(with_past=with_past)
         except ExporterError as error:
@@ -119,10 +105,10 @@ class Source:
             # Another of the addresses may answer the next time.
             self._api.close()
             self._api = self._open_api()
-            if self._open_driver is None:
+            if open_driver is None:
                 raise
             self._next_attempt = self._clock() + _RETRY_SECONDS
-            return self._read_driver()
+            return self._read_driver(open_driver)
         self._release_driver()
         return reading
 
@@ -144,16 +130,9 @@ class Source:
         if with_past:
             self._query_past(now)
         self._history.add(devices, now)
-        return Reading(
-            devices,
-            processes,
-            rows,
-            url=self._api.url,
-            read_seconds=now,
-            past=self._history.past(),
-            events=self._events.known,
-            no_events=self._events.refusal,
-        )
+        events, refusal = self._events.known, self._events.refusal
+        past = self._history.past()
+        return Reading(devices, processes, rows, self._api.url, "", now, past, events=events, no_events=refusal)
 
     def _query_past(self, now: float) -> None:
         if self._history.due(now):
@@ -167,10 +146,8 @@ class Source:
             except ExporterError as error:
                 self._events.failed(error, now)
 
-    def _read_driver(self) -> Reading:
-        if self._driver is None and self._open_driver is not None:
-            self._driver = self._open_driver()
-        assert self._driver is not None  # noqa: S101 - `read` calls this only if a driver can be opened
+    def _read_driver(self, open_driver: Callable[[], DriverReader]) -> Reading:
+        self._driver = self._driver or open_driver()
         try:
             devices, processes = self._driver.read()
         except NvmlError as error:
@@ -180,14 +157,7 @@ class Source:
             ) from error
         now = self._clock()
         self._history.add(devices, now)
-        return Reading(
-            devices,
-            processes,
-            rows_of(processes),
-            without_exporter=self._exporter_error,
-            read_seconds=now,
-            past=self._history.past(),
-        )
+        return Reading(devices, processes, rows_of(processes), "", self._exporter_error, now, self._history.past())
 
     def _release_driver(self) -> None:
         if self._driver is not None:

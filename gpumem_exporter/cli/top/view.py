@@ -32,8 +32,8 @@ class View:
     shows_help: bool = False
     shows_events: bool = False
     """The events replace the processes."""
-    first_event: int = 0
-    """The first event on the screen."""
+    first_line: int = 0
+    """The first line of the events on the screen."""
 
     @property
     def lists_processes(self) -> bool:
@@ -56,19 +56,6 @@ class View:
             first = max(index - page + 1, min(first, index))
         return replace(self, index=index, chosen=chosen, first=first)
 
-    def settle_events(self, heights: Sequence[int], page: int) -> View:
-        """Return the view with a valid first event, for a screen of `page` lines.
-
-        Args:
-            heights: the number of lines of each event.
-            page: the lines of the screen.
-        """
-        last, room = len(heights), page
-        while last and heights[last - 1] <= room:
-            last -= 1
-            room -= heights[last]
-        return replace(self, first_event=max(0, min(self.first_event, last)))
-
     def press(self, key: str, listed: Sequence[Row], page: int) -> View:
         """Return the view after a key. A key without a function changes nothing."""
         if self.typing is not None:
@@ -76,11 +63,11 @@ class View:
         if self.shows_help:
             return replace(self, shows_help=False)
         if key == "e" or (self.shows_events and key == "escape"):
-            return replace(self, shows_events=not self.shows_events, first_event=0)
+            return replace(self, shows_events=not self.shows_events, first_line=0)
         if key == "?":
             return replace(self, shows_help=True)
         if self.shows_events:
-            return replace(self, first_event=max(0, self.first_event + _steps(page).get(key, 0)))
+            return replace(self, first_line=max(0, self.first_line + _steps(page).get(key, 0)))
         if key in ("s", "S"):
             position = SORTS.index(self.sort) + (1 if key == "s" else -1)
             return replace(self, sort=SORTS[position % len(SORTS)], reverse=False)

@@ -1,4 +1,4 @@
-"""Reads the source in a thread, so that a slow answer never delays a key."""
+"""Reads values in a thread, so that a slow answer never delays a key."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
-from gpumem_exporter.cli.top.source import Reading, Source
 from gpumem_exporter.errors import GpumemError
 
 __all__ = ["Known", "Watcher"]
+
+T = TypeVar("T")
 
 _LATE_SECONDS = 4.0
 """If an answer is later than this, the source counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class Known(Generic[T]):
     """The last answer, and whether it is still valid."""
 
-    reading: Reading
+    reading: T
     answered_seconds: float
     """The time of the answer, in monotonic seconds."""
     failure: str = ""
@@ -34,18 +36,18 @@ class Known:
         return self.failure
 
 
-class Watcher:
+class Watcher(Generic[T]):
     """A thread that keeps `known` up to date.
 
     Args:
-        source: the source. After `start`, only the thread uses it.
-        first: the first reading.
+        read: returns the values, or raises GpumemError. After `start`, only the thread calls it.
+        first: the first values.
         interval_seconds: seconds between the starts of two readings.
         notify: called by the thread after each attempt.
     """
 
-    def __init__(self, source: Source, first: Reading, *, interval_seconds: float, notify: Callable[[], None]) -> None:
-        self._source = source
+    def __init__(self, read: Callable[[], T], first: T, *, interval_seconds: float, notify: Callable[[], None]) -> None:
+        self._read = read
         self._interval_seconds = interval_seconds
         self._notify = notify
         self._known = Known(first, time.monotonic())
@@ -55,7 +57,7 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="gpumem-top", daemon=True)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> Known[T]:
         """The last answer. Thread-safe.
 
         Raises:
@@ -69,26 +71,20 @@ class Watcher:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self, timeout_seconds: float = 0.5) -> None:
-        """Stop the thread; a reading that hangs is abandoned."""
+    def stop(self, timeout_seconds: float = 0.5) -> bool:
+        """Stop the thread. Returns False if a reading hangs; it is abandoned then."""
         self._stop.set()
         self._thread.join(timeout_seconds)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
-        try:
-            due = time.monotonic() + self._interval_seconds
-            while not self._stop.wait(max(0.0, due - time.monotonic())):
-                due = max(due + self._interval_seconds, time.monotonic())
-                self._read()
-                self._notify()
-        except Exception as error:  # noqa: BLE001 - the next caller of `known` raises it
-            self._broken = error
+        due = time.monotonic() + self._interval_seconds
+        while self._broken is None and not self._stop.wait(max(0.0, due - time.monotonic())):
+            due = max(due + self._interval_seconds, time.monotonic())
+            try:
+                self._known = Known(self._read(), time.monotonic())
+            except GpumemError as error:
+                self._known = replace(self._known, failure=str(error))
+            except Exception as error:  # noqa: BLE001 - the next caller of `known` raises it
+                self._broken = error
             self._notify()
-        finally:
-            self._source.close()
-
-    def _read(self) -> None:
-        try:
-            self._known = Known(self._source.read(), time.monotonic())
-        except GpumemError as error:
-            self._known = replace(self._known, failure=str(error))

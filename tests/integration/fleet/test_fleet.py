@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -174,9 +173,6 @@ def test_a_process_that_exited_since_the_query_is_gone(fleet: Fleet) -> None:
     renamed = f'label_replace({NOTEBOOK}, "pid", "4000000", "pid", ".*")'
     document = fleet.json("clear", "--query", renamed, code=1)
     assert [(row["pid"], row["outcome"]) for row in document["results"]] == [(4000000, "gone")] * 3
-    other = f'label_replace({NOTEBOOK}, "workload", "before", "workload", ".*")'
-    document = fleet.json("clear", "--query", other, code=1)
-    assert {(row["workload"], row["outcome"]) for row in document["results"]} == {("before", "gone")}
 
 
 def test_more_than_max_processes_is_an_error_and_nothing_is_requested(fleet: Fleet) -> None:
@@ -189,32 +185,15 @@ def test_more_than_max_processes_is_an_error_and_nothing_is_requested(fleet: Fle
     assert [len(fleet.actions(number)) for number in range(3)] == before
 
 
-@pytest.mark.parametrize(
-    ("query", "named"),
-    [
-        ("sum by (instance) (gpumem_torch_reclaimable_bytes)", "pid, workload, rank"),
-        ("sum by (pid) (gpumem_torch_reclaimable_bytes)", "'instance'"),
-        ("sum(", "parse error"),
-        ("1", "scalar"),
-    ],
-)
-def test_an_invalid_query_is_wrong_usage(fleet: Fleet, query: str, named: str) -> None:
-    ended = fleet.command("clear", "--query", query)
+def test_an_invalid_query_is_wrong_usage(fleet: Fleet) -> None:
+    ended = fleet.command("clear", "--query", "sum(")
     assert (ended.returncode, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
-    assert named in ended.stderr
+    assert "parse error" in ended.stderr
 
 
 def test_a_query_without_series_does_nothing(fleet: Fleet) -> None:
     ended = fleet.command("clear", "--query", "gpumem_torch_reclaimable_bytes > 1e15")
     assert (ended.returncode, ended.stdout.count("\n"), ended.stderr) == (0, 1, "")
-
-
-def test_ranks_without_steps_cannot_act_as_a_group(fleet: Fleet) -> None:
-    before = [len(fleet.actions(number)) for number in range(3)]
-    ended = fleet.command("clear", "--group", "--query", NOTEBOOK)
-    assert (ended.returncode, ended.stdout) == (1, "")
-    assert re.search(rf"\bpid \d+ on {re.escape(fleet.instances[0])}\b", ended.stderr)
-    assert [len(fleet.actions(number)) for number in range(3)] == before
 
 
 def test_info_has_every_device_of_every_exporter(fleet: Fleet) -> None:
@@ -250,24 +229,6 @@ def test_top_is_live_until_q_and_restores_the_terminal(fleet: Fleet) -> None:
         assert terminal.wait() == 0
         assert b"\x1b[?1049l" in terminal.output  # back on the normal screen
         assert terminal.modes() == terminal.modes_before
-
-
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_top_restores_the_terminal_after_a_signal(fleet: Fleet, number: signal.Signals, status: int) -> None:
-    with live_top(fleet) as terminal:
-        if number == signal.SIGINT:
-            terminal.type("\x03")
-        else:
-            terminal.signal(number)
-        assert terminal.wait() == status
-        assert terminal.modes() == terminal.modes_before
-        assert b"Traceback" not in terminal.output
-
-
-def test_top_without_a_terminal_is_wrong_usage(fleet: Fleet) -> None:
-    ended = fleet.command("top")
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
-    assert "fleet info" in ended.stderr
 
 
 def test_the_api_gets_path_header_and_user_and_a_redirect_to_another_host_gets_none(fleet: Fleet) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from gpumem_exporter import __version__
 from gpumem_exporter.core.ledger import CATEGORIES
 from tests.support.exporter_process import ExporterProcess
 from tests.support.running_command import clean_environment, run_command
+from tests.support.terminal_program import TerminalProgram
 from tests.support.waiting import patient, wait_for
 
 _TOKEN = "a-token-for-tests"
@@ -64,22 +64,15 @@ def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Node]:
         exporter.close()
 
 
-def test_info_json_has_the_documents_of_the_api(node: _Node) -> None:
+def test_info_shows_every_device_and_process_and_a_full_ledger(node: _Node) -> None:
     document = node.json("info")
-    assert document["source"] == "demo"
-    assert document["nvml"]["up"] is True
-    assert len(document["devices"]) == 8
+    assert (document["source"], document["nvml"]["up"], len(document["devices"])) == ("demo", True, 8)
     for device in document["devices"]:
         assert set(device["ledger"]) == set(CATEGORIES)
         assert sum(device["ledger"].values()) == device["memory"]["total_bytes"]
-    assert {"pid", "workload", "devices"} <= set(document["processes"][0])
-
-
-def test_info_shows_every_device_and_process_and_the_demo_notice(node: _Node) -> None:
     ended = node.command("info")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("DEMO")
-    document = node.json("info")
     for device in document["devices"]:
         assert device["name"] in ended.stdout
     for process in document["processes"]:
@@ -89,36 +82,18 @@ def test_info_shows_every_device_and_process_and_the_demo_notice(node: _Node) ->
     assert 0 < int(giving) <= int(of)
 
 
-def test_output_to_a_file_has_no_colors_and_full_lines(node: _Node) -> None:
-    ended = node.command("info", COLUMNS="40")
-    assert "\x1b" not in ended.stdout
-    assert "…" not in ended.stdout
-
-
 @pytest.mark.parametrize(("environ", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
 def test_a_terminal_gets_its_width_and_colors_unless_no_color_is_set(
     node: _Node, environ: dict[str, str], colored: bool
 ) -> None:
-    master, slave = os.openpty()
-    arguments = [sys.executable, "-m", "gpumem_exporter", "info"]
-    known = clean_environment(GPUMEM_EXPORTER_URL=node.url, COLUMNS="80", TERM="xterm-256color", **environ)
-    with subprocess.Popen(arguments, stdout=slave, env=known) as process:
-        os.close(slave)
-        with os.fdopen(master, "rb") as terminal:
-            output = b""
-            while True:
-                try:
-                    output += (read := os.read(terminal.fileno(), 1 << 16))
-                except OSError:  # EIO: the other side is closed
-                    break
-                if not read:
-                    break
-    assert process.returncode == 0
-    text = output.decode()
-    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", text)) is colored
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
-    assert max(map(len, lines)) <= 80
-    assert any(line.startswith("Process memory") for line in lines)
+    known = clean_environment(GPUMEM_EXPORTER_URL=node.url, TERM="xterm-256color", **environ)
+    terminal = TerminalProgram([sys.executable, "-m", "gpumem_exporter", "info"], known, columns=80, lines=200)
+    try:
+        assert terminal.wait() == 0
+        assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is colored
+        assert any(line.startswith("Process memory") for line in terminal.lines)
+    finally:
+        terminal.close()
 
 
 def test_a_reader_that_exits_early_causes_no_traceback(node: _Node) -> None:
@@ -208,12 +183,6 @@ def test_doctor_passes_a_healthy_demo(node: _Node) -> None:
     assert __version__ in findings["version"]["detail"]
     assert str(node.socket) in findings["socket"]["detail"]
     assert "demo" in findings["health"]["detail"]
-
-
-def test_doctor_without_the_token_warns_with_the_fix(node: _Node) -> None:
-    lines = node.command("doctor", token=False).stdout.splitlines()
-    (auth,) = [i for i, line in enumerate(lines) if line.split()[:2] == ["WARN", "auth"]]
-    assert "--token-file" in lines[auth + 1]
 
 
 def test_doctor_without_an_exporter_fails_with_1_and_the_fix(node: _Node) -> None:

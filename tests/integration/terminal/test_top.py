@@ -145,19 +145,6 @@ def test_keys_sort_reverse_and_filter_what_is_listed(demo: ExporterProcess, open
     terminal.until(lambda: len(pids()) >= 12, "the others again")
 
 
-def test_arrows_select_and_scroll_and_the_help_lists_the_keys(demo: ExporterProcess, open_top: OpenTop) -> None:
-    terminal = open_top("--url", demo.url, "--sort", "pid")
-    terminal.until_shows("1-9 of")
-    _until_rows(terminal)
-    first = next(iter(_process_rows(terminal)))
-    terminal.type("\x1b[B" * 3 + "\x1b[6~" + "\x1b[F")
-    terminal.until(lambda: not re.search(r" 1-9 of", terminal.text) and first not in _process_rows(terminal), "the end")
-    terminal.type("?")
-    terminal.until_shows("Ctrl-Z", "fragmented", "non-torch")
-    terminal.type("xg")
-    terminal.until_shows("1-9 of")
-
-
 def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, open_top: OpenTop) -> None:
     """`top --once` reads once, so its history is the exporter's."""
     wait_for(lambda: len(demo.get("/api/v1/live")["history"]["seconds"]) >= 3, "a history")
@@ -196,28 +183,6 @@ def test_history_and_events_are_those_of_the_exporter(demo: ExporterProcess, ope
     assert terminal.lines[-1].startswith("q quit"), "c is a key of the processes"
 
 
-def test_refused_events_show_the_reason_and_the_rest_works(
-    node: EmulatedNode, start_exporter: StartExporter, open_top: OpenTop, tmp_path: Path
-) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("s3cret-and-long-enough")
-    exporter = start_exporter(node, "--action.token-file", str(token), *QUICK)
-    node.set_process(FOREIGN, 0, 3 * GIB)
-    terminal = open_top("--url", exporter.url, "--interval", "0.2", columns=120)
-    terminal.until_shows(str(FOREIGN), "3.0G", "in use, 10 min")
-    assert "last events" not in terminal.text
-    terminal.type("e")
-    terminal.until_shows("--action.token-file", "4.8G")
-    ended = top_once("--url", exporter.url)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert str(FOREIGN) in ended.stdout
-    assert "last events" not in ended.stdout
-    node.lose_device(1)
-    ended_now = open_top("--url", exporter.url, "--token-file", str(token), columns=120)
-    ended_now.until_shows("last events", "device lost", "GPU is lost")
-
-
 def test_a_resized_window_is_filled_and_nothing_wraps(demo: ExporterProcess, open_top: OpenTop) -> None:
     # The variables do not change with the window.
     environment = top_environment(COLUMNS="40", LINES="10")
@@ -234,15 +199,6 @@ def test_a_resized_window_is_filled_and_nothing_wraps(demo: ExporterProcess, ope
         terminal.until(filled, f"{columns}x{lines} to be filled")
     terminal.resize(50, 10)
     terminal.until_shows("50x10", "72x12")
-
-
-@pytest.mark.parametrize(("changes", "colored"), [({}, True), ({"NO_COLOR": "1"}, False)])
-def test_no_color_disables_colors(
-    demo: ExporterProcess, open_top: OpenTop, changes: dict[str, str], colored: bool
-) -> None:
-    terminal = open_top("--url", demo.url, environment=top_environment(**changes))
-    _until_rows(terminal)
-    assert bool(re.search(rb"\x1b\[[0-9;]*3[0-9]m", terminal.output)) is colored
 
 
 def _assert_restored(terminal: TerminalProgram) -> None:

@@ -101,14 +101,6 @@ def test_without_exporter_and_driver_both_errors_are_in_one_line(node: EmulatedN
     assert "NVML_ERROR_DRIVER_NOT_LOADED" in ended.stderr
 
 
-def test_a_reader_that_exits_early_causes_no_traceback(demo: ExporterProcess) -> None:
-    shell = f"{' '.join(top_command('--once', '--url', demo.url, '--json'))} | head -1"
-    ended = subprocess.run(
-        ["sh", "-c", shell], env=top_environment(), capture_output=True, text=True, timeout=patient(60), check=True
-    )
-    assert (ended.stdout, ended.stderr) == ("{\n", "")
-
-
 @pytest.mark.parametrize(
     ("output", "status", "error"),
     [(">&-", 0, ""), (">/dev/full", 1, f"{os.strerror(errno.ENOSPC)}\n")],

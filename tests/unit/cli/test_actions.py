@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import re
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ from rich.console import Console
 
 from gpumem_exporter.cli.action_options import ClearOptions, FractionOptions, RequestOptions, TargetOptions, checked
 from gpumem_exporter.cli.commands.actions import exit_code
-from gpumem_exporter.cli.render.action_tables import action_tables, summary
+from gpumem_exporter.cli.render.action_tables import action_tables
 from gpumem_exporter.errors import ConfigurationError
 from tests.support.golden import assert_golden
 
@@ -115,46 +114,9 @@ def test_the_exit_code_is_0_only_when_every_result_is_done(answer: dict[str, Any
     assert exit_code(answer, waited=waited) == code
 
 
-def _sizes_and_counts(text: str) -> list[str]:
-    """Return the sizes and counts of a sentence, in order."""
-    return re.findall(r"\d+(?:\.\d+)?(?: (?:B|[KMGT]iB))?", text)
-
-
-def test_freed_bytes_are_summed_over_devices_and_processes() -> None:
-    action = _action(_result(), _result(gpu="1", freed_bytes=1 << 29), _result(pid=4712, freed_bytes=1 << 30))
-    for dry_run in (True, False):
-        assert _sizes_and_counts(summary(action, dry_run=dry_run)) == ["3.5 GiB", "2", "2"]
-
-
-def test_unknown_freed_bytes_are_not_zero() -> None:
-    assert _sizes_and_counts(summary(_action(_result(freed_bytes=None)), dry_run=False)) == ["1", "1"]
-
-
-def test_a_garbage_collection_shows_the_change_of_allocated_bytes() -> None:
-    fell = _result(allocated_before_bytes=3 << 30, allocated_after_bytes=1 << 30, freed_bytes=0)
-    grew = _result(allocated_before_bytes=1 << 30, allocated_after_bytes=3 << 30, freed_bytes=0)
-    sentences = [summary(_action(result, action="collect_garbage"), dry_run=False) for result in (fell, grew)]
-    assert [_sizes_and_counts(text) for text in sentences] == [["1", "1", "2.0 GiB"]] * 2
-    assert sentences[0] != sentences[1]
-    printed = _printed(_action(fell, _result(pid=4712, freed_bytes=0), action="collect_garbage"))
-    assert printed[1].split()[-5:] == ["GiB", "2.0", "GiB", "3.1", "ms"]
-
-
 def test_results_are_sorted_by_workload_and_rank() -> None:
     lines = _printed(_action(*(_result(pid=int(rank) + 1, rank=rank) for rank in ("10", "2", "0"))))
     assert [line.split()[2] for line in lines[1:4]] == ["0", "2", "10"]
-
-
-def test_an_action_that_has_not_ended_names_its_url() -> None:
-    assert "GET /api/v1/actions/a1" in summary(_action(state="running"), dry_run=False)
-
-
-def test_a_reason_is_printed_once_for_each_process() -> None:
-    refused = _result(outcome="refused", reason="disabled-by-x", freed_bytes=None)
-    lines = _printed(_action(refused, {**refused, "gpu": "1"}, _result(pid=4712), state="failed"))
-    (line,) = [line for line in lines if "disabled-by-x" in line]
-    assert {"4711:", "refused:"} <= set(line.split())
-    assert _sizes_and_counts(lines[-1]) == ["2.0 GiB", "1", "2"]
 
 
 def test_the_table_fits_in_80_columns_and_cuts_only_the_workload() -> None:

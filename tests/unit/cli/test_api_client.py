@@ -110,12 +110,6 @@ def test_another_server_is_not_taken_for_an_exporter(body: bytes) -> None:
         _api({"http://a:1": _Scripted(Answer(200, {}, body))}).get("/x")
 
 
-def test_a_document_may_have_another_expected_status() -> None:
-    assert _api({"a": _Scripted(_answer({"status": "failing"}, 503))}).get("/health", also=(503,)) == {
-        "status": "failing"
-    }
-
-
 def test_a_token_is_sent_only_if_there_is_one() -> None:
     with_token, without = _Scripted(_answer({})), _Scripted(_answer({}))
     _api({"a": with_token}, token="secret").get("/x")
@@ -153,21 +147,3 @@ def test_after_the_wait_the_action_is_returned_as_it_is() -> None:
     time = _Time()
     assert _api({"a": transport}, time).act({}, wait_seconds=1.0)["state"] == "running"
     assert time.now == pytest.approx(1.0)
-
-
-def test_without_a_wait_there_is_one_request() -> None:
-    transport = _Scripted(_answer({"id": "7", "state": "queued"}, 202))
-    assert _api({"a": transport}).act({}, wait_seconds=0.0)["state"] == "queued"
-    assert len(transport.requests) == 1
-
-
-def test_every_transport_is_closed() -> None:
-    transports = {"a": _Scripted(), "b": _Scripted()}
-    with _api(transports):
-        pass
-    assert all(transport.closed for transport in transports.values())
-
-
-def test_an_invalid_address_is_a_configuration_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"node:9844.*http://.*https://.*unix:///"):
-        ExporterApi(["node:9844"])

@@ -46,6 +46,7 @@ def test_each_command_has_a_help(command: str, capsys: pytest.CaptureFixture[str
         (["fraction", "1.5", "--query", "up"], "F 1.5", "at most 1"),
         (["terminate", "--query", "up", "--group"], "--group", "fleet terminate --help"),
         (["top", "--interval", "nan"], "--interval nan", "0.2 to 3600"),
+        (["top", "--prometheus", "http://p"], "terminal", "fleet info"),
         (["info", "--prometheus", "node:9090"], "--prometheus", "http://host:port"),
     ],
 )

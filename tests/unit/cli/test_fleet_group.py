@@ -6,27 +6,30 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.actions.group import GROUP_LEAD_SECONDS
-from gpumem_exporter.cli.fleet.group import SUBMIT_SECONDS, Group, ProcessReading, form_group, ranks_query
-from gpumem_exporter.cli.fleet.requests import ExporterRequest, Failure
-from gpumem_exporter.cli.fleet.selection import Exporter
+from gpumem_exporter.cli.fleet.group import SUBMIT_SECONDS, Group, form_group, ranks_query
+from gpumem_exporter.cli.fleet.requests import ExporterRequest
+from gpumem_exporter.cli.fleet.selection import Exporter, Failure
 from gpumem_exporter.errors import ExporterUnreachableError, GroupIncompleteError
 from tests.support.fleet_builders import A, B, C, Clock, ScriptedExporter, action, fleet_of, process, row
 
 LEAD = SUBMIT_SECONDS + GROUP_LEAD_SECONDS
-Readings = dict[Exporter, ProcessReading | Failure]
+Readings = dict[Exporter, dict[str, Any] | Failure]
 
 
 def rank(pid: int, number: int, **changes: Any) -> dict[str, Any]:
     return process(pid, **{"rank": str(number), "step": 50, "step_seconds": 0.1, **changes})
 
 
-def group(readings: Readings, now: float = 0.0) -> Group:
-    return form_group("train", readings, deadline_seconds=60.0, clock=lambda: now)
+def of(*processes: dict[str, Any]) -> dict[str, Any]:
+    return {"processes": list(processes)}
+
+
+def group(readings: Readings, requested_seconds: float = 0.0, now: float = 0.0) -> Group:
+    return form_group("train", readings, requested_seconds, deadline_seconds=60.0, clock=lambda: now)
 
 
 def two_nodes(**second: Any) -> Readings:
-    others = [process(9, workload="other")]
-    return {A: ProcessReading([rank(1, 0), *others], 0.0), B: ProcessReading([rank(1, 1, **second)], 0.0)}
+    return {A: of(rank(1, 0), process(9, workload="other")), B: of(rank(1, 1, **second))}
 
 
 def test_the_step_leaves_time_to_submit_and_to_cancel() -> None:
@@ -36,8 +39,8 @@ def test_the_step_leaves_time_to_submit_and_to_cancel() -> None:
 
 
 def test_the_step_counts_the_age_of_samples() -> None:
-    late = {A: ProcessReading([rank(1, 0, sample_age_seconds=0.5)], 10.0), B: ProcessReading([rank(2, 1)], 10.0)}
-    assert group(late, now=11.5).at_step == 50 + round((0.5 + 1.5 + LEAD) / 0.1)
+    late: Readings = {A: of(rank(1, 0, sample_age_seconds=0.5)), B: of(rank(2, 1))}
+    assert group(late, 10.0, now=11.5).at_step == 50 + round((0.5 + 1.5 + LEAD) / 0.1)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +66,9 @@ def test_an_exporter_that_does_not_answer_stops_the_group() -> None:
 
 
 def test_an_exporter_without_ranks_is_not_in_the_group() -> None:
-    assert len(group({**two_nodes(), C: ProcessReading([process(5, workload="other")], 0.0)}).processes) == 2
+    assert len(group({**two_nodes(), C: of(process(5, workload="other"))}).processes) == 2
     with pytest.raises(GroupIncompleteError, match=r"\btrain\b"):
-        group({C: ProcessReading([], 0.0)})
+        group({C: of()})
 
 
 def test_the_ranks_query_escapes_the_workload() -> None:

@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 
 from gpumem_exporter.cli.fleet.action import requests_for
-from gpumem_exporter.cli.fleet.requests import ExporterRequest, Failure, result_rows, run_parallel
-from gpumem_exporter.cli.fleet.selection import TargetProcess
+from gpumem_exporter.cli.fleet.requests import ExporterRequest, result_rows
+from gpumem_exporter.cli.fleet.selection import Failure, TargetProcess
 from gpumem_exporter.errors import ExporterAnswerError, ExporterUnreachableError
 from tests.support.fleet_builders import A, B, Clock, ScriptedExporter, action, fleet_of, row
-from tests.support.waiting import patient
 
 BODY = {"action": "empty_cache", "dry_run": False}
 
@@ -21,8 +20,7 @@ def new_request(pid: int | str = 1) -> ExporterRequest:
 
 
 def results(request: ExporterRequest) -> list[tuple[Any, str, str]]:
-    found = result_rows(request, action="empty_cache", dry_run=False)
-    return [(one["pid"], one["outcome"], one["reason"]) for one in found]
+    return [(one["pid"], one["outcome"], one["reason"]) for one in result_rows(request)]
 
 
 def outcomes(request: ExporterRequest) -> list[tuple[Any, str]]:
@@ -65,7 +63,7 @@ def test_only_actions_on_devices_are_requested_by_device(
 def test_an_action_is_polled_until_it_has_ended() -> None:
     running = [action(state="running"), action(row(freed_bytes=3))]
     exporter = ScriptedExporter(submits=[action(state="queued")], later=running)
-    (found,) = result_rows(run(exporter), action="empty_cache", dry_run=False)
+    (found,) = result_rows(run(exporter))
     assert exporter.requests_of("action") == ["a1", "a1"]
     assert found["freed_bytes"] == 3
 
@@ -119,11 +117,9 @@ def test_a_poll_is_repeated_until_the_exporter_misses_several_answers(
         (action(row(1, workload="other")), [(1, "failed")]),
         (action(row(1, rank="7")), [(1, "failed")]),
         (action(), [(1, "failed")]),
-        (action(row(1), action="terminate"), [(1, "done"), (1, "failed")]),
-        (action(row(1), dry_run=True), [(1, "done"), (1, "failed")]),
     ],
 )
-def test_a_result_of_another_process_or_action_is_a_failure(answered: Any, expected: list[tuple[int, str]]) -> None:
+def test_a_result_of_another_process_is_a_failure(answered: Any, expected: list[tuple[int, str]]) -> None:
     request = run(ScriptedExporter(submits=[answered]))
     assert outcomes(request) == expected
     assert all(reason for _, outcome, reason in results(request) if outcome == "failed")
@@ -155,32 +151,3 @@ def test_one_exporter_is_used_by_one_thread_at_a_time() -> None:
     exporter = ScriptedExporter(submits=[action(row())], on_submit=on_submit)
     fleet_of({A: exporter}, Clock(), parallel=8).submit([new_request(pid) for pid in range(1, 40)], BODY)
     assert overlaps == [False] * 39
-
-
-def test_run_parallel_limits_the_number_of_threads_and_keeps_the_order() -> None:
-    together = threading.Barrier(3, timeout=patient(30))
-    running, most, lock = 0, 0, threading.Lock()
-
-    def work(item: int) -> int:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        together.wait()  # broken unless three run at the same time
-        with lock:
-            running -= 1
-        return item * item
-
-    assert run_parallel(list(range(9)), work, parallel=3) == [item * item for item in range(9)]
-    assert most == 3
-    assert run_parallel([], work, parallel=3) == []
-
-
-def test_run_parallel_raises_the_first_error() -> None:
-    def work(item: int) -> int:
-        if item == 1:
-            raise KeyError(item)
-        return item
-
-    with pytest.raises(KeyError):
-        run_parallel([0, 1, 2], work, parallel=1)

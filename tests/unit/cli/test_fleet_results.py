@@ -1,14 +1,13 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
 
+from gpumem_exporter.cli.fleet.action import FleetResult
 from gpumem_exporter.cli.fleet.overview import Overview
-from gpumem_exporter.cli.fleet.requests import Failure
-from gpumem_exporter.cli.fleet.results import FleetResult
+from gpumem_exporter.cli.fleet.selection import Failure
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.fleet_builders import A, B, C, row
 from tests.support.golden import assert_golden
@@ -27,11 +26,6 @@ def refused(instance: str, pid: int | None, reason: str, **changes: Any) -> dict
     return on(instance, pid, "refused", reason=reason, **nothing, **changes)
 
 
-def values(text: str) -> list[str]:
-    """Return the sizes and counts of a line, in order."""
-    return re.findall(r"\d+(?:\.\d+)?(?: [KMGT]iB)?", text)
-
-
 MANY_REFUSED = [
     *(refused("node1", pid, "no-token") for pid in range(1, 11)),
     refused("node2", 5, "no-token"),
@@ -39,14 +33,6 @@ MANY_REFUSED = [
     on("node4"),
 ]
 HALF_DONE = [on("node1", rank="0"), refused("node2", 1, "cancelled", rank="1")]
-
-
-def test_equal_pids_on_two_nodes_are_two_processes(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [on("node1"), on("node2"), on("node2", gpu="1")]
-    FleetResult("empty_cache", False, rows).print([], query="q", as_json=False)
-    printed = capsys.readouterr().out.splitlines()
-    assert " ".join(printed[1].split()) == "node1 1 train 0 0 done 3.0 GiB 1.0 GiB 2.0 GiB -"
-    assert values(printed[-1]) == ["6.0 GiB", "2", "2"]
 
 
 def test_warnings_of_prometheus_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,11 +59,6 @@ def test_json_has_every_row_and_the_sum(capsys: pytest.CaptureFixture[str]) -> N
     }
 
 
-def test_a_result_is_done_if_every_row_is() -> None:
-    assert FleetResult("empty_cache", False, []).done
-    assert not FleetResult("empty_cache", False, [on("a"), on("b", outcome="gone")]).done
-
-
 def devices(*known: dict[str, Any], source: str = "nvml") -> dict[str, Any]:
     return {"source": source, "nvml": {"up": True, "error": ""}, "devices": list(known)}
 
@@ -101,47 +82,15 @@ def shared_devices(source: str) -> Overview:
     return Overview({A: devices(unknown, second, source=source), C: devices(first, second, source=source)})
 
 
-def test_an_overview_has_devices_errors_and_sums(capsys: pytest.CaptureFixture[str]) -> None:
-    overview = Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer"), C: devices(GPU)})
+def test_the_document_of_an_overview_names_exporters_that_do_not_answer() -> None:
+    overview = Overview({A: devices(GPU, LOST), B: Failure("failed", "no-answer")})
     assert not overview.complete
-    show(open_console(), overview.tables())
-    printed = capsys.readouterr().out.splitlines()
-    assert [" ".join(line.split()) for line in printed[1:3]] == [
-        "node1:9844 0 Some GPU 50 % 80.0 GiB 60.0 GiB 20.0 GiB 8.0 GiB 1.0 GiB",
-        "node1:9844 1 Some GPU - - - - - -",
-    ]
-    assert printed[-3:-1] == ["node1:9844: gpu 1: lost", "node2:9844: no-answer"]
-    assert values(printed[-1]) == ["2", "3", "3", "120 GiB", "160 GiB", "16.0 GiB"]
-    show(open_console(), overview.screen())
-    assert capsys.readouterr().out.splitlines()[0] == printed[-1]
     assert overview.document()["exporters"][1] == {
         "instance": "node2:9844",
         "url": "http://node2:9844",
         "error": "no-answer",
         "devices": [],
     }
-
-
-def test_unknown_reclaimable_bytes_are_not_summed_as_zero(capsys: pytest.CaptureFixture[str]) -> None:
-    unsplit = {**GPU, "ledger": {"torch_fragmented": 9 << 30}}
-    show(open_console(), Overview({A: devices(unsplit)}).tables())
-    printed = capsys.readouterr().out.splitlines()
-    assert " ".join(printed[-2].split()).endswith("20.0 GiB - 9.0 GiB")
-    assert values(printed[-1]) == ["1", "1", "1", "60.0 GiB", "80.0 GiB"]
-
-
-@pytest.mark.parametrize(
-    ("source", "sums"),
-    [
-        ("nvml", ["2", "2", "2", "120 GiB", "160 GiB", "16.0 GiB"]),
-        ("demo", ["2", "2", "4", "180 GiB", "240 GiB", "24.0 GiB"]),
-    ],
-)
-def test_a_device_of_two_exporters_counts_once_unless_it_is_simulated(
-    source: str, sums: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    show(open_console(), shared_devices(source).tables())
-    assert values(capsys.readouterr().out.splitlines()[-1]) == sums
 
 
 def test_the_output_of_fleet_commands(capsys: pytest.CaptureFixture[str]) -> None:

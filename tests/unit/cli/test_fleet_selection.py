@@ -104,9 +104,9 @@ def test_several_series_of_a_process_select_it_once_with_all_their_devices() -> 
     ],
 )
 def test_a_selector_without_a_process_that_can_act_has_an_outcome(selector: Selector, outcome: str) -> None:
-    processes, (unmatched,) = select(A, [selector], PROCESSES, unreported=False)
-    assert (processes, unmatched.selector, unmatched.outcome) == ([], selector, outcome)
-    assert unmatched.reason
+    processes, ((unmatched, failure),) = select(A, [selector], PROCESSES, unreported=False)
+    assert (processes, unmatched, failure.outcome) == ([], selector, outcome)
+    assert failure.reason
 
 
 def test_a_process_that_does_not_report_can_be_selected_for_termination() -> None:

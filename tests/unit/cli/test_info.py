@@ -10,66 +10,9 @@ from rich.console import Console
 from gpumem_exporter.cli.render.node_tables import clear_summary, node_tables
 from gpumem_exporter.cli.render.terminal import open_console, show
 from tests.support.golden import assert_golden
+from tests.support.top_documents import GIB, device, process
 
-_GIB = 1 << 30
-
-
-def _device(gpu: int, **changes: Any) -> dict[str, Any]:
-    ledger = {
-        "torch_allocated": 40 * _GIB,
-        "torch_reclaimable": 20 * _GIB,
-        "torch_fragmented": _GIB,
-        "non_torch": 500 << 20,
-        "other_processes": 0,
-        "driver_reserved": 600 << 20,
-        "unattributed": -(2 << 20),
-    }
-    total = 80 * _GIB
-    return {
-        "gpu": str(gpu),
-        "uuid": f"GPU-{gpu}",
-        "name": "NVIDIA H100 80GB HBM3",
-        "mig_profile": "",
-        "up": True,
-        "error": "",
-        "memory": {"total_bytes": total, "used_bytes": 1, "free_bytes": 1, "reserved_bytes": 1},
-        "utilization_ratio": 0.93,
-        "ledger": {**ledger, "free": total - sum(ledger.values())},
-        **changes,
-    }
-
-
-def _lost(gpu: int) -> dict[str, Any]:
-    return _device(gpu, up=False, error="GPU is lost", memory=None, utilization_ratio=None, ledger=None)
-
-
-def _process(pid: int, *devices: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    return {
-        "pid": pid,
-        "reporting": True,
-        "state": "reporting",
-        "workload": "llm",
-        "rank": "0",
-        "command": "python train.py",
-        "sample_age_seconds": 0.42,
-        "actions": ["empty_cache"],
-        "devices": list(devices),
-        **changes,
-    }
-
-
-def _memory(**changes: Any) -> dict[str, Any]:
-    return {
-        "gpu": "0",
-        "uuid": "GPU-0",
-        "used_bytes": 62 * _GIB,
-        "allocated_bytes": 40 * _GIB,
-        "reserved_bytes": 61 * _GIB,
-        "reclaimable_bytes": 20 * _GIB,
-        "fragmented_bytes": _GIB,
-        "non_torch_bytes": -(3 << 20),
-        **changes,
-    }
+_LOST = device("1", up=False, error="GPU is lost", memory=None, utilization_ratio=None, ledger=None)
 
 
 def _lines(
@@ -77,14 +20,13 @@ def _lines(
     processes: list[dict[str, Any]],
     *,
     width: int = 80,
-    unicode_output: bool = True,
     **document: Any,
 ) -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=width)
     nvml = {"up": True, "error": "", "driver_version": "1"}
     of_devices = {"source": "nvml", "nvml": nvml, "devices": devices, **document}
-    for renderable in node_tables(of_devices, {"processes": processes}, width=width, unicode_output=unicode_output):
+    for renderable in node_tables(of_devices, {"processes": processes}, width=width):
         console.print(renderable)
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
@@ -97,27 +39,18 @@ def _row(lines: list[str], start: str) -> str:
 @pytest.mark.parametrize("width", [80, 100, 149, 150, 400])
 def test_every_size_of_a_full_node_is_readable_at_any_width(width: int) -> None:
     long_name = "a-workload-whose-name-is-quite-long-for-a-table"
-    process = _process(4194304, _memory(), workload=long_name, command="python " + "x" * 60, state="unreported")
-    lines = _lines([_device(i) for i in range(8)], [process], width=width)
+    named = {"workload": long_name, "command": "python " + "x" * 60, "state": "unreported"}
+    one = process(4194304, "0", non_torch_bytes=-(3 << 20), **named)
+    lines = _lines([device(str(i)) for i in range(8)], [one], width=width)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
-    for size in (
-        "4194304",
-        "62.0 GiB",
-        "40.0 GiB",
-        "61.0 GiB",
-        "20.0 GiB",
-        "1.0 GiB",
-        "-3.0 MiB",
-        "unreported",
-        "0.4 s",
-    ):
+    for size in ("4194304", "10.0 GiB", "6.0 GiB", "9.0 GiB", "2.0 GiB", "1.0 GiB", "-3.0 MiB", "unreported", "0.4 s"):
         assert size in text
     assert "…" not in "".join(line for line in lines if "GiB" in line and long_name[:4] not in line)
 
 
 def test_the_ledger_has_every_category_and_the_total_for_each_device() -> None:
-    lines = _lines([_device(i) for i in range(8)], [])
+    lines = _lines([device(str(i)) for i in range(8)], [])
     for category in ("torch_allocated", "non_torch", "other_processes", "unattributed", "free", "total"):
         cells = [line.split() for line in lines if line.startswith(f"{category} ")]
         assert sum(len(row) - 1 for row in cells) == 8 * 2
@@ -126,42 +59,36 @@ def test_the_ledger_has_every_category_and_the_total_for_each_device() -> None:
 
 
 def test_an_unknown_category_is_a_dash() -> None:
-    ledger = _device(0)["ledger"]
+    ledger = device("0")["ledger"]
     del ledger["non_torch"]
-    lines = _lines([_device(0, ledger=ledger)], [])
+    lines = _lines([device("0", ledger=ledger)], [])
     assert _row(lines, "non_torch").split() == ["non_torch", "-"]
     assert _row(lines, "other_processes").split() == ["other_processes", "0", "B"]
 
 
-def test_a_lost_device_shows_its_error_and_no_sizes() -> None:
-    lines = _lines([_device(0), _lost(1)], [])
-    assert "gpu 1: GPU is lost" in lines
-    assert _row(lines, "1 ").split() == ["1", "NVIDIA", "H100", "80GB", "HBM3", "-", "-", "-"]
-    assert "80.0 GiB" in _row(lines, "0 ")
-    assert not any(line.startswith("category") and "gpu 1" in line for line in lines)
-
-
-def test_a_process_without_a_device_has_a_row() -> None:
-    for width in (80, 200):
-        assert any(line.split()[:1] == ["7"] for line in _lines([_device(0)], [_process(7)], width=width))
-
-
 def test_an_ascii_terminal_gets_an_ascii_bar() -> None:
-    lines = _lines([_device(0)], [], unicode_output=False)
-    assert _row(lines, "0 ").split()[-1] == "############++++++......"
-    assert all(line.isascii() for line in lines)
+    out = io.TextIOWrapper(io.BytesIO(), "ascii")
+    devices = {"nvml": {"up": True}, "devices": [device("0", name="n…"), device("1", name="Ö")]}
+    show(open_console(out), node_tables(devices, {}, width=80))
+    out.seek(0)
+    lines = out.read().splitlines()
+    assert _row(lines, "0 ").split()[-1] == "############++++++%....."
+    assert [_row(lines, f"{gpu} ").split()[1] for gpu in (0, 1)] == ["n~", "?"]
 
 
 def test_text_of_a_process_cannot_control_the_terminal() -> None:
-    text = "\n".join(_lines([_device(0)], [_process(7, workload="\x1b[2Jw\n[b]x[/b]")], width=200))
+    text = "\n".join(_lines([device("0")], [process(7, workload="\x1b[2Jw\n[b]x[/b]")], width=200))
     assert "?[2Jw?[b]x[/b]" in text
     assert "\x1b" not in text
 
 
-_SILENT = _process(1, _memory(), state="silent", reporting=False)
-_UNABLE = _process(1, _memory(), actions=["reset_peak"])
-_EMPTY = _process(2, _memory(reclaimable_bytes=0))
-_UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
+_SILENT = process(1, "0", state="silent", reporting=False)
+_UNABLE = process(1, "0", actions=["reset_peak"])
+_EMPTY = process(2, "0", reclaimable_bytes=0)
+_UNKNOWN = process(2, "0", reclaimable_bytes=None)
+_TWO = process(1, "0", "1")
+_HALF_UNKNOWN = {**_TWO, "devices": [_TWO["devices"][0], {**_TWO["devices"][1], "reclaimable_bytes": None}]}
+_WITHOUT_CACHE = {**_TWO, "devices": [_TWO["devices"][0], {"gpu": "1", "used_bytes": 5}]}
 
 
 @pytest.mark.parametrize(
@@ -171,14 +98,11 @@ _UNKNOWN = _process(2, _memory(reclaimable_bytes=None))
         ([_SILENT], []),
         ([_UNABLE], []),
         ([_UNKNOWN], []),
-        ([_process(1, _memory()), _EMPTY], ["20.0 GiB", "1", "2"]),
-        ([_process(1, _memory(), _memory(gpu="1"))], ["40.0 GiB", "1", "1"]),
-        ([_process(1, _memory()), _UNKNOWN], ["20.0 GiB", "1", "2", "1"]),
-        ([_process(1, _memory(), _memory(gpu="1", reclaimable_bytes=None))], ["20.0 GiB", "1", "1", "1"]),
-        (
-            [_process(1, _memory(), _memory(gpu="1", reclaimable_bytes=None, reserved_bytes=None))],
-            ["20.0 GiB", "1", "1"],
-        ),
+        ([process(1, "0"), _EMPTY], ["2.0 GiB", "1", "2"]),
+        ([_TWO], ["4.0 GiB", "1", "1"]),
+        ([process(1, "0"), _UNKNOWN], ["2.0 GiB", "1", "2", "1"]),
+        ([_HALF_UNKNOWN], ["2.0 GiB", "1", "1", "1"]),
+        ([_WITHOUT_CACHE], ["2.0 GiB", "1", "1"]),
     ],
 )
 def test_the_last_line_has_the_sum_that_a_clear_would_free(processes: list[dict[str, Any]], numbers: list[str]) -> None:
@@ -186,22 +110,19 @@ def test_the_last_line_has_the_sum_that_a_clear_would_free(processes: list[dict[
     assert re.findall(r"\d+(?:\.\d+)?(?: GiB)?", clear_summary(processes)) == numbers
 
 
-def test_an_unknown_cache_is_not_an_empty_one() -> None:
-    assert clear_summary([_UNKNOWN]) != clear_summary([_UNABLE])
-
-
 def test_the_output_of_info() -> None:
-    mig = {**_device(2), "gpu": "2:0", "mig_profile": "1g.10gb"}
-    full = [_process(7, _memory(), _memory(gpu="1")), _process(8, _memory(), rank="1"), _process(9)]
-    silent = _process(1, _memory(), state="silent", reporting=False, sample_age_seconds=75.0)
+    mig = {**device("2"), "gpu": "2:0", "mig_profile": "1g.10gb"}
+    full = [process(7, "0", "1", non_torch_bytes=-(3 << 20)), process(8, "0", rank="1"), process(9)]
+    silent = process(1, "0", state="silent", reporting=False, sample_age_seconds=75.0)
     nvml = {"up": False, "error": "no libnvidia-ml.so.1"}
-    devices = [_device(0), _lost(1), mig]
+    negative = device("0")
+    negative["ledger"] |= {"unattributed": -(2 << 20), "free": 16 * GIB + (2 << 20)}
+    devices = [negative, _LOST, mig]
     cases = {
         "80 columns": _lines(devices, [*full, silent]),
         "150 columns": _lines(devices, [*full, silent], width=150),
-        "ASCII": _lines([_device(0)], [], unicode_output=False),
         "demo": _lines([], full[:1], source="demo"),
-        "no driver": _lines([], [_process(7, _memory(used_bytes=None))], nvml=nvml),
+        "no driver": _lines([], [process(7, "0", used_bytes=None)], nvml=nvml),
         "nothing": _lines([], [], nvml={"up": False}),
         "not known": _lines([], [_UNKNOWN]),
         "partly known": _lines([], [full[0], _UNKNOWN]),
@@ -211,10 +132,10 @@ def test_the_output_of_info() -> None:
 
 def test_a_file_gets_plain_full_lines() -> None:
     out = io.StringIO()
-    processes = {"processes": [_process(7, _memory(), workload="w" * 256, command="c" * 256)]}
+    processes = {"processes": [process(7, "0", workload="w" * 256, command="c" * 256)]}
     console = open_console(out)
-    devices = {"source": "nvml", "nvml": {"up": True}, "devices": [_device(i) for i in range(16)]}
-    show(console, node_tables(devices, processes, width=console.width, unicode_output=True))
+    devices = {"source": "nvml", "nvml": {"up": True}, "devices": [device(str(i)) for i in range(16)]}
+    show(console, node_tables(devices, processes, width=console.width))
     text = out.getvalue()
     assert "w" * 256 in text
     assert "c" * 256 in text

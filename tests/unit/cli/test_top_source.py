@@ -132,14 +132,6 @@ def test_a_document_of_another_server_is_an_error(processes: Any) -> None:
         world.source.read()
 
 
-def test_close_closes_both_sources() -> None:
-    world = _World()
-    world.api.error = ExporterUnreachableError("no-answer")
-    world.source.read()
-    world.source.close()
-    assert (world.api.closed, world.driver.released) == (2, 1)
-
-
 def test_a_reading_is_lost_after_a_failure_or_without_an_answer() -> None:
     known = Known(reading([], []), answered_seconds=100.0)
     assert known.lost(100.9, 1.0) == ""

@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from gpumem_exporter.cli.top.history import SPAN_SECONDS
-from gpumem_exporter.cli.top.sparkline import WIDTHS, sparkline
+from gpumem_exporter.cli.top.device_lines import sparkline
 from tests.support.top_documents import GIB
 
 _NOW = 10_030.0
@@ -44,19 +39,3 @@ def test_a_nearly_full_device_has_the_color_of_scarce_memory() -> None:
     for part, style in ((0.96, "bold red"), (0.92, "bold yellow"), (0.5, "dim")):
         drawn = sparkline([(_NOW, int(part * _TOTAL))], _TOTAL, 15, _NOW)
         assert {str(span.style) for span in drawn.spans} == {style}
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 2 * SPAN_SECONDS), st.integers(-GIB, 200 * GIB))),
-    st.sampled_from(WIDTHS),
-    st.integers(0, 80 * GIB),
-)
-def test_any_points_make_a_line_of_the_width(points: list[tuple[float, int]], width: int, total: int) -> None:
-    drawn = sparkline([(_NOW - ago, size) for ago, size in points], total, width, _NOW).plain
-    assert len(drawn) == width
-    assert set(drawn) <= set(" ▁▂▃▄▅▆▇█")
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_character_stands_for_a_whole_number_of_seconds(width: int) -> None:
-    assert SPAN_SECONDS % width == 0

@@ -62,11 +62,6 @@ def test_after_the_selected_process_exits_the_next_one_is_selected() -> None:
     assert _chosen(view.settle(view.rows(left[:2]), _PAGE)) == 2
 
 
-def test_keys_work_without_rows() -> None:
-    view = _press(View(), ["j", "G", "page down", "k", "s", "r"], ())
-    assert (view.first, view.rows(())) == (0, ())
-
-
 def test_s_cycles_through_the_orders() -> None:
     view = View()
     seen = [view.sort]
@@ -105,19 +100,11 @@ def test_any_key_closes_the_help() -> None:
 
 def test_e_switches_between_events_and_processes() -> None:
     events = _press(View(), ["j", "e", "j", "j", "k"], _rows())
-    assert (events.shows_events, events.first_event, events.lists_processes) == (True, 1, False)
+    assert (events.shows_events, events.first_line, events.lists_processes) == (True, 1, False)
     assert _chosen(events) == 1
     assert _press(events, ["s", "r", "/", "x"], _rows()) == events
-    assert _press(events, ["g"], _rows()).first_event == 0
+    assert _press(events, ["g"], _rows()).first_line == 0
     for key in ("e", "escape"):
         back = _press(events, [key], _rows())
-        assert (back.shows_events, back.first_event, _chosen(back)) == (False, 0, 1)
+        assert (back.shows_events, back.first_line, _chosen(back)) == (False, 0, 1)
     assert _press(events, ["?"], _rows()).shows_help
-
-
-@pytest.mark.parametrize(
-    ("first", "heights", "settled"),
-    [(0, [], 0), (5, [], 0), (9, [1] * 10, 6), (2, [1] * 10, 2), (9, [1, 1, 1, 3], 2), (9, [4, 4], 1), (9, [1, 1], 0)],
-)
-def test_the_last_events_fill_the_screen(first: int, heights: list[int], settled: int) -> None:
-    assert View(first_event=first).settle_events(heights, _PAGE).first_event == settled
