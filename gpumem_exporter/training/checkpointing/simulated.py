@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gpumem_exporter.training.checkpointing.blocks import checkpointed
 from gpumem_exporter.training.checkpointing.step import Step
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
-from gpumem_exporter.training.planning.kernels import Kernels
 from gpumem_exporter.training.planning.model import make_fake_mode
-from gpumem_exporter.training.planning.simulation import move, quiet
+from gpumem_exporter.training.planning.simulation import Tracer, move, quiet
 from gpumem_exporter.training.planning.trace import replay
-from gpumem_exporter.training.planning.tracing import Tracer
 
 __all__ = ["simulate_peak"]
 
@@ -31,7 +29,7 @@ def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
     Raises:
         ConfigurationError: the model cannot be copied, or fails on tensors without values.
     """
-    tracer = Tracer(Kernels("cudnn"))
+    tracer = Tracer()
     with quiet("the model"):
         mode = make_fake_mode()
         model = _fake(step.model, mode)
@@ -59,6 +57,5 @@ def _fake(model: nn.Module, mode: Any) -> nn.Module:
 def _run(step: Step, tracer: Any) -> None:
     with torch.enable_grad():
         loss = step.forward()
-        tracer.kind, tracer.in_backward = "temporaries", True
+        tracer.kind = "temporaries"
         loss.backward()
-        tracer.in_backward = False
