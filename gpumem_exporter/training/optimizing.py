@@ -15,8 +15,7 @@ from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.measure.tensor_bytes import Storages
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import call_model, evaluating
-from gpumem_exporter.training.checkpointing.results import distance_ratio
-from gpumem_exporter.training.measuring import peak_above_start, run_seconds, use_on
+from gpumem_exporter.training.measuring import distance_ratio, peak_above_start, run_seconds, use_on
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["ForwardUse", "ModelOptimization", "optimize_model"]

@@ -193,7 +193,6 @@ def chosen() -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     net, batch = Net(), torch.randn(8, 16)
     bare = nn.Sequential(nn.ReLU())
-    blocks = list(Net().blocks)
     hooked = Net()
     hooked.head.weight.register_post_accumulate_grad_hook(lambda _: None)
 
@@ -215,7 +214,6 @@ def refusals() -> dict[str, str]:
         "a hook": refused(lambda: compare(hooked, batch)),
         "meta": refused(lambda: compare(Net().to("meta"), batch.to("meta"))),
         "inference": refused(in_inference),
-        "lazy": refused(lambda: compare(nn.Sequential(*blocks, nn.LazyLinear(4)), batch, blocks=blocks)),
         "a computed batch": refused(lambda: compare(net, nn.Linear(16, 16)(batch))),
         "autocast": refused(lambda: compare(net, batch, autocast=torch.int8)),
         "no parameters": refused(lambda: compare(bare, batch, blocks=[bare[0]])),

@@ -8,12 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training.checkpointing.results import Difference
 from gpumem_exporter.units import human_bytes
 
-__all__ = ["CheckpointingComparison", "CheckpointingRow"]
+__all__ = ["CheckpointingComparison", "CheckpointingRow", "Difference"]
 
 _NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The differences between two runs.
+
+    Attributes:
+        names: the results that differ: `loss`, `gradient of …`, `buffer …`.
+        largest_ratio: the largest distance, divided by the norm of the first run's tensor. None if a tensor is missing
+            or has another shape.
+    """
+
+    names: tuple[str, ...]
+    largest_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +95,7 @@ class CheckpointingComparison:
 
     def __str__(self) -> str:
         rows = [("checkpointed", "blocks", "time", "", "peak", ""), *(self._cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"One training step of {self.model} on {self.device}; {self.blocks}; median of {self.repeats}"]
         for first, *others in rows:
             cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
