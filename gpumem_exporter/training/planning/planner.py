@@ -39,17 +39,17 @@ def plan(
     calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
 
     Args:
-        make_model: returns the `torch.nn.Module`. It is called under a FakeTensorMode.
+        make_model: returns the `torch.nn.Module`. For this and the arguments up to `convolution`, see `job.Job`.
         inputs: the arguments of the model, such as `float32[B,3,224,224]`.
         gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
         targets: the arguments of the loss after the model's output.
-        loss: see `job.Job`, also for the next five arguments.
+        loss: a name, or a callable of the output and the targets.
         optimizer: a name, or a callable of the parameters.
         optimizer_options: keyword arguments of the optimizer.
         precision: of parameters and computation.
         attention: the attention kernel.
         convolution: cudnn or native.
-        target_effective_batch: samples in one optimizer step, over all devices.
+        target_effective_batch: samples in one optimizer step, over all devices. See `plan.Target` for the next two.
         devices: number of data-parallel processes.
         margin: the part of the device's free memory to plan with.
         changes: also plan the job with changes that save memory. Takes a few times longer.
@@ -62,12 +62,12 @@ def plan(
         make_model,
         _tensors(inputs),
         _tensors(targets),
-        loss=loss,
-        optimizer=optimizer,
-        optimizer_options=optimizer_options or {},
-        precision=precision,
-        attention=attention,
-        convolution=convolution,
+        loss,
+        optimizer,
+        optimizer_options or {},
+        precision,
+        attention,
+        convolution,
     )
     return plan_in_worker(job, _gpu(gpu), Target(target_effective_batch, devices, margin), changes=changes)
 
