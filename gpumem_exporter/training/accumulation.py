@@ -105,7 +105,6 @@ class GradientAccumulator:
 
         self.steps = self.skipped_steps = self.freed_bytes = 0
         self.gradient_norm: Any = None
-        self._loop: object = None  # identifies the latest loop over the batches
         self._exhausted = False  # the loader has returned its last batch
         self._sizes: list[float] = []  # samples of the micro batches in this window
         self._warned_of_size = False
@@ -121,7 +120,6 @@ class GradientAccumulator:
         if self._sizes:
             _log.warning("an unfinished window of %d micro batches is dropped", len(self._sizes))
         self._drop_window(unfinished=bool(self._sizes))
-        self._loop = loop = object()
         self._exhausted = False
         ahead: deque[_Batch] = deque()  # keeps no reference to batches that were yielded
         try:
@@ -135,8 +133,7 @@ class GradientAccumulator:
                 yield ahead.popleft()
             self._complete = bool(self._sizes)  # if the caller skipped the last batch
         finally:
-            if self._loop is loop:  # false in an earlier loop whose generator is closed late
-                self._exhausted = False
+            self._exhausted = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:

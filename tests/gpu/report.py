@@ -45,7 +45,7 @@ Result = Values | Exception
 
 
 class Verdict(enum.Enum):
-    """The result of a comparison, in the order of the page; the member's value is the heading of its rows."""
+    """The result of a comparison, in the order of the page. The values are the headings."""
 
     NO = "Disagreements"
     YES = "Agreements"
@@ -248,15 +248,12 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="measure claims with TEXT in their name; repeatable"
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the claims")
     parser.add_argument("--emulated-only", action="store_true", help="measure the emulated node alone; needs no GPU")
     options = parser.parse_args()
     claims = [claim for claim in CLAIMS if not options.only or any(text in claim.name for text in options.only)]
     if not claims:
-        parser.error(f"no claim has {' or '.join(map(repr, options.only))} in its name; --list prints all names")
-    if options.list:
-        print("\n".join(claim.name for claim in claims))
-        return 0
+        names = "\n".join(claim.name for claim in CLAIMS)
+        parser.error(f"no claim has {' or '.join(map(repr, options.only))} in its name; the claims are\n{names}")
     if not options.emulated_only and (reason := why_no_device()):
         print(f"no report: {reason}; --emulated-only measures the emulated node alone", file=sys.stderr)
         return 1
