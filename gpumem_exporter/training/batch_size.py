@@ -119,7 +119,8 @@ def find_batch_size(
         NoBatchSizeError: no size that was tried fits. The cause is the last out-of-memory error with its diagnosis.
         RankFailedError: `step` raised another error on another rank, or a rank exited.
     """
-    limits = _Limits(*map(operator.index, (start, maximum, multiple_of)), margin, runs, max_tries)
+    first, last, unit = map(operator.index, (start, maximum, multiple_of))
+    limits = _Limits(first, last, unit, margin, runs, max_tries)
     ranks = Ranks.of(process_group)
     cuda = torch.cuda.is_available()
     _check_same_on_all(ranks, limits, cuda)

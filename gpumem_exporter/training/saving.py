@@ -63,12 +63,11 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     The file contains a dictionary of the given names. An object with a `state_dict` is saved as its state, everything
     else as it is. `torch.load(path, weights_only=True)` reads the file into host memory on any machine.
 
-    Takes no device memory: storages are copied to the host one by one. As with `torch.save`, tensors that share a
-    storage are written once, and a view saves its whole storage; `.clone()` saves the view alone.
+    Takes no device memory: storages are copied to the host one by one. As with `torch.save`, a view saves its whole
+    storage; `.clone()` saves the view alone.
 
-    The file is written under another name in the same folder, synced to the disk and renamed. After an error the
-    previous file stays. A killed process leaves a hidden `.part` file. The new file has the permissions of the file
-    that it replaces.
+    The file is written under another name in the same folder, synced to the disk and renamed, and keeps the permissions
+    of the file that it replaces. After an error the previous file stays. A killed process leaves a hidden `.part` file.
 
     Any thread may call this. If several processes train the same model, only one of them should call it.
 

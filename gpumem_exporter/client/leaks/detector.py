@@ -217,9 +217,8 @@ def leak_detector(
 
     The detector examines the memory after each step of an optimizer (torch 2.1 or later), at each `client.step()`, or
     at each call of `look()`. That takes 15 µs per device, and one or two milliseconds at every eighth step while memory
-    rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps. A slower leak, or
-    one in memory that rises and falls without a period, is found later. Warm-up, spikes, a sawtooth and a cache that
-    fills up are not reported.
+    rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps, a slower or
+    irregular one later. Warm-up, spikes, a sawtooth and a cache that fills up are not reported.
 
     Once a device leaks, the detector counts the live tensors, and again some steps later. It names the kinds that grew
     and what refers to them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.

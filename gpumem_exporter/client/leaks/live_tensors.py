@@ -1,8 +1,8 @@
 """Counts the live CUDA tensors by kind, and finds what refers to them.
 
-The walk covers the objects that Python's garbage collector tracks, and is limited in time and number. It runs none of
-the user's code: it compares types by `type()`, and reads instances through their dictionaries. It reads tensors through
-the base class, with `__torch_function__` disabled. The result contains text and numbers, so it keeps no tensor alive.
+The walk covers the objects that Python's garbage collector tracks. It runs none of the user's code: it compares types
+by `type()`, and reads tensors through the base class, with `__torch_function__` disabled. The result contains text and
+numbers, so it keeps no tensor alive.
 
 The walk does not find tensors that only C++ refers to, such as activations saved for a backward pass. It marks tensors
 with an autograd graph, because the graph keeps such activations.

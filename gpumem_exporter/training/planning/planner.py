@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
@@ -151,7 +152,7 @@ def _largest(job: Job, limit_bytes: int, target: Target) -> tuple[Sizing, int]:
     if target.effective_batch is None or job.accumulation > 1 or largest * target.devices >= target.effective_batch:
         return sizing, largest
     # Gradients that stay between passes leave less memory. More than two passes need the same memory as two.
-    sizing = Sizing(job.changed(accumulation=2))
+    sizing = Sizing(replace(job, accumulation=2))
     return sizing, sizing.largest(limit_bytes, target.multiple_of)
 
 
@@ -168,12 +169,12 @@ def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target) -> Iter
     job, shards = base.job, max(2, target.devices)
     changed = []
     if not job.checkpointing:
-        changed.append(("checkpointing", Sizing(job.changed(checkpointing=True)), "repeats forward in backward"))
+        changed.append(("checkpointing", Sizing(replace(job, checkpointing=True)), "repeats forward in backward"))
     if job.precision == "fp32":
-        changed.append(("bf16 autocast", Sizing(job.changed(precision="bf16")), "parameters and optimizer stay fp32"))
+        changed.append(("bf16 autocast", Sizing(replace(job, precision="bf16")), "parameters and optimizer stay fp32"))
     if not job.frozen:
         note = "trains only the last layer; an adapter adds a few parameters"
-        changed.append(("freezing", Sizing(job.changed(frozen=True)), note))
+        changed.append(("freezing", Sizing(replace(job, frozen=True)), note))
     note = "parameters, gradients and optimizer state; excludes the layer that is gathered"
     changed.append((f"sharding over {shards}", base.sharded(shards), note))
     for name, sizing, note in changed:

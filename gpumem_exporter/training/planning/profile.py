@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
         )
     if batch < 2:
         raise ConfigurationError(f"invalid batch {batch}: it must be at least 2, because half of it is measured too")
-    accumulating = job.changed(accumulation=2) if target.effective_batch is not None else job
+    accumulating = replace(job, accumulation=2) if target.effective_batch is not None else job
     try:
         small, large = _measure(accumulating, batch // 2), _measure(accumulating, batch)
     except torch.OutOfMemoryError as error:

@@ -35,7 +35,9 @@ def test_the_error_of_a_plan_is_exported_for_the_device_with_the_highest_peak_fr
         wait_until_equal(lambda: exporter.processes()[process.pid]["step"], step, "the step")
         wait_until_equal(lambda: shown(exporter, process.pid), ([64 << 20], error), "the error")
     assert exporter.metrics().values(ERROR, gpu="1") == [-0.5]
-    device = next(each for each in exporter.processes()[process.pid]["devices"] if each.get("plan_error_ratio") is not None)
+    device = next(
+        each for each in exporter.processes()[process.pid]["devices"] if each.get("plan_error_ratio") is not None
+    )
     assert (device["planned_reserved_peak_bytes"], device["plan_error_ratio"]) == (64 << 20, -0.5)
     # a reset peak restarts at the reserved bytes, which include the cache, so that the error stays
     process.call("free")
