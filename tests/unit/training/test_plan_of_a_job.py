@@ -110,16 +110,22 @@ def test_the_plan_is_for_the_device_with_the_highest_peak() -> None:
     assert planned(2, 900, plan=None) == [None, None]
 
 
-def error(step: int | None, peak: int | None = 800, planned: int | None = 1000) -> float | None:
+@pytest.mark.parametrize(
+    ("step", "peak", "planned", "expected"),
+    [
+        (2, 800, 1000, 0.25),
+        (100, 1250, 1000, -0.2),
+        (None, 800, 1000, None),
+        (1, 800, 1000, None),
+        (2, None, 1000, None),
+        (2, 0, 1000, None),
+        (2, 800, None, None),
+    ],
+)
+def test_the_error_is_positive_if_the_plan_was_too_large_and_needs_a_peak_of_two_steps(
+    step: int | None, peak: int | None, planned: int | None, expected: float | None
+) -> None:
     sample = DeviceSample("GPU-0", reserved_peak_bytes=peak, planned_reserved_peak_bytes=planned)
-    return plan_error_ratio(sample, step)
-
-
-def test_the_error_is_positive_if_the_plan_was_too_large() -> None:
-    assert error(2) == PLAN.error_ratio(800) == 0.25
-    assert error(100, peak=1250) == PLAN.error_ratio(1250) < 0
-
-
-def test_the_error_needs_a_plan_a_peak_and_two_steps() -> None:
-    assert [error(None), error(0), error(1)] == [None] * 3
-    assert [error(2, peak=None), error(2, peak=0), error(2, planned=None)] == [None] * 3
+    assert plan_error_ratio(sample, step) == pytest.approx(expected)
+    if expected is not None and peak:
+        assert PLAN.error_ratio(peak) == pytest.approx(expected)
