@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 __all__ = ["cuda_rules"]
@@ -159,14 +158,9 @@ def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enab
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None) -> Tensor:
-    head = query.shape[-1]
-    padding = -head % 8
-    if padding:
-        scale = head**-0.5 if scale is None else scale
-        query, key, value = (functional.pad(t, (0, padding)) for t in (query, key, value))
     operator: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
     result: Tensor = operator(query, key, value, dropout, causal, False, scale=scale)[0]
-    return result[..., :head] if padding else result
+    return result
 
 
 def _efficient(
@@ -184,21 +178,19 @@ def _efficient(
 
 def _dropout(x: Tensor, probability: float, train: bool) -> Tensor:
     """`torch.dropout` as CUDA runs it, with a mask of one byte per element."""
-    if not train or probability == 0 or x.numel() == 0:
+    if not train or probability == 0:
         return x
-    if probability == 1:
-        return x * torch.zeros((), dtype=x.dtype)
     result: Tensor = torch.ops.aten.native_dropout(x, probability, train)[0]
     return result
 
 
 def _rms_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,  # noqa: ARG001 - part of the operator
 ) -> Tensor:
-    """`torch.rms_norm` as CUDA runs it: fused if input and weight have the same dtype (`layer_norm.cpp`)."""
-    if weight is not None and weight.dtype != x.dtype:
-        square = x.float().pow(2).mean(tuple(range(-len(normalized_shape), 0)), keepdim=True)
-        return (x * torch.rsqrt(square + (eps or 0.0))).type_as(x) * weight
+    """`torch.rms_norm` as CUDA runs it, fused (`layer_norm.cpp`)."""
     result: Tensor = _RmsNorm.apply(x, weight, len(normalized_shape))
     return result
 

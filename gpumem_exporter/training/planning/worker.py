@@ -8,15 +8,16 @@ output. What the job's code prints goes to standard error.
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import importlib.util
 import io
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar, cast
@@ -248,11 +249,6 @@ class _Unpickler(pickle.Unpickler):
     def _import_main(self) -> Any:
         if self._setup.main is not None:
             return importlib.import_module(self._setup.main)
-        path = self._setup.script or ""
-        loader = importlib.machinery.SourceFileLoader(_SCRIPT, path)
-        spec = importlib.util.spec_from_file_location(_SCRIPT, path, loader=loader)
-        if spec is None:
-            raise ImportError(f"cannot import {path}")
-        module = sys.modules[_SCRIPT] = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
+        module = sys.modules[_SCRIPT] = types.ModuleType(_SCRIPT)
+        vars(module).update(runpy.run_path(self._setup.script or "", run_name=_SCRIPT))
         return module
