@@ -159,11 +159,7 @@ class _Limits:
 
 
 def _search(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> list[BatchSizeTry]:
-    """Try sizes until the largest that fits is known.
-
-    Raises:
-        NoBatchSizeError: no size fits.
-    """
+    """Try sizes until the largest that fits is known."""
     bisection = Bisection(limits.start // limits.multiple_of, limits.maximum // limits.multiple_of)
     tries: list[BatchSizeTry] = []
     error: BaseException | None = None

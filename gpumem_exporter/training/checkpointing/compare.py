@@ -114,13 +114,7 @@ def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | N
 
 
 class _Variants:
-    """Runs a step with some of the blocks checkpointed.
-
-    Args:
-        step: the training step.
-        names: the names of the blocks.
-        restore: resets what a run changes; called before each run.
-    """
+    """Runs a step with some of the named blocks checkpointed. `restore` resets what a run changes."""
 
     def __init__(self, step: Step, names: Sequence[str], restore: Callable[[], None]) -> None:
         self._step = step

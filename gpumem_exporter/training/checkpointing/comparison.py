@@ -21,8 +21,7 @@ class Difference:
 
     Attributes:
         names: the results that differ: `loss`, `gradient of …`, `buffer …`.
-        largest_ratio: the largest distance, divided by the norm of the first run's tensor. None if a tensor is missing
-            or has another shape.
+        largest_ratio: the largest distance, divided by the norm of the first run's tensor. None if shapes differ.
     """
 
     names: tuple[str, ...]
@@ -37,13 +36,11 @@ class CheckpointingRow:
         every: 1 checkpoints every block, 2 every second one, starting with the first; None checkpoints none.
         blocks: number of checkpointed blocks.
         seconds: the median of the runs; None if the step ran out of memory.
-        peak_bytes: the peak above what was allocated before the step, or its lower bound if it is not `exact`. None
-            without CUDA.
+        peak_bytes: the peak above the start, or its lower bound if it is not `exact`. None without CUDA.
         peak_at_most_bytes: the upper bound of the peak; None if it is unknown.
         simulated: whether the peak is a prediction of the planner.
         out_of_memory: whether the step ran out of memory.
-        difference: the difference from the results of the first row that ran. In that row, the difference between two
-            runs. None if the results are equal.
+        difference: from the results of the first row that ran; in that row, between two runs. None if they are equal.
     """
 
     every: int | None

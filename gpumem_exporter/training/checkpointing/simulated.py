@@ -23,8 +23,8 @@ __all__ = ["simulate_peak"]
 def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
     """Return the peak bytes of a training step above its start, with the named blocks checkpointed.
 
-    Takes about a second and does not change the model. It runs in this process, because the model and the loss exist
-    only here: during the call CPU tensors of the whole process follow CUDA's rules. Not thread-safe.
+    Takes about a second and does not change the model. Not thread-safe: it runs in this process, because the model and
+    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call.
 
     Raises:
         ConfigurationError: the model cannot be copied, or fails on tensors without values.
@@ -39,7 +39,10 @@ def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
             move(model, tracer)
             tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
             start = copy.deepcopy(tracer.trace)
-            _run(step.on(model, batch), tracer)
+            with torch.enable_grad():
+                loss = step.on(model, batch).forward()
+                tracer.kind = "temporaries"
+                loss.backward()
         whole = tracer.trace.ordered()
     return replay(whole).allocated_bytes - replay(start).allocated_bytes
 
@@ -52,10 +55,3 @@ def _fake(model: nn.Module, mode: Any) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer.detach())
     return copy.deepcopy(model, memo)
-
-
-def _run(step: Step, tracer: Any) -> None:
-    with torch.enable_grad():
-        loss = step.forward()
-        tracer.kind = "temporaries"
-        loss.backward()

@@ -23,15 +23,7 @@ __all__ = ["Results", "Step", "left_as_it_was"]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward pass and a backward pass.
-
-    Attributes:
-        model: the model to train.
-        batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
-        loss: returns the loss of the model's output; None means the output's `loss`, the output if it has one element,
-            else its mean.
-        autocast: the dtype of the forward pass; None disables autocast.
-    """
+    """A forward pass and a backward pass. `compare_checkpointing` describes the attributes."""
 
     model: nn.Module
     batch: Any
@@ -44,22 +36,14 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's first parameter.
-
-        Raises:
-            ConfigurationError: the model has no parameters.
-        """
+        """The device of the model's first parameter. Raises ConfigurationError if the model has none."""
         parameter = next(self.model.parameters(), None)
         if parameter is None:
             raise ConfigurationError(f"{type(self.model).__name__} has no parameters: there is nothing to train")
         return parameter.device
 
     def forward(self) -> Tensor:
-        """Run the forward pass and return the loss.
-
-        Raises:
-            ConfigurationError: the loss is not a tensor with one element that requires a gradient.
-        """
+        """Run the forward pass and return the loss, which must have one element and require a gradient."""
         with autocasting(self.model, self.autocast):
             value = (self.loss or _loss)(call_model(self.model, self.batch))
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -94,8 +78,8 @@ def _describe(value: Any) -> str:
 def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     """Undo what runs of the step change: gradients, buffers, random number generators and modes.
 
-    Yields a function that undoes the changes before each run, so that all runs start from the same state. Within the
-    context a model in evaluation mode is in training mode; a model in training mode keeps the modes of its parts.
+    Yields a function that undoes the changes before each run. Within the context a model in evaluation mode is in
+    training mode; a model in training mode keeps the modes of its parts.
 
     Raises:
         ConfigurationError: a run would change the parameters, or the model cannot be trained.
@@ -184,12 +168,7 @@ def _buffers(model: nn.Module) -> Callable[[], None]:
 
 
 class Results:
-    """The results of one run, copied to the host's memory.
-
-    Args:
-        step: the step that has just run.
-        loss: its loss.
-    """
+    """The results of the run of a step that has just ended with a loss, copied to the host's memory."""
 
     def __init__(self, step: Step, loss: Tensor) -> None:
         self._kept = {name: None if tensor is None else tensor.clone() for name, tensor in _on_host(step, loss)}

@@ -43,11 +43,7 @@ _LARGEST_FLASH_HEAD = 256
 
 @contextmanager
 def cuda_rules(attention_kernel: str) -> Iterator[None]:
-    """Make CPU tensors follow CUDA's rules within the context.
-
-    Args:
-        attention_kernel: auto, flash, efficient, math or cudnn.
-    """
+    """Make CPU tensors follow CUDA's rules within the context."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in _rules_of("AutocastCPU") - _rules_of("AutocastCUDA"):

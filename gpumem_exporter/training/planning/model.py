@@ -27,11 +27,7 @@ def make_fake_mode() -> FakeTensorMode:
 
 
 def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
-    """Build the module in training mode. `mode` must not be active.
-
-    Raises:
-        ConfigurationError: the factory does not return a module.
-    """
+    """Build the module in training mode. `mode` must not be active."""
     try:
         with mode:
             model = job.make_model()

@@ -94,20 +94,12 @@ def plan_description(
 
 
 def plan_in_worker(job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True) -> Plan:
-    """Run `plan_job` in a fresh interpreter.
-
-    Raises:
-        ConfigurationError: the model fails on tensors without values, or the job cannot be pickled.
-    """
+    """Run `plan_job` in a fresh interpreter. The job must be picklable."""
     return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes)
 
 
 def profile_in_worker(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
-    """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU.
-
-    Raises:
-        ConfigurationError: there is no CUDA, or the measured batch does not fit.
-    """
+    """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU."""
     return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True)
 
 

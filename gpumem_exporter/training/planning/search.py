@@ -22,11 +22,7 @@ class Sizing:
         self._traces: dict[int, Trace] = {}
 
     def trace(self, batch: int) -> Trace:
-        """Return the allocations of the job at a batch size.
-
-        Raises:
-            ConfigurationError: the job's own code failed.
-        """
+        """Return the allocations of the job at a batch size. Raises ConfigurationError if the job's code fails."""
         if batch not in self._traces:
             self._traces[batch] = self._make(batch)
         return self._traces[batch]

@@ -18,16 +18,12 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temp
 
 @dataclass(slots=True)
 class Trace:
-    """The allocations and frees of a job, in their order.
-
-    Attributes:
-        events: `+n` allocates allocation number n, `-n` frees it; numbers start at 1.
-        sizes: the requested bytes of each allocation; index 0 is unused.
-        kinds: the purpose of each allocation, one of KINDS.
-    """
+    """The allocations and frees of a job, in their order."""
 
     events: list[int] = field(default_factory=list)
+    """`+n` allocates allocation number n, `-n` frees it; numbers start at 1."""
     sizes: list[int] = field(default_factory=lambda: [0])
+    """The requested bytes of each allocation; index 0 is unused."""
     kinds: list[str] = field(default_factory=lambda: ["temporaries"])
 
     def allocate(self, size_bytes: int, kind: str) -> int:
@@ -109,11 +105,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The values of `torch.cuda.max_memory_allocated` and `max_memory_reserved` at the end of a trace.
-
-    Attributes:
-        out_of_memory: whether the job ended with an out-of-memory error. The peaks are those until then.
-    """
+    """The values of `torch.cuda.max_memory_allocated` and `max_memory_reserved` at the end, or at an error."""
 
     allocated_bytes: int
     reserved_bytes: int

@@ -46,17 +46,14 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True)
 class _Setup:
-    """What the worker prepares before it unpickles the request.
-
-    Attributes:
-        main: the caller's `__main__` as the name of a module; None for a script.
-        script: the path of the caller's script; None without a script, as in a notebook.
-        torch: settings of PyTorch that change a plan.
-    """
+    """What the worker prepares before it unpickles the request."""
 
     main: str | None
+    """The caller's `__main__` as the name of a module; None for a script."""
     script: str | None
+    """The path of the caller's script; None without a script, as in a notebook."""
     torch: dict[str, Any]
+    """Settings of PyTorch that change a plan."""
 
     @classmethod
     def of_this_process(cls) -> _Setup:
@@ -131,16 +128,14 @@ def named(text: str) -> Any:
     Raises:
         ConfigurationError: the text does not name a module and a callable.
     """
+    module, _, name = text.partition(":")
+    if not (module and name):
+        raise ConfigurationError(f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model")
     return _Named(text)
 
 
 class _Named:
     def __init__(self, text: str) -> None:
-        module, _, name = text.partition(":")
-        if not (module and name):
-            raise ConfigurationError(
-                f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model"
-            )
         self._text = text
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -166,11 +161,7 @@ def _load(text: str) -> Callable[..., Any]:
 
 
 def _dump(call: Any, setup: _Setup) -> bytes:
-    """Pickle a call.
-
-    Raises:
-        ConfigurationError: it refers to something that the worker cannot import.
-    """
+    """Pickle a call. Raises ConfigurationError if it refers to something that the worker cannot import."""
     try:
         data = pickle.dumps(call)
         if setup.main or setup.script or b"__main__" not in data:
