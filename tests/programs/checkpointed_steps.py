@@ -146,24 +146,6 @@ def without_library_memory() -> list[bool]:
     return [row.out_of_memory for row in compare(net, torch.randn(8, 16), repeats=1, every=[]).rows]
 
 
-def losses(watched: bool) -> list[str]:
-    """Train with dropout, with or without a comparison between the steps."""
-    net = Net()
-    torch.manual_seed(4)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    seen = []
-    for _ in range(4):
-        batch = torch.randn(8, 16)
-        loss = net(batch).square().mean()
-        loss.backward()
-        if watched:
-            compare(net, batch, repeats=1)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item().hex())
-    return seen
-
-
 def differing() -> dict[str, Any]:
     """Return what checkpointing changes: random numbers that are drawn again, and statistics that are counted twice."""
     random.seed(2)
