@@ -107,8 +107,8 @@ def find_batch_size(
     Args:
         step: runs one training step with a batch of the given size.
         start: the first size.
-        maximum: the largest size to try.
-        multiple_of: sizes are multiples of this number; `start` and `maximum` are rounded down.
+        maximum: the largest size to try. Like `start`, it is rounded down.
+        multiple_of: sizes are multiples of this number.
         margin: the part of the largest size to leave out, because a long training needs a little more memory.
         runs: calls of `step` in each try. The second one has the optimizer state of the first.
         max_tries: number of tries after which the search returns the largest size that fits so far.
@@ -124,14 +124,10 @@ def find_batch_size(
     ranks = Ranks.of(process_group)
     cuda = torch.cuda.is_available()
     _check_same_on_all(ranks, limits, cuda)
-    if not cuda:
-        no_cuda("find_batch_size")
-        return BatchSizeSearch(limits.start // limits.multiple_of * limits.multiple_of)
-    torch.cuda.synchronize()  # creates the context, so that the first try is measured like the others
-    tries = _search(step, limits, ranks)
-    largest = max(tried.size for tried in tries if tried.fits)
-    units = max(1, int(largest // limits.multiple_of * (1 - margin)))
-    return BatchSizeSearch(units * limits.multiple_of, largest, tuple(tries))
+    if cuda:
+        return _search(step, limits, ranks)
+    no_cuda("find_batch_size")
+    return BatchSizeSearch(limits.start // limits.multiple_of * limits.multiple_of)
 
 
 @dataclass(frozen=True)
@@ -158,8 +154,9 @@ class _Limits:
             raise ConfigurationError(f"invalid margin {self.margin}: it must be at least 0 and below 1")
 
 
-def _search(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> list[BatchSizeTry]:
+def _search(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> BatchSizeSearch:
     """Try sizes until the largest that fits is known."""
+    torch.cuda.synchronize()  # creates the context, so that the first try is measured like the others
     bisection = Bisection(limits.start // limits.multiple_of, limits.maximum // limits.multiple_of)
     tries: list[BatchSizeTry] = []
     error: BaseException | None = None
@@ -177,7 +174,9 @@ def _search(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> lis
         raise NoBatchSizeError(f"out of memory with every batch size that was tried: {sizes}{on}") from error
     error = None
     clear_cache(collect_garbage=True)
-    return tries
+    largest = bisection.fits * limits.multiple_of
+    units = max(1, int(bisection.fits * (1 - limits.margin)))
+    return BatchSizeSearch(units * limits.multiple_of, largest, tuple(tries))
 
 
 def _try(

@@ -50,7 +50,7 @@ def plan(
         precision: of parameters and computation.
         attention: the attention kernel.
         convolution: cudnn or native.
-        target_effective_batch: samples in one optimizer step, over all devices. See `plan.Target` for the next two.
+        target_effective_batch: samples in one optimizer step, over all devices.
         devices: number of data-parallel processes.
         margin: the part of the device's free memory to plan with.
         changes: also plan the job with changes that save memory. Takes a few times longer.
@@ -59,16 +59,9 @@ def plan(
         ConfigurationError: an argument is invalid, or the model fails on tensors without values. The cause of the
             error has the traceback.
     """
+    options = optimizer_options or {}
     job = Job(
-        make_model,
-        _tensors(inputs),
-        _tensors(targets),
-        loss,
-        optimizer,
-        optimizer_options or {},
-        precision,
-        attention,
-        convolution,
+        make_model, _tensors(inputs), _tensors(targets), loss, optimizer, options, precision, attention, convolution
     )
     return plan_in_worker(job, _gpu(gpu), Target(target_effective_batch, devices, margin), changes=changes)
 
