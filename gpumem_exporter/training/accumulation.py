@@ -38,18 +38,18 @@ class GradientAccumulator:
 
     The micro batches between two steps are a window. If each loss is a mean over its samples, the gradient of the step
     is the mean over all samples of the window on all ranks, also for a short last micro batch or window. BatchNorm
-    still sees micro batches. Gradients are summed in the dtype of their parameters, which is coarse for bfloat16.
+    still sees micro batches. Gradients are summed in the dtype of their parameters.
 
-    Under DDP and FSDP the gradients are averaged once per window, in its last backward pass. Every rank needs the same
-    number of micro batches. Not thread-safe.
+    Under DDP and FSDP the gradients are averaged once per window. Every rank needs the same number of micro batches.
+    Not thread-safe.
 
     Attributes:
         accumulation_steps: micro batches in a full window, on each rank.
         scaler: the gradient scaler for float16; save its `state_dict` in checkpoints. None without a scaler.
         steps: number of optimizer steps.
-        skipped_steps: windows that were dropped because the scaler found infinite gradients, as it does at first.
+        skipped_steps: windows that were dropped because the scaler found infinite gradients.
         gradient_norm: the norm of the last window before clipping, as a tensor on the device. None without clipping.
-        freed_bytes: bytes that clearing the cache has released so far.
+        freed_bytes: bytes that clearing the cache has released.
 
     Args:
         model: the module that the forward pass calls, wrapped or not.
@@ -59,10 +59,8 @@ class GradientAccumulator:
         autocast: the dtype of the forward pass under autocast: `torch.bfloat16` or `torch.float16`.
         scaler: the gradient scaler for float16. Default: `torch.amp.GradScaler`; under FSDP1 `ShardedGradScaler`.
         clip_norm: the largest norm of the gradient.
-        sync_every_batch: average over the ranks after each micro batch. This is slower. Under FSDP it saves the memory
-            of the unsharded gradients.
-        clear_cache_every: call `client.clear_cache()` after each multiple of this number of optimizer steps. The next
-            step allocates the memory again, which takes time.
+        sync_every_batch: average over the ranks after each micro batch: slower, but needs less memory under FSDP.
+        clear_cache_every: call `client.clear_cache()` each time after this number of optimizer steps.
         process_group: the ranks whose gradients are averaged. Default: DDP's group; under FSDP all ranks. Required with
             tensor parallelism.
 
@@ -105,7 +103,6 @@ class GradientAccumulator:
 
         self.steps = self.skipped_steps = self.freed_bytes = 0
         self.gradient_norm: Any = None
-        self._loop: object = None  # identifies the latest loop over the batches
         self._exhausted = False  # the loader has returned its last batch
         self._sizes: list[float] = []  # samples of the micro batches in this window
         self._warned_of_size = False
@@ -113,15 +110,13 @@ class GradientAccumulator:
         self._complete = self._averaged = False
 
     def batches(self, loader: Iterable[_Batch]) -> Iterator[_Batch]:
-        """Yield the loader's batches, and end the last window of an epoch with the last batch.
+        """Yield the loader's batches, and end the last window of an epoch with the last batch. Loads one batch ahead.
 
-        Loads one batch ahead, so that a loader that puts batches onto the device needs memory for one more batch. Drops
-        all gradients at the start, including an unfinished window of an earlier loop.
+        Drops all gradients at the start, including an unfinished window of an earlier loop.
         """
         if self._sizes:
             _log.warning("an unfinished window of %d micro batches is dropped", len(self._sizes))
         self._drop_window(unfinished=bool(self._sizes))
-        self._loop = loop = object()
         self._exhausted = False
         ahead: deque[_Batch] = deque()  # keeps no reference to batches that were yielded
         try:
@@ -135,8 +130,7 @@ class GradientAccumulator:
                 yield ahead.popleft()
             self._complete = bool(self._sizes)  # if the caller skipped the last batch
         finally:
-            if self._loop is loop:  # false in an earlier loop whose generator is closed late
-                self._exhausted = False
+            self._exhausted = False
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -164,8 +158,7 @@ class GradientAccumulator:
 
         Args:
             loss: a mean over the micro batch.
-            samples: the number of samples in the mean: `len(x)`. A number of tokens or a sum of weights, if the
-                effective batch and the micro batch count these.
+            samples: the number of samples in the mean; or of tokens, if the batch sizes count tokens.
 
         Raises:
             RuntimeError: `forward` was not called.
@@ -193,14 +186,10 @@ class GradientAccumulator:
         """If the window is complete, clip the gradients, run the optimizer and start the next window.
 
         Call it after each `backward`. A loop that skips batches must call it once more at its end, in case the last
-        batch was skipped.
-
-        Returns:
-            Whether the optimizer has stepped; False if the scaler found infinite gradients.
+        batch was skipped. Returns False if the scaler found infinite gradients.
 
         Raises:
-            RuntimeError: the last batch of the window was skipped, so that its gradients are not averaged over the
-                ranks; the window is dropped.
+            RuntimeError: there are several ranks and the last batch was skipped; the window is dropped.
             RankFailedError: a rank exited.
         """
         if not self._complete:
@@ -282,11 +271,7 @@ def _check_clip_norm(clip_norm: float | None, *, only_parts: bool) -> None:
 
 
 def _accumulation_steps(effective_batch: int, micro_batch: int, ranks: int) -> int:
-    """Return the number of micro batches in a window.
-
-    Raises:
-        ConfigurationError: the effective batch is not a multiple of the micro batches of all ranks.
-    """
+    """Return the number of micro batches in a window."""
     effective, micro = operator.index(effective_batch), operator.index(micro_batch)
     for name, value in (("effective batch", effective), ("micro batch", micro)):
         if value < 1:

@@ -96,27 +96,20 @@ def find_batch_size(
             loss_function(model(x), y).backward()
             optimizer.step()
 
-        found = training.find_batch_size(step, start=64, multiple_of=8)
-        loader = DataLoader(data, batch_size=int(found))
+    Sizes double from `start` while they fit, halve while they do not, and are then bisected. The steps train the model,
+    so load its weights afterwards. `step` metrics, `watch` and the leak detector ignore them. Failed tries raise the
+    allocator's peaks and its number of errors. Without CUDA nothing is tried and the size is `start`.
 
-    Sizes double from `start` while they fit, halve while they do not, and are then bisected. The cache is empty before
-    each try and after the last one. The steps train the model, so load its weights afterwards. `step` metrics, `watch`
-    and the leak detector ignore them. No statistic is reset, but failed tries raise the allocator's peaks and its
-    number of out-of-memory errors. Without CUDA nothing is tried and the size is `start`.
-
-    Under `torchrun` every rank calls this with the same arguments, and a size must fit on every rank. After each try
-    the ranks exchange the outcome in an all-reduce. **`step` must not contain a collective**: a rank that runs out of
-    memory before the collective leaves the others waiting until the group's timeout. So call `ddp.module` instead of
-    the wrapper. FSDP gathers parameters in every forward pass and cannot be tried safely. To wait for less than the
-    default group's timeout, pass `new_group(backend="gloo", timeout=timedelta(minutes=2))`.
+    Under `torchrun` every rank calls this with the same arguments. **`step` must not contain a collective**: a rank
+    without memory would leave the others waiting until the group's timeout. So call `ddp.module` instead of the
+    wrapper; FSDP cannot be tried safely.
 
     Args:
         step: runs one training step with a batch of the given size.
         start: the first size.
-        maximum: the largest size to try.
-        multiple_of: sizes are multiples of this number; `start` and `maximum` are rounded down.
-        margin: the part of the largest size to leave out, because a long training needs a little more memory than its
-            first steps.
+        maximum: the largest size to try. Like `start`, it is rounded down.
+        multiple_of: sizes are multiples of this number.
+        margin: the part of the largest size to leave out, because a long training needs a little more memory.
         runs: calls of `step` in each try. The second one has the optimizer state of the first.
         max_tries: number of tries after which the search returns the largest size that fits so far.
         process_group: the ranks that agree on a size. Default: the default group, if it is initialized.
@@ -125,26 +118,16 @@ def find_batch_size(
         ConfigurationError: an argument is invalid, or differs between ranks.
         NoBatchSizeError: no size that was tried fits. The cause is the last out-of-memory error with its diagnosis.
         RankFailedError: `step` raised another error on another rank, or a rank exited.
-        Exception: any other error of `step` on this rank, after the other ranks were informed.
     """
-    limits = _Limits(
-        operator.index(start), operator.index(maximum), operator.index(multiple_of), margin, runs, max_tries
-    )
+    first, last, unit = map(operator.index, (start, maximum, multiple_of))
+    limits = _Limits(first, last, unit, margin, runs, max_tries)
     ranks = Ranks.of(process_group)
     cuda = torch.cuda.is_available()
     _check_same_on_all(ranks, limits, cuda)
-    if not cuda:
-        no_cuda("find_batch_size")
-        return BatchSizeSearch(limits.start // limits.multiple_of * limits.multiple_of)
-    torch.cuda.synchronize()  # creates the context, so that the first try is measured like the others
-    tries, error = _search(step, limits, ranks)
-    largest = max((tried.size for tried in tries if tried.fits), default=0)
-    if not largest:
-        sizes = _join(tried.size for tried in tries)
-        on = f"; the last one on rank {_join(tries[-1].ranks_out_of_memory)}" if ranks.size > 1 else ""
-        raise NoBatchSizeError(f"out of memory with every batch size that was tried: {sizes}{on}") from error
-    units = max(1, int(largest // limits.multiple_of * (1 - margin)))
-    return BatchSizeSearch(units * limits.multiple_of, largest, tuple(tries))
+    if cuda:
+        return _search(step, limits, ranks)
+    no_cuda("find_batch_size")
+    return BatchSizeSearch(limits.start // limits.multiple_of * limits.multiple_of)
 
 
 @dataclass(frozen=True)
@@ -171,10 +154,9 @@ class _Limits:
             raise ConfigurationError(f"invalid margin {self.margin}: it must be at least 0 and below 1")
 
 
-def _search(
-    step: Callable[[int], object], limits: _Limits, ranks: Ranks
-) -> tuple[list[BatchSizeTry], BaseException | None]:
-    """Try sizes until the largest that fits is known. Returns the tries and the error of the last one."""
+def _search(step: Callable[[int], object], limits: _Limits, ranks: Ranks) -> BatchSizeSearch:
+    """Try sizes until the largest that fits is known."""
+    torch.cuda.synchronize()  # creates the context, so that the first try is measured like the others
     bisection = Bisection(limits.start // limits.multiple_of, limits.maximum // limits.multiple_of)
     tries: list[BatchSizeTry] = []
     error: BaseException | None = None
@@ -185,21 +167,22 @@ def _search(
         _log.info("batch size %s", str(tried).strip())
         tries.append(tried)
         bisection.record(units, fits=tried.fits)
-    if bisection.fits:
-        error = None
+    if not bisection.fits:
+        clear_cache(collect_garbage=True)
+        on = f"; the last one on rank {_join(tries[-1].ranks_out_of_memory)}" if ranks.size > 1 else ""
+        sizes = _join(tried.size for tried in tries)
+        raise NoBatchSizeError(f"out of memory with every batch size that was tried: {sizes}{on}") from error
+    error = None
     clear_cache(collect_garbage=True)
-    return tries, error
+    largest = bisection.fits * limits.multiple_of
+    units = max(1, int(bisection.fits * (1 - limits.margin)))
+    return BatchSizeSearch(units * limits.multiple_of, largest, tuple(tries))
 
 
 def _try(
     step: Callable[[int], object], size: int, runs: int, ranks: Ranks
 ) -> tuple[BatchSizeTry, BaseException | None]:
-    """Run the step and exchange the outcome with the other ranks.
-
-    Raises:
-        RankFailedError: another rank raised an error other than out of memory.
-        Exception: this rank did.
-    """
+    """Run the step and exchange the outcome with the other ranks. Raises errors other than out of memory."""
     error: BaseException | None = None
     used: list[MemoryUse] = []
     with no_training(), Measured("batch size", kept=False, ended=used.append):
@@ -241,11 +224,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _check_same_on_all(ranks: Ranks, limits: _Limits, cuda: bool) -> None:
-    """Check before the first try that all ranks will try the same sizes.
-
-    Raises:
-        ConfigurationError: an argument differs.
-    """
+    """Check before the first try that all ranks will try the same sizes."""
     for name, value in {"CUDA": cuda, **vars(limits)}.items():
         values = ranks.gather(value)
         if len(set(values.values())) > 1:

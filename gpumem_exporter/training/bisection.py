@@ -14,24 +14,25 @@ class Bisection:
 
     Attributes:
         fits: the largest number that fits so far.
+        fails: the smallest number that does not fit so far.
     """
 
     def __init__(self, start: int, maximum: int) -> None:
         self.fits = 0
-        self._fails = maximum + 1
+        self.fails = maximum + 1
         self._start, self._maximum = start, maximum
 
     def next(self) -> int | None:
         """Return the next number; None once the largest number that fits is known."""
-        if self._fails - self.fits <= 1:
+        if self.fails - self.fits <= 1:
             return None
-        if self._fails > self._maximum:  # nothing has failed yet
+        if self.fails > self._maximum:  # nothing has failed yet
             return min(2 * self.fits, self._maximum) if self.fits else self._start
-        return (self.fits + self._fails) // 2
+        return (self.fits + self.fails) // 2
 
     def record(self, number: int, *, fits: bool) -> None:
         """Record the outcome of a try."""
         if fits:
             self.fits = number
         else:
-            self._fails = number
+            self.fails = number

@@ -64,11 +64,7 @@ def _wrapped(module: Any) -> Iterator[Any]:
 
 
 def ranks_of(model: Any, group: Any = None) -> Ranks:
-    """Return the ranks over which gradients are averaged: those of `group`, else of DDP, else all ranks under FSDP.
-
-    Raises:
-        ConfigurationError: this process does not belong to the group.
-    """
+    """Return the ranks over which gradients are averaged: those of `group`, else of DDP, else all ranks under FSDP."""
     parts = tuple(_wrapped(model))
     if group is None and not parts:
         return Ranks()

@@ -1,15 +1,17 @@
-"""The time and the peak memory of repeated runs on one device."""
+"""The time and the peak memory of repeated runs on one device, and the distance between their results."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from gpumem_exporter.client.measure.measured import DeviceUse, MemoryUse
 
-__all__ = ["peak_above_start", "run_seconds", "use_on"]
+__all__ = ["distance_ratio", "peak_above_start", "run_seconds", "use_on"]
 
 
 def run_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -24,10 +26,7 @@ def run_seconds(run: Callable[[], object], device: torch.device) -> float:
 def peak_above_start(warm_up: MemoryUse, timed: MemoryUse, device: torch.device) -> tuple[int | None, int | None]:
     """Return the bounds of the peak above the allocated bytes before the timed runs; None where unknown.
 
-    Args:
-        warm_up: the memory use of a first run and the timed runs, which is used if `timed` is not exact.
-        timed: the memory use of the timed runs.
-        device: the device of the runs.
+    Uses the peak of `warm_up`, which covers a first run and the timed runs, if that of `timed` is not exact.
     """
     inner, outer = use_on(timed, device), use_on(warm_up, device)
     if inner is None or outer is None:
@@ -45,3 +44,12 @@ def use_on(use: MemoryUse, device: torch.device) -> DeviceUse | None:
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def distance_ratio(kept: Tensor, tensor: Tensor) -> float:
+    """Return the distance of a tensor from `kept`, divided by the norm of `kept`. Both are on the CPU."""
+    before = kept.to(torch.float64).flatten()
+    size, distance = float(before.norm()), float((tensor.to(torch.float64).flatten() - before).norm())
+    if not distance:
+        return 0.0
+    return distance / size if size else math.inf

@@ -15,8 +15,7 @@ from gpumem_exporter.client.measure.measured import Measured
 from gpumem_exporter.client.measure.tensor_bytes import Storages
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import call_model, evaluating
-from gpumem_exporter.training.checkpointing.results import distance_ratio
-from gpumem_exporter.training.measuring import peak_above_start, run_seconds, use_on
+from gpumem_exporter.training.measuring import distance_ratio, peak_above_start, run_seconds, use_on
 from gpumem_exporter.units import human_bytes
 
 __all__ = ["ForwardUse", "ModelOptimization", "optimize_model"]
@@ -102,12 +101,10 @@ def optimize_model(
     Args:
         model: the model, on the device where it runs.
         dtype: the new dtype of all floating-point parameters and buffers. `torch.bfloat16` halves the bytes of float32
-            weights, and makes results and running statistics less precise. The caller casts the inputs. To compute in
-            bf16 and keep the weights, use autocast.
-        channels_last: change to the layout in which cuDNN's convolutions need no transposition on tensor cores; see
-            "Channels Last Memory Format" on pytorch.org/tutorials.
-        example: a batch with which to measure the forward pass before and after. It has the dtype from before: a
-            tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
+            weights, and makes results less precise. The caller casts the inputs.
+        channels_last: change to the layout in which cuDNN's convolutions need no transposition on tensor cores.
+        example: a batch with which to measure the forward pass before and after: a tensor, positional arguments in a
+            tuple or list, or keyword arguments in a mapping.
         reset_peaks: reset the allocator's peaks before each measured forward pass, so that its peak is exact.
 
     Raises:
@@ -118,10 +115,10 @@ def optimize_model(
     if reset_peaks and example is None:
         raise ConfigurationError("reset_peaks needs an example: it makes the peak of its forward pass exact")
     weights = _weights_bytes(model)
-    before = None if example is None else _measure_forward(model, example, reset_peaks)
+    before, outputs = (None, []) if example is None else _measure_forward(model, example, reset_peaks)
     with Measured("optimize_model", kept=False) as use:
         _change(model, dtype, channels_last)
-    after = None if example is None else _measure_forward(model, _cast(example, dtype), reset_peaks)
+    after, changed = (None, []) if example is None else _measure_forward(model, _cast(example, dtype), reset_peaks)
     device = use_on(use, _device(model))
     optimization = ModelOptimization(
         model=type(model).__name__,
@@ -130,9 +127,9 @@ def optimize_model(
         weights_after_bytes=_weights_bytes(model),
         allocated_before_bytes=None if device is None else device.before_bytes,
         allocated_after_bytes=None if device is None else device.after_bytes,
-        forward_before=None if before is None else before.use,
-        forward_after=None if after is None else after.use,
-        output_difference_ratio=_difference(before, after),
+        forward_before=before,
+        forward_after=after,
+        output_difference_ratio=_difference(outputs, changed),
     )
     for line in str(optimization).splitlines():
         _log.info("%s", line)
@@ -170,15 +167,8 @@ def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """A measured forward pass, with its outputs on the CPU."""
-
-    use: ForwardUse
-    outputs: list[Tensor]
-
-
-def _measure_forward(model: nn.Module, batch: Any, reset_peaks: bool) -> _Forward:
+def _measure_forward(model: nn.Module, batch: Any, reset_peaks: bool) -> tuple[ForwardUse, list[Tensor]]:
+    """Return a measured forward pass, and its outputs on the CPU."""
     device = _device(model)
     with evaluating(model), torch.no_grad(), Measured("forward", kept=False) as whole:
         outputs = [leaf.cpu() for leaf in tree_leaves(call_model(model, batch)) if isinstance(leaf, Tensor)]
@@ -186,7 +176,7 @@ def _measure_forward(model: nn.Module, batch: Any, reset_peaks: bool) -> _Forwar
             seconds = [run_seconds(lambda: call_model(model, batch), device) for _ in range(_RUNS)]
     peak, most = peak_above_start(whole, timed, device)
     exact = peak is not None and peak == most
-    return _Forward(ForwardUse(statistics.median(seconds), peak, exact), outputs)
+    return ForwardUse(statistics.median(seconds), peak, exact), outputs
 
 
 def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -197,10 +187,8 @@ def _cast(batch: Any, dtype: torch.dtype | None) -> Any:
     )
 
 
-def _difference(before: _Forward | None, after: _Forward | None) -> float | None:
-    if before is None or after is None:
-        return None
-    pairs = [(one, other) for one, other in zip(before.outputs, after.outputs, strict=True) if one.shape == other.shape]
+def _difference(before: list[Tensor], after: list[Tensor]) -> float | None:
+    pairs = [(one, other) for one, other in zip(before, after, strict=True) if one.shape == other.shape]
     return max((distance_ratio(one, other) for one, other in pairs), default=None)
 
 

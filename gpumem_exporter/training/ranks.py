@@ -15,8 +15,8 @@ __all__ = ["Ranks"]
 class Ranks:
     """The members of a process group, or this process alone.
 
-    `gather` and `total` are collective: every rank calls them, in the same order. They wait at most for the group's
-    timeout. Not thread-safe.
+    `gather` and `total` are collective: every rank calls them, in the same order. They raise RankFailedError if a rank
+    exited, or did not answer within the group's timeout. Not thread-safe.
 
     Attributes:
         size: number of ranks.
@@ -53,11 +53,7 @@ class Ranks:
         return ranks
 
     def gather(self, value: float) -> dict[int, float]:
-        """Return the value of each rank by its global number. Only the first call allocates on a device.
-
-        Raises:
-            RankFailedError: a rank exited, or did not answer within the group's timeout.
-        """
+        """Return the value of each rank by its global number. Only the first call allocates on a device."""
         if self.size == 1:
             return {self.numbers[0]: value}
         if self._row is None:
@@ -68,11 +64,7 @@ class Ranks:
         return dict(zip(self.numbers, self._row.tolist(), strict=True))
 
     def total(self, value: float) -> Any:
-        """Return the sum over the ranks: a number with a CPU backend, otherwise a tensor on the device.
-
-        Raises:
-            RankFailedError: as in `gather`.
-        """
+        """Return the sum over the ranks: a number with a CPU backend, otherwise a tensor on the device."""
         if self.size == 1:
             return value
         total = torch.full((), value, dtype=torch.float64, device=self._device)

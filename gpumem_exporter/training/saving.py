@@ -7,6 +7,7 @@ tensors onto the device, and a machine without a GPU cannot load them.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import secrets
@@ -33,8 +34,6 @@ _GATHER = (
     " with StateDictOptions(full_state_dict=True, cpu_offload=True)) and save it on one rank, or save the parts with"
     " torch.distributed.checkpoint.save"
 )
-_WRITE_BYTES = 64 << 20
-"""Size of one write: signals are handled between two writes of a large file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +63,11 @@ def save_checkpoint(path: str | os.PathLike[str], /, **parts: Any) -> SavedCheck
     The file contains a dictionary of the given names. An object with a `state_dict` is saved as its state, everything
     else as it is. `torch.load(path, weights_only=True)` reads the file into host memory on any machine.
 
-    Takes no device memory: storages are copied to the host one by one. As with `torch.save`, tensors that share a
-    storage are written once, and a view saves its whole storage; `.clone()` saves the view alone.
+    Takes no device memory: storages are copied to the host one by one. As with `torch.save`, a view saves its whole
+    storage; `.clone()` saves the view alone.
 
-    The file is written under another name in the same folder, synced to the disk and renamed. After an error the
-    previous file stays. A killed process leaves a hidden `.part` file. The new file has the permissions of the file
-    that it replaces.
+    The file is written under another name in the same folder, synced to the disk and renamed, and keeps the permissions
+    of the file that it replaces. After an error the previous file stays. A killed process leaves a hidden `.part` file.
 
     Any thread may call this. If several processes train the same model, only one of them should call it.
 
@@ -99,26 +97,43 @@ def _write(tree: Mapping[str, Any], target: Path, mode: int | None, sizes: _Size
 
     handled = sys.exc_info()[1]
     part = target.with_name(f".{target.name[:40]}.{secrets.token_hex(4)}.part")
-    stream = None
+    file: _File | None = None
     try:
-        stream = _Stream(part, mode)
-        with saved_from_host(sizes.note):
-            torch.save(tree, cast(IO[bytes], stream))
-        _refuse_unloadable(part)
-        stream.finish(target)
+        with _File(
+            part, "xb", opener=lambda path, flags: os.open(path, flags, 0o666 if mode is None else mode)
+        ) as file:
+            if mode is not None:
+                with contextlib.suppress(OSError):  # a file system without permissions
+                    part.chmod(mode)
+            with saved_from_host(sizes.note):
+                torch.save(tree, cast(IO[bytes], file))
+            _refuse_unloadable(part)
+            os.fsync(file.fileno())
+        written_bytes = part.stat().st_size
+        part.replace(target)
     except BaseException as error:
-        if stream is not None:
-            stream.discard()
+        with contextlib.suppress(OSError):
+            part.unlink()
         # Torch replaces a write error by its own error.
-        cause = stream.error if stream is not None and stream.error is not None else error
+        cause = file.error if file is not None and file.error is not None else error
         if isinstance(cause, OSError):
-            room = "" if stream is None else _room(target.parent, sizes.total_bytes)
+            room = "" if file is None else _room(target.parent, sizes.total_bytes)
             raise StorageError(f"{target} cannot be written: {cause.strerror or cause}{room}") from cause
         context = error.__context__  # torch's RuntimeError must not replace a KeyboardInterrupt
         if context is not handled and not isinstance(context, Exception | None):
             raise context from None
         raise
-    return stream.written_bytes
+    _sync_folder(target.parent)
+    return written_bytes
+
+
+def _sync_folder(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # not every file system can sync folders
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _has_state(value: Any) -> bool:
@@ -126,11 +141,7 @@ def _has_state(value: Any) -> bool:
 
 
 def _refuse_collective(parts: Mapping[str, Any]) -> None:
-    """Refuse parts whose `state_dict` waits for all ranks: only one process saves.
-
-    Raises:
-        ConfigurationError: a part contains a `FullyShardedDataParallel`.
-    """
+    """Refuse a `FullyShardedDataParallel`, whose `state_dict` waits for all ranks: only one process saves."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", None)
     if kind is None:
         return
@@ -143,13 +154,8 @@ def _refuse_collective(parts: Mapping[str, Any]) -> None:
 
 
 def _refuse_shards(tree: Any) -> None:
-    """Refuse values that contain only a part of a tensor.
-
-    Raises:
-        ConfigurationError: a value is a DTensor.
-    """
-    distributed = sys.modules.get("torch.distributed.tensor")
-    kind = getattr(distributed, "DTensor", None)
+    """Refuse a DTensor, of which this process has only a part."""
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if kind is None:
         return
     for name, value in _leaves(tree, ""):
@@ -169,11 +175,7 @@ def _leaves(tree: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _refuse_unloadable(part: Path) -> None:
-    """Refuse a file that `torch.load(weights_only=True)` rejects. Reads the pickle in the file and no tensors.
-
-    Raises:
-        ConfigurationError: the file contains objects of other classes.
-    """
+    """Refuse a file that `torch.load(weights_only=True)` rejects. Reads the pickle in the file and no tensors."""
     import torch
 
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(part)
@@ -184,24 +186,10 @@ def _refuse_unloadable(part: Path) -> None:
         )
 
 
-class _Stream:
-    """The file that torch writes to. Keeps the error of a write, because torch replaces it by its own error.
+class _File(io.FileIO):
+    """The file that torch writes to. Keeps the error of a write, because torch replaces it by its own error."""
 
-    Args:
-        part: the path of the temporary file.
-        mode: its permissions; None means those of a new file.
-    """
-
-    def __init__(self, part: Path, mode: int | None) -> None:
-        self._part = part
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._descriptor = os.open(part, flags, 0o666 if mode is None else mode)
-        self._open = True
-        self.written_bytes = 0
-        self.error: OSError | None = None
-        if mode is not None:
-            with contextlib.suppress(OSError):  # a file system without permissions
-                os.fchmod(self._descriptor, mode)
+    error: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Write all data."""
@@ -209,47 +197,15 @@ class _Stream:
         size = len(rest)
         try:
             while rest:
-                rest = rest[os.write(self._descriptor, rest[:_WRITE_BYTES]) :]
+                rest = rest[super().write(rest) :]
         except OSError as error:
             self.error = self.error or error
             raise
-        self.written_bytes += size
         return size
-
-    def flush(self) -> None:
-        """Do nothing: there is no buffer."""
-
-    def finish(self, target: Path) -> None:
-        """Sync the file to the disk and rename it to the target."""
-        os.fsync(self._descriptor)
-        self._close()
-        self._part.replace(target)
-        with contextlib.suppress(OSError):  # not every file system can sync folders
-            folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
-
-    def discard(self) -> None:
-        """Remove the file."""
-        with contextlib.suppress(OSError):
-            self._close()
-        with contextlib.suppress(OSError):
-            self._part.unlink()
-
-    def _close(self) -> None:
-        if self._open:
-            self._open = False
-            os.close(self._descriptor)
 
 
 def _mode(target: Path) -> int | None:
-    """Return the permissions of the file to replace; None if there is no file.
-
-    Raises:
-        ConfigurationError: the path is a folder or another special file.
-    """
+    """Return the permissions of the file to replace; None if there is no file. Refuses folders and special files."""
     try:
         mode = target.stat().st_mode
     except OSError:

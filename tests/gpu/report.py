@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import enum
 import itertools
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import tempfile
 import textwrap
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from tests.claims.place import Place
@@ -30,13 +28,12 @@ from tests.emulation.torch_process import TorchProcess
 from tests.gpu.driver import anonymous, books, why_no_device
 from tests.support.paths import DATA, REPOSITORY
 
-__all__ = ["Report", "Row", "Verdict", "compare", "main"]
+__all__ = ["Report", "Verdict", "compare", "main"]
 
 LONGEST_CELL = 200
-LONGEST_TRACEBACK = 3000
 
 _READING = """\
-Values are bytes unless their name says otherwise; `a = b` are equal values of a claim. A value agrees if it has its
+Values are bytes unless their name says otherwise. A value agrees if it has its
 expected value in each place, and is the same in both places unless it depends on the device. If the places disagree,
 correct the emulated node."""
 
@@ -45,42 +42,27 @@ Result = Values | Exception
 
 
 class Verdict(enum.Enum):
-    """The result of a comparison, in the order of the page; the member's value is the heading of its rows."""
+    """The result of a comparison, in the order of the page. The values are the headings."""
 
     NO = "Disagreements"
     YES = "Agreements"
     NOT_COMPARED = "Not compared"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One value of a claim, or several with equal texts.
-
-    Attributes:
-        value: the names of the values.
-        cells: the text of the value in each place.
-    """
-
-    claim: str
-    value: str
-    cells: tuple[str, ...]
-    verdict: Verdict
+Row = tuple[Verdict, tuple[str, ...]]
+"""One value of a claim: the claim, the name of the value, and its text in each place."""
 
 
-def compare(claim: str, results: Sequence[Result]) -> list[Row]:
-    """Return the rows of a claim from its result in each place."""
-    names: dict[tuple[tuple[str, ...], Verdict], list[str]] = {}
+def compare(claim: str, results: Sequence[Result]) -> Iterator[Row]:
+    """Yield the rows of a claim from its result in each place."""
     raised = [result for result in results if isinstance(result, Exception)]
     if raised:
-        cells = tuple(_summary(result) for result in results)
         skipped = all(isinstance(error, NotAvailableError) for error in raised)
-        names[cells, Verdict.NOT_COMPARED if skipped else Verdict.NO] = ["the claim"]
+        yield Verdict.NOT_COMPARED if skipped else Verdict.NO, (claim, "the claim", *map(_summary, results))
     columns: list[Values] = [{} if isinstance(result, Exception) else result for result in results]
     for name in dict.fromkeys(itertools.chain.from_iterable(columns)):
         values = [column.get(name) for column in columns]
-        key = tuple(map(_text, values)), _verdict(values, comparable=not raised)
-        names.setdefault(key, []).append(name)
-    return [Row(claim, " = ".join(shared), cells, verdict) for (cells, verdict), shared in names.items()]
+        yield _verdict(values, comparable=not raised), (claim, name, *map(_text, values))
 
 
 def _verdict(values: Sequence[Value | None], *, comparable: bool) -> Verdict:
@@ -128,23 +110,20 @@ class Report:
     ) -> None:
         self._path, self._about, self._places, self._uuids = path, about, places, uuids
         self._rows: list[Row] = []
-        self._tracebacks: list[str] = []
 
     @property
     def agrees(self) -> bool:
         """Whether no value disagrees."""
-        return all(row.verdict is not Verdict.NO for row in self._rows)
+        return all(verdict is not Verdict.NO for verdict, _ in self._rows)
 
     def measure(self, claims: Sequence[Claim]) -> None:
         """Measure each claim in all places, and write the page after each."""
         for number, claim in enumerate(claims, start=1):
-            rows = compare(claim.name, [self._measured(claim, title) for title in self._places])
-            self._rows += rows
+            print(f"{number}/{len(claims)} {claim.name}", file=sys.stderr)
+            self._rows += compare(claim.name, [self._measured(claim, title) for title in self._places])
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.write_text(self.page(), encoding="utf-8")
-            verdict = "DISAGREES" if any(row.verdict is Verdict.NO for row in rows) else "agrees"
-            print(f"{number}/{len(claims)} {claim.name}: {verdict}", file=sys.stderr)
 
     def _measured(self, claim: Claim, title: str) -> Result:
         """Return the result of a claim; after an error, the next claim starts with new processes."""
@@ -154,8 +133,7 @@ class Report:
             return reason
         except Exception as error:  # noqa: BLE001 - the other claims must still run
             self._places[title].rest()
-            text = traceback.format_exc()[-LONGEST_TRACEBACK:].strip()
-            self._tracebacks.append(f"### {claim.name}: {title}\n\n```text\n{text}\n```\n")
+            traceback.print_exc()
             return error
 
     def page(self) -> str:
@@ -164,18 +142,15 @@ class Report:
         lines += [f"| {name} | {_cell(text)} |" for name, text in self._about.items()]
         lines += ["", _READING]
         for verdict in Verdict:
-            rows = [row for row in self._rows if row.verdict is verdict]
+            rows = [cells for found, cells in self._rows if found is verdict]
             lines += ["", f"## {verdict.value}", "", *(self._table(rows) if rows else ["None."])]
-        if self._tracebacks:
-            lines += ["", "## Errors", "", *self._tracebacks]
-        page = anonymous("\n".join(lines).rstrip() + "\n", self._uuids)
-        return page.replace(f"{REPOSITORY}{os.sep}", "")
+        return anonymous("\n".join(lines) + "\n", self._uuids)
 
-    def _table(self, rows: Sequence[Row]) -> Iterator[str]:
+    def _table(self, rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
         yield f"| claim | value | {' | '.join(self._places)} |"
         yield f"| --- | --- |{' ---: |' * len(self._places)}"
-        for row in rows:
-            yield f"| {' | '.join(map(_cell, (row.claim, row.value, *row.cells)))} |"
+        for cells in rows:
+            yield f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _cell(text: str) -> str:
@@ -248,15 +223,12 @@ def main() -> int:
     parser.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="measure claims with TEXT in their name; repeatable"
     )
-    parser.add_argument("--list", action="store_true", help="print the names of the claims")
     parser.add_argument("--emulated-only", action="store_true", help="measure the emulated node alone; needs no GPU")
     options = parser.parse_args()
     claims = [claim for claim in CLAIMS if not options.only or any(text in claim.name for text in options.only)]
     if not claims:
-        parser.error(f"no claim has {' or '.join(map(repr, options.only))} in its name; --list prints all names")
-    if options.list:
-        print("\n".join(claim.name for claim in claims))
-        return 0
+        names = "\n".join(claim.name for claim in CLAIMS)
+        parser.error(f"no claim has {' or '.join(map(repr, options.only))} in its name; the claims are\n{names}")
     if not options.emulated_only and (reason := why_no_device()):
         print(f"no report: {reason}; --emulated-only measures the emulated node alone", file=sys.stderr)
         return 1

@@ -286,23 +286,6 @@ def interrupted() -> dict[str, Any]:
     return {"caught": caught, "after_failures": after_failures, "after_a_break": difference(net, whole)}
 
 
-def held_loops() -> list[bool]:
-    """Return the micro batches that end a window of two while an earlier loop waits at its last batch."""
-    net = model()
-    accumulator = training.GradientAccumulator(net, optimizer_of("sgd", net), effective_batch=8, micro_batch=4)
-    earlier = accumulator.batches(micro_batches([4]))
-    next(earlier)
-    stepped = []
-    for number, (x, y) in enumerate(accumulator.batches(micro_batches([4] * 5))):
-        if number == 4:
-            earlier.close()
-        with accumulator.forward():
-            loss = functional.cross_entropy(net(x), y)
-        accumulator.backward(loss, samples=len(x))
-        stepped.append(accumulator.step())
-    return stepped
-
-
 def on_device() -> dict[str, Any]:
     """Return the peaks of a window in micro batches and of the same samples at once, and the freed bytes."""
 

@@ -146,24 +146,6 @@ def without_library_memory() -> list[bool]:
     return [row.out_of_memory for row in compare(net, torch.randn(8, 16), repeats=1, every=[]).rows]
 
 
-def losses(watched: bool) -> list[str]:
-    """Train with dropout, with or without a comparison between the steps."""
-    net = Net()
-    torch.manual_seed(4)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    seen = []
-    for _ in range(4):
-        batch = torch.randn(8, 16)
-        loss = net(batch).square().mean()
-        loss.backward()
-        if watched:
-            compare(net, batch, repeats=1)
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append(loss.item().hex())
-    return seen
-
-
 def differing() -> dict[str, Any]:
     """Return what checkpointing changes: random numbers that are drawn again, and statistics that are counted twice."""
     random.seed(2)
@@ -193,7 +175,6 @@ def chosen() -> dict[str, Any]:
 def refusals() -> dict[str, str]:
     net, batch = Net(), torch.randn(8, 16)
     bare = nn.Sequential(nn.ReLU())
-    blocks = list(Net().blocks)
     hooked = Net()
     hooked.head.weight.register_post_accumulate_grad_hook(lambda _: None)
 
@@ -215,7 +196,6 @@ def refusals() -> dict[str, str]:
         "a hook": refused(lambda: compare(hooked, batch)),
         "meta": refused(lambda: compare(Net().to("meta"), batch.to("meta"))),
         "inference": refused(in_inference),
-        "lazy": refused(lambda: compare(nn.Sequential(*blocks, nn.LazyLinear(4)), batch, blocks=blocks)),
         "a computed batch": refused(lambda: compare(net, nn.Linear(16, 16)(batch))),
         "autocast": refused(lambda: compare(net, batch, autocast=torch.int8)),
         "no parameters": refused(lambda: compare(bare, batch, blocks=[bare[0]])),

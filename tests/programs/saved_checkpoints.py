@@ -22,6 +22,7 @@ from torch import nn
 
 from gpumem_exporter import training
 from gpumem_exporter.errors import GpumemError
+from gpumem_exporter.training import saving
 
 MIB = 1 << 20
 
@@ -165,18 +166,18 @@ class Interrupting:
 
 def while_writing(call: Callable[[], object]) -> None:
     """Interrupt a save after a few writes, when torch's writer raises its own error."""
-    write, writes = os.write, iter(range(3))
+    write, writes = saving._File.write, iter(range(3))
 
-    def interrupted(descriptor: int, data: bytes) -> int:
+    def interrupted(file: Any, data: bytes) -> int:
         if next(writes, None) is None:
             raise KeyboardInterrupt
-        return write(descriptor, data)
+        return write(file, data)
 
-    os.write = interrupted  # type: ignore[assignment]
+    saving._File.write = interrupted  # type: ignore[method-assign]
     try:
         call()
     finally:
-        os.write = write
+        saving._File.write = write  # type: ignore[method-assign]
 
 
 def with_little_room(call: Callable[[], object]) -> None:

@@ -66,15 +66,9 @@ class _Device:
 
 
 class LeakDetector:
-    """Compares the allocated bytes at the same point of each step. `leak_detector` creates it.
+    """Compares the allocated bytes at the same point of each step. Only the training thread may call it.
 
-    Only the training thread may call it.
-
-    Args:
-        on_leak: called once for each leak.
-        warm_up_steps: steps at the start that are ignored.
-        least_growth: smallest growth that is reported, in bytes.
-        name_suspects: count the live tensors once a device leaks.
+    `leak_detector` creates it and describes the arguments.
     """
 
     def __init__(
@@ -126,9 +120,9 @@ class LeakDetector:
         self, device: int, allocated_bytes: int, free_bytes: Callable[[], int | None] = lambda: None
     ) -> Leak | None:
         """Add the allocated bytes of a device after a step. Returns a leak once the search for its suspects ends."""
-        state = self._devices.get(device)
-        if state is None:
-            state = self._devices[device] = _Device(self._new_trend())
+        if device not in self._devices:
+            self._devices[device] = _Device(self._new_trend())
+        state = self._devices[device]
         slope = state.trend.add(allocated_bytes)
         if state.slope is None:
             if slope is None:
@@ -196,17 +190,9 @@ class LeakDetector:
         if slope is None:
             return None
         state.count_before = None
-        state.leak = Leak(
-            device=device,
-            bytes_per_step=slope.slope,
-            lower_bytes_per_step=slope.lower,
-            upper_bytes_per_step=slope.upper,
-            steps=slope.steps,
-            leaked_bytes=slope.grown,
-            suspects=suspects,
-            frames=frames,
-            steps_left=None if free is None else int(free / slope.slope),
-        )
+        left = None if free is None else int(free / slope.slope)
+        rates = (slope.slope, slope.lower, slope.upper)
+        state.leak = Leak(device, *rates, slope.steps, slope.grown, suspects, frames, left)
         self._on_leak(state.leak)
         return state.leak
 
@@ -231,9 +217,8 @@ def leak_detector(
 
     The detector examines the memory after each step of an optimizer (torch 2.1 or later), at each `client.step()`, or
     at each call of `look()`. That takes 15 µs per device, and one or two milliseconds at every eighth step while memory
-    rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps. A slower leak, or
-    one in memory that rises and falls without a period, is found later. Warm-up, spikes, a sawtooth and a cache that
-    fills up are not reported.
+    rises. A steady leak of one percent of the device in 1,000 steps is found after about 130 steps, a slower or
+    irregular one later. Warm-up, spikes, a sawtooth and a cache that fills up are not reported.
 
     Once a device leaks, the detector counts the live tensors, and again some steps later. It names the kinds that grew
     and what refers to them (`lingering_tensors` describes the cost). Nothing happens while CUDA is not initialized.
@@ -245,10 +230,7 @@ def leak_detector(
         name_suspects: count the live tensors once a device leaks.
     """
     detector = LeakDetector(
-        on_leak or _log_leak,
-        warm_up_steps=warm_up_steps,
-        least_growth=least_growth,
-        name_suspects=name_suspects,
+        on_leak or _log_leak, warm_up_steps=warm_up_steps, least_growth=least_growth, name_suspects=name_suspects
     )
     detector.watch_steps()
     return detector

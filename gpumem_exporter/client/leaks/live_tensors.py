@@ -1,8 +1,8 @@
 """Counts the live CUDA tensors by kind, and finds what refers to them.
 
-The walk covers the objects that Python's garbage collector tracks, and is limited in time and number. It runs none of
-the user's code: it compares types by `type()`, and reads instances through their dictionaries. It reads tensors through
-the base class, with `__torch_function__` disabled. The result contains text and numbers, so it keeps no tensor alive.
+The walk covers the objects that Python's garbage collector tracks. It runs none of the user's code: it compares types
+by `type()`, and reads tensors through the base class, with `__torch_function__` disabled. The result contains text and
+numbers, so it keeps no tensor alive.
 
 The walk does not find tensors that only C++ refers to, such as activations saved for a backward pass. It marks tensors
 with an autograd graph, because the graph keeps such activations.
@@ -182,9 +182,9 @@ def _holders(samples: list[Any], held: Mapping[int, str]) -> tuple[str, ...]:
 
 
 def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
-    """Read the tensors among all objects, the youngest chunk first, because leaked tensors are young.
+    """Read the tensors among all objects, the youngest generation first, because leaked tensors are young.
 
-    Within a chunk the oldest come first, so that a storage is counted with the tensor that made it, not with a view.
+    Within a generation the oldest come first, so that a storage is counted with the tensor that made it, not a view.
 
     Returns:
         The number of objects, and whether no limit ended the walk.
@@ -202,20 +202,12 @@ def _group(reader: _Reader, end: float, max_objects: int) -> tuple[int, bool]:
             complete = complete and not skip
             left = max(0, left - size)
             kept.append(tensors)
-            for stop in range(len(tensors), 0, -_CHUNK):
-                if time.thread_time() >= end:
+            for at, tensor in enumerate(tensors):
+                if at % _CHUNK == 0 and time.thread_time() >= end:
                     return count, False
-                read: list[tuple[_Found, Any]] = []
-                for tensor in tensors[max(0, stop - _CHUNK) : stop]:
-                    if id(tensor) in seen:
-                        continue  # counted already: the collector moved it to an older generation
+                if id(tensor) not in seen:  # otherwise the collector has moved it to an older generation
                     seen.add(id(tensor))
-                    group = reader.add(tensor)
-                    if group is not None:
-                        read.append((group, tensor))
-                tensor = None
-                while read:
-                    reader.sample(*read.pop())
+                    reader.add(tensor)
     return count, complete
 
 
@@ -229,7 +221,6 @@ class _Reader:
         self.found: dict[Kind, _Found] = {}
         self._storages: set[tuple[int, int]] = set()
         self._nodes: set[Any] = set()
-        self._names: dict[Any, str] = {}
 
     def base_class_alone(self) -> Any:
         """Disable `__torch_function__` of subclasses and of active modes within a `with` block."""
@@ -246,12 +237,12 @@ class _Reader:
                 return False
         return False
 
-    def add(self, tensor: Any) -> _Found | None:
-        """Count a tensor. Returns its group, or None if it is not counted."""
+    def add(self, tensor: Any) -> None:
+        """Count a tensor on a device, and keep it as a sample of its group."""
         base = self._base
         device = base.device.__get__(tensor)
         if device.type != "cuda":
-            return None
+            return
         index = device.index if device.index is not None else 0
         try:
             graph = base.grad_fn.__get__(tensor)
@@ -260,11 +251,8 @@ class _Reader:
         try:
             shape = tuple(base.size(tensor))
         except RuntimeError:
-            return None  # nested: its buffers are separate tensors
-        dtype = base.dtype.__get__(tensor)
-        name = self._names.get(dtype)
-        if name is None:
-            name = self._names[dtype] = str(dtype).removeprefix("torch.")
+            return  # nested: its buffers are separate tensors
+        name = str(base.dtype.__get__(tensor)).removeprefix("torch.")
         group = self.found.setdefault((shape, name, index, graph is not None), _Found())
         group.count += 1
         if graph is not None:
@@ -278,10 +266,6 @@ class _Reader:
                 group.bytes += storage.nbytes()
         except (RuntimeError, NotImplementedError, AttributeError):
             pass  # sparse: its parts are separate tensors
-        return group
-
-    def sample(self, group: _Found, tensor: Any) -> None:
-        """Keep the youngest and the oldest tensors of the group as samples."""
         if len(group.samples) == _SAMPLES_MAX:
             del group.samples[_SAMPLES_MAX // 2]
         group.samples.append(tensor)
@@ -300,34 +284,24 @@ class _Reader:
 
 
 def allocating_frames(torch: Any, sizes: Collection[int], *, max_frames: int = 3) -> tuple[str, ...]:
-    """Return where blocks of these sizes were allocated, if the allocator records its history.
-
-    Args:
-        torch: the torch module of the user's code.
-        sizes: requested bytes of the blocks.
-        max_frames: number of places in the result.
-    """
+    """Return where blocks of these requested sizes were allocated, if the allocator records its history."""
     try:
         if not sizes or not torch_access.history_is_recorded(torch):
             return ()
         segments = torch.cuda.memory_snapshot()
     except (AttributeError, RuntimeError):
         return ()
-    counts: dict[str, int] = {}
-    for segment in segments:
-        for block in segment["blocks"]:
-            if block["state"] == "active_allocated" and block.get("requested_size") in sizes and block.get("frames"):
-                place = _own_frame(block["frames"])
-                counts[place] = counts.get(place, 0) + 1
-    ranked = sorted(counts.items(), key=lambda each: -each[1])[:max_frames]
-    return tuple(f"{count} allocated at {place}" for place, count in ranked)
+    blocks = [block for segment in segments for block in segment["blocks"] if block["state"] == "active_allocated"]
+    places = Counter(
+        _own_frame(block["frames"]) for block in blocks if block.get("requested_size") in sizes and block.get("frames")
+    )
+    return tuple(f"{count} allocated at {place}" for place, count in places.most_common(max_frames))
 
 
 def _own_frame(frames: list[dict[str, Any]]) -> str:
     torch_folder = (getattr(sys.modules.get("torch"), "__file__", None) or "").rpartition("/")[0]
-    for frame in frames:
+    for frame in [*frames, frames[0]]:
         filename = frame["filename"]
         if filename.endswith((".py", ">")) and not (torch_folder and filename.startswith(torch_folder)):
-            return f"{filename}:{frame['line']} in {frame['name']}"
-    first = frames[0]
-    return f"{first['filename']}:{first['line']} in {first['name']}"
+            break
+    return f"{frame['filename']}:{frame['line']} in {frame['name']}"

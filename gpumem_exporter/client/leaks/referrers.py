@@ -32,12 +32,9 @@ _OPTIMIZED = 0x1  # CO_OPTIMIZED: a function's frame, whose f_locals is a copy
 
 
 class Referrers:
-    """Describes what refers to objects. Only one thread may use an instance.
+    """Describes what refers to objects, except the `ignored` containers. Only one thread may use an instance.
 
     Each level takes one pass over the objects that the garbage collector tracks, for all targets together.
-
-    Args:
-        ignored: containers of the caller that refer to the targets and must not be described.
     """
 
     def __init__(self, ignored: Iterable[Any] = ()) -> None:

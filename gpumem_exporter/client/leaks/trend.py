@@ -31,7 +31,7 @@ from itertools import pairwise
 from operator import sub
 from statistics import fmean, median
 
-__all__ = ["Slope", "Trend", "fit_line", "period_of", "theil_sen"]
+__all__ = ["Slope", "Trend", "fit_line"]
 
 _POINTS_MAX = 192
 _POINTS_MIN = 16
@@ -44,11 +44,10 @@ _BLOCKS_MAX = 48
 _BLOCKS_MIN = 4
 _STEADY = 0.7
 _ABOVE_FALLS = 1.5
-_HALVES_MIN = 8
 _PERIOD_GAIN = 0.7
 """A longer period has to repeat this much better than the best shorter one."""
 _CORRELATION_MAX = 0.98
-_SIGMAS = 5.0
+_SIGMAS = 4.75
 """Standard errors, of a normal distribution, between the slope and its bounds."""
 
 
@@ -128,7 +127,7 @@ class _Window:
         short_block = max(short_block, math.ceil(len(points) / _BLOCKS_MAX))
         line = self._sure(*_floors(points, short_block))
         if line is None:
-            period = period_of(points)
+            period = _period_of(points)
             if period > short_block:
                 line = self._sure(*_means(points, period))
         if line is None and self._point_steps > 1:
@@ -147,37 +146,33 @@ class _Window:
         growth = slope * (ats[-1] - ats[0])
         if slope <= margin or growth < max(self._least_growth, _ABOVE_FALLS * _largest_fall(values)):
             return None
-        half = (count + 1) // 2 if count >= _HALVES_MIN else count // 2 + 1
-        early, late = theil_sen(ats[:half], values[:half]), theil_sen(ats[-half:], values[-half:])
+        half = (count + 1) // 2
+        early, late = _theil_sen(ats[:half], values[:half]), _theil_sen(ats[-half:], values[-half:])
         return (slope, margin) if late > 0 and late >= _STEADY * early else None
 
 
 def fit_line(ats: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
     """Return the Theil-Sen slope through four points or more, and the margin on both sides of it.
 
-    The margin is `_SIGMAS` standard errors of the residuals. It is wider if neighboring residuals are correlated,
-    because a series that wanders slowly does not grow. The correlation, plus two of its standard errors, reduces the
-    degrees of freedom (B. D. Santer et al., Statistical significance of trends in layer-average atmospheric temperature
-    time series, 2000). Student's t is approximated as by D. L. Wallace (1959).
+    The margin is `_SIGMAS` standard errors of the residuals, and wider with few points. Neighboring residuals that are
+    correlated widen it too, because a series that wanders slowly does not grow (B. D. Santer et al., Statistical
+    significance of trends in layer-average atmospheric temperature time series, 2000).
     """
     count = len(values)
-    slope = theil_sen(ats, values)
+    slope = _theil_sen(ats, values)
     residuals = [value - slope * at for at, value in zip(ats, values, strict=True)]
     mean = fmean(residuals)
     residuals = [residual - mean for residual in residuals]
     squares = sum(residual * residual for residual in residuals)
     correlation = sum(now * later for now, later in pairwise(residuals)) / squares if squares else 0.0
-    correlation = min(max(correlation, 0.0), _CORRELATION_MAX)
-    upper = min(correlation + 2 * math.sqrt((1 - correlation**2) / count), _CORRELATION_MAX)
+    correlation = min(max(correlation, 0.0) + 2 / math.sqrt(count), _CORRELATION_MAX)  # two standard errors more
     mean_at = fmean(ats)
     spread = sum((at - mean_at) ** 2 for at in ats)
-    error = math.sqrt(squares / (count - 2) * (1 + upper) / (1 - upper) / spread)
-    freedom = max(1.0, count * (1 - correlation) / (1 + correlation) - 2)
-    exponent = (_SIGMAS * (8 * freedom + 1) / (8 * freedom + 3)) ** 2 / freedom
-    return slope, error * math.sqrt(freedom * math.expm1(exponent))
+    error = math.sqrt(squares / (count - 2) * (1 + correlation) / (1 - correlation) / spread)
+    return slope, error * _SIGMAS * math.exp(_SIGMAS**2 / (2 * count))
 
 
-def theil_sen(ats: Sequence[int], values: Sequence[float]) -> float:
+def _theil_sen(ats: Sequence[int], values: Sequence[float]) -> float:
     """Return the median of the slopes between all pairs of points."""
     points = list(zip(ats, values, strict=True))
     return median(
@@ -185,7 +180,7 @@ def theil_sen(ats: Sequence[int], values: Sequence[float]) -> float:
     )
 
 
-def period_of(points: Sequence[int]) -> int:
+def _period_of(points: Sequence[int]) -> int:
     """Return the number of points after which the series repeats best, apart from its growth; 1 if none stands out."""
     best, best_difference = 1, math.inf
     for period in range(1, len(points) // 2 + 1):

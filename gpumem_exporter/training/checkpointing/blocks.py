@@ -25,19 +25,15 @@ def find_blocks(model: nn.Module) -> tuple[str, list[nn.Module]]:
         if not isinstance(module, nn.ModuleList | nn.Sequential):
             continue
         children = list(dict.fromkeys(module))
-        alike = len({type(child) for child in children}) == 1 and _has_parameters(children[0])
+        alike = len({type(child) for child in children}) == 1 and any(True for _ in children[0].parameters())
         if alike and len(children) > max(1, len(blocks)):
             name, blocks = path, children
     if not blocks:
         raise ConfigurationError(
-            f"{type(model).__name__} has no nn.ModuleList and no nn.Sequential of two or more blocks of one class:"
-            " choose the blocks with blocks=[...]"
+            f"{type(model).__name__} has no nn.ModuleList and no nn.Sequential of two or more blocks of one class"
+            " (compare_checkpointing accepts blocks=[...])"
         )
     return name, blocks
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 @contextmanager

@@ -17,8 +17,7 @@ from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import check_autocast
 from gpumem_exporter.training.checkpointing.blocks import checkpointed, find_blocks
 from gpumem_exporter.training.checkpointing.comparison import CheckpointingComparison, CheckpointingRow
-from gpumem_exporter.training.checkpointing.results import Results
-from gpumem_exporter.training.checkpointing.step import Step, left_as_it_was
+from gpumem_exporter.training.checkpointing.step import Results, Step, left_as_it_was
 from gpumem_exporter.training.measuring import peak_above_start, run_seconds
 
 __all__ = ["compare_checkpointing"]
@@ -44,31 +43,27 @@ def compare_checkpointing(
         print(compare_checkpointing(model, tokens, loss=lambda output: cross_entropy(output, targets)))
 
     Each variant runs once to warm up and then `repeats` times, from the same random numbers and buffers. Afterwards the
-    parameters, gradients, buffers, modes, forward functions and random number generators are as before. The model's
-    hooks run; no optimizer does. The results of the variants are compared to the bit. They differ if a block draws
-    random numbers from another generator, or changes something in forward, as batch normalization does.
+    model and the random number generators are as before. The model's hooks run; no optimizer does. The results of the
+    variants are compared to the bit. They differ if a block draws random numbers from another generator, or changes
+    something in forward, as batch normalization does.
 
     The peak is that of the device of the model's first parameter, above what was allocated before the step. Without
-    `reset_peaks` it is exact if it raises the allocator's peak, and otherwise bounded; see `client.phase`. A variant
-    that runs out of memory is reported as such.
+    `reset_peaks` it is exact if it raises the allocator's peak, and otherwise bounded; see `client.phase`.
 
     In a distributed job every rank calls this. Not thread-safe: no other thread may use the model during the call.
 
     Args:
         model: the model, on the device where it trains. During the call it is in training mode.
-        batch: the input, on the model's device: a tensor, positional arguments in a tuple or list, or keyword arguments
-            in a mapping.
+        batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
         loss: returns the loss of the model's output. Default: the output's `loss`, the output if it has one element,
-            else its mean. Parameters outside the model keep the gradients that they receive.
-        blocks: the modules to checkpoint, in the order in which they run. Default: the longest `nn.ModuleList` or
-            `nn.Sequential` of modules of one class.
-        every: further selections of blocks: 2 checkpoints every second block, starting with the first. Default: 2
-            and 4, if there are more blocks.
+            else its mean.
+        blocks: the modules to checkpoint, in the order in which they run. Default: those of `find_blocks`.
+        every: 2 checkpoints every second block, starting with the first. Default: 2 and 4, if there are more blocks.
         repeats: number of timed runs.
         autocast: the dtype of the forward pass, such as `torch.bfloat16`.
         reset_peaks: reset the allocator's peaks before each variant's timed runs, so that its peak is exact.
-        simulate: predict the peaks as the planner does, on a machine without CUDA. During the call CPU tensors of the
-            whole process follow CUDA's rules.
+        simulate: predict the peaks on a machine without CUDA. During the call CPU tensors of the whole process follow
+            CUDA's rules.
 
     Raises:
         ConfigurationError: an argument is invalid, or the model cannot be trained that way.
@@ -78,12 +73,7 @@ def compare_checkpointing(
     description, names = _choose(model, blocks)
     selections = _from_least_memory(every, len(names))
     with left_as_it_was(step) as restore:
-        variants = _Variants(step, names, restore)
-        rows = [variants.measure(selection, repeats, reset_peaks) for selection in selections]
-        rows = variants.compare(rows[::-1])
-        note = "" if step.device.type == "cuda" else _NO_CUDA.format(device=step.device)
-        if simulate:
-            rows, note = variants.simulate(rows)
+        rows, note = _Variants(step, names, restore).rows(selections, repeats, reset_peaks, simulate)
     return CheckpointingComparison(type(model).__name__, str(step.device), description, repeats, tuple(rows), note)
 
 
@@ -124,20 +114,24 @@ def _from_least_memory(every: Iterable[int] | None, blocks: int) -> list[int | N
 
 
 class _Variants:
-    """Runs a step with some of the blocks checkpointed.
-
-    Args:
-        step: the training step.
-        names: the names of the blocks.
-        restore: resets what a run changes; called before each run.
-    """
+    """Runs a step with some of the named blocks checkpointed. `restore` resets what a run changes."""
 
     def __init__(self, step: Step, names: Sequence[str], restore: Callable[[], None]) -> None:
         self._step = step
         self._names = names
         self._restore = restore
 
-    def measure(self, every: int | None, repeats: int, reset_peaks: bool) -> CheckpointingRow:
+    def rows(
+        self, selections: Sequence[int | None], repeats: int, reset_peaks: bool, simulate: bool
+    ) -> tuple[Sequence[CheckpointingRow], str]:
+        """Return the rows of the comparison, and why their peaks are unknown."""
+        device = self._step.device
+        rows = self._compare([self._measure(every, repeats, reset_peaks) for every in selections][::-1])
+        if simulate:
+            return self._simulate(rows)
+        return rows, "" if device.type == "cuda" else _NO_CUDA.format(device=device)
+
+    def _measure(self, every: int | None, repeats: int, reset_peaks: bool) -> CheckpointingRow:
         """Measure time and peak of one variant."""
         device = self._step.device
         seconds: list[float] = []
@@ -158,7 +152,7 @@ class _Variants:
             return CheckpointingRow(every, len(chosen), None, None, None, out_of_memory=True)
         return CheckpointingRow(every, len(chosen), statistics.median(seconds), *peak_above_start(whole, timed, device))
 
-    def compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
+    def _compare(self, rows: Sequence[CheckpointingRow]) -> list[CheckpointingRow]:
         """Add to each row the difference of its results from those of the first row that runs. That row runs twice."""
         compared: list[CheckpointingRow] = []
         reference: Results | None = None
@@ -175,7 +169,7 @@ class _Variants:
             compared.append(row)
         return compared
 
-    def simulate(self, rows: Sequence[CheckpointingRow]) -> tuple[list[CheckpointingRow], str]:
+    def _simulate(self, rows: Sequence[CheckpointingRow]) -> tuple[list[CheckpointingRow], str]:
         """Return the rows with predicted peaks and an empty note, or the same rows with the reason."""
         from gpumem_exporter.training.checkpointing.simulated import simulate_peak
 

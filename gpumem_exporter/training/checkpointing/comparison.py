@@ -8,12 +8,24 @@ from pathlib import Path
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training.checkpointing.results import Difference
 from gpumem_exporter.units import human_bytes
 
-__all__ = ["CheckpointingComparison", "CheckpointingRow"]
+__all__ = ["CheckpointingComparison", "CheckpointingRow", "Difference"]
 
 _NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The differences between two runs.
+
+    Attributes:
+        names: the results that differ: `loss`, `gradient of …`, `buffer …`.
+        largest_ratio: the largest distance, divided by the norm of the first run's tensor. None if shapes differ.
+    """
+
+    names: tuple[str, ...]
+    largest_ratio: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +36,11 @@ class CheckpointingRow:
         every: 1 checkpoints every block, 2 every second one, starting with the first; None checkpoints none.
         blocks: number of checkpointed blocks.
         seconds: the median of the runs; None if the step ran out of memory.
-        peak_bytes: the peak above what was allocated before the step, or its lower bound if it is not `exact`. None
-            without CUDA.
+        peak_bytes: the peak above the start, or its lower bound if it is not `exact`. None without CUDA.
         peak_at_most_bytes: the upper bound of the peak; None if it is unknown.
         simulated: whether the peak is a prediction of the planner.
         out_of_memory: whether the step ran out of memory.
-        difference: the difference from the results of the first row that ran. In that row, the difference between two
-            runs. None if the results are equal.
+        difference: from the results of the first row that ran; in that row, between two runs. None if they are equal.
     """
 
     every: int | None
@@ -82,7 +92,7 @@ class CheckpointingComparison:
 
     def __str__(self) -> str:
         rows = [("checkpointed", "blocks", "time", "", "peak", ""), *(self._cells(row) for row in self.rows)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [f"One training step of {self.model} on {self.device}; {self.blocks}; median of {self.repeats}"]
         for first, *others in rows:
             cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]

@@ -13,11 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gpumem_exporter.training.checkpointing.blocks import checkpointed
 from gpumem_exporter.training.checkpointing.step import Step
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
-from gpumem_exporter.training.planning.kernels import Kernels
 from gpumem_exporter.training.planning.model import make_fake_mode
-from gpumem_exporter.training.planning.simulation import move, quiet
+from gpumem_exporter.training.planning.simulation import Tracer, move, quiet
 from gpumem_exporter.training.planning.trace import replay
-from gpumem_exporter.training.planning.tracing import Tracer
 
 __all__ = ["simulate_peak"]
 
@@ -25,13 +23,13 @@ __all__ = ["simulate_peak"]
 def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
     """Return the peak bytes of a training step above its start, with the named blocks checkpointed.
 
-    Takes about a second and does not change the model. It runs in this process, because the model and the loss exist
-    only here: during the call CPU tensors of the whole process follow CUDA's rules. Not thread-safe.
+    Takes about a second and does not change the model. Not thread-safe: it runs in this process, because the model and
+    the loss exist only here, and CPU tensors of the whole process follow CUDA's rules during the call.
 
     Raises:
         ConfigurationError: the model cannot be copied, or fails on tensors without values.
     """
-    tracer = Tracer(Kernels("cudnn"))
+    tracer = Tracer()
     with quiet("the model"):
         mode = make_fake_mode()
         model = _fake(step.model, mode)
@@ -41,7 +39,10 @@ def simulate_peak(step: Step, blocks: Sequence[str]) -> int:
             move(model, tracer)
             tracer.mark((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), "activations")
             start = copy.deepcopy(tracer.trace)
-            _run(step.on(model, batch), tracer)
+            with torch.enable_grad():
+                loss = step.on(model, batch).forward()
+                tracer.kind = "temporaries"
+                loss.backward()
         whole = tracer.trace.ordered()
     return replay(whole).allocated_bytes - replay(start).allocated_bytes
 
@@ -54,11 +55,3 @@ def _fake(model: nn.Module, mode: Any) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = mode.from_tensor(buffer.detach())
     return copy.deepcopy(model, memo)
-
-
-def _run(step: Step, tracer: Any) -> None:
-    with torch.enable_grad():
-        loss = step.forward()
-        tracer.kind, tracer.in_backward = "temporaries", True
-        loss.backward()
-        tracer.in_backward = False

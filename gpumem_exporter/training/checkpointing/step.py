@@ -1,36 +1,29 @@
-"""One training step, forward and backward. Its changes are undone afterwards."""
+"""One training step, forward and backward: its results, and how its changes are undone."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.calling import autocasting, call_model
+from gpumem_exporter.training.checkpointing.comparison import Difference
+from gpumem_exporter.training.measuring import distance_ratio
 
-__all__ = ["Step", "left_as_it_was"]
+__all__ = ["Results", "Step", "left_as_it_was"]
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A forward pass and a backward pass.
-
-    Attributes:
-        model: the model to train.
-        batch: a tensor, positional arguments in a tuple or list, or keyword arguments in a mapping.
-        loss: returns the loss of the model's output; None means the output's `loss`, the output if it has one element,
-            else its mean.
-        autocast: the dtype of the forward pass; None disables autocast.
-    """
+    """A forward pass and a backward pass. `compare_checkpointing` describes the attributes."""
 
     model: nn.Module
     batch: Any
@@ -43,22 +36,14 @@ class Step:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model's first parameter.
-
-        Raises:
-            ConfigurationError: the model has no parameters.
-        """
+        """The device of the model's first parameter. Raises ConfigurationError if the model has none."""
         parameter = next(self.model.parameters(), None)
         if parameter is None:
             raise ConfigurationError(f"{type(self.model).__name__} has no parameters: there is nothing to train")
         return parameter.device
 
     def forward(self) -> Tensor:
-        """Run the forward pass and return the loss.
-
-        Raises:
-            ConfigurationError: the loss is not a tensor with one element that requires a gradient.
-        """
+        """Run the forward pass and return the loss, which must have one element and require a gradient."""
         with autocasting(self.model, self.autocast):
             value = (self.loss or _loss)(call_model(self.model, self.batch))
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -93,8 +78,8 @@ def _describe(value: Any) -> str:
 def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     """Undo what runs of the step change: gradients, buffers, random number generators and modes.
 
-    Yields a function that undoes the changes before each run, so that all runs start from the same state. Within the
-    context a model in evaluation mode is in training mode; a model in training mode keeps the modes of its parts.
+    Yields a function that undoes the changes before each run. Within the context a model in evaluation mode is in
+    training mode; a model in training mode keeps the modes of its parts.
 
     Raises:
         ConfigurationError: a run would change the parameters, or the model cannot be trained.
@@ -102,16 +87,14 @@ def left_as_it_was(step: Step) -> Iterator[Callable[[], None]]:
     _check(step)
     modes = [(module, module.training) for module in step.model.modules()]
     gradients = [(leaf, leaf.grad) for leaf in step.leaves()]
-    buffers = list(_buffers(step.model))
-    devices = sorted({leaf.device.index for leaf in step.leaves() if leaf.is_cuda})
-    numbers = _RandomNumbers.now(devices)
+    restore_buffers = _buffers(step.model)
+    restore_random_numbers = _random_numbers({leaf.device.index for leaf in step.leaves() if leaf.is_cuda})
 
     def restore() -> None:
-        numbers.restore()
+        restore_random_numbers()
         for leaf, _ in gradients:
             leaf.grad = None
-        for buffer in buffers:
-            buffer.restore()
+        restore_buffers()
 
     try:
         if not step.model.training:
@@ -140,12 +123,8 @@ def _check(step: Step) -> None:
                 f"the gradient of {name} is in DistributedDataParallel's bucket, which each run overwrites:"
                 " call this function after optimizer.zero_grad()"
             )
-        if is_lazy(parameter):
-            raise ConfigurationError(f"{name} is lazy: run a forward pass first")
         if parameter.is_meta:
-            raise ConfigurationError(
-                f"{name} is on the meta device and has no values: move the model to another device"
-            )
+            raise ConfigurationError(f"{name} is on the meta device and has no values")
         if parameter._post_accumulate_grad_hooks:
             raise ConfigurationError(
                 f"{name} has a hook that runs after its gradient is accumulated, such as an optimizer step in backward:"
@@ -153,57 +132,78 @@ def _check(step: Step) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class _RandomNumbers:
-    """The states of the generators of torch, Python, and numpy if it is imported."""
+def _random_numbers(devices: Iterable[int]) -> Callable[[], None]:
+    """Return a function that restores the generators of torch, Python, and numpy if it is imported."""
+    host, python = torch.get_rng_state(), random.getstate()
+    states = {device: torch.cuda.get_rng_state(device) for device in devices}
+    numpy = sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy is not None else None
 
-    host: Tensor
-    devices: Mapping[int, Tensor]
-    python: Any
-    numpy: Any
-
-    @classmethod
-    def now(cls, devices: Iterable[int]) -> _RandomNumbers:
-        numpy = sys.modules.get("numpy")
-        return cls(
-            torch.get_rng_state(),
-            {device: torch.cuda.get_rng_state(device) for device in devices},
-            random.getstate(),
-            numpy.random.get_state() if numpy is not None else None,
-        )
-
-    def restore(self) -> None:
-        torch.set_rng_state(self.host)
-        for device, state in self.devices.items():
+    def restore() -> None:
+        torch.set_rng_state(host)
+        for device, state in states.items():
             torch.cuda.set_rng_state(state, device)
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy"].random.set_state(self.numpy)
+        random.setstate(python)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+    return restore
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    """One buffer and a copy of its values on the CPU; None if the module has not created it."""
+def _buffers(model: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the buffers of all modules, also those that a module has not created yet."""
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    values = [None if buffer is None else buffer.detach().to("cpu", copy=True) for _, _, buffer in buffers]
 
-    module: nn.Module
-    name: str
-    tensor: Tensor | None
-    values: Tensor | None
+    def restore() -> None:
+        for (module, name, buffer), value in zip(buffers, values, strict=True):
+            if getattr(module, name) is not buffer:
+                setattr(module, name, buffer)
+            # The version counter does not help: batch normalization does not increment it.
+            if buffer is not None and value is not None and not torch.equal(buffer.detach().cpu(), value):
+                with torch.no_grad():
+                    buffer.copy_(value)
 
-    def restore(self) -> None:
-        if getattr(self.module, self.name) is not self.tensor:
-            setattr(self.module, self.name, self.tensor)
-        # The version counter does not help: batch normalization does not increment it.
-        if (
-            self.tensor is not None
-            and self.values is not None
-            and not torch.equal(self.tensor.detach().cpu(), self.values)
-        ):
-            with torch.no_grad():
-                self.tensor.copy_(self.values)
+    return restore
 
 
-def _buffers(model: nn.Module) -> Iterator[_Buffer]:
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            yield _Buffer(module, name, buffer, None if buffer is None else buffer.detach().to("cpu", copy=True))
+class Results:
+    """The results of the run of a step that has just ended with a loss, copied to the host's memory."""
+
+    def __init__(self, step: Step, loss: Tensor) -> None:
+        self._kept = {name: None if tensor is None else tensor.clone() for name, tensor in _on_host(step, loss)}
+
+    def difference(self, step: Step, loss: Tensor) -> Difference | None:
+        """Compare with the run that has just ended; None if all results are equal to the bit, or both NaN."""
+        names: list[str] = []
+        ratios: list[float | None] = []
+        for name, tensor in _on_host(step, loss):
+            kept = self._kept.get(name)
+            if kept is None and tensor is None:
+                continue
+            if kept is None or tensor is None or kept.shape != tensor.shape:
+                names.append(name)
+                ratios.append(None)
+            elif not torch.isclose(kept, tensor, rtol=0, atol=0, equal_nan=True).all():
+                names.append(name)
+                ratios.append(distance_ratio(kept, tensor))
+        if not names:
+            return None
+        known = [ratio for ratio in ratios if ratio is not None]
+        return Difference(tuple(names), max(known) if len(known) == len(ratios) else None)
+
+
+def _on_host(step: Step, loss: Tensor) -> Iterator[tuple[str, Tensor | None]]:
+    yield "loss", loss.detach().cpu()
+    for name, parameter in step.model.named_parameters():
+        yield f"gradient of {name}", _plain(parameter.grad)
+    for name, buffer in step.model.named_buffers():
+        yield f"buffer {name}", _plain(buffer)
+
+
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    local = getattr(tensor, "to_local", None)  # the local part of a DTensor
+    whole = (local() if local is not None else tensor).detach().cpu()
+    return whole if whole.layout is torch.strided else whole.to_dense()

@@ -11,7 +11,7 @@ import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +55,12 @@ def planned_text(path: Path, values: Mapping[str, Value]) -> tuple[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not UTF-8 text"
         raise ConfigurationError(f"{path}: {reason}") from error
-    edits: dict[str, Callable[[str, Mapping[str, Value], Path], str]] = {
-        ".yaml": _edit_yaml,
-        ".yml": _edit_yaml,
-        ".toml": _edit_toml,
-    }
-    edit = edits.get(path.suffix.lower())
-    if edit is None:
-        raise ConfigurationError(f"{path}: only .yaml, .yml and .toml files can be changed")
-    return text, edit(text, values, path)
+    suffix = path.suffix.lower()
+    if suffix in (".yaml", ".yml"):
+        return text, _edit_yaml(text, values, path)
+    if suffix == ".toml":
+        return text, _edit_toml(text, values, path)
+    raise ConfigurationError(f"{path}: only .yaml, .yml and .toml files can be changed")
 
 
 def diff(path: Path, before: str, after: str) -> str:
@@ -78,11 +75,9 @@ def apply(path: Path, before: str, after: str) -> None:
     """Write the new text atomically. Keep the original in the backup, unless there is one already.
 
     Raises:
-        ConfigurationError: the file or its backup cannot be written, or the file has changed since it was read.
+        ConfigurationError: the file or its backup cannot be written.
     """
     try:
-        if path.read_bytes().decode("utf-8") != before:
-            raise ConfigurationError(f"{path} was changed by another program; nothing is written")
         if not backup_of(path).exists():
             _replace(backup_of(path), before, path)
         _replace(path, after, path)

@@ -2,19 +2,23 @@
 
 The planner's tensors are on the CPU, because fake CUDA tensors fail in backward on a machine without a GPU. Above the
 dispatch mode the two devices differ in two ways: the operators that autocast runs in float32
-(`ATen/autocast_mode.h`), and the fused operators. The registrations apply to all CPU tensors of the process.
+(`ATen/autocast_mode.h`), and the fused operators: attention, dropout and RMS norm. The registrations apply to all CPU
+tensors of the process.
+
+Attention follows `ATen/native/transformers/cuda/sdp_utils.cpp` and `attention.cpp`. Flash and cuDNN attention take
+half-precision heads of up to 256 without a mask. Memory-efficient attention also takes float32 and masks. `math` takes
+all other inputs, and keeps the square matrix of scores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
-
-from gpumem_exporter.training.planning.fused_operators import attention, dropout, rms_norm
 
 __all__ = ["cuda_rules"]
 
@@ -33,14 +37,13 @@ _FLOAT32_DTYPE = (
 )
 """CUDA's autocast sets the argument `dtype` of these to float32."""
 
+_HALF = (torch.float16, torch.bfloat16)
+_LARGEST_FLASH_HEAD = 256
+
 
 @contextmanager
 def cuda_rules(attention_kernel: str) -> Iterator[None]:
-    """Make CPU tensors follow CUDA's rules within the context.
-
-    Args:
-        attention_kernel: auto, flash, efficient, math or cudnn.
-    """
+    """Make CPU tensors follow CUDA's rules within the context."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in _rules_of("AutocastCPU") - _rules_of("AutocastCUDA"):
@@ -49,10 +52,10 @@ def cuda_rules(attention_kernel: str) -> Iterator[None]:
             _register(library, name, _in_float32)
         for name in _FLOAT32_DTYPE:
             _register(library, name, _with_float32_dtype)
-        library.impl("dropout", dropout, "AutogradCPU")
+        library.impl("dropout", _dropout, "AutogradCPU")
         if hasattr(torch.ops.aten, "_fused_rms_norm"):
-            library.impl("rms_norm", rms_norm, "AutogradCPU")
-        library.impl("scaled_dot_product_attention", attention(attention_kernel), "AutogradCPU")
+            library.impl("rms_norm", _rms_norm, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _attention(attention_kernel), "AutogradCPU")
         yield
     finally:
         library._destroy()
@@ -83,7 +86,7 @@ def _in_float32(operator: Any) -> Callable[..., Any]:
 
 def _with_float32_dtype(operator: Any) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
-        low = [t for t in args if isinstance(t, torch.Tensor) and t.dtype in (torch.float16, torch.bfloat16)]
+        low = [t for t in args if isinstance(t, Tensor) and t.dtype in _HALF]
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
             if not low or any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
                 return operator(*args, **kwargs)
@@ -99,6 +102,106 @@ def _without_dtype(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _to_float32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.float16, torch.bfloat16):
+    if isinstance(value, Tensor) and value.dtype in _HALF:
         return value.to(torch.float32)
     return value
+
+
+def _attention(kernel: str) -> Callable[..., Tensor]:
+    """Return `scaled_dot_product_attention` as one kernel. Autograd then saves the same tensors as on a GPU.
+
+    Args:
+        kernel: auto, flash, efficient, math or cudnn. `auto` chooses as PyTorch does.
+    """
+
+    def run(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None = None,
+        dropout: float = 0.0,
+        causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        chosen = _choose(query, key, value, mask, enable_gqa) if kernel == "auto" else kernel
+        if chosen in ("flash", "cudnn"):
+            return _flash(query, key, value, dropout, causal, scale)
+        if chosen == "efficient":
+            return _efficient(query, key, value, mask, dropout, causal, scale)
+        operator: Any = torch.ops.aten._scaled_dot_product_attention_math.default
+        result: Tensor = operator(query, key, value, mask, dropout, causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+        return result
+
+    return run
+
+
+def _choose(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, enable_gqa: bool) -> str:
+    """Prefer flash, then memory-efficient attention, unless the job has disabled them.
+
+    Some releases prefer cuDNN's on Hopper, which saves the same tensors as flash.
+    """
+    backends = torch.backends.cuda
+    four = query.dim() == key.dim() == value.dim() == 4
+    same_head = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    plain = four and same_head and mask is None and query.dtype in _HALF and query.shape[-1] <= _LARGEST_FLASH_HEAD
+    if backends.flash_sdp_enabled() and plain:
+        return "flash"
+    if backends.mem_efficient_sdp_enabled() and four and not enable_gqa and query.dtype in (*_HALF, torch.float32):
+        return "efficient"
+    return "math"
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None) -> Tensor:
+    operator: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+    result: Tensor = operator(query, key, value, dropout, causal, False, scale=scale)[0]
+    return result
+
+
+def _efficient(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    training = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+    if mask is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+        mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    operator: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    result: Tensor = operator(query, key, value, mask, training, dropout, causal, scale=scale)[0]
+    return result
+
+
+def _dropout(x: Tensor, probability: float, train: bool) -> Tensor:
+    """`torch.dropout` as CUDA runs it, with a mask of one byte per element."""
+    if not train or probability == 0:
+        return x
+    result: Tensor = torch.ops.aten.native_dropout(x, probability, train)[0]
+    return result
+
+
+def _rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,  # noqa: ARG001 - part of the operator
+) -> Tensor:
+    """`torch.rms_norm` as CUDA runs it, fused (`layer_norm.cpp`)."""
+    result: Tensor = _RmsNorm.apply(x, weight, len(normalized_shape))
+    return result
+
+
+class _RmsNorm(torch.autograd.Function):
+    """Allocates as `_fused_rms_norm` and its backward do: the input and one number per row. Computes no values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
+        result = torch.empty_like(x)
+        inverse = torch.empty((*x.shape[: x.dim() - dimensions], *[1] * dimensions), dtype=torch.float32)
+        ctx.save_for_backward(x, weight, inverse)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors[:2]
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None

@@ -72,6 +72,6 @@ class Description:
 
 
 def _make(layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> Any:
-    from gpumem_exporter.training.planning.transformer import Decoder  # imports torch
+    from gpumem_exporter.training.planning.model import Decoder  # imports torch
 
     return Decoder(layers, hidden, heads, wide, vocabulary)

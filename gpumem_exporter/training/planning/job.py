@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
@@ -117,10 +117,6 @@ class Job:
         _check_choice("convolution", self.convolution, CONVOLUTIONS)
         if self.accumulation < 1:
             raise ConfigurationError(f"invalid accumulation {self.accumulation}: it must be at least 1")
-
-    def changed(self, **fields: Any) -> Job:
-        """Return the job with other values."""
-        return replace(self, **fields)
 
 
 def _check_choice(name: str, value: object, accepted: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
 """The temporary memory of CUDA kernels, which belongs to no tensor.
 
-The rules follow the source of PyTorch 2.15 for an H100. Without any of them, at least one planned peak of
-benchmarks/planner.md changes by more than 1 %.
+The rules follow the source of PyTorch 2.15 for an H100. Without any of them, a planned peak of benchmarks/planner.md
+changes by more than 1 %.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Kernels"]
+__all__ = ["temporaries"]
 
 BLAS_WORKSPACE_BYTES = 32 << 20
 """cuBLAS on Hopper (`at::cuda::getChosenWorkspaceSize`); 8 MiB on older GPUs."""
@@ -29,33 +29,28 @@ _aten = torch.ops.aten
 _PRODUCTS = (_aten.mm, _aten.bmm, _aten.baddbmm, _aten.addbmm)
 
 
-class Kernels:
-    """The temporaries of operators.
+def temporaries(func: Any, args: Sequence[Any], result: Any, convolution: str) -> Sequence[int]:
+    """Return the bytes of the allocations that an operator frees before it returns.
 
     Args:
+        func: the operator.
+        args: its arguments.
+        result: its result.
         convolution: `cudnn` or `native`.
     """
-
-    def __init__(self, convolution: str = "cudnn") -> None:
-        self._convolution = convolution
-
-    def temporaries(self, func: Any, args: Sequence[Any], result: Any) -> Sequence[int]:
-        """Return the bytes of the allocations that an operator frees before it returns."""
-        packet = getattr(func, "overloadpacket", func)
-        if packet in _PRODUCTS or (packet is _aten.addmm and args[0].dim() > 1):
-            return (BLAS_WORKSPACE_BYTES,)
-        if packet in (_aten.sum, _aten.mean):
-            return _reduction(args[0], result)
-        if packet is _aten._scaled_dot_product_flash_attention_backward:
-            return _flash_backward(args[1])
-        if packet in (_aten.convolution, _aten.convolution_backward):
-            backward = packet is _aten.convolution_backward
-            x, weight = args[1:3] if backward else args[:2]
-            if self._convolution == "native":
-                return _native_convolution(x, weight, *(args[4:8] if backward else args[3:7]))
-            # cuDNN chooses an algorithm at run time. This assumes a copy of the input in another layout.
-            return (x.numel() * x.element_size(),)
-        return ()
+    packet = getattr(func, "overloadpacket", func)
+    if packet in _PRODUCTS or (packet is _aten.addmm and args[0].dim() > 1):
+        return (BLAS_WORKSPACE_BYTES,)
+    if packet in (_aten.sum, _aten.mean):
+        return _reduction(args[0], result)
+    if packet in (_aten.convolution, _aten.convolution_backward):
+        backward = packet is _aten.convolution_backward
+        x, weight = args[1:3] if backward else args[:2]
+        if convolution == "native":
+            return _native_convolution(x, weight, *(args[4:8] if backward else args[3:7]))
+        # cuDNN chooses an algorithm at run time. This assumes a copy of the input in another layout.
+        return (x.numel() * x.element_size(),)
+    return ()
 
 
 def _native_convolution(
@@ -73,14 +68,6 @@ def _native_convolution(
             places *= (x.shape[2 + i] + 2 * padding[i] - dilation[i] * (k - 1) - 1) // stride[i] + 1
         columns = weight[0].numel() * places
     return (columns * x.element_size(), BLAS_WORKSPACE_BYTES)
-
-
-def _flash_backward(query: torch.Tensor) -> Sequence[int]:
-    """The row sums and the query's gradient in float32 (`mha_bwd` in flash_api.cpp)."""
-    batch, heads, length, head = query.shape
-    rows = 4 * batch * heads * (_divide_up(length, 128) * 128)
-    multiple = 32 if head <= 128 else 64
-    return (rows, rows * _divide_up(head, multiple) * multiple)
 
 
 def _reduction(source: torch.Tensor, result: torch.Tensor) -> Sequence[int]:

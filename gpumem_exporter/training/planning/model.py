@@ -7,12 +7,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn import functional
 
 from gpumem_exporter.errors import ConfigurationError
-from gpumem_exporter.training.checkpointing.blocks import recomputed
+from gpumem_exporter.training.checkpointing.blocks import find_blocks, recomputed
 from gpumem_exporter.training.planning.job import Job
 
-__all__ = ["DTYPES", "checkpoint_blocks", "freeze", "in_moving_order", "make_fake_mode", "make_model"]
+__all__ = ["DTYPES", "Decoder", "checkpoint_blocks", "in_moving_order", "make_fake_mode", "make_model"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "pure-bf16": torch.bfloat16, "pure-fp16": torch.float16}
 
@@ -26,11 +27,7 @@ def make_fake_mode() -> FakeTensorMode:
 
 
 def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
-    """Build the module in training mode. `mode` must not be active.
-
-    Raises:
-        ConfigurationError: the factory does not return a module.
-    """
+    """Build the module in training mode. `mode` must not be active."""
     try:
         with mode:
             model = job.make_model()
@@ -45,7 +42,7 @@ def make_model(job: Job, mode: FakeTensorMode) -> nn.Module:
         if job.precision.startswith("pure-"):
             _cast(model, DTYPES[job.precision])
         if job.frozen:
-            freeze(model)
+            _freeze(model)
         if job.checkpointing:
             checkpoint_blocks(model)
     return model.train()
@@ -78,7 +75,7 @@ def _replace(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
                 module._buffers[name] = made.setdefault(id(buffer), change(buffer))
 
 
-def freeze(model: nn.Module) -> None:
+def _freeze(model: nn.Module) -> None:
     """Freeze all parameters except those of the last module that has parameters of its own."""
     last = [m for m in model.modules() if any(True for _ in m.parameters(recurse=False))][-1]
     kept = {id(p) for p in last.parameters(recurse=False)}
@@ -87,10 +84,40 @@ def freeze(model: nn.Module) -> None:
 
 
 def checkpoint_blocks(model: nn.Module) -> None:
-    """Checkpoint each block of the model's longest list of modules with parameters."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
-    blocks = max(([c for c in m.children() if any(True for _ in c.parameters())] for m in lists), key=len, default=[])
-    if not blocks:
-        raise ConfigurationError("the model has no nn.ModuleList and no nn.Sequential of modules to recompute")
-    for block in blocks:
+    """Checkpoint the model's repeated blocks."""
+    for block in find_blocks(model)[1]:
         block.forward = recomputed(block.forward)
+
+
+class _Block(nn.Module):
+    def __init__(self, hidden: int, heads: int, wide: int) -> None:
+        super().__init__()
+        self.before_attention, self.before_feed_forward = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.projections, self.output = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
+        self.up, self.down = nn.Linear(hidden, wide, bias=False), nn.Linear(wide, hidden, bias=False)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, h = x.shape
+        split = self.projections(self.before_attention(x)).view(b, s, 3, self.heads, h // self.heads)
+        query, key, value = split.permute(2, 0, 3, 1, 4).unbind(0)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.output(mixed.transpose(1, 2).reshape(b, s, h))
+        return x + self.down(functional.gelu(self.up(self.before_feed_forward(x))))
+
+
+class Decoder(nn.Module):
+    """The transformer of a Description: pre-norm, fused attention, output weights tied to the embedding."""
+
+    def __init__(self, layers: int, hidden: int, heads: int, wide: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.blocks = nn.ModuleList(_Block(hidden, heads, wide) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return one row of logits for each token."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(self.norm(x), self.embedding.weight).flatten(0, 1)

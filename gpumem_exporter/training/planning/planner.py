@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from gpumem_exporter.errors import ConfigurationError
@@ -39,11 +40,11 @@ def plan(
     calls `plan` under `if __name__ == "__main__":`. Lambdas, closures and functions of a notebook need cloudpickle.
 
     Args:
-        make_model: returns the `torch.nn.Module`. It is called under a FakeTensorMode.
+        make_model: returns the `torch.nn.Module`. For this and the arguments up to `convolution`, see `job.Job`.
         inputs: the arguments of the model, such as `float32[B,3,224,224]`.
         gpu: a size (`80GiB`), a name (`h100-80gb`), or a Gpu.
         targets: the arguments of the loss after the model's output.
-        loss: see `job.Job`, also for the next five arguments.
+        loss: a name, or a callable of the output and the targets.
         optimizer: a name, or a callable of the parameters.
         optimizer_options: keyword arguments of the optimizer.
         precision: of parameters and computation.
@@ -58,16 +59,9 @@ def plan(
         ConfigurationError: an argument is invalid, or the model fails on tensors without values. The cause of the
             error has the traceback.
     """
+    options = optimizer_options or {}
     job = Job(
-        make_model,
-        _tensors(inputs),
-        _tensors(targets),
-        loss=loss,
-        optimizer=optimizer,
-        optimizer_options=optimizer_options or {},
-        precision=precision,
-        attention=attention,
-        convolution=convolution,
+        make_model, _tensors(inputs), _tensors(targets), loss, optimizer, options, precision, attention, convolution
     )
     return plan_in_worker(job, _gpu(gpu), Target(target_effective_batch, devices, margin), changes=changes)
 
@@ -93,20 +87,12 @@ def plan_description(
 
 
 def plan_in_worker(job: Job, gpu: Gpu, target: Target, *, source: str = "model", changes: bool = True) -> Plan:
-    """Run `plan_job` in a fresh interpreter.
-
-    Raises:
-        ConfigurationError: the model fails on tensors without values, or the job cannot be pickled.
-    """
+    """Run `plan_job` in a fresh interpreter. The job must be picklable."""
     return run_in_worker(plan_job, job, gpu, target, source=source, changes=changes)
 
 
 def profile_in_worker(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
-    """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU.
-
-    Raises:
-        ConfigurationError: there is no CUDA, or the measured batch does not fit.
-    """
+    """Run `profile.profile_job` in a fresh interpreter, which uses the first GPU."""
     return run_in_worker(_profile, job, gpu, target, batch=batch, uses_cuda=True)
 
 
@@ -151,7 +137,7 @@ def _largest(job: Job, limit_bytes: int, target: Target) -> tuple[Sizing, int]:
     if target.effective_batch is None or job.accumulation > 1 or largest * target.devices >= target.effective_batch:
         return sizing, largest
     # Gradients that stay between passes leave less memory. More than two passes need the same memory as two.
-    sizing = Sizing(job.changed(accumulation=2))
+    sizing = Sizing(replace(job, accumulation=2))
     return sizing, sizing.largest(limit_bytes, target.multiple_of)
 
 
@@ -168,12 +154,12 @@ def _changes(base: Sizing, batch: int, limit_bytes: int, target: Target) -> Iter
     job, shards = base.job, max(2, target.devices)
     changed = []
     if not job.checkpointing:
-        changed.append(("checkpointing", Sizing(job.changed(checkpointing=True)), "repeats forward in backward"))
+        changed.append(("checkpointing", Sizing(replace(job, checkpointing=True)), "repeats forward in backward"))
     if job.precision == "fp32":
-        changed.append(("bf16 autocast", Sizing(job.changed(precision="bf16")), "parameters and optimizer stay fp32"))
+        changed.append(("bf16 autocast", Sizing(replace(job, precision="bf16")), "parameters and optimizer stay fp32"))
     if not job.frozen:
         note = "trains only the last layer; an adapter adds a few parameters"
-        changed.append(("freezing", Sizing(job.changed(frozen=True)), note))
+        changed.append(("freezing", Sizing(replace(job, frozen=True)), note))
     note = "parameters, gradients and optimizer state; excludes the layer that is gathered"
     changed.append((f"sharding over {shards}", base.sharded(shards), note))
     for name, sizing, note in changed:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.devices import Gpu
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.model import DTYPES, checkpoint_blocks, freeze
+from gpumem_exporter.training.planning.model import DTYPES, checkpoint_blocks
 from gpumem_exporter.training.planning.plan import Plan, Target, accumulate
-from gpumem_exporter.training.planning.stepping import train
+from gpumem_exporter.training.planning.stepping import Watch, train
 
 __all__ = ["profile_job"]
 
@@ -22,13 +22,12 @@ STEPS = 2
 """The first step creates the optimizer state."""
 
 
-@dataclass
-class _Measured:
-    """The peaks of one batch size, and the bytes of each kind."""
+class _Measured(NamedTuple):
+    """The peaks of one batch size in bytes, and the bytes of each kind."""
 
-    allocated: int = 0
-    reserved: int = 0
-    shares: dict[str, int] = field(default_factory=dict)
+    allocated: int
+    reserved: int
+    shares: dict[str, int]
 
 
 def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
@@ -45,7 +44,7 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
         )
     if batch < 2:
         raise ConfigurationError(f"invalid batch {batch}: it must be at least 2, because half of it is measured too")
-    accumulating = job.changed(accumulation=2) if target.effective_batch is not None else job
+    accumulating = replace(job, accumulation=2) if target.effective_batch is not None else job
     try:
         small, large = _measure(accumulating, batch // 2), _measure(accumulating, batch)
     except torch.OutOfMemoryError as error:
@@ -75,18 +74,12 @@ def profile_job(job: Job, gpu: Gpu, target: Target, *, batch: int) -> Plan:
     )
 
 
-class _Sizes:
+class _Sizes(Watch):
     """Measures parameters, gradients and optimizer state."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self.shares: dict[str, int] = {}
-
-    def forward(self) -> None:
-        """Measure nothing."""
-
-    def backward(self) -> None:
-        """Measure nothing."""
 
     def optimizer(self, counts_on_device: bool) -> None:  # noqa: ARG002 - part of Watch
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
@@ -115,8 +108,6 @@ def _measure(job: Job, batch: int) -> _Measured:
     model = job.make_model().to("cuda").train()
     if job.precision.startswith("pure-"):
         model.to(DTYPES[job.precision])
-    if job.frozen:
-        freeze(model)
     if job.checkpointing:
         checkpoint_blocks(model)
     sizes = _Sizes(model)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from gpumem_exporter.training.bisection import Bisection
 from gpumem_exporter.training.planning.job import Job
 from gpumem_exporter.training.planning.trace import Line, Peaks, Trace, blend, replay
 
@@ -16,19 +15,14 @@ _SPREAD = ("parameters", "gradients", "optimizer")
 
 
 class Sizing:
-    """The traces and peaks of one job at any batch size, each computed once. Not thread-safe."""
+    """The traces of one job at any batch size, each recorded once. Not thread-safe."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self._traces: dict[int, Trace] = {}
-        self._peaks: dict[tuple[int, int | None], Peaks] = {}
 
     def trace(self, batch: int) -> Trace:
-        """Return the allocations of the job at a batch size.
-
-        Raises:
-            ConfigurationError: the job's own code failed.
-        """
+        """Return the allocations of the job at a batch size. Raises ConfigurationError if the job's code fails."""
         if batch not in self._traces:
             self._traces[batch] = self._make(batch)
         return self._traces[batch]
@@ -44,10 +38,7 @@ class Sizing:
 
     def peaks(self, batch: int, free_bytes: int | None = None) -> Peaks:
         """Return the peaks on a device with this number of free bytes; None means unlimited."""
-        key = batch, free_bytes
-        if key not in self._peaks:
-            self._peaks[key] = replay(self.trace(batch), free_bytes)
-        return self._peaks[key]
+        return replay(self.trace(batch), free_bytes)
 
     def largest(self, limit_bytes: int, multiple_of: int = 1) -> int:
         """Return the largest batch size that runs within the limit; 0 if no size does.
@@ -56,41 +47,34 @@ class Sizing:
         largest size. The trace of the estimate shows whether it fits, and is one end of the next line.
         """
         line = self._line(_NEAR * multiple_of, _FAR * multiple_of)
-        fits = self._fitting(limit_bytes, multiple_of)
-        low, high = 0, max(1, LARGEST // multiple_of) + 1  # in units of multiple_of: low fits, high does not
-        guess = _FAR
+        search = Bisection(_FAR, max(1, LARGEST // multiple_of))  # in units of multiple_of
+        guess: int | None = _FAR
         for _ in range(_TRIES):
-            low, high = (guess, high) if fits(guess) else (low, guess)
-            if high - low <= 1:
+            if guess is None:
                 break
-            if line is None:
-                guess = 2 * low if high > LARGEST // multiple_of else (low + high) // 2
-                continue
-            estimate = _largest(line, limit_bytes, multiple_of, low, high)
-            if estimate == low:
-                break
-            line = self._line(low * multiple_of or _NEAR * multiple_of, estimate * multiple_of) or line
-            guess = estimate
-        return low * multiple_of
-
-    def _fitting(self, limit_bytes: int, multiple_of: int) -> Callable[[int], bool]:
-        return lambda units: not self.peaks(units * multiple_of, limit_bytes).out_of_memory
+            search.record(guess, fits=_fits(self.trace(guess * multiple_of), limit_bytes))
+            guess = search.next()
+            if line is not None and guess is not None:
+                guess = _estimate(line, limit_bytes, multiple_of, search)
+                if guess == search.fits:
+                    break
+                line = self._line(search.fits * multiple_of or _NEAR * multiple_of, guess * multiple_of) or line
+        return search.fits * multiple_of
 
     def _line(self, a: int, b: int) -> Line | None:
         return None if a == b else blend(self.trace(a), a, self.trace(b), b)
 
 
-def _largest(line: Line, limit_bytes: int, multiple_of: int, low: int, high: int) -> int:
-    """Return the largest number of units from `low` to below `high` that fits according to a line."""
-    step = 1
-    while high - low > 1:
-        # The steps double, so that few large batches are replayed: they take longest.
-        middle = min(low + step, (low + high) // 2)
-        if replay(line.at(middle * multiple_of), limit_bytes).out_of_memory:
-            high = middle
-        else:
-            low, step = middle, 2 * step
-    return low
+def _estimate(line: Line, limit_bytes: int, multiple_of: int, search: Bisection) -> int:
+    """Return the largest number of units that fits according to a line, from `search.fits` to below `search.fails`."""
+    more = Bisection(1, search.fails - search.fits - 1)  # doubles first: large batches take longest to replay
+    while (units := more.next()) is not None:
+        more.record(units, fits=_fits(line.at((search.fits + units) * multiple_of), limit_bytes))
+    return search.fits + more.fits
+
+
+def _fits(trace: Trace, limit_bytes: int) -> bool:
+    return not replay(trace, limit_bytes).out_of_memory
 
 
 class _Sharded(Sizing):

@@ -1,29 +1,89 @@
-"""Records the allocations of a job's first training steps by running its code on fake tensors."""
+"""Records the allocations of a job's first training steps by running its code on fake tensors.
+
+A dispatch mode receives the results of each operator below autograd. A new storage is an allocation; the end of the
+storage's life is a free. PyTorch's `MemTracker` works the same way but keeps only sums. The caching allocator depends
+on the order of events.
+"""
 
 from __future__ import annotations
 
 import gc
 import logging
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.training.planning.cuda_rules import cuda_rules
 from gpumem_exporter.training.planning.job import Job
-from gpumem_exporter.training.planning.kernels import Kernels
+from gpumem_exporter.training.planning.kernels import temporaries
 from gpumem_exporter.training.planning.model import in_moving_order, make_fake_mode, make_model
-from gpumem_exporter.training.planning.stepping import train
+from gpumem_exporter.training.planning.stepping import Watch, train
 from gpumem_exporter.training.planning.trace import Trace
-from gpumem_exporter.training.planning.tracing import Tracer
 
-__all__ = ["STEPS", "move", "quiet", "trace_job"]
+__all__ = ["STEPS", "Tracer", "move", "quiet", "trace_job"]
 
 STEPS = 3
 """The first step creates the optimizer state, the second the final state of the cache."""
+
+
+class Tracer(TorchDispatchMode):
+    """Records into `trace` while the mode is active. Not thread-safe; autograd runs CPU graphs in the calling thread.
+
+    Args:
+        convolution: `cudnn` or `native`.
+
+    Attributes:
+        kind: the kind of the next allocations (see trace.KINDS).
+        ignore_scalars: skip tensors without dimensions, because an optimizer's step counts stay on the host.
+    """
+
+    def __init__(self, convolution: str = "cudnn") -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.kind = "activations"
+        self.ignore_scalars = False
+        self._convolution = convolution
+        self._numbers: dict[int, int] = {}  # the number of the allocation, by storage
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Set the kind of tensors. New ones are allocated now, as `.to(device)` does."""
+        for tensor in tensors:
+            self._record(tensor, kind)
+            number = self._numbers.get(tensor.untyped_storage()._cdata)
+            if number is not None:
+                self.trace.kinds[number] = kind
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [tensor for tensor in tree_iter(result) if isinstance(tensor, Tensor)]
+        for tensor in reversed(tensors) if func is torch.ops.aten.native_dropout.default else tensors:
+            self._record(tensor, self.kind)
+        sizes = temporaries(func, args, result, self._convolution)
+        for number in reversed([self.trace.allocate(size, "temporaries") for size in sizes]):
+            self.trace.free(number)
+        return result
+
+    def _record(self, tensor: Tensor, kind: str) -> None:
+        storage: Any = tensor.untyped_storage()
+        key, size_bytes = storage._cdata, int(storage.nbytes())
+        if key in self._numbers or not size_bytes or (self.ignore_scalars and tensor.dim() == 0):
+            return
+        self._numbers[key] = number = self.trace.allocate(size_bytes, kind)
+        weakref.finalize(storage, self._free, key, number).atexit = False
+
+    def _free(self, key: int, number: int) -> None:
+        del self._numbers[key]
+        self.trace.free(number)
 
 
 def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
@@ -34,7 +94,7 @@ def trace_job(job: Job, batch: int, steps: int = STEPS) -> Trace:
     Raises:
         ConfigurationError: the job's own code failed.
     """
-    tracer = Tracer(Kernels(job.convolution))
+    tracer = Tracer(job.convolution)
     with quiet(f"the job at batch size {batch}"):
         mode = make_fake_mode()
         model = make_model(job, mode)
@@ -87,7 +147,7 @@ def move(model: nn.Module, tracer: Tracer) -> None:
             parameter.register_post_accumulate_grad_hook(mark_gradient)
 
 
-class _Kinds:
+class _Kinds(Watch):
     """Sets the kind of the allocations that the tracer records."""
 
     def __init__(self, tracer: Tracer) -> None:
@@ -97,10 +157,9 @@ class _Kinds:
         self._tracer.kind = "activations"
 
     def backward(self) -> None:
-        self._tracer.kind, self._tracer.in_backward = "temporaries", True
+        self._tracer.kind = "temporaries"
 
     def optimizer(self, counts_on_device: bool) -> None:
-        self._tracer.in_backward = False
         self._tracer.ignore_scalars = not counts_on_device
 
     def stepped(self, optimizer: Any, counts_on_device: bool) -> None:

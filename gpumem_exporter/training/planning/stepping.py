@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,12 @@ from gpumem_exporter.training.planning.model import DTYPES
 
 __all__ = ["Watch", "train"]
 
-_NAMES = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
-_CLASSES = {name.lower(): name for name in _NAMES}
+_OPTIMIZERS = ("Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
+_CLASSES = {name.lower(): name for name in _OPTIMIZERS}
 _FP16_SCALE = 65536.0
 
 
-class Watch(Protocol):
+class Watch:
     """Receives the progress of a step. `counts_on_device`: the optimizer's step counts are on the device."""
 
     def forward(self) -> None:

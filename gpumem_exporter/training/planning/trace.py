@@ -18,16 +18,12 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer", "activations", "temp
 
 @dataclass(slots=True)
 class Trace:
-    """The allocations and frees of a job, in their order.
-
-    Attributes:
-        events: `+n` allocates allocation number n, `-n` frees it; numbers start at 1.
-        sizes: the requested bytes of each allocation; index 0 is unused.
-        kinds: the purpose of each allocation, one of KINDS.
-    """
+    """The allocations and frees of a job, in their order."""
 
     events: list[int] = field(default_factory=list)
+    """`+n` allocates allocation number n, `-n` frees it; numbers start at 1."""
     sizes: list[int] = field(default_factory=lambda: [0])
+    """The requested bytes of each allocation; index 0 is unused."""
     kinds: list[str] = field(default_factory=lambda: ["temporaries"])
 
     def allocate(self, size_bytes: int, kind: str) -> int:
@@ -43,10 +39,9 @@ class Trace:
         self.events.append(-number)
 
     def ordered(self) -> Trace:
-        """Return the trace with consecutive frees in a fixed order.
+        """Return the trace with consecutive frees in a fixed order, so that two traces can be compared.
 
-        The allocator ends in the same state, and two traces can be compared. Autocast, for example, drops its cached
-        casts in the order of their addresses, which differs from run to run.
+        Autocast, for example, drops its cached casts in the order of their addresses, which differs from run to run.
         """
         events: list[int] = []
         frees: list[int] = []
@@ -85,10 +80,7 @@ class Trace:
 
 
 def blend(small: Trace, small_batch: int, large: Trace, large_batch: int) -> Line | None:
-    """Interpolate the traces of two batch sizes, if each allocation's size is linear in the batch size.
-
-    Returns None when the events differ: the job then branches on the batch size.
-    """
+    """Interpolate the traces of two batch sizes. Returns None if their events differ."""
     if small.events != large.events or small_batch == large_batch:
         return None
     return Line(small, small_batch, large, large_batch)
@@ -105,21 +97,15 @@ class Line:
 
     def at(self, batch: int) -> Trace:
         """Return the trace of a batch size, with sizes rounded up."""
-        return Trace(self.small.events, list(self._sizes(batch)), self.small.kinds)
-
-    def _sizes(self, batch: int) -> Iterator[int]:
         span, way = self.large_batch - self.small_batch, batch - self.small_batch
-        for a, b in zip(self.small.sizes, self.large.sizes, strict=True):
-            yield a if a == b else max(0, a - (a - b) * way // span)
+        pairs = zip(self.small.sizes, self.large.sizes, strict=True)
+        sizes = [a if a == b else max(0, a - (a - b) * way // span) for a, b in pairs]
+        return Trace(self.small.events, sizes, self.small.kinds)
 
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
-    """The values of `torch.cuda.max_memory_allocated` and `max_memory_reserved` at the end of a trace.
-
-    Attributes:
-        out_of_memory: whether the job ended with an out-of-memory error. The peaks are those until then.
-    """
+    """The values of `torch.cuda.max_memory_allocated` and `max_memory_reserved` at the end, or at an error."""
 
     allocated_bytes: int
     reserved_bytes: int

@@ -8,15 +8,16 @@ output. What the job's code prints goes to standard error.
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
 import importlib.util
 import io
 import os
 import pickle
+import runpy
 import signal
 import subprocess
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import IO, Any, TypeVar, cast
@@ -45,17 +46,14 @@ class WorkerError(Exception):
 
 @dataclass(frozen=True)
 class _Setup:
-    """What the worker prepares before it unpickles the request.
-
-    Attributes:
-        main: the caller's `__main__` as the name of a module; None for a script.
-        script: the path of the caller's script; None without a script, as in a notebook.
-        torch: settings of PyTorch that change a plan.
-    """
+    """What the worker prepares before it unpickles the request."""
 
     main: str | None
+    """The caller's `__main__` as the name of a module; None for a script."""
     script: str | None
+    """The path of the caller's script; None without a script, as in a notebook."""
     torch: dict[str, Any]
+    """Settings of PyTorch that change a plan."""
 
     @classmethod
     def of_this_process(cls) -> _Setup:
@@ -130,16 +128,14 @@ def named(text: str) -> Any:
     Raises:
         ConfigurationError: the text does not name a module and a callable.
     """
+    module, _, name = text.partition(":")
+    if not (module and name):
+        raise ConfigurationError(f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model")
     return _Named(text)
 
 
 class _Named:
     def __init__(self, text: str) -> None:
-        module, _, name = text.partition(":")
-        if not (module and name):
-            raise ConfigurationError(
-                f"invalid callable {text!r}: write MODULE:NAME, such as mypackage.train:make_model"
-            )
         self._text = text
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -165,11 +161,7 @@ def _load(text: str) -> Callable[..., Any]:
 
 
 def _dump(call: Any, setup: _Setup) -> bytes:
-    """Pickle a call.
-
-    Raises:
-        ConfigurationError: it refers to something that the worker cannot import.
-    """
+    """Pickle a call. Raises ConfigurationError if it refers to something that the worker cannot import."""
     try:
         data = pickle.dumps(call)
         if setup.main or setup.script or b"__main__" not in data:
@@ -248,11 +240,6 @@ class _Unpickler(pickle.Unpickler):
     def _import_main(self) -> Any:
         if self._setup.main is not None:
             return importlib.import_module(self._setup.main)
-        path = self._setup.script or ""
-        loader = importlib.machinery.SourceFileLoader(_SCRIPT, path)
-        spec = importlib.util.spec_from_file_location(_SCRIPT, path, loader=loader)
-        if spec is None:
-            raise ImportError(f"cannot import {path}")
-        module = sys.modules[_SCRIPT] = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
+        module = sys.modules[_SCRIPT] = types.ModuleType(_SCRIPT)
+        vars(module).update(runpy.run_path(self._setup.script or "", run_name=_SCRIPT))
         return module

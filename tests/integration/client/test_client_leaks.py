@@ -121,43 +121,21 @@ def test_the_holder_of_a_leak_is_named_in_a_heap_of_thirty_thousand_other_tensor
 
 
 WALKED = """
-import sys, gc
+import gc
 from gpumem_exporter import client
-class Slots:
-    __slots__ = ("tensor",)
 class Wraps(torch.Tensor):
     @classmethod
     def __torch_function__(cls, *arguments, **named):
         raise SystemExit("the program's own code was called")
 def made(*shape):
     return torch.empty(*shape, device="cuda")
-slotted = Slots()
-slotted.tensor = made(7)
 wrapped = made(8).as_subclass(Wraps)
 outputs = {"a": [made(9) for _ in range(5)]}
 shared = made(100)
 views = [shared[:10], shared[:10]]
-def default(x=made(11)):
-    return x
-def outer():
-    captured = made(12)
-    def inner():
-        return captured
-    return inner
-closure = outer()
-def local():
-    mine = made(13)
-    found = client.lingering_tensors(max_groups=50)
-    names = sys._getframe().f_locals
-    return found
-def snapshot_of_locals():
-    tensor = made(14)
-    names = locals()
-    client.lingering_tensors()
-    return sorted(names)
+walked = client.lingering_tensors(max_groups=50)
 result = {
-    "groups": {"x".join(map(str, g.shape)): [g.count, g.bytes, list(g.referrers)] for g in local().groups},
-    "locals": snapshot_of_locals(),
+    "groups": {"x".join(map(str, g.shape)): [g.count, g.bytes, list(g.referrers)] for g in walked.groups},
     "short": client.lingering_tensors(max_objects=10).complete,
     "late": client.lingering_tensors(max_seconds=0.0).complete,
 }
@@ -166,30 +144,23 @@ recorded = [made(1 << 20) for _ in range(3)]
 from gpumem_exporter.client.leaks.live_tensors import allocating_frames
 result["frames"] = allocating_frames(torch, {4 << 20})
 torch.cuda.memory._record_memory_history(enabled=None)
-del recorded, slotted, wrapped, outputs, shared, views, default, closure
+del recorded, wrapped, outputs, shared, views
 gc.collect()
 result["left"] = torch.cuda.memory_allocated()
 """
 
 
-def test_live_tensors_are_grouped_and_their_referrers_named_without_running_the_user_s_code(
+def test_live_tensors_are_grouped_and_named_without_running_the_user_s_code(
     start_torch: StartTorch,
 ) -> None:
     reported = start_torch(PYTORCH_CUDA_ALLOC_CONF=None).exec(WALKED)
     groups = reported["groups"]
-    count, nbytes, (holder,) = groups["7"]
-    assert (count, nbytes) == (1, 28)
-    assert re.search(r"\btensor\b.*\bSlots\b", holder)
     assert groups["8"][1] == 32
     count, nbytes, holders = groups["9"]
     assert (count, nbytes) == (5, 180)
     assert re.match(r"list of 5\b.*\bdict of 1\b.*'a'.*\bdict\b.*'outputs'.*\bnamespace\b.*\bWorker\b", holders[0])
     assert groups["100"][:2] == [1, 400]
     assert groups["10"][:2] == [2, 0], "views share the storage of their base"
-    assert "default" in groups["11"][2][0]
-    assert re.search(r"\bcaptured\b.*\bclosure\b", groups["12"][2][0])
-    assert re.search(r"\blocal variable\b.*\bmine\b", groups["13"][2][0])
-    assert reported["locals"] == ["names", "tensor"] or reported["locals"] == ["tensor"]
     assert (reported["short"], reported["late"]) == (False, False)
     assert reported["frames"]
     assert re.search(r"\b3\b.*\bmade\b", reported["frames"][0])

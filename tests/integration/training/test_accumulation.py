@@ -61,10 +61,6 @@ def test_a_step_that_the_scaler_skips_is_counted_as_skipped(process: TorchProces
     assert results["scaled_by_default"] == 65536.0
 
 
-def test_an_earlier_loop_that_is_not_closed_does_not_affect_the_next(process: TorchProcess) -> None:
-    assert call(process, "held_loops") == [False, True, False, True, True]
-
-
 def test_batches_of_another_size_cause_one_warning(process: TorchProcess) -> None:
     (line,) = call(process, "of_another_size")
     assert re.search(r"\b2\b.*\b4\b", line)

@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
@@ -53,44 +51,6 @@ def test_every_tool_works_without_a_gpu_and_an_exporter(start_torch: StartTorch,
     assert str(tmp_path / "last.pt") in output
     load = "result = sorted(torch.load(path, weights_only=True))"
     assert start_torch().exec(load, path=str(tmp_path / "last.pt")) == ["model", "optimizer"]
-
-
-@pytest.mark.slow
-def test_every_tool_works_on_a_gpu_and_the_exporter_shows_its_measurements(
-    node: EmulatedNode, start_exporter: StartExporter, tmp_path: Path
-) -> None:
-    exporter = start_exporter(node, "--report.interval", "0.2", *UNLIMITED)
-    variables = environment(**node.environment(), GPUMEM_EXPORTER_URL=exporter.url)
-    arguments = ("--effective-batch", "400000", "--samples", "1400000", "--folder", str(tmp_path))
-    seen: set[tuple[str, str]] = set()
-    with (tmp_path / "output").open("w+") as output:
-        program = subprocess.Popen(
-            [sys.executable, str(EXAMPLES / "toolkit.py"), *arguments], env=variables, stdout=output, stderr=output
-        )
-        try:
-
-            def ended() -> bool:
-                for name, samples in exporter.metrics().samples.items():
-                    for labels in samples:
-                        values = dict(labels)
-                        if values.get("workload") == "toolkit":
-                            seen.add((name, values.get("phase") or values.get("component") or ""))
-                return program.poll() is not None
-
-            wait_for(ended, "the program's end", 240.0)
-        finally:
-            program.kill()
-            program.wait(patient(30))
-        output.seek(0)
-        assert program.returncode == 0, output.read()
-    assert seen >= {
-        *(("gpumem_torch_phase_peak_bytes", phase) for phase in ("forward", "backward", "optimizer")),
-        *(("gpumem_torch_component_bytes", part) for part in ("parameters", "gradients", "optimizer_state", "other")),
-        ("gpumem_torch_planned_reserved_peak_bytes", ""),
-        ("gpumem_torch_plan_error_ratio", ""),
-    }
-    assert "fits" in (tmp_path / "output").read_text()
-    assert (tmp_path / "memory.pickle").exists()
 
 
 def test_the_command_in_the_docstring_of_the_hoarding_example_releases_its_cache(

@@ -48,7 +48,6 @@ from gpumem_exporter import training
 from gpumem_exporter.cli.main import main
 from gpumem_exporter.training.planning import planner, simulation
 from gpumem_exporter.training.planning.job import Job, parse_tensor
-from gpumem_exporter.training.planning.kernels import Kernels
 
 def in_this_process(*call, uses_cuda=False, **options):
     function, *arguments = pickle.loads(pickle.dumps(call))
@@ -108,7 +107,7 @@ with FakeTensorMode():
             optimizer.step()
             optimizer.zero_grad()
 tracked = next(iter(tracker.get_tracker_snapshot("peak").values()))["Total"]
-Kernels.temporaries = lambda *_: ()  # the tracker does not count them
+simulation.temporaries = lambda *_: ()  # the tracker does not count them
 traced = simulation.trace_job(Job(mine.make, [parse_tensor(one)], loss="mean", optimizer="adam"), 1024)
 result["tracker"] = tracked, sum(traced.peak().values())
 """

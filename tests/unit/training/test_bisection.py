@@ -19,17 +19,3 @@ def test_it_finds_the_largest_number_that_fits_in_few_tries(start: int, more: in
     assert search.fits == min(largest, maximum)
     assert tried[0] == start
     assert len(tried) <= 2 * max(start, min(largest, maximum), 2).bit_length() + 1
-
-
-def test_it_doubles_what_fits_halves_what_does_not_and_then_takes_the_middle() -> None:
-    def tries(start: int, largest: int) -> list[int]:
-        search, tried = Bisection(start, 1000), []
-        while (number := search.next()) is not None:
-            tried.append(number)
-            search.record(number, fits=number <= largest)
-        return tried
-
-    assert tries(8, 19) == [8, 16, 32, 24, 20, 18, 19]
-    assert tries(8, 3) == [8, 4, 2, 3]
-    assert tries(8, 0) == [8, 4, 2, 1]
-    assert tries(600, 1000) == [600, 1000]

@@ -125,17 +125,6 @@ def test_a_link_stays_a_link(tmp_path: Path) -> None:
     assert (tmp_path / "real.toml").read_text() == TOML
 
 
-def test_a_file_that_another_program_changed_is_not_written(tmp_path: Path) -> None:
-    path = tmp_path / "a.toml"
-    path.write_text(TOML)
-    before, after = planned_text(path, {"train.batch_size": 9})
-    path.write_text(TOML + "# new\n")
-    with pytest.raises(ConfigurationError, match=r"a\.toml"):
-        apply(path, before, after)
-    assert path.read_text() == TOML + "# new\n"
-    assert not backup_of(path).exists()
-
-
 @pytest.mark.parametrize(("name", "package"), [("a.yaml", "ruamel.yaml"), ("a.toml", "tomlkit")])
 def test_without_the_package_the_extra_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
