@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from tests.support.alert_path import DEPLOY, Receiver, alertmanager, hastened, prometheus, receiving
+from tests.support.alert_path import DEPLOY, Receiver, alertmanager, prometheus, receiving
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
@@ -77,24 +76,3 @@ def assert_texts_are_complete(alert: Mapping[str, Any]) -> None:
         assert not re.search(r"no value|error|NaN|{{|}}", text), text
     assert labels["pid"] in annotations["description"]
     assert (DEPLOY.parent / annotations["runbook_url"]).is_file()
-
-
-def test_faster_rules_differ_only_in_their_durations() -> None:
-    rules = sorted((DEPLOY / "prometheus" / "rules").glob("*.yml"))
-    assert len(rules) >= 2
-    for path in rules:
-        document = yaml.safe_load(path.read_text())
-        faster = hastened(document, 60.0)
-        for group, fast_group in zip(document["groups"], faster["groups"], strict=True):
-            for rule, fast in zip(group["rules"], fast_group["rules"], strict=True):
-                durations = r"\b\d+(?:ms|[smhd])\b"
-                assert re.sub(durations, "", fast["expr"]) == re.sub(durations, "", rule["expr"])
-                before, after = (re.findall(r"\b(\d+)(ms|[smhd])\b", each["expr"]) for each in (rule, fast))
-                assert [unit for _, unit in after] == ["ms"] * len(before)
-                seconds = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-                assert [60 * int(number) for number, _ in after] == [
-                    int(n) * 1000 * seconds[unit] for n, unit in before
-                ]
-                assert {key: value for key, value in fast.items() if key not in ("expr", "for", "keep_firing_for")} == {
-                    key: value for key, value in rule.items() if key not in ("expr", "for", "keep_firing_for")
-                }

@@ -196,18 +196,6 @@ def test_events_beyond_the_queue_are_counted_as_dropped(start_exporter: StartExp
     assert re.search(rf"\b{dropped:.0f}\b", health(exporter)["checks"]["events"]["detail"])
 
 
-def test_a_damaged_file_is_moved_and_reported(start_exporter: StartExporter, tmp_path: Path) -> None:
-    file = tmp_path / "events" / FILE_NAME
-    file.parent.mkdir()
-    file.write_bytes(os.urandom(50_000))
-    exporter = start_exporter(None, "--storage.path", str(file.parent))
-    send(exporter, 1)
-    assert stored(exporter) == [("w1", 1)]
-    assert FILE_NAME + ".damaged" in health(exporter)["checks"]["events"]["detail"]
-    assert FILE_NAME + ".damaged" in exporter.log()
-    assert file.with_name(FILE_NAME + ".damaged").stat().st_size == 50_000
-
-
 # --- real processes on the emulated node
 
 RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
@@ -380,15 +368,6 @@ def test_an_error_can_be_read_when_its_report_is_acknowledged(served: RunningExp
     for number in range(1, 51):
         served.report(report(1, devices=(sample(),), sequence=number, ooms=(OutOfMemory(UUIDS[0], number),)))
         assert numbers(served, "&limit=1") == [number]
-
-
-@pytest.mark.parametrize(
-    ("query", "field"), [("since=x", "since"), ("type=x", "type"), ("pid=x", "pid"), ("limit=0", "limit"), ("x=1", "x")]
-)
-def test_an_invalid_parameter_is_named(query: str, field: str) -> None:
-    with running_exporter() as served:
-        document = problem(served.get(f"{EVENTS}?{query}"), 422)
-    assert [error["field"] for error in document["errors"]] == [field]
 
 
 def test_events_need_the_same_access_as_the_audit_log(tmp_path: Path) -> None:

@@ -195,28 +195,6 @@ def test_a_long_name_leaves_the_other_columns_readable(demo: Demo, open_page: Op
             assert live.page.evaluate(lines) == [1, 1]
 
 
-def test_a_refresh_reuses_all_elements(driverless: Demo, open_page: OpenPage) -> None:
-    exporter, url = driverless
-    for pid in (601, 602):
-        send(exporter, pid, pid * MIB, workload="kept")
-    live = open_page(url)
-    live.until("document.querySelectorAll('#rows tr').length >= 2 && document.querySelector('#events li')")
-    live.page.evaluate(
-        """() => {
-            window.built = 0;
-            window.kept = [...document.querySelectorAll('#rows tr, #rows td, #rows span, .amount, #events li')];
-            new MutationObserver((changes) => {
-                for (const change of changes) built += change.addedNodes.length + change.removedNodes.length;
-            }).observe(document.querySelector('#rows'), {childList: true, subtree: true});
-        }"""
-    )
-    for turn in range(1, 4):
-        send(exporter, 601, (601 + 10 * turn) * MIB, workload="kept", sequence=turn + 1)
-        live.until("document.querySelector('#rows').textContent.includes(it)", f"{601 + 10 * turn}\u00a0MiB")
-    assert live.page.evaluate("kept.every((element) => element.isConnected)")
-    assert live.page.evaluate("built") == 0
-
-
 def test_rows_are_sorted_again_after_some_seconds(driverless: Demo, open_page: OpenPage) -> None:
     exporter, url = driverless
     for pid in (701, 702):
