@@ -10,7 +10,6 @@ history of ten minutes, so that it draws full lines immediately. Needs Chromium 
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import sys
 import threading
@@ -80,11 +79,7 @@ def main() -> int:
         exporter = place.exporter()
         uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
         _change_driver_bytes(place, stand)
-        reporters = multiprocessing.get_context("spawn").Process(
-            target=report_for_ever, args=(exporter.tcp_url, stand.pids, uuids, 1.0), daemon=True
-        )
-        reporters.start()
-        place.stack.callback(reporters.kill)
+        place.start(report_for_ever, exporter.tcp_url, stand.pids, uuids, 1.0)
         wait_for(lambda: len(exporter.processes()) == PROCESSES, f"{PROCESSES} reporting processes")
         rows = _measure(progress, exporter, given.seconds, len(uuids) * PROCESSES)
     return show("page", rows, as_json=given.json)
