@@ -19,8 +19,9 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
-from benchmarks.place import Exporter, Place, cpu_seconds, resident_bytes
+from benchmarks.place import Place, cpu_seconds, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_for_ever
+from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 PROCESSES = 64
@@ -85,7 +86,7 @@ def main() -> int:
     return show("page", rows, as_json=given.json)
 
 
-def _measure(progress: Progress, exporter: Exporter, seconds: float, rows: int) -> list[Row]:
+def _measure(progress: Progress, exporter: ExporterProcess, seconds: float, rows: int) -> list[Row]:
     progress.part("exporter without a page")
     before = _share(progress, exporter, seconds / 4)
     progress.part(f"page of {rows} rows")
@@ -149,7 +150,7 @@ def _change_driver_bytes(place: Place, stand: Stand) -> None:
     place.stack.callback(ended.set)
 
 
-def _share(progress: Progress, exporter: Exporter, seconds: float) -> float:
+def _share(progress: Progress, exporter: ExporterProcess, seconds: float) -> float:
     started, used = time.monotonic(), cpu_seconds(exporter.pid)
     progress.sleep(seconds)
     return 100 * (cpu_seconds(exporter.pid) - used) / (time.monotonic() - started)

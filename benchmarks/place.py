@@ -17,10 +17,8 @@ from urllib.parse import urlsplit
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED, ExporterProcess
-from tests.support.waiting import wait_for
 
 __all__ = [
-    "Exporter",
     "Http",
     "Place",
     "compiling_once",
@@ -66,21 +64,6 @@ class Http(http.client.HTTPConnection):
         return taken, answer
 
 
-class Exporter(ExporterProcess):
-    """The real exporter in its own process, on a unix socket and on a port of the loopback address."""
-
-    @property
-    def tcp_url(self) -> str:
-        """The URL of its port, from its log."""
-        return wait_for(self._logged_url, "the exporter's log line with its addresses")
-
-    def _logged_url(self) -> str:
-        for word in self.log().replace('"', " ").replace(",", " ").replace("=", " ").split():
-            if word.startswith("http://127.0.0.1:"):
-                return word
-        return ""
-
-
 class Place:
     """A node for one benchmark. A context manager that ends every process it started.
 
@@ -111,12 +94,12 @@ class Place:
         """Return the environment of a program that runs here."""
         return dict(os.environ) if self.node is None else self.node.environment()
 
-    def exporter(self, *flags: str) -> Exporter:
+    def exporter(self, *flags: str) -> ExporterProcess:
         """Start an exporter here and wait for its first poll."""
         self._exporters += 1
         folder = self.folder / f"exporter{self._exporters}"
         folder.mkdir()
-        exporter = Exporter(folder, *UNLIMITED, *flags, environment=self.environment())
+        exporter = ExporterProcess(folder, *UNLIMITED, *flags, environment=self.environment())
         self.stack.callback(exporter.close)
         return exporter
 

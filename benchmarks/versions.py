@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.claims import Options, Progress, Row, compared, show, typical
-from benchmarks.place import Exporter, Http, Place, compiling_once, cpu_seconds, resident_bytes, thread_seconds
+from benchmarks.place import Http, Place, compiling_once, cpu_seconds, resident_bytes, thread_seconds
 from benchmarks.reporters import HELD_BYTES, Stand, report_for_ever
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import UNLIMITED
+from tests.support.exporter_process import UNLIMITED, ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import wait_for
 
@@ -45,12 +45,12 @@ class Side:
         bytecode = place.folder / f"bytecode-{self.name}"
         return "env", "-C", str(self.tree), f"PYTHONPATH={self.tree}", f"PYTHONPYCACHEPREFIX={bytecode}"
 
-    def exporter(self, place: Place, name: str, *flags: str) -> Exporter:
+    def exporter(self, place: Place, name: str, *flags: str) -> ExporterProcess:
         """Start this side's exporter."""
         folder = place.folder / f"{name}-{self.name}"
         folder.mkdir()
         environment = compiling_once(place.environment(), place.folder)
-        exporter = Exporter(folder, *UNLIMITED, *flags, environment=environment, launcher=self.launcher(place))
+        exporter = ExporterProcess(folder, *UNLIMITED, *flags, environment=environment, launcher=self.launcher(place))
         place.stack.callback(exporter.close)
         return exporter
 

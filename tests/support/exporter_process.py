@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,12 @@ class ExporterProcess:
         """The pid."""
         assert self._popen is not None
         return self._popen.pid
+
+    @property
+    def tcp_url(self) -> str:
+        """The URL of its port on the loopback address, from its log."""
+        found = wait_for(lambda: re.search(r"https?://127\.0\.0\.1:\d+", self.log()), "the exporter's address")
+        return str(found[0])
 
     def start(self) -> None:
         """Start the exporter, and wait until the first poll has ended."""

@@ -12,7 +12,6 @@ import pytest
 
 from tests.support.alert_path import DEPLOY, Receiver, alertmanager, prometheus, receiving
 from tests.support.exporter_process import ExporterProcess
-from tests.support.waiting import wait_for
 
 TIMES = 150.0
 """The speed relative to production: 50 minutes there are 20 seconds here."""
@@ -32,12 +31,10 @@ class AlertPath:
 def path(tmp_path: Path) -> Iterator[AlertPath]:
     exporter = ExporterProcess(tmp_path, "--demo", "--report.interval=0.2", "--collect.interval=0.2")
     try:
-        listening = r"addresses=http://(127\.0\.0\.1:\d+)"
-        (address,) = wait_for(lambda: re.findall(listening, exporter.log()), "the exporter's address")
         with (
             receiving() as receiver,
             alertmanager(tmp_path, receiver.url, times=TIMES) as alerts_to,
-            prometheus(tmp_path, exporter=address, alerts_to=alerts_to, times=TIMES),
+            prometheus(tmp_path, exporter=exporter.tcp_url.removeprefix("http://"), alerts_to=alerts_to, times=TIMES),
         ):
             yield AlertPath(exporter, receiver)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,14 +25,6 @@ from tests.support.waiting import patient, wait_for
 pytestmark = needs_namespaces
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
-LOOPBACK = "--web.listen-address"
-
-
-def tcp_url(exporter: ExporterProcess) -> str:
-    """Return the loopback address of the exporter from its log."""
-    found = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+|127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address")
-    address = found.group(0)
-    return address if address.startswith("http") else f"http://{address}"
 
 
 def host_pid_of(process: TorchProcess) -> int:
@@ -74,7 +65,7 @@ def test_reporters_in_containers_have_their_host_pids_and_bytes(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str
 ) -> None:
     exporter = start_exporter(node, *QUICK)
-    url = exporter.url if way == "SO_PEERCRED" else tcp_url(exporter)
+    url = exporter.url if way == "SO_PEERCRED" else exporter.tcp_url
     inside = {
         name: start_in_container(start_torch, url, name, size * MIB) for name, size in (("first", 30), ("second", 70))
     }
@@ -125,7 +116,7 @@ def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str, reporter: str
 ) -> None:
     exporter = start_exporter(node, *QUICK, launcher=CONTAINER)
-    url = exporter.url if way == "unix" else tcp_url(exporter)
+    url = exporter.url if way == "unix" else exporter.tcp_url
     if reporter == "of the host":
         process = start_torch(GPUMEM_EXPORTER_URL=url)
         process.call("start_client", workload="unseen")

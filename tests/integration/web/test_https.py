@@ -100,8 +100,7 @@ def start_https(folder: Path, start_exporter: StartExporter) -> StartHttps:
         config = folder / "web.yml"
         config.write_text(json.dumps({key: value for key, value in parts.items() if value}))
         process = start_exporter(on, *QUICK, "--web.config.file", str(config), *flags)
-        (port,) = re.findall(r"https?://127\.0\.0\.1:(\d+)", process.log())
-        return Https(process, int(port), config)
+        return Https(process, int(process.tcp_url.rpartition(":")[2]), config)
 
     return start
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpumem_exporter.server.web.live_document import COLUMNS
 from tests.support.builders import MIB, UUIDS
 from tests.support.exporter_process import ExporterProcess
 from tests.support.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
@@ -47,10 +48,14 @@ def known_device(**changes: Any) -> dict[str, Any]:
     return {**device, "memory": memory, "utilization_ratio": 0.5, "ledger": ledger, **changes}
 
 
-def made_up(exporter: ExporterProcess, *devices: dict[str, Any]) -> dict[str, Any]:
-    """The exporter's own document with these devices."""
+def made_up(exporter: ExporterProcess, *devices: dict[str, Any], **process: Any) -> dict[str, Any]:
+    """The exporter's own document with these devices, and a process on the first one with these values if any."""
     answer = copy.deepcopy(state_of(exporter))
-    answer["state"].update(devices=list(devices), source="nvml", nvml={"up": True, "error": "", "driver_version": "1"})
+    state = answer["state"]
+    state.update(devices=list(devices), source="nvml", nvml={"up": True, "error": "", "driver_version": "1"})
+    if process:
+        row = {"pid": 77, "state": "reporting", "uuid": UUIDS[0], "gpu": "0", "clears": True, **process}
+        state["processes"] = [[row.get(name) for name in state["columns"]]]
     return answer
 
 
@@ -173,16 +178,10 @@ def test_a_name_cannot_reverse_the_text_around_it(driverless: Demo, open_page: O
 def test_a_long_name_leaves_the_other_columns_readable(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
 
-    def answer() -> dict[str, Any]:
-        document = made_up(exporter, known_device())
-        columns = document["state"]["columns"]
-        row = {**dict.fromkeys(columns), "pid": 1234567, "state": "reporting", "workload": "w" * 200, "uuid": UUIDS[0]}
-        row.update(rank="r" * 30, user="u" * 32, k8s_pod="p" * 100, gpu="0", clears=True, last_report_unix_seconds=0)
-        row.update(dict.fromkeys((name for name in columns if name.endswith("_bytes")), 1023 * MIB))
-        document["state"]["processes"] = [[row[name] for name in columns]]
-        return document
-
-    live = open_page(url, answer=answer)
+    names = {"workload": "w" * 200, "rank": "r" * 30, "user": "u" * 32, "k8s_pod": "p" * 100}
+    sizes = {name: 1023 * MIB for name in COLUMNS if name.endswith("_bytes")}
+    times = {"last_report_unix_seconds": 0}
+    live = open_page(url, answer=lambda: made_up(exporter, known_device(), pid=1234567, **names, **sizes, **times))
     for width in (1280, 1000, 320):
         live.page.set_viewport_size({"width": width, "height": 800})
         assert live.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -278,11 +277,8 @@ def test_a_full_device_is_the_first_warning_with_the_reclaimable_memory(demo: De
     full["ledger"].update(free=GIB // 4, torch_allocated=5 * GIB + 3 * GIB // 4)
 
     def answer() -> dict[str, Any]:
-        document = made_up(exporter, full)
-        columns = document["state"]["columns"]
-        row = {**dict.fromkeys(columns), "pid": 77, "state": "reporting", "workload": "hoarder", "uuid": UUIDS[0]}
-        row.update(gpu="0", used_bytes=6 * GIB, reclaimable_bytes=held, clears=True, last_report_unix_seconds=0)
-        document["state"]["processes"] = [[row[name] for name in columns]]
+        sizes = {"used_bytes": 6 * GIB, "reclaimable_bytes": held}
+        document = made_up(exporter, full, workload="hoarder", last_report_unix_seconds=0, **sizes)
         now = document["moment"]["clock_seconds"]
         line = {"in_use": [10_000, 100, 10_000, 10_000], "allocated": [100] * 4}
         document["history"].update(seconds=[now - age for age in (8, 6, 4, 2)], devices={UUIDS[0]: line})
@@ -316,12 +312,8 @@ def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(demo:
     def answer() -> dict[str, Any]:
         nonlocal answers
         answers += 1
-        document = made_up(exporter, full)
+        document = made_up(exporter, full, workload="pool", allocated_bytes=4 * GIB, reserved_bytes=35 * GIB // 4)
         document["moment"]["clock_seconds"] += 20 * answers
-        columns = document["state"]["columns"]
-        row = {**dict.fromkeys(columns), "pid": 77, "state": "reporting", "workload": "pool", "uuid": UUIDS[0]}
-        row.update(gpu="0", allocated_bytes=4 * GIB, reserved_bytes=35 * GIB // 4, clears=True)
-        document["state"]["processes"] = [[row[name] for name in columns]]
         return document
 
     live = open_page(url, answer=answer)

@@ -10,11 +10,10 @@ import pytest
 
 import gpumem_exporter
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.store import Store
-from tests.support.builders import UNLIMITED, NobodyHost, device, node, report, sample
+from tests.support.builders import device, node, report, sample
+from tests.support.dispatching import build_dispatcher
 
 DAY_SECONDS = 86_400.0
 STEPS = pytest.mark.parametrize("step_seconds", [-DAY_SECONDS, -0.5, 0.5, DAY_SECONDS])
@@ -67,15 +66,7 @@ def test_a_set_clock_does_not_change_the_deadline_and_duration_of_an_action(
     store = Store(report_expiry_seconds=1000, reading_expiry_seconds=5, max_processes=9)
     sent = report(7, devices=(sample(),), actions=("empty_cache",))
     store.put_report(sent, host_pid=7, now_seconds=clocks.monotonic(), now_unix_seconds=clocks.wall())
-    dispatcher = Dispatcher(
-        store,
-        allowed=frozenset({"empty_cache"}),
-        clock=clocks.monotonic,
-        wall_clock=clocks.wall,
-        on_finished=lambda action: None,
-        terminator=Terminator(NobodyHost()),
-        limits=UNLIMITED,
-    )
+    dispatcher = build_dispatcher(store, clocks.monotonic, wall_clock=clocks.wall)
     action = dispatcher.submit(ActionRequest("empty_cache", Target(all=True)), requested_by=Caller.policy("ada"))
     assert action.created_unix_seconds == clocks.wall()
     clocks.wall_seconds += step_seconds
