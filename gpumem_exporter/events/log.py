@@ -107,8 +107,6 @@ class EventLog:
         self._busy_since_seconds: float | None = None
         self._due_seconds = float("-inf")
         """When the storage is next opened, retried or pruned."""
-        self._single_commits = 0
-        """The number of events that are committed one by one, to find the event that cannot be stored."""
         self._drop_warned_seconds = float("-inf")
         self._thread = threading.Thread(target=self._run, name="gpumem-events", daemon=True)
 
@@ -209,11 +207,9 @@ class EventLog:
             self._fail(str(error))
             return False
         except Exception:  # noqa: BLE001 - logged below
-            # The disk works, but an event cannot be stored. It must not block the other events forever.
-            if len(batch) > 1:
-                self._single_commits = len(batch)
-                return True
-            _log.exception("an event cannot be stored", extra={"fields": {"types": _types(batch)}})
+            # The disk works, but an event cannot be stored. It must not block later events forever.
+            types = ",".join(sorted({event.type for each in batch for event in each.events}))
+            _log.exception("an event cannot be stored", extra={"fields": {"types": types}})
             self._remove(batch)
             self._drop(batch)
             return True
@@ -233,10 +229,9 @@ class EventLog:
             size = 0
             for each in self._waiting:
                 size += len(each.events)
-                if batch and (size > _BATCH or self._single_commits):
+                if batch and size > _BATCH:
                     break
                 batch.append(each)
-            self._single_commits = max(0, self._single_commits - 1)
         return batch
 
     def _remove(self, batch: list[_Waiting]) -> None:
@@ -319,7 +314,3 @@ def _refuse(future: Future[Page], error: Exception) -> None:
         future.set_exception(error)
     except InvalidStateError:
         return
-
-
-def _types(batch: Sequence[_Waiting]) -> str:
-    return ",".join(sorted({event.type for each in batch for event in each.events}))

@@ -56,7 +56,6 @@ class Runtime:
     version: str
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
-    host: Host
     store: Store
     snapshot: Callable[[], Snapshot]
     """Returns the current snapshot."""
@@ -121,7 +120,6 @@ def build_runtime(
         version=__version__,
         clock=clock,
         wall_clock=wall_clock,
-        host=host,
         store=state.store,
         snapshot=state.snapshot,
         poller=poller,

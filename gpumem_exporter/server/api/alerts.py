@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
@@ -143,19 +144,13 @@ class AlertMemory:
             self._acted.popitem(last=False)
 
 
+@dataclass(frozen=True, slots=True)
 class _Receiver:
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-        has_action_token: bool,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._has_action_token = has_action_token
-        self._memory = AlertMemory()
+    dispatcher: Dispatcher
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    has_action_token: bool
+    memory: AlertMemory = field(default_factory=AlertMemory)
 
     def take(self, alert: AlertBody, caller: Caller) -> AlertOutcome:
         """Take one alert and return its outcome."""
@@ -167,7 +162,7 @@ class _Receiver:
                 outcome, reason, action_id = self._fire(alert, caller)
             else:
                 outcome = "resolved"
-                if alert.fingerprint in self._memory:
+                if alert.fingerprint in self.memory:
                     _log.info("alert resolved", extra={"fields": _log_fields(alert, caller)})
         except (ActionRefusedError, AlertRequestError) as error:
             outcome, reason = "refused", str(error)
@@ -183,25 +178,25 @@ class _Receiver:
         """
         from gpumem_exporter.server.api.alert_schema import AlertRequestError, requested_action
 
-        now = self._clock()
+        now = self.clock()
         requested = requested_action(alert)
         if requested is None:
             return "ignored", "the alert has no label or annotation gpumem_action", None
-        objection = self._memory.objection(alert.fingerprint, alert.starts_at, now)
+        objection = self.memory.objection(alert.fingerprint, alert.starts_at, now)
         if objection:
             return objection, "", None
-        if requested.request.action == "terminate" and not self._has_action_token:
+        if requested.request.action == "terminate" and not self.has_action_token:
             raise AlertRequestError(_ANONYMOUS_TERMINATION)
-        started_unix_seconds = self._wall_clock()
+        started_unix_seconds = self.wall_clock()
         try:
-            action = self._dispatcher.submit(
+            action = self.dispatcher.submit(
                 requested.request,
                 requested_by=Caller.alert(alert.name[:128], caller),
                 idempotency_key=f"alert:{alert.fingerprint}:{alert.starts_at}",
             )
         except IdempotencyConflictError:
             action = None  # the alert's template now produces another request
-        self._memory.acted(alert.fingerprint, alert.starts_at, requested.cooldown_seconds, now)
+        self.memory.acted(alert.fingerprint, alert.starts_at, requested.cooldown_seconds, now)
         if action is None or action.created_unix_seconds < started_unix_seconds:
             return "repeated", "", None  # an earlier run of the exporter acted on it
         return "acted", "", action.id
