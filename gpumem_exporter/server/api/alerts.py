@@ -68,16 +68,7 @@ def alerts_router(
     wall_clock: Callable[[], float],
     has_action_token: bool,
 ) -> APIRouter:
-    """Return the route of the receiver.
-
-    Args:
-        dispatcher: runs the actions.
-        audit: knows the actions of an earlier run.
-        count_alert: counts outcomes.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
-        has_action_token: the exporter has `--action.token-file`, so that the caller is known.
-    """
+    """Return the route of the receiver; with `has_action_token`, its callers are known."""
     router = APIRouter(tags=["alerts"])
     receiver = _Receiver(dispatcher, clock, wall_clock, has_action_token)
 

@@ -40,8 +40,7 @@ class Audit:
     """Records actions and reads them after a restart. Used on the event loop only.
 
     Args:
-        events: stores the records.
-        durable: whether the records are on disk.
+        durable: whether the records of `events` are on disk.
         wall_clock: seconds of the Unix epoch.
         on_lost: called with each action that a restart has interrupted.
     """

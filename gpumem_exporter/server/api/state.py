@@ -97,12 +97,7 @@ class ProcessesDocument(TypedDict):
 
 
 def state_router(*, snapshot: Callable[[], Snapshot], source: str) -> APIRouter:
-    """Return the routes that show devices and processes.
-
-    Args:
-        snapshot: returns the current state of the node.
-        source: `nvml` or `demo`.
-    """
+    """Return the routes that show devices and processes; `source` is `nvml` or `demo`."""
     router = APIRouter(tags=["state"])
 
     @router.get("/api/v1/devices", response_model=DevicesDocument)
