@@ -46,7 +46,6 @@ class Streams:
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
         interval_seconds: between two renderings.
-        max_streams: the maximum number of streams.
     """
 
     def __init__(
@@ -56,13 +55,11 @@ class Streams:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         interval_seconds: float = INTERVAL_SECONDS,
-        max_streams: int = MAX_STREAMS,
     ) -> None:
         self._render = render
         self._clock = clock
         self._wall_clock = wall_clock
         self._interval_seconds = interval_seconds
-        self._max_streams = max_streams
         self._followers = 0
         self._ticker: asyncio.Task[None] | None = None
         self._ticked = asyncio.Event()
@@ -87,7 +84,7 @@ class Streams:
         Raises:
             TooManyStreamsError: the maximum number of streams is open.
         """
-        if self._followers >= self._max_streams:
+        if self._followers >= MAX_STREAMS:
             raise TooManyStreamsError(f"{self._followers} streams are open, the maximum")
         self._followers += 1
         if self._ticker is None:

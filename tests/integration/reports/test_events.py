@@ -28,7 +28,7 @@ from tests.emulation.node import EmulatedNode
 from tests.support.builders import UUIDS, identity, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import patient, wait_for
 
 EVENTS = "/api/v1/events"
@@ -368,16 +368,3 @@ def test_an_error_can_be_read_when_its_report_is_acknowledged(served: RunningExp
     for number in range(1, 51):
         served.report(report(1, devices=(sample(),), sequence=number, ooms=(OutOfMemory(UUIDS[0], number),)))
         assert numbers(served, "&limit=1") == [number]
-
-
-def test_events_need_the_same_access_as_the_audit_log(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("s3cret")
-    with running_exporter(action_token_file=str(token)) as served:
-        assert "--action.token-file" in problem(served.get(EVENTS), 401)["detail"]
-        assert served.get(EVENTS, Authorization="Bearer s3cret").status == 200
-    with running_exporter() as served:
-        problem(served.get(EVENTS, Host="evil.example"), 403)
-        problem(served.get(EVENTS, Origin="http://evil.example"), 403)
-        problem(served.get(EVENTS, X_Forwarded_For="10.0.0.1"), 403)
