@@ -15,14 +15,19 @@ from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["state_router"]
 
-_READING = {name: hint for name, hint in get_type_hints(DeviceReading).items() if name not in ("memory", "processes")}
 
-# The fields of a driver's reading and of a sample are those of their dataclasses.
-_Memory: Any = TypedDict("MemoryDocument", get_type_hints(DeviceMemory))  # type: ignore[misc]
-_Device: Any = TypedDict(  # type: ignore[misc]
+def _document(name: str, fields: dict[str, Any]) -> Any:
+    """Return a type whose fields are partly those of a dataclass, which pydantic would mark as optional."""
+    create: Any = TypedDict
+    return create(name, fields)
+
+
+_READING = {name: hint for name, hint in get_type_hints(DeviceReading).items() if name not in ("memory", "processes")}
+_Memory = _document("MemoryDocument", get_type_hints(DeviceMemory))
+_Device = _document(
     "DeviceDocument", {**_READING, "up": bool, "memory": _Memory | None, "ledger": dict[str, int] | None}
 )
-_ProcessDevice: Any = TypedDict(  # type: ignore[misc]
+_ProcessDevice = _document(
     "ProcessDeviceDocument",
     {
         **get_type_hints(DeviceSample),
@@ -49,7 +54,7 @@ class DevicesDocument(TypedDict):
     source: str
     taken_unix_seconds: float | None
     nvml: DriverState
-    devices: list[_Device]
+    devices: list[_Device]  # type: ignore[valid-type]
 
 
 class ProcessDocument(TypedDict):
@@ -86,7 +91,7 @@ class ProcessDocument(TypedDict):
     sample_age_seconds: float | None
     last_report_unix_seconds: float | None
     actions: list[str]
-    devices: list[_ProcessDevice]
+    devices: list[_ProcessDevice]  # type: ignore[valid-type]
 
 
 class ProcessesDocument(TypedDict):
