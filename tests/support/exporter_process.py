@@ -149,6 +149,17 @@ class ExporterProcess:
         """Return the reporting processes by pid."""
         return {entry["pid"]: entry for entry in self.get("/api/v1/processes")["processes"] if entry["reporting"]}
 
+    def events(self, **query: Any) -> list[dict[str, Any]]:
+        """Return the events that match a query, page by page."""
+        after, found = 0, []
+        conditions = "".join(f"&{name}={value}" for name, value in query.items())
+        while True:
+            page = self.get(f"/api/v1/events?limit=1000&after={after}{conditions}")
+            found += page["events"]
+            if not page["more"]:
+                return found
+            after = page["next_after"]
+
     def wait_for_processes(self, *pids: int) -> None:
         """Wait until each of these processes reports."""
         wait_for(lambda: set(pids) <= set(self.processes()), f"reports of {pids}")
@@ -180,6 +191,16 @@ class Metrics:
         wanted = set(labels.items())
         found = _samples("\n".join(lines)).get(name, {})  # parsing all of the page takes a hundred times longer
         return [value for have, value in found.items() if wanted <= have]
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """Return the values of all series with this name and these labels, by the value of another label."""
+        wanted = set(labels.items())
+        found = self.samples.get(name, {}).items()
+        return {dict(have)[label]: value for have, value in found if wanted <= have}
+
+    def infos(self) -> dict[str, dict[str, str]]:
+        """Return the labels of `gpumem_process_info` by pid."""
+        return {dict(labels)["pid"]: dict(labels) for labels in self.samples["gpumem_process_info"]}
 
     def value(self, name: str, **labels: str) -> float:
         """Return the only value of such a series."""

@@ -73,16 +73,6 @@ def ask_all(exporter: ExporterProcess, pids: Sequence[int]) -> list[Any]:
         ]
 
 
-def events(exporter: ExporterProcess, type_: str) -> list[Any]:
-    found: list[Any] = []
-    after, more = 0, True
-    while more:
-        page = exporter.get(f"/api/v1/events?type={type_}&after={after}&limit=1000")
-        found += [event["detail"] for event in page["events"]]
-        after, more = page["next_after"], page["more"]
-    return found
-
-
 def flushes(processes: Sequence[TorchProcess]) -> int:
     return sum(process.call("stats", device=0)["num_sync_all_streams"] for process in processes)
 
@@ -96,10 +86,10 @@ def test_a_thousand_concurrent_actions_each_run_exactly_once(
     assert Counter(reply["state"] for reply in replies) == {"done": ACTIONS}
     ids = {reply["id"] for reply in replies}
     assert len(ids) == ACTIONS
-    assert Counter(event["id"] for event in events(exporter, "action_asked")) == dict.fromkeys(ids, 1)
-    ends = events(exporter, "action")
-    assert Counter(event["id"] for event in ends) == dict.fromkeys(ids, 1)
-    assert {event["state"] for event in ends} == {"done"}
+    assert Counter(event["detail"]["id"] for event in exporter.events(type="action_asked")) == dict.fromkeys(ids, 1)
+    ends = exporter.events(type="action")
+    assert Counter(event["detail"]["id"] for event in ends) == dict.fromkeys(ids, 1)
+    assert {event["detail"]["state"] for event in ends} == {"done"}
     metrics = exporter.metrics()
     assert metrics.value("gpumem_actions_total", action="empty_cache", outcome="done") == ACTIONS
     assert metrics.value("gpumem_action_duration_seconds_count", action="empty_cache") == ACTIONS
@@ -129,9 +119,9 @@ def test_every_action_has_one_outcome_after_the_exporter_is_killed(
     assert {row["outcome"] for reply in cut_off for row in reply["results"]} <= {"failed"}
     assert all(row["reason"] for reply in cut_off for row in reply["results"])
     assert len(cut_off) <= 2 * THREADS
-    ends = {event["id"]: event["state"] for event in events(exporter, "action")}
+    ends = {event["detail"]["id"]: event["detail"]["state"] for event in exporter.events(type="action")}
     assert ends == outcomes
-    assert len(events(exporter, "action")) == len(events(exporter, "action_asked")) == ACTIONS
+    assert len(exporter.events(type="action")) == len(exporter.events(type="action_asked")) == ACTIONS
 
 
 def test_an_idempotency_key_finds_its_action_after_a_restart(

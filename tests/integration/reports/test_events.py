@@ -35,18 +35,6 @@ EVENTS = "/api/v1/events"
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
 
 
-def events(exporter: ExporterProcess, **query: Any) -> list[dict[str, Any]]:
-    """Read all matching events page by page."""
-    after, found = query.pop("after", 0), []
-    conditions = "".join(f"&{name}={value}" for name, value in query.items())
-    while True:
-        page = exporter.get(f"{EVENTS}?limit=200&after={after}{conditions}")
-        found += page["events"]
-        if not page["more"]:
-            return found
-        after = page["next_after"]
-
-
 def health(exporter: ExporterProcess) -> dict[str, Any]:
     document: dict[str, Any] = exporter.get("/health")
     return document
@@ -76,7 +64,7 @@ def send(exporter: ExporterProcess, *numbers: int, reporter: int = 1) -> None:
 
 
 def stored(exporter: ExporterProcess) -> list[tuple[str, int]]:
-    return [(event["workload"], event["detail"]["number"]) for event in events(exporter, type="oom")]
+    return [(event["workload"], event["detail"]["number"]) for event in exporter.events(type="oom")]
 
 
 # --- acknowledged events
@@ -212,8 +200,8 @@ def test_an_error_of_a_real_process_has_the_values_of_the_node_and_of_torch(
     for _ in range(2):
         process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass")
     stats, book = process.call("stats", device=1), node.books()[1]
-    wait_for(lambda: len(events(exporter, type="oom")) == 2, "both errors")
-    for number, event in enumerate(events(exporter, type="oom", pid=process.pid), 1):
+    wait_for(lambda: len(exporter.events(type="oom")) == 2, "both errors")
+    for number, event in enumerate(exporter.events(type="oom", pid=process.pid), 1):
         assert (event["gpu"], event["uuid"], event["pid"]) == ("1", book.uuid, process.pid)
         assert (event["workload"], event["rank"]) == ("greedy", "2")
         detail, allocator = event["detail"], event["detail"]["allocator"]
@@ -262,8 +250,8 @@ def test_a_process_that_dies_of_its_error_has_events_of_the_error_and_of_its_end
         process.kill()
         process.communicate()
     assert "OutOfMemoryError" in stderr
-    wait_for(lambda: events(exporter, type="process_ended"), "its end")
-    started, oom, ended = events(exporter, pid=process.pid)
+    wait_for(lambda: exporter.events(type="process_ended"), "its end")
+    started, oom, ended = exporter.events(pid=process.pid)
     assert [started["type"], oom["type"], ended["type"]] == ["process_started", "oom", "process_ended"]
     assert {event["workload"] for event in (started, oom, ended)} == {"doomed"}
     assert oom["detail"]["requested_bytes"] == 1 << 40
@@ -287,19 +275,19 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
         process.call("alloc", nbytes=3 << 20, device=0)
     exporter.wait_for_processes(lives.pid, dies.pid)
     dies.kill()
-    wait_for(lambda: events(exporter, type="process_ended"), "its end")
+    wait_for(lambda: exporter.events(type="process_ended"), "its end")
     assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
     exporter.start()
     exporter.wait_for_processes(lives.pid)
     exporter.act("empty_cache", target={"pid": lives.pid})
-    (ended,) = events(exporter, type="process_ended")
+    (ended,) = exporter.events(type="process_ended")
     assert ended["pid"] == dies.pid
     died = ended["detail"]["reason"]
     assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
-    assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action_asked", "action"]
+    assert [event["type"] for event in exporter.events(pid=lives.pid)] == ["process_started", "action_asked", "action"]
     lives.call("stop_client")
-    wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its last report")
-    last = events(exporter, pid=lives.pid)[-1]
+    wait_for(lambda: len(exporter.events(type="process_ended")) == 2, "its last report")
+    last = exporter.events(pid=lives.pid)[-1]
     assert last["type"] == "process_ended"
     assert "" != died != last["detail"]["reason"] != ""
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
@@ -311,13 +299,13 @@ def test_a_lost_device_is_recorded_once_and_its_return_also_after_a_restart(
     exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
 
     def changes() -> list[tuple[str, str]]:
-        return [(event["type"], event["uuid"]) for event in events(exporter, type="device_lost,device_returned")]
+        return [(event["type"], event["uuid"]) for event in exporter.events(type="device_lost,device_returned")]
 
     assert changes() == []
     lost, uuid = ("device_lost", node.uuid(1)), node.uuid(1)
     node.lose_device(1)
     wait_for(lambda: changes() == [lost], "the loss")
-    (event,) = events(exporter, type="device_lost")
+    (event,) = exporter.events(type="device_lost")
     assert event["gpu"] == "1"
     assert event["detail"]["error"]
     exporter.metrics().assert_ledgers_add_up()

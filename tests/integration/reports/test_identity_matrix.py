@@ -149,7 +149,7 @@ def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_
     assert (ledger["torch_allocated"], ledger["torch_reclaimable"], ledger["non_torch"]) == (0, 0, 0)
     assert metrics.value("gpumem_torch_allocated_bytes", pid=str(name)) == stats["allocated_bytes.all.current"]
     assert metrics.values("gpumem_torch_non_torch_bytes") == []
-    info = {dict(labels)["pid"]: dict(labels) for labels in metrics.samples["gpumem_process_info"]}
+    info = metrics.infos()
     assert (info[str(name)]["workload"], info[str(name)]["reporting"]) == ("unseen", "true")
     assert (info[str(host_pid)]["workload"], info[str(host_pid)]["reporting"]) == ("", "false")
 
@@ -222,12 +222,11 @@ def test_a_process_in_a_pod_has_the_names_of_pod_and_jobs(
         silent = start_torch(SLURM_JOB_ID="77")
         silent.call("alloc", nbytes=MIB, device=0)
 
-        def info() -> dict[str, dict[str, str]]:
-            return {dict(labels)["pid"]: dict(labels) for labels in exporter.metrics().samples["gpumem_process_info"]}
-
-        wait_for(lambda: info().get(str(process.pid), {}).get("k8s_pod") == "llm-0", "the pod's name")
-        wait_for(lambda: str(silent.pid) in info(), "the process without a reporter")
-        labels = info()[str(process.pid)]
+        pid = str(process.pid)
+        wait_for(lambda: exporter.metrics().infos().get(pid, {}).get("k8s_pod") == "llm-0", "the pod's name")
+        wait_for(lambda: str(silent.pid) in exporter.metrics().infos(), "the process without a reporter")
+        infos = exporter.metrics().infos()
+        labels = infos[pid]
         assert (
             labels
             | {
@@ -242,7 +241,7 @@ def test_a_process_in_a_pod_has_the_names_of_pod_and_jobs(
             }
             == labels
         )
-        other = info()[str(silent.pid)]
+        other = infos[str(silent.pid)]
         assert (other["slurm_job_id"], other["k8s_pod"], other["reporting"]) == ("77", "", "false")
         document = exporter.processes()[process.pid]
         assert (document["k8s_pod"], document["k8s_pod_uid"], document["slurm_job_id"], document["ray_job_id"]) == (

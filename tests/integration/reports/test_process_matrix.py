@@ -31,14 +31,12 @@ def client(exporter: ExporterProcess, start_torch: StartTorch, on: EmulatedNode,
 
 def allocated(metrics: Metrics, pid: int) -> dict[str, float]:
     """Return the allocated bytes of a process on the page, by uuid."""
-    found = metrics.samples.get("gpumem_torch_allocated_bytes", {}).items()
-    return {dict(labels)["uuid"]: value for labels, value in found if dict(labels)["pid"] == str(pid)}
+    return metrics.by("uuid", "gpumem_torch_allocated_bytes", pid=str(pid))
 
 
 def used(metrics: Metrics, pid: int) -> dict[str, float]:
     """Return the used bytes of a process on the page, by uuid."""
-    found = metrics.samples.get("gpumem_process_memory_used_bytes", {}).items()
-    return {dict(labels)["uuid"]: value for labels, value in found if dict(labels)["pid"] == str(pid)}
+    return metrics.by("uuid", "gpumem_process_memory_used_bytes", pid=str(pid))
 
 
 def booked(node: EmulatedNode, pid: int) -> dict[str, int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -56,6 +57,18 @@ def made_up(exporter: ExporterProcess, *devices: dict[str, Any], **process: Any)
     if process:
         row = {"pid": 77, "state": "reporting", "uuid": UUIDS[0], "gpu": "0", "clears": True, **process}
         state["processes"] = [[row.get(name) for name in state["columns"]]]
+    return answer
+
+
+def advancing(exporter: ExporterProcess, *devices: dict[str, Any], **process: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that answers as `made_up`, each time 20 s later: such a warning must last for some time."""
+    answers = itertools.count(1)
+
+    def answer() -> dict[str, Any]:
+        document = made_up(exporter, *devices, **process)
+        document["moment"]["clock_seconds"] += 20 * next(answers)
+        return document
+
     return answer
 
 
@@ -307,16 +320,8 @@ def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(demo:
     full = known_device()
     full["ledger"].update(free=GIB // 4, torch_allocated=4 * GIB, torch_fragmented=4 * GIB + 3 * GIB // 4)
     del full["ledger"]["torch_reclaimable"]
-    answers = 0
-
-    def answer() -> dict[str, Any]:
-        nonlocal answers
-        answers += 1
-        document = made_up(exporter, full, workload="pool", allocated_bytes=4 * GIB, reserved_bytes=35 * GIB // 4)
-        document["moment"]["clock_seconds"] += 20 * answers
-        return document
-
-    live = open_page(url, answer=answer)
+    values = {"workload": "pool", "allocated_bytes": 4 * GIB, "reserved_bytes": 35 * GIB // 4}
+    live = open_page(url, answer=advancing(exporter, full, **values))
     live.until("/GPU.0\\b/.test(document.querySelector('#warnings [data-level=critical]').textContent)")
     first = live.text("#moment")
     live.until("document.querySelector('#moment').textContent !== it", first)
@@ -332,16 +337,7 @@ def test_unattributed_memory_is_a_warning_only_if_all_processes_are_known(demo: 
     devices = (known_device(), hidden, host)
     for device in devices:
         device["ledger"]["unattributed"] = 3 * GIB // 2
-    answers = 0
-
-    def answer() -> dict[str, Any]:
-        nonlocal answers
-        answers += 1
-        document = made_up(exporter, *devices)
-        document["moment"]["clock_seconds"] += 20 * answers  # such a warning must last for some time
-        return document
-
-    live = open_page(url, answer=answer)
+    live = open_page(url, answer=advancing(exporter, *devices))
     live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#warnings').textContent)")
     shown = " ".join(live.page.locator("#warnings li").all_inner_texts())
     assert re.findall(r"GPU.(\d): 1\.5.GiB", shown) == ["0"]
