@@ -7,6 +7,7 @@ is full, events are dropped and counted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -140,7 +141,7 @@ class EventLog:
         if not accepted:
             self._drop([_Waiting(tuple(events), committed)])
         elif self._error:
-            _resolve(committed, False)
+            _settle(committed, False)
         return committed
 
     def read(self, query: Query) -> Future[Page]:
@@ -216,11 +217,12 @@ class EventLog:
         self._due_seconds = self._clock() + _MAINTENANCE_SECONDS
         self._error = ""
         self._failures.recovered("events")
-        self._log_damaged_file()
+        if damaged := self._storage.damaged_file:
+            self._failures.failed("events file", f"it was damaged and was moved to {damaged}; a new file was created")
         self._remove(batch)
         self._on_committed(new_events)
         for each in batch:
-            _resolve(each.committed, True)
+            _settle(each.committed, True)
         return True
 
     def _batch(self) -> list[_Waiting]:
@@ -246,18 +248,17 @@ class EventLog:
             waiting = list(self._waiting)
         self._failures.failed("events", text)
         for each in waiting:
-            _resolve(each.committed, False)
+            _settle(each.committed, False)
 
     def _serve_readers(self) -> None:
         while self._readers:
             with self._changed:
                 query, page = self._readers.popleft()
             try:
-                found = self._timed(lambda query=query: self._storage.read(query))  # type: ignore[misc]
+                found: Page | Exception = self._timed(lambda query=query: self._storage.read(query))  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - the caller gets the error
-                _refuse(page, error)
-            else:
-                _resolve(page, found)
+                found = error
+            _settle(page, found)
 
     def _timed(self, operation: Callable[[], T]) -> T:
         """Run an operation of the storage while `busy_seconds` shows its duration."""
@@ -266,12 +267,6 @@ class EventLog:
             return operation()
         finally:
             self._busy_since_seconds = None
-
-    def _log_damaged_file(self) -> None:
-        if self._storage.damaged_file:
-            self._failures.failed(
-                "events file", f"it was damaged and was moved to {self._storage.damaged_file}; a new file was created"
-            )
 
     def _drop(self, lost: Sequence[_Waiting]) -> None:
         count = sum(len(each.events) for each in lost)
@@ -286,7 +281,7 @@ class EventLog:
         if warn:
             _log.warning("events were dropped", extra={"fields": {"dropped": dropped, "reason": self._error}})
         for each in lost:
-            _resolve(each.committed, False)
+            _settle(each.committed, False)
 
     def _end(self) -> None:
         with self._changed:
@@ -294,23 +289,17 @@ class EventLog:
             self._waiting_events = 0
             readers, self._readers = self._readers, deque()
         for _, page in readers:
-            _refuse(page, StorageError("the exporter is stopping"))
+            _settle(page, StorageError("the exporter is stopping"))
         if lost:
             self._drop_warned_seconds = float("-inf")
             self._drop(lost)
         self._storage.close()
 
 
-def _resolve(future: Future[T], value: T) -> None:
-    """Set the result, unless the caller has cancelled the future."""
-    try:
-        future.set_result(value)
-    except InvalidStateError:
-        return
-
-
-def _refuse(future: Future[Page], error: Exception) -> None:
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        return
+def _settle(future: Future[T], result: T | Exception) -> None:
+    """Set the result or the error, unless the caller has cancelled the future."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
