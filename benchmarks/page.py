@@ -19,7 +19,7 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
-from benchmarks.place import Place, cpu_seconds, resident_bytes
+from benchmarks.place import Place, cpu_seconds, cpu_shares, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_for_ever
 from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
@@ -88,7 +88,7 @@ def main() -> int:
 
 def _measure(progress: Progress, exporter: ExporterProcess, seconds: float, rows: int) -> list[Row]:
     progress.part("exporter without a page")
-    before = _share(progress, exporter, seconds / 4)
+    (before,) = cpu_shares(progress, [exporter.pid], seconds / 4)
     progress.part(f"page of {rows} rows")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -148,12 +148,6 @@ def _change_driver_bytes(place: Place, stand: Stand) -> None:
     changing.start()
     place.stack.callback(changing.join)
     place.stack.callback(ended.set)
-
-
-def _share(progress: Progress, exporter: ExporterProcess, seconds: float) -> float:
-    started, used = time.monotonic(), cpu_seconds(exporter.pid)
-    progress.sleep(seconds)
-    return 100 * (cpu_seconds(exporter.pid) - used) / (time.monotonic() - started)
 
 
 def _state_bytes(page: Page) -> int:

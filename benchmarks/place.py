@@ -8,12 +8,13 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.claims import Progress
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED, ExporterProcess
@@ -23,6 +24,7 @@ __all__ = [
     "Place",
     "compiling_once",
     "cpu_seconds",
+    "cpu_shares",
     "open_files",
     "resident_bytes",
     "thread_seconds",
@@ -126,6 +128,14 @@ def compiling_once(environment: Mapping[str, str], folder: Path) -> dict[str, st
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process that ends no thread meanwhile, to the nanosecond."""
     return sum(thread_seconds(pid, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def cpu_shares(progress: Progress, pids: Sequence[int], seconds: float) -> list[float]:
+    """Return the percent of a core that each process uses during this time."""
+    started, used = time.monotonic(), [cpu_seconds(pid) for pid in pids]
+    progress.sleep(seconds)
+    taken = time.monotonic() - started
+    return [100 * (cpu_seconds(pid) - before) / taken for pid, before in zip(pids, used, strict=True)]
 
 
 def thread_seconds(pid: int, tid: int) -> float:
