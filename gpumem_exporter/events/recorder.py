@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cache
 
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.core.naming import ambiguous_pids, json_pid, reporter_name
@@ -21,12 +20,15 @@ __all__ = ["Recorder"]
 
 def _names(snapshot: Callable[[], Snapshot]) -> NameOf:
     """Return the function that names processes, all from one snapshot, taken when the first name depends on it."""
-    ambiguous = cache(lambda: ambiguous_pids(snapshot()))
+    ambiguous: frozenset[int] | None = None
 
     def name(process: ReportingProcess) -> int | str:
+        nonlocal ambiguous
         if process.host_pid is not None:
             return process.host_pid
-        return json_pid(reporter_name(process, ambiguous()))
+        if ambiguous is None:
+            ambiguous = ambiguous_pids(snapshot())
+        return json_pid(reporter_name(process, ambiguous))
 
     return name
 
