@@ -13,13 +13,13 @@ import argparse
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.claims import Options, Progress, Row, compared, show, typical
 from benchmarks.constant import ConstantServer
-from benchmarks.place import Http, Place, compiling_once, cpu_seconds, resident_bytes
+from benchmarks.place import Http, Place, compiling_once, cpu_shares, resident_bytes
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import eventually, patient
 
@@ -80,21 +80,13 @@ def at_rest(given: argparse.Namespace, progress: Progress, place: Place) -> list
     bare.stdout.readline()
     with _serving(place, environment) as (process, url):
         _first_answer(url, "/-/ready", process)
-        share, idle = _shares(progress, (process.pid, server.pid), given.seconds)
+        progress.sleep(SETTLE_SECONDS)
+        share, idle = cpu_shares(progress, (process.pid, server.pid), given.seconds)
         held, base = (resident_bytes(pid) / 2**20 for pid in (process.pid, bare.pid))
     return [
         compared("RSS at rest", held, "MiB", "Python with FastAPI and uvicorn", base, RESIDENT_RATIO),
         compared("CPU at rest", share, "% of a core", "an idle uvicorn", idle, CPU_RATIO),
     ]
-
-
-def _shares(progress: Progress, pids: Sequence[int], seconds: float) -> list[float]:
-    """Percent of a core that each process uses."""
-    progress.sleep(SETTLE_SECONDS)
-    started, used = time.monotonic(), [cpu_seconds(pid) for pid in pids]
-    progress.sleep(seconds)
-    taken = time.monotonic() - started
-    return [100 * (cpu_seconds(pid) - before) / taken for pid, before in zip(pids, used, strict=True)]
 
 
 def _environment(place: Place) -> dict[str, str]:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from itertools import islice
 
 from benchmarks.claims import Options, Progress, Row, compared, show
-from benchmarks.leak_bounds import cache_errors, drift_errors, found_share
 from benchmarks.place import Place
 from gpumem_exporter.client.leaks.trend import Trend
 from tests.support.seeded_runs import SHAPES, Shape, allocated, hard_shapes
@@ -66,7 +65,6 @@ def main() -> int:
         rows.append(row)
     what = f"false alarms in {given.runs * len(patterns)} runs of {given.steps} steps without a leak"
     rows.insert(0, Row(what, alarms, "", limit=1))
-    rows += bounds()
     progress.part("costs")
     rows += costs(given)
     return show("leaks", rows, as_json=given.json)
@@ -95,17 +93,6 @@ def found(series: Iterator[int], steps: int) -> int | None:
         if trend.add(value) is not None:
             return step
     return None
-
-
-def bounds() -> Iterator[Row]:
-    """Return how often the best possible test finds leaks in two hard patterns."""
-    for steps in (FOUND_STEPS, 300):
-        for name, errors in (
-            ("drifting about", drift_errors(1.0, steps)),
-            ("a cache that fills up to 200 MiB", cache_errors(steps)),
-        ):
-            what = f"{name}: leak of 1 % in 1,000 steps, found by step {steps} by the best possible test"
-            yield Row(what, 100 * found_share(errors), "%", f"{errors:.1f} standard errors")
 
 
 def costs(given: argparse.Namespace) -> list[Row]:

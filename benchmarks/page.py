@@ -10,7 +10,6 @@ history of ten minutes, so that it draws full lines immediately. Needs Chromium 
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import sys
 import threading
@@ -20,8 +19,9 @@ from typing import Any
 from playwright.sync_api import Page, sync_playwright
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
-from benchmarks.place import Exporter, Place, cpu_seconds, resident_bytes
+from benchmarks.place import Place, cpu_seconds, cpu_shares, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, report_for_ever
+from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 PROCESSES = 64
@@ -80,19 +80,15 @@ def main() -> int:
         exporter = place.exporter()
         uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]
         _change_driver_bytes(place, stand)
-        reporters = multiprocessing.get_context("spawn").Process(
-            target=report_for_ever, args=(exporter.tcp_url, stand.pids, uuids, 1.0), daemon=True
-        )
-        reporters.start()
-        place.stack.callback(reporters.kill)
+        place.start(report_for_ever, exporter.tcp_url, stand.pids, uuids, 1.0)
         wait_for(lambda: len(exporter.processes()) == PROCESSES, f"{PROCESSES} reporting processes")
         rows = _measure(progress, exporter, given.seconds, len(uuids) * PROCESSES)
     return show("page", rows, as_json=given.json)
 
 
-def _measure(progress: Progress, exporter: Exporter, seconds: float, rows: int) -> list[Row]:
+def _measure(progress: Progress, exporter: ExporterProcess, seconds: float, rows: int) -> list[Row]:
     progress.part("exporter without a page")
-    before = _share(progress, exporter, seconds / 4)
+    (before,) = cpu_shares(progress, [exporter.pid], seconds / 4)
     progress.part(f"page of {rows} rows")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
@@ -152,12 +148,6 @@ def _change_driver_bytes(place: Place, stand: Stand) -> None:
     changing.start()
     place.stack.callback(changing.join)
     place.stack.callback(ended.set)
-
-
-def _share(progress: Progress, exporter: Exporter, seconds: float) -> float:
-    started, used = time.monotonic(), cpu_seconds(exporter.pid)
-    progress.sleep(seconds)
-    return 100 * (cpu_seconds(exporter.pid) - used) / (time.monotonic() - started)
 
 
 def _state_bytes(page: Page) -> int:

@@ -8,23 +8,23 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from benchmarks.claims import Progress
 from tests.emulation.node import GIB, EmulatedNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import UNLIMITED, ExporterProcess
-from tests.support.waiting import wait_for
 
 __all__ = [
-    "Exporter",
     "Http",
     "Place",
     "compiling_once",
     "cpu_seconds",
+    "cpu_shares",
     "open_files",
     "resident_bytes",
     "thread_seconds",
@@ -66,21 +66,6 @@ class Http(http.client.HTTPConnection):
         return taken, answer
 
 
-class Exporter(ExporterProcess):
-    """The real exporter in its own process, on a unix socket and on a port of the loopback address."""
-
-    @property
-    def tcp_url(self) -> str:
-        """The URL of its port, from its log."""
-        return wait_for(self._logged_url, "the exporter's log line with its addresses")
-
-    def _logged_url(self) -> str:
-        for word in self.log().replace('"', " ").replace(",", " ").replace("=", " ").split():
-            if word.startswith("http://127.0.0.1:"):
-                return word
-        return ""
-
-
 class Place:
     """A node for one benchmark. A context manager that ends every process it started.
 
@@ -111,12 +96,12 @@ class Place:
         """Return the environment of a program that runs here."""
         return dict(os.environ) if self.node is None else self.node.environment()
 
-    def exporter(self, *flags: str) -> Exporter:
+    def exporter(self, *flags: str) -> ExporterProcess:
         """Start an exporter here and wait for its first poll."""
         self._exporters += 1
         folder = self.folder / f"exporter{self._exporters}"
         folder.mkdir()
-        exporter = Exporter(folder, *UNLIMITED, *flags, environment=self.environment())
+        exporter = ExporterProcess(folder, *UNLIMITED, *flags, environment=self.environment())
         self.stack.callback(exporter.close)
         return exporter
 
@@ -143,6 +128,14 @@ def compiling_once(environment: Mapping[str, str], folder: Path) -> dict[str, st
 def cpu_seconds(pid: int) -> float:
     """Return the CPU time of a process that ends no thread meanwhile, to the nanosecond."""
     return sum(thread_seconds(pid, int(task.name)) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def cpu_shares(progress: Progress, pids: Sequence[int], seconds: float) -> list[float]:
+    """Return the percent of a core that each process uses during this time."""
+    started, used = time.monotonic(), [cpu_seconds(pid) for pid in pids]
+    progress.sleep(seconds)
+    taken = time.monotonic() - started
+    return [100 * (cpu_seconds(pid) - before) / taken for pid, before in zip(pids, used, strict=True)]
 
 
 def thread_seconds(pid: int, tid: int) -> float:

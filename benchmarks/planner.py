@@ -16,7 +16,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,100 +48,49 @@ def main() -> int:
     progress = Progress("planner", len(names) * (1 if peaks_only else 2))
     peaks = [peak(name, given, progress) for name in names]
     batches = [] if peaks_only else [batch(name, given, progress) for name in names]
-    rows = [row for result in (*peaks, *batches) for row in result.rows()]
-    errors = [abs(result.reserved_error) for result in peaks]
+    rows = [row for found, _ in peaks for row in found] + [row for row, _, _ in batches]
+    errors = [error for _, error in peaks]
     rows.append(Row("reserved peak, error, median", 100 * statistics.median(errors), "%", limit=MEDIAN_PERCENT))
     rows.append(Row("reserved peak, error, worst", 100 * max(errors), "%", limit=WORST_PERCENT))
     if batches:
-        failed = sum(not result.trained for result in batches)
-        trained = sum(not result.refused for result in batches)
+        failed = sum(not trains for _, trains, _ in batches)
+        trained = sum(trains for _, _, trains in batches)
         rows.append(Row(f"planned batches that do not train {BATCH_STEPS} steps", failed, "", limit=0.5))
-        allowed = len(batches) / 6
-        rows.append(Row(f"{MORE} times the samples that do train", trained, "", limit=allowed + 0.5))
+        rows.append(Row(f"{MORE} times the samples that do train", trained, "", limit=len(batches) / 6 + 0.5))
     return show("planner", rows, as_json=given.json)
 
 
-@dataclass(frozen=True)
-class PeakResult:
-    name: str
-    batch: int
-    planned: tuple[int, int]
-    measured: tuple[int, int]
-
-    @property
-    def reserved_error(self) -> float:
-        return self.planned[1] / self.measured[1] - 1
-
-    def rows(self) -> list[Row]:
-        what = f"{self.name}, batch {self.batch}"
-        return [
-            Row(
-                f"{what}: {kind} peak planned",
-                planned / 2**20,
-                "MiB",
-                beside=f"measured {measured / 2**20:.1f} MiB: {100 * (planned / measured - 1):+.2f} %",
-            )
-            for kind, planned, measured in zip(("allocated", "reserved"), self.planned, self.measured, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class BatchResult:
-    name: str
-    batch: int
-    more: int
-    planned_bytes: int
-    at_batch: dict[str, Any]
-    at_more: dict[str, Any]
-
-    @property
-    def trained(self) -> bool:
-        return not self.at_batch["oom"]
-
-    @property
-    def refused(self) -> bool:
-        return bool(self.at_more["oom"])
-
-    def rows(self) -> list[Row]:
-        reserved = self.at_batch["reserved_peak_bytes"]
-        outcome = "trains" if self.trained else "OUT OF MEMORY"
-        error = f"{100 * (self.planned_bytes / reserved - 1):+.2f} %"
-        retries = self.at_batch["retries"]
-        return [
-            Row(
-                f"{self.name}: planned batch",
-                self.batch,
-                "",
-                beside=f"{outcome}, {retries} flushes, reserved {reserved / 2**20:.0f} MiB ({error}); "
-                f"{self.more}: {'out of memory' if self.refused else 'trains'}",
-            )
-        ]
-
-
-def peak(name: str, options: argparse.Namespace, progress: Progress) -> PeakResult:
-    """Plan and measure the peaks at the job's own batch size."""
+def peak(name: str, options: argparse.Namespace, progress: Progress) -> tuple[list[Row], float]:
+    """Plan and measure the peaks at the job's own batch size; return the rows and the error of the reserved peak."""
     progress.part(f"peaks of {name}")
     size = JOBS[name].batch
     planned = Sizing(job(name, options.real_gpu)).peaks(size)
     trained = run(name, size, PEAK_STEPS, 80 * GIB, options.real_gpu)
-    measured = trained["allocated_peak_bytes"], trained["reserved_peak_bytes"]
-    return PeakResult(name, size, (planned.allocated_bytes, planned.reserved_bytes), measured)
+    rows = []
+    for kind, predicted in (("allocated", planned.allocated_bytes), ("reserved", planned.reserved_bytes)):
+        measured = trained[f"{kind}_peak_bytes"]
+        error = predicted / measured - 1
+        beside = f"measured {measured / 2**20:.1f} MiB: {100 * error:+.2f} %"
+        rows.append(Row(f"{name}, batch {size}: {kind} peak planned", predicted / 2**20, "MiB", beside=beside))
+    return rows, abs(error)
 
 
-def batch(name: str, options: argparse.Namespace, progress: Progress) -> BatchResult:
-    """Train with the largest planned batch, and with a quarter more."""
+def batch(name: str, options: argparse.Namespace, progress: Progress) -> tuple[Row, bool, bool]:
+    """Train with the largest planned batch and with a quarter more; return the row and which of them trained."""
     progress.part(f"largest batch of {name}")
     total = int(options.gpu * GIB)
     made = plan_job(job(name, options.real_gpu), Gpu("benchmark", total), Target(), changes=False)
     more = -int(-made.largest_batch * MORE // 1)
-    return BatchResult(
-        name,
-        made.largest_batch,
-        more,
-        made.reserved_peak_bytes,
-        run(name, made.largest_batch, BATCH_STEPS, total, options.real_gpu),
-        run(name, more, BATCH_STEPS, total, options.real_gpu),
+    planned, larger = (run(name, size, BATCH_STEPS, total, options.real_gpu) for size in (made.largest_batch, more))
+    reserved = planned["reserved_peak_bytes"]
+    outcome = "OUT OF MEMORY" if planned["oom"] else "trains"
+    error = f"{100 * (made.reserved_peak_bytes / reserved - 1):+.2f} %"
+    beside = (
+        f"{outcome}, {planned['retries']} flushes, reserved {reserved / 2**20:.0f} MiB ({error}); "
+        f"{more}: {'out of memory' if larger['oom'] else 'trains'}"
     )
+    row = Row(f"{name}: planned batch", made.largest_batch, "", beside=beside)
+    return row, not planned["oom"], not larger["oom"]
 
 
 def job(name: str, cudnn: bool) -> Job:

@@ -307,22 +307,17 @@ def main() -> None:
     made.add_argument("steps", type=int)
     made.add_argument("--cudnn", action="store_true")
     made.add_argument("--limit", type=int, help="bytes that the allocator may reserve")
-    made.add_argument("--history", help="write the allocator's trace into this file")
     options = made.parse_args()
     torch.backends.cudnn.enabled = options.cudnn
     torch.backends.cuda.enable_cudnn_sdp(options.cudnn)
     if options.limit:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, options.limit / total))
-    if options.history:
-        torch.cuda.memory._record_memory_history(max_entries=1_000_000, stacks="python")
     document: dict[str, Any] = {"oom": False}
     try:
         train(JOBS[options.job], options.batch, options.steps)
     except torch.OutOfMemoryError as error:
         document = {"oom": True, "message": str(error)}
-    if options.history:
-        torch.cuda.memory._dump_snapshot(options.history)
     stats = torch.cuda.memory_stats(0)
     document["allocated_peak_bytes"] = stats["allocated_bytes.all.peak"]
     document["reserved_peak_bytes"] = stats["reserved_bytes.all.peak"]

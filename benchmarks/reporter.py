@@ -24,9 +24,10 @@ from pathlib import Path
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show
 from benchmarks.constant import ConstantServer
-from benchmarks.place import Exporter, Place, compiling_once, thread_seconds
+from benchmarks.place import Place, compiling_once, thread_seconds
 from gpumem_exporter.cli.commands.run import injected_environment
 from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.recording_exporter import RecordingExporter
 from tests.support.waiting import wait_for
@@ -82,7 +83,7 @@ def reports(
     given: argparse.Namespace,
     progress: Progress,
     place: Place,
-    exporter: Exporter,
+    exporter: ExporterProcess,
     process: TorchProcess,
     devices: int,
 ) -> list[Row]:
@@ -121,7 +122,9 @@ def _recorded_body(process: TorchProcess, path: Path) -> str:
         return json.dumps(recorder.reports[1], separators=(",", ":"))
 
 
-def _usage(process: TorchProcess, exporter: Exporter, reporter: int, plain: int) -> tuple[float, float, float, float]:
+def _usage(
+    process: TorchProcess, exporter: ExporterProcess, reporter: int, plain: int
+) -> tuple[float, float, float, float]:
     """Return the reporter's seconds and reports, and the posting thread's seconds and posts."""
     taken = exporter.metrics().value("gpumem_reports_total", outcome="accepted")
     posted = process.exec("result = posts.count")

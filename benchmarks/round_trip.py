@@ -23,10 +23,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
-from benchmarks.place import Exporter, Http, Place, open_files
+from benchmarks.place import Http, Place, open_files
 from benchmarks.relay import Relay
 from benchmarks.reporters import Stand, report_body
 from tests.emulation.torch_process import TorchProcess
+from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import wait_for
 
 IDLE_RATIO = 12.0
@@ -151,7 +152,7 @@ def _act(client: Http, pid: int, *, dry_run: bool) -> tuple[float, dict[str, Any
     return took, json.loads(answer)
 
 
-def gone_clients(exporter: Exporter) -> list[Row]:
+def gone_clients(exporter: ExporterProcess) -> list[Row]:
     """Reporters that are killed while their requests are held, and clients that do not wait for their action's end."""
     port = urlsplit(exporter.tcp_url).port or 80
     uuids = [device["uuid"] for device in exporter.get("/api/v1/devices")["devices"]]

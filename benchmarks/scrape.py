@@ -16,8 +16,9 @@ import time
 
 from benchmarks.claims import Options, Progress, Row, compared, percentile, show, typical
 from benchmarks.constant import ConstantServer
-from benchmarks.place import Exporter, Http, Place, cpu_seconds, resident_bytes
+from benchmarks.place import Http, Place, cpu_seconds, resident_bytes
 from benchmarks.reporters import HELD_BYTES, Stand, probe, report_for_ever
+from tests.support.exporter_process import ExporterProcess
 from tests.support.waiting import patient, wait_for
 
 REPORTERS = 64
@@ -92,7 +93,7 @@ def _answers(
     progress: Progress,
     name: str,
     place: Place,
-    exporter: Exporter,
+    exporter: ExporterProcess,
     pid: int,
     uuids: list[str],
     scraper: Http,

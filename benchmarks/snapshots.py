@@ -19,18 +19,8 @@ __all__ = ["GIB", "identity", "node", "report", "reporting", "uuid"]
 
 GIB = 2**30
 PHASES = (
-    "forward",
-    "backward",
-    "optimizer",
-    "data",
-    "eval",
-    "checkpoint",
-    "logging",
-    "sampling",
-    "compile",
-    "allreduce",
-    "warmup",
-    "other",
+    *("forward", "backward", "optimizer", "data", "eval", "checkpoint"),
+    *("logging", "sampling", "compile", "allreduce", "warmup", "other"),
 )
 COMPONENTS = ("parameters", "gradients", "optimizer_state", "other")
 """With what the exporter derives, a process has about 40 series on each device."""

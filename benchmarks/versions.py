@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.claims import Options, Progress, Row, compared, show, typical
-from benchmarks.place import Exporter, Http, Place, compiling_once, cpu_seconds, resident_bytes, thread_seconds
+from benchmarks.place import Http, Place, compiling_once, cpu_seconds, cpu_shares, resident_bytes, thread_seconds
 from benchmarks.reporters import HELD_BYTES, Stand, report_for_ever
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import UNLIMITED
+from tests.support.exporter_process import UNLIMITED, ExporterProcess
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import wait_for
 
@@ -45,12 +45,12 @@ class Side:
         bytecode = place.folder / f"bytecode-{self.name}"
         return "env", "-C", str(self.tree), f"PYTHONPATH={self.tree}", f"PYTHONPYCACHEPREFIX={bytecode}"
 
-    def exporter(self, place: Place, name: str, *flags: str) -> Exporter:
+    def exporter(self, place: Place, name: str, *flags: str) -> ExporterProcess:
         """Start this side's exporter."""
         folder = place.folder / f"{name}-{self.name}"
         folder.mkdir()
         environment = compiling_once(place.environment(), place.folder)
-        exporter = Exporter(folder, *UNLIMITED, *flags, environment=environment, launcher=self.launcher(place))
+        exporter = ExporterProcess(folder, *UNLIMITED, *flags, environment=environment, launcher=self.launcher(place))
         place.stack.callback(exporter.close)
         return exporter
 
@@ -99,9 +99,7 @@ def at_rest(given: argparse.Namespace, progress: Progress, place: Place, sides: 
     progress.part("at rest")
     pids = [side.exporter(place, "rest").pid for side in sides]
     progress.sleep(3.0)
-    before = [cpu_seconds(pid) for pid in pids]
-    progress.sleep(given.seconds)
-    share = [100 * (cpu_seconds(pid) - used) / given.seconds for pid, used in zip(pids, before, strict=True)]
+    share = cpu_shares(progress, pids, given.seconds)
     return [
         _compared("exporter at rest: RSS", [resident_bytes(pid) / 2**20 for pid in pids], "MiB"),
         _compared("exporter at rest: CPU", share, "% of a core"),
@@ -162,10 +160,8 @@ def scrapes(given: argparse.Namespace, progress: Progress, place: Place, sides: 
         return 1e3 * clients[side].timed("GET", "/metrics")[0]
 
     rows = [_compared("scrape", _in_turns(progress, sides, given.scrapes, scraped), "ms", SCRAPE_RATIO)]
-    before = [cpu_seconds(exporter.pid) for exporter in exporters]
-    progress.sleep(given.seconds)
-    used = [cpu_seconds(exporter.pid) - then for exporter, then in zip(exporters, before, strict=True)]
-    rows.append(_compared(f"exporter: CPU of {REPORTERS} reports", [1e3 * one / given.seconds for one in used], "ms"))
+    shares = cpu_shares(progress, [exporter.pid for exporter in exporters], given.seconds)
+    rows.append(_compared(f"exporter: CPU of {REPORTERS} reports", [10 * share for share in shares], "ms"))
     rows.append(
         _compared("exporter with them: RSS", [resident_bytes(exporter.pid) / 2**20 for exporter in exporters], "MiB")
     )

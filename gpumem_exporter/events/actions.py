@@ -18,6 +18,8 @@ __all__ = ["MAX_RESULTS", "action_event", "policy_stopped_event", "read_action",
 T = TypeVar("T")
 
 _COLUMNS = ("gpu", "uuid", "pid", "workload", "rank")
+_COMMON = ("id", "action", "requested_by", "created_unix_seconds", "reason", "mode", "group", "at_step")
+_RESULT = (*_COLUMNS, "outcome", "reason", "reason_code", "freed_bytes", "step")
 
 MAX_RESULTS = 512
 """The maximum number of results in an event. Of more results, it has the first ones and the number of the others."""
@@ -38,7 +40,7 @@ def action_event(action: Action, finished_unix_seconds: float) -> Event:
             "state": action.state,
             "duration_seconds": action.duration_seconds,
             "freed_bytes": action.freed_bytes,
-            "results": [_result(result) for result in results[:MAX_RESULTS]],
+            "results": [{name: getattr(result, name) for name in _RESULT} for result in results[:MAX_RESULTS]],
             "results_left_out": max(0, len(results) - MAX_RESULTS),
         },
     )
@@ -98,32 +100,12 @@ def policy_stopped_event(stop: Stop, stopped_unix_seconds: float) -> Event:
 
 
 def _common_detail(action: Action) -> dict[str, Any]:
-    return {
-        "id": action.id,
-        "action": action.action,
-        "requested_by": action.requested_by,
-        "created_unix_seconds": action.created_unix_seconds,
-        "reason": action.reason,
-        "target": {name: value for name, value in asdict(action.target).items() if value not in (None, False)},
-        "mode": action.mode,
-        "group": action.group,
-        "at_step": action.at_step,
-    }
+    target = {name: value for name, value in asdict(action.target).items() if value not in (None, False)}
+    return {**{name: getattr(action, name) for name in _COMMON}, "target": target}
 
 
 def _action(detail: Mapping[str, Any], state: str) -> Action:
-    return Action(
-        id=detail["id"],
-        action=detail["action"],
-        state=state,
-        requested_by=detail["requested_by"],
-        created_unix_seconds=detail["created_unix_seconds"],
-        target=Target(**detail["target"]),
-        mode=detail["mode"],
-        group=detail["group"],
-        at_step=detail["at_step"],
-        reason=detail["reason"],
-    )
+    return Action(state=state, target=Target(**detail["target"]), **{name: detail[name] for name in _COMMON})
 
 
 def _about(results: Sequence[ActionResult]) -> dict[str, Any]:
@@ -135,8 +117,3 @@ def _one_of(values: Iterable[T]) -> T | None:
     """Return the value that all have in common; None if they differ."""
     distinct = set(values)
     return distinct.pop() if len(distinct) == 1 else None
-
-
-def _result(result: ActionResult) -> dict[str, Any]:
-    names = ("pid", "workload", "rank", "gpu", "uuid", "outcome", "reason", "reason_code", "freed_bytes", "step")
-    return {name: getattr(result, name) for name in names}

@@ -7,6 +7,7 @@ is full, events are dropped and counted.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import deque
@@ -107,8 +108,6 @@ class EventLog:
         self._busy_since_seconds: float | None = None
         self._due_seconds = float("-inf")
         """When the storage is next opened, retried or pruned."""
-        self._single_commits = 0
-        """The number of events that are committed one by one, to find the event that cannot be stored."""
         self._drop_warned_seconds = float("-inf")
         self._thread = threading.Thread(target=self._run, name="gpumem-events", daemon=True)
 
@@ -142,7 +141,7 @@ class EventLog:
         if not accepted:
             self._drop([_Waiting(tuple(events), committed)])
         elif self._error:
-            _resolve(committed, False)
+            _settle(committed, False)
         return committed
 
     def read(self, query: Query) -> Future[Page]:
@@ -209,22 +208,21 @@ class EventLog:
             self._fail(str(error))
             return False
         except Exception:  # noqa: BLE001 - logged below
-            # The disk works, but an event cannot be stored. It must not block the other events forever.
-            if len(batch) > 1:
-                self._single_commits = len(batch)
-                return True
-            _log.exception("an event cannot be stored", extra={"fields": {"types": _types(batch)}})
+            # The disk works, but an event cannot be stored. It must not block later events forever.
+            types = ",".join(sorted({event.type for each in batch for event in each.events}))
+            _log.exception("an event cannot be stored", extra={"fields": {"types": types}})
             self._remove(batch)
             self._drop(batch)
             return True
         self._due_seconds = self._clock() + _MAINTENANCE_SECONDS
         self._error = ""
         self._failures.recovered("events")
-        self._log_damaged_file()
+        if damaged := self._storage.damaged_file:
+            self._failures.failed("events file", f"it was damaged and was moved to {damaged}; a new file was created")
         self._remove(batch)
         self._on_committed(new_events)
         for each in batch:
-            _resolve(each.committed, True)
+            _settle(each.committed, True)
         return True
 
     def _batch(self) -> list[_Waiting]:
@@ -233,10 +231,9 @@ class EventLog:
             size = 0
             for each in self._waiting:
                 size += len(each.events)
-                if batch and (size > _BATCH or self._single_commits):
+                if batch and size > _BATCH:
                     break
                 batch.append(each)
-            self._single_commits = max(0, self._single_commits - 1)
         return batch
 
     def _remove(self, batch: list[_Waiting]) -> None:
@@ -251,18 +248,17 @@ class EventLog:
             waiting = list(self._waiting)
         self._failures.failed("events", text)
         for each in waiting:
-            _resolve(each.committed, False)
+            _settle(each.committed, False)
 
     def _serve_readers(self) -> None:
         while self._readers:
             with self._changed:
                 query, page = self._readers.popleft()
             try:
-                found = self._timed(lambda query=query: self._storage.read(query))  # type: ignore[misc]
+                found: Page | Exception = self._timed(lambda query=query: self._storage.read(query))  # type: ignore[misc]
             except Exception as error:  # noqa: BLE001 - the caller gets the error
-                _refuse(page, error)
-            else:
-                _resolve(page, found)
+                found = error
+            _settle(page, found)
 
     def _timed(self, operation: Callable[[], T]) -> T:
         """Run an operation of the storage while `busy_seconds` shows its duration."""
@@ -271,12 +267,6 @@ class EventLog:
             return operation()
         finally:
             self._busy_since_seconds = None
-
-    def _log_damaged_file(self) -> None:
-        if self._storage.damaged_file:
-            self._failures.failed(
-                "events file", f"it was damaged and was moved to {self._storage.damaged_file}; a new file was created"
-            )
 
     def _drop(self, lost: Sequence[_Waiting]) -> None:
         count = sum(len(each.events) for each in lost)
@@ -291,7 +281,7 @@ class EventLog:
         if warn:
             _log.warning("events were dropped", extra={"fields": {"dropped": dropped, "reason": self._error}})
         for each in lost:
-            _resolve(each.committed, False)
+            _settle(each.committed, False)
 
     def _end(self) -> None:
         with self._changed:
@@ -299,27 +289,17 @@ class EventLog:
             self._waiting_events = 0
             readers, self._readers = self._readers, deque()
         for _, page in readers:
-            _refuse(page, StorageError("the exporter is stopping"))
+            _settle(page, StorageError("the exporter is stopping"))
         if lost:
             self._drop_warned_seconds = float("-inf")
             self._drop(lost)
         self._storage.close()
 
 
-def _resolve(future: Future[T], value: T) -> None:
-    """Set the result, unless the caller has cancelled the future."""
-    try:
-        future.set_result(value)
-    except InvalidStateError:
-        return
-
-
-def _refuse(future: Future[Page], error: Exception) -> None:
-    try:
-        future.set_exception(error)
-    except InvalidStateError:
-        return
-
-
-def _types(batch: Sequence[_Waiting]) -> str:
-    return ",".join(sorted({event.type for each in batch for event in each.events}))
+def _settle(future: Future[T], result: T | Exception) -> None:
+    """Set the result or the error, unless the caller has cancelled the future."""
+    with contextlib.suppress(InvalidStateError):
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)

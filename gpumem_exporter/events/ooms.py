@@ -107,11 +107,7 @@ def _event(
         allocator = {name: getattr(sample, name) for name in _SAMPLE_FIELDS}
         allocator["fragmented_bytes"] = fragmented_bytes(sample)
     detail: dict[str, Any] = {
-        "number": oom.number,
-        "requested_bytes": oom.requested_bytes,
-        "device_free_bytes": oom.device_free_bytes,
-        "limit_bytes": oom.limit_bytes,
-        "step": oom.step,
+        **{name: getattr(oom, name) for name in ("number", *_ERROR_VALUES, "step")},
         "phase": oom.phase or None,
         "allocator": allocator,
     }
@@ -134,12 +130,8 @@ def _log_oom(event: Event) -> None:
         "out of memory",
         extra={
             "fields": {
-                "workload": event.workload,
-                "rank": event.rank,
-                "pid": event.pid,
-                "gpu": event.gpu,
-                "uuid": event.uuid,
-                **{name: detail[name] for name in ("requested_bytes", "device_free_bytes", "limit_bytes")},
+                **{name: getattr(event, name) for name in ("workload", "rank", "pid", "gpu", "uuid")},
+                **{name: detail[name] for name in _ERROR_VALUES},
                 **{name: allocator.get(name) for name in ("allocated_bytes", "reclaimable_bytes", "fragmented_bytes")},
                 **{name: detail[name] for name in ("step", "phase", "number")},
             }

@@ -18,14 +18,10 @@ NameOf: TypeAlias = Callable[[ReportingProcess], int | str]
 """Returns the current name of a process."""
 
 _FACTS = tuple(f.name for f in fields(ProcessFacts) if f.name not in ("pid", "start_time_ticks", "command"))
+_STARTED = ("pid_namespace", "command", "torch_version", "allocator_settings", "client_version")
 _ROW = (
-    "allocated_bytes",
-    "reserved_bytes",
-    "reclaimable_bytes",
-    "allocated_peak_bytes",
-    "reserved_peak_bytes",
-    "alloc_retries",
-    "ooms",
+    *("allocated_bytes", "reserved_bytes", "reclaimable_bytes", "allocated_peak_bytes", "reserved_peak_bytes"),
+    *("alloc_retries", "ooms"),
 )
 
 
@@ -138,7 +134,7 @@ class ProcessHistory:
             detail={
                 "reason": reason,
                 "command": (tracked.facts.command if tracked.facts else "") or process.report.process.command,
-                **{name: getattr(tracked.facts, name) if tracked.facts else None for name in _FACTS},
+                **{name: getattr(tracked.facts, name, None) for name in _FACTS},
                 "step": process.report.step,
                 "last_report_unix_seconds": process.received_unix_seconds,
                 "pinned_host_bytes": process.report.pinned_host_bytes,
@@ -159,11 +155,7 @@ class ProcessHistory:
             detail={
                 "own_pid": identity.pid,
                 "host_pid": process.host_pid,
-                "pid_namespace": identity.pid_namespace,
-                "command": identity.command,
-                "torch_version": identity.torch_version,
-                "allocator_settings": identity.allocator_settings,
-                "client_version": identity.client_version,
+                **{name: getattr(identity, name) for name in _STARTED},
             },
             subject=_subject(process),
         )
@@ -191,7 +183,7 @@ def _row(uuid: str, gpu: str | None, sample: DeviceSample | None, used_bytes: in
         "gpu": gpu,
         "uuid": uuid,
         "used_bytes": used_bytes,
-        **{name: getattr(sample, name) if sample is not None else None for name in _ROW},
+        **{name: getattr(sample, name, None) for name in _ROW},
         "fragmented_bytes": fragmented_bytes(sample) if sample is not None else None,
         "non_torch_bytes": None if used_bytes is None or reserved is None else used_bytes - reserved,
     }

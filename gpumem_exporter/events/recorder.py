@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from functools import cached_property
 
 from gpumem_exporter.actions.model import Action, SubmittedAction
 from gpumem_exporter.core.naming import ambiguous_pids, json_pid, reporter_name
@@ -14,29 +13,24 @@ from gpumem_exporter.events.devices import device_changes
 from gpumem_exporter.events.log import EventLog
 from gpumem_exporter.events.model import Event
 from gpumem_exporter.events.ooms import OomDeduplicator
-from gpumem_exporter.events.processes import ProcessHistory
+from gpumem_exporter.events.processes import NameOf, ProcessHistory
 
 __all__ = ["Recorder"]
 
 
-class _Names:
-    """The current names of processes. All names are from one snapshot, taken when the first name depends on it.
+def _names(snapshot: Callable[[], Snapshot]) -> NameOf:
+    """Return the function that names processes, all from one snapshot, taken when the first name depends on it."""
+    ambiguous: frozenset[int] | None = None
 
-    Args:
-        snapshot: returns the current snapshot.
-    """
-
-    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
-        self._snapshot = snapshot
-
-    @cached_property
-    def _ambiguous(self) -> frozenset[int]:
-        return ambiguous_pids(self._snapshot())
-
-    def __call__(self, process: ReportingProcess) -> int | str:
+    def name(process: ReportingProcess) -> int | str:
+        nonlocal ambiguous
         if process.host_pid is not None:
             return process.host_pid
-        return json_pid(reporter_name(process, self._ambiguous))
+        if ambiguous is None:
+            ambiguous = ambiguous_pids(snapshot())
+        return json_pid(reporter_name(process, ambiguous))
+
+    return name
 
 
 class Recorder:
@@ -84,7 +78,7 @@ class Recorder:
             A future that is true once the report's out-of-memory errors are committed; None if there is nothing to wait
             for.
         """
-        names = _Names(self._snapshot)
+        names = _names(self._snapshot)
         self._put(self._processes.take_report(process, names))
         if not process.report.ooms:
             return None
@@ -117,7 +111,7 @@ class Recorder:
 
         Called before they are removed, so that their names are those of their series.
         """
-        names, now = _Names(self._snapshot), self._wall_clock()
+        names, now = _names(self._snapshot), self._wall_clock()
         self._put(self._processes.remove(ended, names, now))
 
     def sweep(self, snapshot: Snapshot) -> None:
@@ -129,7 +123,7 @@ class Recorder:
         silent = sorted(self._processes.keys() - reporting, key=lambda key: key[:2])  # an owner may be None
         self._put(
             self._processes.remove(
-                [(key, self._silent_reason) for key in silent], _Names(lambda: snapshot), self._wall_clock()
+                [(key, self._silent_reason) for key in silent], _names(lambda: snapshot), self._wall_clock()
             )
         )
 

@@ -56,7 +56,6 @@ class Runtime:
     version: str
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
-    host: Host
     store: Store
     snapshot: Callable[[], Snapshot]
     """Returns the current snapshot."""
@@ -97,11 +96,25 @@ def build_runtime(
     instruments.show_held_requests(holds.__len__)
     state = CurrentState(_store(settings), clock, wall_clock)
     events = _recorder(settings, state, instruments)
-    poller = _poller(settings, state, provider, host, NodeFeed(pods, events, state.store))
+    poller = Poller(
+        provider,
+        host,
+        NodeFeed(pods, events, state.store).take_reading,
+        interval_seconds=settings.collect_interval,
+        clock=clock,
+        wall_clock=wall_clock,
+    )
     record_end = partial(_record_action_end, instruments)
     audit = Audit(events, durable=bool(settings.storage_path), wall_clock=wall_clock, on_lost=record_end)
     dispatcher = _dispatcher(settings, state, host, audit, ActionEnds(record_end, audit, poller))
-    presence = _presence(settings, state, host, dispatcher, events)
+    presence = Presence(
+        state.store,
+        dispatcher,
+        host,
+        clock=clock,
+        report_interval_seconds=settings.report_interval,
+        on_ended=events.processes_ended,
+    )
     exposition = Exposition(registry, version=__version__, source=provider.source)
     ingest = Ingest(
         state.store,
@@ -121,7 +134,6 @@ def build_runtime(
         version=__version__,
         clock=clock,
         wall_clock=wall_clock,
-        host=host,
         store=state.store,
         snapshot=state.snapshot,
         poller=poller,
@@ -202,30 +214,6 @@ def _store(settings: Settings) -> Store:
         # Each poll replaces the reading. After three missed polls it no longer describes the node.
         reading_expiry_seconds=max(3 * settings.collect_interval, 5.0),
         max_processes=settings.report_max_processes,
-    )
-
-
-def _poller(settings: Settings, state: CurrentState, provider: Provider, host: Host, feed: NodeFeed) -> Poller:
-    return Poller(
-        provider,
-        host,
-        feed.take_reading,
-        interval_seconds=settings.collect_interval,
-        clock=state.clock,
-        wall_clock=state.wall_clock,
-    )
-
-
-def _presence(
-    settings: Settings, state: CurrentState, host: Host, dispatcher: Dispatcher, events: Recorder
-) -> Presence:
-    return Presence(
-        state.store,
-        dispatcher,
-        host,
-        clock=state.clock,
-        report_interval_seconds=settings.report_interval,
-        on_ended=events.processes_ended,
     )
 
 

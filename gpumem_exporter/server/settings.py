@@ -78,12 +78,6 @@ def _socket_path(value: str) -> str:
     return value
 
 
-def _folder(value: str) -> str:
-    if "\0" in value:
-        raise ValueError("expected the path of a folder")
-    return value
-
-
 def _telemetry_path(value: str) -> str:
     if not value.startswith("/") or any(c in value for c in "{}?#% \\") or not value.isprintable():
         raise ValueError("expected a path such as /metrics")
@@ -137,9 +131,7 @@ class Settings(BaseModel):
     action_process_limit: Annotated[int, BeforeValidator(_number), Field(ge=1, le=1_000_000)] = Field(
         120, description="maximum number of actions per minute for one process, from all callers"
     )
-    storage_path: Annotated[str, AfterValidator(_folder)] = Field(
-        "", description="folder in which events survive a restart; created if it is missing"
-    )
+    storage_path: str = Field("", description="folder in which events survive a restart; created if it is missing")
     storage_retention: Annotated[_Seconds, Field(ge=1, le=10 * 365 * 86400)] = Field(
         604800.0, description="seconds after which an event is deleted"
     )

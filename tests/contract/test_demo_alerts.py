@@ -10,8 +10,7 @@ from collections.abc import Mapping
 import pytest
 
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
-from tests.support.alert_history import Alerts, alerts_over, metrics_in_rules
-from tests.support.demo_history import demo_history
+from tests.support.alert_history import Alerts, alerts_over, demo_history, metrics_in_rules
 
 pytestmark = pytest.mark.tools
 

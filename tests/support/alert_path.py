@@ -117,6 +117,13 @@ def alertmanager(folder: Path, webhook: str, *, times: float) -> Iterator[str]:
     configuration = hastened(yaml.safe_load((DEPLOY / "alertmanager" / "alertmanager.yml").read_text()), times)
     for receiver in configuration["receivers"]:
         receiver["webhook_configs"] = [{"url": webhook, "send_resolved": True}]
+    with running_alertmanager(folder, configuration) as address:
+        yield address
+
+
+@contextmanager
+def running_alertmanager(folder: Path, configuration: Mapping[str, Any]) -> Iterator[str]:
+    """Run Alertmanager; yields its address."""
     file = _written(folder / "alertmanager.yml", configuration)
     command = [
         *("prometheus-alertmanager", f"--config.file={file}", f"--storage.path={folder / 'alertmanager'}"),
@@ -124,6 +131,7 @@ def alertmanager(folder: Path, webhook: str, *, times: float) -> Iterator[str]:
     ]
     with _running(command, folder / "alertmanager.log") as log:
         yield wait_for(lambda: _first(r'msg="Listening on" address=(\S+)', log()), "Alertmanager")
+        log()  # it still runs
 
 
 @contextmanager
@@ -174,6 +182,7 @@ def _running(command: Sequence[str], log: Path) -> Iterator[Callable[[], str]]:
     finally:
         process.kill()
         process.wait()
+        print(log.read_text())  # pytest shows it where the test failed
 
 
 def _first(pattern: str, text: str) -> str:

@@ -59,14 +59,9 @@ def shown(metrics: Metrics, uuid: str) -> Truth:
     return {
         "ledger": metrics.ledgers().get(uuid, {}),
         **memory,
-        "processes": _by_pid(metrics, "gpumem_process_memory_used_bytes", uuid),
-        "allocated": _by_pid(metrics, "gpumem_torch_allocated_bytes", uuid),
+        "processes": metrics.by("pid", "gpumem_process_memory_used_bytes", uuid=uuid),
+        "allocated": metrics.by("pid", "gpumem_torch_allocated_bytes", uuid=uuid),
     }
-
-
-def _by_pid(metrics: Metrics, name: str, uuid: str) -> dict[str, float]:
-    found = ((dict(labels), value) for labels, value in metrics.samples.get(name, {}).items())
-    return {labels["pid"]: value for labels, value in found if labels["uuid"] == uuid}
 
 
 def scrape(exporter: ExporterProcess) -> Metrics:

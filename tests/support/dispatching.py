@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from gpumem_exporter.actions.caller import Caller
@@ -18,10 +18,28 @@ from gpumem_exporter.wire.protocol import MODES, CommandResult, DeviceResult
 from tests.support.builders import MIB, UNLIMITED, UUIDS, NobodyHost, device, node, report, sample
 from tests.support.waiting import patient
 
-__all__ = ["EVERYBODY", "Bench", "Ranks", "run"]
+__all__ = ["EVERYBODY", "Bench", "Ranks", "build_dispatcher", "run"]
 
 T = TypeVar("T")
 EVERYBODY = Target(all=True)
+
+
+def build_dispatcher(
+    store: Store, clock: Callable[[], float], finished: list[Action] | None = None, **changes: Any
+) -> Dispatcher:
+    """Return a dispatcher without limits that appends the finished actions to a list."""
+    return Dispatcher(
+        store,
+        **{
+            "allowed": frozenset(DEFAULT_ACTIONS),
+            "clock": clock,
+            "wall_clock": lambda: 1e9 + clock(),
+            "on_finished": [].append if finished is None else finished.append,
+            "limits": UNLIMITED,
+            "terminator": Terminator(NobodyHost()),
+            **changes,
+        },
+    )
 
 
 class Bench:
@@ -40,18 +58,7 @@ class Bench:
         self.second = self.put(2, rank="1", devices=(sample(UUIDS[1], 0, 16 * MIB),))
 
     def build(self, **changes: Any) -> Dispatcher:
-        return Dispatcher(
-            self.store,
-            clock=lambda: self.now,
-            wall_clock=lambda: 1e9 + self.now,
-            on_finished=self.finished.append,
-            **{
-                "allowed": frozenset(DEFAULT_ACTIONS),
-                "limits": UNLIMITED,
-                "terminator": Terminator(NobodyHost()),
-                **changes,
-            },
-        )
+        return build_dispatcher(self.store, lambda: self.now, self.finished, **changes)
 
     def put(self, pid: int, **changes: Any) -> ReportingProcess:
         self.sequence += 1

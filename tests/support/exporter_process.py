@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -64,6 +65,12 @@ class ExporterProcess:
         """The pid."""
         assert self._popen is not None
         return self._popen.pid
+
+    @property
+    def tcp_url(self) -> str:
+        """The URL of its port on the loopback address, from its log."""
+        found = wait_for(lambda: re.search(r"https?://127\.0\.0\.1:\d+", self.log()), "the exporter's address")
+        return str(found[0])
 
     def start(self) -> None:
         """Start the exporter, and wait until the first poll has ended."""
@@ -142,6 +149,17 @@ class ExporterProcess:
         """Return the reporting processes by pid."""
         return {entry["pid"]: entry for entry in self.get("/api/v1/processes")["processes"] if entry["reporting"]}
 
+    def events(self, **query: Any) -> list[dict[str, Any]]:
+        """Return the events that match a query, page by page."""
+        after, found = 0, []
+        conditions = "".join(f"&{name}={value}" for name, value in query.items())
+        while True:
+            page = self.get(f"/api/v1/events?limit=1000&after={after}{conditions}")
+            found += page["events"]
+            if not page["more"]:
+                return found
+            after = page["next_after"]
+
     def wait_for_processes(self, *pids: int) -> None:
         """Wait until each of these processes reports."""
         wait_for(lambda: set(pids) <= set(self.processes()), f"reports of {pids}")
@@ -173,6 +191,16 @@ class Metrics:
         wanted = set(labels.items())
         found = _samples("\n".join(lines)).get(name, {})  # parsing all of the page takes a hundred times longer
         return [value for have, value in found.items() if wanted <= have]
+
+    def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
+        """Return the values of all series with this name and these labels, by the value of another label."""
+        wanted = set(labels.items())
+        found = self.samples.get(name, {}).items()
+        return {dict(have)[label]: value for have, value in found if wanted <= have}
+
+    def infos(self) -> dict[str, dict[str, str]]:
+        """Return the labels of `gpumem_process_info` by pid."""
+        return {dict(labels)["pid"]: dict(labels) for labels in self.samples["gpumem_process_info"]}
 
     def value(self, name: str, **labels: str) -> float:
         """Return the only value of such a series."""

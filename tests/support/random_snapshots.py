@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import starmap
 
 from hypothesis import strategies as st
@@ -23,7 +24,6 @@ from gpumem_exporter.wire.protocol import DeviceSample, ProcessIdentity, Report
 __all__ = ["SNAPSHOTS"]
 
 _bytes = st.none() | st.integers(0, 2**53)
-_count = st.none() | st.integers(0, 2**53)
 _text = st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from(
     ['\\"', "\n", "a\\n", '},{="', "é"]
 )
@@ -31,23 +31,13 @@ _uuid = st.sampled_from(["GPU-0", "GPU-1", "MIG-2"])
 _samples = st.builds(
     DeviceSample,
     uuid=_uuid,
-    allocated_bytes=_bytes,
-    reserved_bytes=_bytes,
-    active_bytes=_bytes,
-    inactive_split_bytes=_bytes,
-    requested_bytes=_bytes,
-    allocated_peak_bytes=_bytes,
-    reserved_peak_bytes=_bytes,
-    private_pools_bytes=_bytes,
-    reclaimable_bytes=_bytes,
-    alloc_retries=_count,
-    ooms=_count,
-    segments_allocated=_count,
-    segments_freed=_count,
-    cache_flushes=_count,
-    planned_reserved_peak_bytes=_bytes,
     phase_peak_bytes=st.dictionaries(_text, st.integers(0, 2**40), max_size=2),
     component_bytes=st.dictionaries(_text, st.integers(0, 2**40), max_size=2),
+    **{
+        field.name: _bytes
+        for field in dataclasses.fields(DeviceSample)
+        if field.name not in ("uuid", "phase_peak_bytes", "component_bytes", "peak_resets")
+    },
 )
 _pid = st.integers(1, 3)
 _identity = st.builds(
@@ -73,7 +63,7 @@ def _reporting(draw: st.DrawFn) -> ReportingProcess:
         sequence=1,
         devices=tuple(draw(st.lists(_samples, max_size=3, unique_by=lambda sample: sample.uuid))),
         pinned_host_bytes=draw(_bytes),
-        step=draw(_count),
+        step=draw(_bytes),
     )
     key = ProcessKey(identity.pid_namespace, identity.pid)
     received = draw(st.floats(0, 10))
@@ -128,13 +118,7 @@ _oom = st.builds(
     number=st.just(1),
     happened_seconds=st.just(1.0),
     happened_unix_seconds=st.floats(1e9, 2e9),
-    requested_bytes=_bytes,
-    device_free_bytes=_bytes,
-    limit_bytes=_bytes,
-    allocated_bytes=_bytes,
-    reserved_bytes=_bytes,
-    reclaimable_bytes=_bytes,
-    fragmented_bytes=_bytes,
+    **{field.name: _bytes for field in dataclasses.fields(LastOom) if field.name.endswith("_bytes")},
 )
 SNAPSHOTS = st.builds(
     Snapshot,

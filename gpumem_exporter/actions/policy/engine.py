@@ -7,7 +7,7 @@ or another program with the same pid.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from math import isinf
@@ -208,10 +208,7 @@ class _Round:
 
 def _reason(rule: Rule, seen: Observation) -> str:
     """Return the values that met the conditions, for the audit log."""
-    return ", ".join(_condition_texts(rule, seen))
-
-
-def _condition_texts(rule: Rule, seen: Observation) -> Iterator[str]:
+    texts = []
     for condition in rule.when:
         field = FIELDS[condition.field]
         bounds = " and ".join(
@@ -219,4 +216,5 @@ def _condition_texts(rule: Rule, seen: Observation) -> Iterator[str]:
             for word, bound in (("over", condition.over), ("under", condition.under))
             if not isinf(bound)
         )
-        yield f"{condition.field} {shown_quantity(field.of(seen), field.unit)} ({bounds})"
+        texts.append(f"{condition.field} {shown_quantity(field.of(seen), field.unit)} ({bounds})")
+    return ", ".join(texts)

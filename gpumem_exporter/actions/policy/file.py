@@ -80,9 +80,7 @@ class _Reader(YamlReader):
             request=request,
             workloads=self._workloads(given["workloads"]),
             for_seconds=self._number(given, "for", "seconds", 0.0, most=_DAY_SECONDS),
-            cooldown_seconds=self._number(
-                given, "cooldown", "seconds", DEFAULT_COOLDOWN_SECONDS, least=1.0, most=_DAY_SECONDS
-            ),
+            cooldown_seconds=self._number(given, "cooldown", "seconds", DEFAULT_COOLDOWN_SECONDS, 1.0, _DAY_SECONDS),
             max_per_hour=self.count(given, "max_per_hour", 12, 600),
             stop_after=self._stop_after(given.get("stop_after"), request.action),
             dry_run=self.flag(given, "dry_run", default=True),
@@ -154,14 +152,7 @@ class _Reader(YamlReader):
         )
 
     def _number(
-        self,
-        given: Mapping[str, Node],
-        key: str,
-        unit: str,
-        default: float,
-        *,
-        least: float = 0.0,
-        most: float = inf,
+        self, given: Mapping[str, Node], key: str, unit: str, default: float, least: float = 0.0, most: float = inf
     ) -> float:
         return self._quantity(given[key], key, unit, least, most) if key in given else default
 

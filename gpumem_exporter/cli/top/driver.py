@@ -39,7 +39,7 @@ class DriverReader:
         for device in devices["devices"]:
             device["ledger"] = None
         for process in processes["processes"]:
-            process["reporting"] = process["state"] = None  # type: ignore[typeddict-item]  # unknown without reports
+            process["reporting"] = process["state"] = None  # unknown without reports
         return devices, processes
 
     def release(self) -> None:

@@ -18,7 +18,6 @@ A summary surely rises if all of these are true:
 
 A series that looks like a leak for a whole window (a first sawtooth of 170 steps, a cache that fills for 200 steps) is
 reported as a leak. `benchmarks/leaks.py` measures false alarms and the steps until a leak is found.
-`benchmarks/leak_bounds.py` computes how early any test could find the leaks in noise and behind a cache.
 """
 
 from __future__ import annotations

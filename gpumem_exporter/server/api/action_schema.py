@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import TypedDict
@@ -16,7 +15,6 @@ from gpumem_exporter.actions.request import (
     MAX_DEADLINE_SECONDS,
     MAX_REASON_LENGTH,
     ActionRequest,
-    InvalidField,
     Target,
     invalid_fields,
     mode_for,
@@ -101,12 +99,8 @@ class ActionBody(_Strict):
         request = ActionRequest(target=target, mode=mode_for(self.mode, group=self.group), **values)
         invalid = invalid_fields(request)
         if invalid:
-            raise ProblemError.invalid(_field_errors(invalid))
+            raise ProblemError.invalid([FieldError(each.field, each.message) for each in invalid])
         return request
-
-
-def _field_errors(invalid: Iterable[InvalidField]) -> list[FieldError]:
-    return [FieldError(each.field, each.message) for each in invalid]
 
 
 class ActionDocument(TypedDict):
@@ -134,21 +128,10 @@ class ActionsDocument(TypedDict):
     actions: list[ActionDocument]
 
 
-def action_document(action: Action) -> ActionDocument:
-    """Return an action as JSON."""
-    return {
-        "id": action.id,
-        "action": action.action,
-        "state": action.state,
-        "requested_by": action.requested_by,
-        "created": iso_time(action.created_unix_seconds),
-        "target": {name: value for name, value in asdict(action.target).items() if value not in (None, False)},
-        "mode": action.mode,
-        "group": action.group,
-        "at_step": action.at_step,
-        "dry_run": action.dry_run,
-        "reason": action.reason,
-        "duration_seconds": action.duration_seconds,
-        "results": [asdict(result) for result in action.results],  # type: ignore[misc]  # the dataclasses as JSON
-        "freed_bytes": action.freed_bytes,
-    }
+def action_document(action: Action) -> dict[str, Any]:
+    """Return an action as an `ActionDocument`."""
+    document = asdict(action)
+    document["created"] = iso_time(document.pop("created_unix_seconds"))
+    document["target"] = {name: value for name, value in document["target"].items() if value not in (None, False)}
+    document["freed_bytes"] = action.freed_bytes
+    return document

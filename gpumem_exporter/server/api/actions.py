@@ -62,13 +62,7 @@ _CANCEL = _route("the processes forget their commands", 401, 403, 404)
 
 
 def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> APIRouter:
-    """Return the routes of actions.
-
-    Args:
-        dispatcher: runs the actions.
-        audit: records the actions.
-        holds: the requests that wait.
-    """
+    """Return the routes of actions."""
     routes = ActionRoutes(dispatcher, audit, holds)
     path = ACTIONS_PATH + "/{action_id}"
     router = APIRouter(tags=["actions"])

@@ -7,8 +7,10 @@ has an outcome for each alert, and the exporter counts them.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
@@ -16,7 +18,6 @@ from typing_extensions import TypedDict
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.errors import ActionRefusedError, IdempotencyConflictError
-from gpumem_exporter.server.api.alert_memory import AlertMemory
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.problems import ProblemError, problems
 from gpumem_exporter.server.http.replies import json_response
@@ -25,7 +26,9 @@ from gpumem_exporter.server.security.request_guard import ALERTS_PATH
 if TYPE_CHECKING:
     from gpumem_exporter.server.api.alert_schema import AlertBody
 
-__all__ = ["alerts_router"]
+__all__ = ["MAX_REMEMBERED", "AlertMemory", "alerts_router"]
+
+MAX_REMEMBERED = 4096
 
 _log = logging.getLogger(__name__)
 
@@ -65,16 +68,7 @@ def alerts_router(
     wall_clock: Callable[[], float],
     has_action_token: bool,
 ) -> APIRouter:
-    """Return the route of the receiver.
-
-    Args:
-        dispatcher: runs the actions.
-        audit: knows the actions of an earlier run.
-        count_alert: counts outcomes.
-        clock: monotonic seconds.
-        wall_clock: seconds of the Unix epoch.
-        has_action_token: the exporter has `--action.token-file`, so that the caller is known.
-    """
+    """Return the route of the receiver; with `has_action_token`, its callers are known."""
     router = APIRouter(tags=["alerts"])
     receiver = _Receiver(dispatcher, clock, wall_clock, has_action_token)
 
@@ -100,19 +94,54 @@ def alerts_router(
     return router
 
 
+class _Acted(NamedTuple):
+    starts_at: str
+    """The start of the firing that the exporter acted on."""
+    acted_seconds: float
+    cooldown_seconds: float
+
+
+class AlertMemory:
+    """Remembers the alerts that became actions, by fingerprint. The least recently seen ones are forgotten.
+
+    Alertmanager sends a firing alert repeatedly. An alert that fires again after it was resolved starts at another
+    time, so it counts as new.
+    """
+
+    def __init__(self) -> None:
+        self._acted: OrderedDict[str, _Acted] = OrderedDict()
+
+    def __contains__(self, fingerprint: str) -> bool:
+        return fingerprint in self._acted
+
+    def __len__(self) -> int:
+        return len(self._acted)
+
+    def objection(self, fingerprint: str, starts_at: str, now: float) -> str:
+        """Return why the exporter does not act on a firing alert: `repeated` or `cooling`; empty if it acts."""
+        known = self._acted.get(fingerprint)
+        if known is None:
+            return ""
+        self._acted.move_to_end(fingerprint)
+        if known.starts_at == starts_at:
+            return "repeated"
+        return "cooling" if now - known.acted_seconds < known.cooldown_seconds else ""
+
+    def acted(self, fingerprint: str, starts_at: str, cooldown_seconds: float, now: float) -> None:
+        """Record that a firing alert became an action."""
+        self._acted[fingerprint] = _Acted(starts_at, now, cooldown_seconds)
+        self._acted.move_to_end(fingerprint)
+        while len(self._acted) > MAX_REMEMBERED:
+            self._acted.popitem(last=False)
+
+
+@dataclass(frozen=True, slots=True)
 class _Receiver:
-    def __init__(
-        self,
-        dispatcher: Dispatcher,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-        has_action_token: bool,
-    ) -> None:
-        self._dispatcher = dispatcher
-        self._clock = clock
-        self._wall_clock = wall_clock
-        self._has_action_token = has_action_token
-        self._memory = AlertMemory()
+    dispatcher: Dispatcher
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    has_action_token: bool
+    memory: AlertMemory = field(default_factory=AlertMemory)
 
     def take(self, alert: AlertBody, caller: Caller) -> AlertOutcome:
         """Take one alert and return its outcome."""
@@ -120,19 +149,16 @@ class _Receiver:
 
         reason, action_id = "", None
         try:
-            if alert.status == "resolved":
-                outcome = self._resolved(alert, caller)
-            else:
+            if alert.status == "firing":
                 outcome, reason, action_id = self._fire(alert, caller)
+            else:
+                outcome = "resolved"
+                if alert.fingerprint in self.memory:
+                    _log.info("alert resolved", extra={"fields": _log_fields(alert, caller)})
         except (ActionRefusedError, AlertRequestError) as error:
             outcome, reason = "refused", str(error)
             _log.warning("alert refused", extra={"fields": {**_log_fields(alert, caller), "error": reason}})
         return {"fingerprint": alert.fingerprint, "outcome": outcome, "reason": reason, "action_id": action_id}
-
-    def _resolved(self, alert: AlertBody, caller: Caller) -> str:
-        if self._memory.knows(alert.fingerprint):
-            _log.info("alert resolved", extra={"fields": _log_fields(alert, caller)})
-        return "resolved"
 
     def _fire(self, alert: AlertBody, caller: Caller) -> tuple[str, str, str | None]:
         """Return the outcome of a firing alert, its reason, and the id of its action.
@@ -143,25 +169,25 @@ class _Receiver:
         """
         from gpumem_exporter.server.api.alert_schema import AlertRequestError, requested_action
 
-        now = self._clock()
+        now = self.clock()
         requested = requested_action(alert)
         if requested is None:
             return "ignored", "the alert has no label or annotation gpumem_action", None
-        objection = self._memory.objection(alert.fingerprint, alert.starts_at, now)
+        objection = self.memory.objection(alert.fingerprint, alert.starts_at, now)
         if objection:
             return objection, "", None
-        if requested.request.action == "terminate" and not self._has_action_token:
+        if requested.request.action == "terminate" and not self.has_action_token:
             raise AlertRequestError(_ANONYMOUS_TERMINATION)
-        started_unix_seconds = self._wall_clock()
+        started_unix_seconds = self.wall_clock()
         try:
-            action = self._dispatcher.submit(
+            action = self.dispatcher.submit(
                 requested.request,
                 requested_by=Caller.alert(alert.name[:128], caller),
                 idempotency_key=f"alert:{alert.fingerprint}:{alert.starts_at}",
             )
         except IdempotencyConflictError:
             action = None  # the alert's template now produces another request
-        self._memory.acted(alert.fingerprint, alert.starts_at, requested.cooldown_seconds, now)
+        self.memory.acted(alert.fingerprint, alert.starts_at, requested.cooldown_seconds, now)
         if action is None or action.created_unix_seconds < started_unix_seconds:
             return "repeated", "", None  # an earlier run of the exporter acted on it
         return "acted", "", action.id

@@ -20,7 +20,7 @@ from gpumem_exporter.actions.request import MAX_DEADLINE_SECONDS
 from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import Event, Query, Recorder
 from gpumem_exporter.events.actions import read_action, read_requested
-from gpumem_exporter.server.api.event_writes import read_events, wait_until_kept
+from gpumem_exporter.server.api.event_writes import read_all_events, wait_until_kept
 from gpumem_exporter.wire.protocol import ReasonCode
 
 __all__ = ["Audit"]
@@ -40,8 +40,7 @@ class Audit:
     """Records actions and reads them after a restart. Used on the event loop only.
 
     Args:
-        events: stores the records.
-        durable: whether the records are on disk.
+        durable: whether the records of `events` are on disk.
         wall_clock: seconds of the Unix epoch.
         on_lost: called with each action that a restart has interrupted.
     """
@@ -89,10 +88,11 @@ class Audit:
         if not self.durable:
             return
         since_unix_seconds = self._wall_clock() - _RECALLED_SECONDS
+        query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
         try:
             while True:
                 try:
-                    events = await self._read(since_unix_seconds)
+                    events = await read_all_events(self._events.log, query)
                 except StorageError:
                     await asyncio.sleep(_RETRY_SECONDS)  # the event log has logged the error
                 else:
@@ -116,16 +116,6 @@ class Audit:
                 self.finished(lost)
         for action, submission in sorted(known, key=lambda pair: pair[0].created_unix_seconds, reverse=True):
             dispatcher.recall(action, submission)
-
-    async def _read(self, since_unix_seconds: float) -> list[Event]:
-        query = Query(since_unix_seconds=since_unix_seconds, types=("action_asked", "action"), limit=_PAGE)
-        events: list[Event] = []
-        while True:
-            page = await read_events(self._events.log, query)
-            events += page.events
-            if not page.more:
-                return events
-            query = replace(query, after=page.next_after)
 
 
 def _readable(events: Sequence[Event], type_: str, read: Callable[[Event], T]) -> Iterator[tuple[str, T]]:

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any, cast
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from gpumem_exporter.actions.targets import gpu_labels
 from gpumem_exporter.core.ledger import DeviceLedger, ProcessShare, fragmented_bytes, node_ledgers, node_shares
 from gpumem_exporter.core.naming import Names, json_pid
 from gpumem_exporter.core.plan_errors import plan_error_ratio
 from gpumem_exporter.core.samples import DeviceReading, ProcessFacts, ReportingProcess, SilentReporter, Snapshot
-from gpumem_exporter.server.api.state_schema import (
-    DeviceDocument,
-    DevicesDocument,
-    ProcessDeviceDocument,
-    ProcessDocument,
-    ProcessesDocument,
-)
 from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["SeenProcess", "devices_document", "processes_document", "seen_processes"]
 
-_SAMPLE_FIELDS = tuple(f.name for f in fields(DeviceSample) if f.name != "uuid")
+_SAMPLE_MAPPINGS = ("phase_peak_bytes", "component_bytes")
+_SAMPLE_NUMBERS = tuple(f.name for f in fields(DeviceSample) if f.name not in ("uuid", *_SAMPLE_MAPPINGS))
+_DEVICE = ("gpu", "uuid", "name", "pci_bus_id", "mig_profile", "parent_uuid", "up", "error", "utilization_ratio")
+_IDENTITY = ("workload", "rank", "world_size", "torch_version", "allocator_settings", "client_version")
+_REPORT = ("step", "step_seconds", "pinned_host_bytes")
 _FACTS = ("user", "container_id", "k8s_pod_uid", "k8s_namespace", "k8s_pod", "k8s_container")
 _JOBS = ("slurm_job_id", "ray_job_id")
 
 
-def devices_document(snapshot: Snapshot, source: str) -> DevicesDocument:
+def devices_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     """Return every device that the driver lists, with its memory and its ledger."""
     node = snapshot.node
     ledgers = node_ledgers(snapshot)
@@ -43,27 +40,10 @@ def devices_document(snapshot: Snapshot, source: str) -> DevicesDocument:
     }
 
 
-def _device(device: DeviceReading, ledger: DeviceLedger | None) -> DeviceDocument:
-    memory = device.memory
+def _device(device: DeviceReading, ledger: DeviceLedger | None) -> dict[str, Any]:
     return {
-        "gpu": device.gpu,
-        "uuid": device.uuid,
-        "name": device.name,
-        "pci_bus_id": device.pci_bus_id,
-        "mig_profile": device.mig_profile,
-        "parent_uuid": device.parent_uuid,
-        "up": device.up,
-        "error": device.error,
-        "memory": None
-        if memory is None
-        else {
-            "total_bytes": memory.total_bytes,
-            "used_bytes": memory.used_bytes,
-            "free_bytes": memory.free_bytes,
-            "reserved_bytes": memory.reserved_bytes,
-            "of_host": memory.of_host,
-        },
-        "utilization_ratio": device.utilization_ratio,
+        **{name: getattr(device, name) for name in _DEVICE},
+        "memory": None if device.memory is None else asdict(device.memory),
         "ledger": None if ledger is None else dict(ledger.categories),
     }
 
@@ -101,7 +81,7 @@ class SeenProcess:
         return self.silent.last_report_unix_seconds if self.silent is not None else None
 
 
-def processes_document(snapshot: Snapshot, source: str) -> ProcessesDocument:
+def processes_document(snapshot: Snapshot, source: str) -> dict[str, Any]:
     """Return every process that reports, that is silent, or that the driver lists."""
     gpus = gpu_labels(snapshot)
     return {"source": source, "processes": [_process(process, gpus, snapshot) for process in seen_processes(snapshot)]}
@@ -134,12 +114,12 @@ def _facts(process: SeenProcess, facts: Mapping[int, ProcessFacts]) -> ProcessFa
     return found if found is None or known is None or known.start_time_ticks == found.start_time_ticks else None
 
 
-def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> ProcessDocument:
-    reporter, silent, facts = process.reporter, process.silent, process.facts
+def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) -> dict[str, Any]:
+    reporter, facts = process.reporter, process.facts
     report = reporter.report if reporter else None
-    identity = report.process if report else None
-    known = reporter or silent
-    document = {
+    identity = report.process if report else process.silent
+    known = reporter or process.silent
+    return {
         "pid": process.pid,
         "own_pid": known.key.pid if known else None,
         "host_pid": process.host_pid,
@@ -147,27 +127,19 @@ def _process(process: SeenProcess, gpus: Mapping[str, str], snapshot: Snapshot) 
         "attested": reporter.attested if reporter else None,
         "reporting": reporter is not None,
         "state": process.state,
-        "workload": identity.workload if identity else silent.workload if silent else None,
-        "rank": identity.rank if identity else silent.rank if silent else None,
-        "world_size": identity.world_size if identity else None,
         "command": process.command,
-        **{name: getattr(facts, name) if facts else None for name in _FACTS},
+        **{name: getattr(identity, name, None) for name in _IDENTITY},
+        **{name: getattr(facts, name, None) for name in _FACTS},
         **{name: getattr(identity, name, "") or getattr(facts, name, None) for name in _JOBS},
-        "torch_version": identity.torch_version if identity else None,
-        "allocator_settings": identity.allocator_settings if identity else None,
-        "client_version": identity.client_version if identity else None,
-        "step": report.step if report else None,
-        "step_seconds": report.step_seconds if report else None,
-        "pinned_host_bytes": report.pinned_host_bytes if report else None,
+        **{name: getattr(report, name, None) for name in _REPORT},
         "sample_age_seconds": max(0.0, snapshot.taken_seconds - reporter.sampled_seconds) if reporter else None,
         "last_report_unix_seconds": process.last_report_unix_seconds,
         "actions": list(report.actions) if report else [],
         "devices": _process_devices(process, gpus),
     }
-    return cast("ProcessDocument", document)
 
 
-def _process_devices(process: SeenProcess, gpus: Mapping[str, str]) -> list[ProcessDeviceDocument]:
+def _process_devices(process: SeenProcess, gpus: Mapping[str, str]) -> list[dict[str, Any]]:
     report = process.reporter.report if process.reporter else None
     samples = {sample.uuid: sample for sample in report.devices} if report else {}
     step = report.step if report else None
@@ -177,18 +149,14 @@ def _process_devices(process: SeenProcess, gpus: Mapping[str, str]) -> list[Proc
 
 def _process_device(
     uuid: str, gpu: str | None, sample: DeviceSample | None, share: ProcessShare | None, step: int | None
-) -> ProcessDeviceDocument:
-    document: dict[str, Any] = {
+) -> dict[str, Any]:
+    return {
         "gpu": gpu,
         "uuid": uuid,
         "used_bytes": share.used_bytes if share else None,
         "non_torch_bytes": share.non_torch_bytes if share else None,
         "fragmented_bytes": fragmented_bytes(sample) if sample else None,
         "plan_error_ratio": plan_error_ratio(sample, step) if sample else None,
+        **{name: getattr(sample, name, None) for name in _SAMPLE_NUMBERS},
+        **{name: dict(getattr(sample, name, ())) for name in _SAMPLE_MAPPINGS},
     }
-    for name in _SAMPLE_FIELDS:
-        value = getattr(sample, name) if sample else None
-        document[name] = dict(value) if isinstance(value, Mapping) else value
-    if sample is None:
-        document["phase_peak_bytes"] = document["component_bytes"] = {}
-    return cast("ProcessDeviceDocument", document)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events import EventLog, Page, Query
+from gpumem_exporter.events import Event, EventLog, Page, Query
 
-__all__ = ["KEPT_SECONDS", "READ_SECONDS", "read_events", "wait_until_kept"]
+__all__ = ["KEPT_SECONDS", "READ_SECONDS", "read_all_events", "read_events", "wait_until_kept"]
 
 KEPT_SECONDS = 1.0
 """The longest time that the reply to a report with an out-of-memory error waits for the disk."""
@@ -32,3 +33,18 @@ async def read_events(log: EventLog, query: Query) -> Page:
         return await asyncio.wait_for(asyncio.wrap_future(log.read(query)), READ_SECONDS)
     except asyncio.TimeoutError:
         raise StorageError(f"{log.status().where} has not answered within {READ_SECONDS:g} s") from None
+
+
+async def read_all_events(log: EventLog, query: Query) -> list[Event]:
+    """Return the events of all pages, oldest first.
+
+    Raises:
+        StorageError: as `read_events`.
+    """
+    events: list[Event] = []
+    while True:
+        page = await read_events(log, query)
+        events += page.events
+        if not page.more:
+            return events
+        query = replace(query, after=page.next_after)

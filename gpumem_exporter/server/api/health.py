@@ -59,13 +59,8 @@ class Health:
 
     def document(self, snapshot: Snapshot) -> HealthDocument:
         """Return the reply of `GET /health` for this snapshot."""
-        return health_document(
-            snapshot,
-            self.poller.status(snapshot.taken_seconds),
-            self.log.status(),
-            source=self.source,
-            version=self.version,
-        )
+        poller, events = self.poller.status(snapshot.taken_seconds), self.log.status()
+        return health_document(snapshot, poller, events, source=self.source, version=self.version)
 
 
 def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRouter:

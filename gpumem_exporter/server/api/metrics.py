@@ -23,12 +23,7 @@ _GZIP_LEVEL = 1
 
 
 class MetricsRoute:
-    """Replies to scrapes from the current snapshot, without a call to the driver or to a process.
-
-    Args:
-        exposition: renders the page.
-        snapshot: returns the current snapshot.
-    """
+    """Replies to scrapes from the current snapshot, without a call to the driver or to a process."""
 
     def __init__(self, exposition: Exposition, snapshot: Callable[[], Snapshot]) -> None:
         self._exposition = exposition

@@ -71,15 +71,7 @@ _Request = Annotated[NvmlBody, Body(default_factory=NvmlBody)]
 def nvml_router(
     *, poller: Poller, dispatcher: Dispatcher, audit: Audit, holds: Holds, clock: Callable[[], float]
 ) -> APIRouter:
-    """Return the routes that release and attach NVML.
-
-    Args:
-        poller: the only user of NVML.
-        dispatcher: lists the requests among the recent actions.
-        audit: stores the requests as events.
-        holds: the requests that wait.
-        clock: monotonic seconds.
-    """
+    """Return the routes that release and attach NVML. Requests are listed among the actions and stored as events."""
     router = APIRouter(tags=["nvml"])
 
     @router.post(NVML_PATH + "/release", **_ROUTE)

@@ -16,11 +16,7 @@ __all__ = ["ReportsRoute"]
 
 
 class ReportsRoute:
-    """Receives reports. The guard has admitted the sender and read the body.
-
-    Args:
-        ingest: takes the reports.
-    """
+    """Receives reports. The guard has admitted the sender and read the body."""
 
     def __init__(self, ingest: Ingest) -> None:
         self._ingest = ingest

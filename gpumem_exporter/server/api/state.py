@@ -3,24 +3,106 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, get_type_hints
 
 from fastapi import APIRouter, Response
+from typing_extensions import TypedDict
 
-from gpumem_exporter.core.samples import Snapshot
+from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
-from gpumem_exporter.server.api.state_schema import DevicesDocument, ProcessesDocument
 from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.wire.protocol import DeviceSample
 
 __all__ = ["state_router"]
 
 
-def state_router(*, snapshot: Callable[[], Snapshot], source: str) -> APIRouter:
-    """Return the routes that show devices and processes.
+def _document(name: str, fields: dict[str, Any]) -> Any:
+    """Return a type whose fields are partly those of a dataclass, which pydantic would mark as optional."""
+    create: Any = TypedDict
+    return create(name, fields)
 
-    Args:
-        snapshot: returns the current state of the node.
-        source: `nvml` or `demo`.
+
+_READING = {name: hint for name, hint in get_type_hints(DeviceReading).items() if name not in ("memory", "processes")}
+_Memory = _document("MemoryDocument", get_type_hints(DeviceMemory))
+_Device = _document(
+    "DeviceDocument", {**_READING, "up": bool, "memory": _Memory | None, "ledger": dict[str, int] | None}
+)
+_ProcessDevice = _document(
+    "ProcessDeviceDocument",
+    {
+        **get_type_hints(DeviceSample),
+        "gpu": str | None,
+        "used_bytes": int | None,
+        "non_torch_bytes": int | None,
+        "fragmented_bytes": int | None,
+        "plan_error_ratio": float | None,
+    },
+)
+
+
+class DriverState(TypedDict):
+    """The state of the driver."""
+
+    up: bool
+    error: str
+    driver_version: str
+
+
+class DevicesDocument(TypedDict):
+    """The reply of `GET /api/v1/devices`."""
+
+    source: str
+    taken_unix_seconds: float | None
+    nvml: DriverState
+    devices: list[_Device]  # type: ignore[valid-type]
+
+
+class ProcessDocument(TypedDict):
+    """A process. `pid` is the label of its series; `own_pid` is its pid in its own PID namespace.
+
+    `attested` is false if only the report token vouches for the reporter: the kernel does not know its user.
     """
+
+    pid: int | str
+    own_pid: int | None
+    host_pid: int | None
+    pid_namespace: int | None
+    attested: bool | None
+    reporting: bool
+    state: str
+    workload: str | None
+    rank: str | None
+    world_size: int | None
+    command: str | None
+    user: str | None
+    container_id: str | None
+    k8s_pod_uid: str | None
+    k8s_namespace: str | None
+    k8s_pod: str | None
+    k8s_container: str | None
+    slurm_job_id: str | None
+    ray_job_id: str | None
+    torch_version: str | None
+    allocator_settings: str | None
+    client_version: str | None
+    step: int | None
+    step_seconds: float | None
+    pinned_host_bytes: int | None
+    sample_age_seconds: float | None
+    last_report_unix_seconds: float | None
+    actions: list[str]
+    devices: list[_ProcessDevice]  # type: ignore[valid-type]
+
+
+class ProcessesDocument(TypedDict):
+    """The reply of `GET /api/v1/processes`."""
+
+    source: str
+    processes: list[ProcessDocument]
+
+
+def state_router(*, snapshot: Callable[[], Snapshot], source: str) -> APIRouter:
+    """Return the routes that show devices and processes; `source` is `nvml` or `demo`."""
     router = APIRouter(tags=["state"])
 
     @router.get("/api/v1/devices", response_model=DevicesDocument)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 from gpumem_exporter.core.last_ooms import MAX_SHOWN, SHOWN_SECONDS
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.errors import StorageError
-from gpumem_exporter.events import Event, EventLog, Query, last_ooms
-from gpumem_exporter.server.api.event_writes import read_events
+from gpumem_exporter.events import EventLog, Query, last_ooms
+from gpumem_exporter.server.api.event_writes import read_all_events
 
 __all__ = ["keep_house", "recall_ooms"]
 
@@ -53,7 +52,9 @@ async def recall_ooms(
     end_seconds = clock() + SHOWN_SECONDS
     while clock() < end_seconds:
         try:
-            ooms = await _stored_ooms(log, wall_clock() - SHOWN_SECONDS)
+            since_unix_seconds = wall_clock() - SHOWN_SECONDS
+            query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
+            ooms = await read_all_events(log, query)
         except StorageError:
             await asyncio.sleep(RETRY_SECONDS)  # the event log has logged the error
         except Exception:  # noqa: BLE001 - the exporter works without them
@@ -62,15 +63,3 @@ async def recall_ooms(
         else:
             store.restore_ooms(last_ooms(ooms, clock(), wall_clock()))
             return
-
-
-async def _stored_ooms(log: EventLog, since_unix_seconds: float) -> list[Event]:
-    """Read all pages before any error is restored, because the first page has the oldest errors."""
-    query = Query(since_unix_seconds=since_unix_seconds, types=("oom",), newest_of_each=True, limit=MAX_SHOWN)
-    ooms: list[Event] = []
-    while True:
-        page = await read_events(log, query)
-        ooms += page.events
-        if not page.more:
-            return ooms
-        query = replace(query, after=page.next_after)

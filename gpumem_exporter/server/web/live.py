@@ -19,7 +19,7 @@ from gpumem_exporter.server.security.access_rules import OwnNames
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.live_document import live_document
 from gpumem_exporter.server.web.page import Page
-from gpumem_exporter.server.web.streams import Follower, Streams, TooManyStreamsError
+from gpumem_exporter.server.web.streams import Following, Streams, TooManyStreamsError
 
 __all__ = ["LIVE_PATH", "LiveState", "live_router"]
 
@@ -99,20 +99,20 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events, each when the client has read enough of the previous one."""
         try:
-            with self._streams.follow() as follower:
+            with self._streams.follow() as following:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                ended = await self._holds.until(self._send_events(follower, send), receive)
+                ended = await self._holds.until(self._send_events(following, send), receive)
         except TooManyStreamsError as error:
             await ProblemError(503, str(error), RETRY_AFTER).response()(scope, receive, send)
             return
         if ended is RELEASED:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_events(self, follower: Follower, send: Send) -> None:
+    async def _send_events(self, following: Following, send: Send) -> None:
         first = b"retry: 1000\nevent: history\ndata: %b\n\n" % _rendered(self._history)
         await send({"type": "http.response.body", "body": first, "more_body": True})
         while True:
-            latest, changed = await follower.next()
+            latest, changed = await following()
             event = b"event: beat\ndata: %b\n\n" % latest.moment
             if changed:
                 event = b'event: state\ndata: {"moment":%b,"state":%b}\n\n' % (latest.moment, latest.state)

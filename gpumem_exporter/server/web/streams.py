@@ -7,9 +7,9 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
-__all__ = ["MAX_STREAMS", "Follower", "Rendering", "Streams", "TooManyStreamsError"]
+__all__ = ["MAX_STREAMS", "Following", "Rendering", "Streams", "TooManyStreamsError"]
 
 MAX_STREAMS = 32
 INTERVAL_SECONDS = 1.0
@@ -32,6 +32,10 @@ class Rendering(NamedTuple):
     """JSON."""
 
 
+Following: TypeAlias = "Callable[[], Awaitable[tuple[Rendering, bool]]]"
+"""Waits for the next rendering; returns it and whether the state changed."""
+
+
 class Streams:
     """Renders the state once a second while a stream follows it.
 
@@ -42,7 +46,6 @@ class Streams:
         clock: monotonic seconds.
         wall_clock: seconds of the Unix epoch.
         interval_seconds: between two renderings.
-        max_streams: the maximum number of streams.
     """
 
     def __init__(
@@ -52,13 +55,11 @@ class Streams:
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         interval_seconds: float = INTERVAL_SECONDS,
-        max_streams: int = MAX_STREAMS,
     ) -> None:
         self._render = render
         self._clock = clock
         self._wall_clock = wall_clock
         self._interval_seconds = interval_seconds
-        self._max_streams = max_streams
         self._followers = 0
         self._ticker: asyncio.Task[None] | None = None
         self._ticked = asyncio.Event()
@@ -77,30 +78,35 @@ class Streams:
         return self._refresh()
 
     @contextlib.contextmanager
-    def follow(self) -> Iterator[Follower]:
+    def follow(self) -> Iterator[Following]:
         """Follow the state until the block ends.
 
         Raises:
             TooManyStreamsError: the maximum number of streams is open.
         """
-        if self._followers >= self._max_streams:
+        if self._followers >= MAX_STREAMS:
             raise TooManyStreamsError(f"{self._followers} streams are open, the maximum")
         self._followers += 1
         if self._ticker is None:
             self._rendering = None
             self._ticker = asyncio.ensure_future(self._tick())
+        seen: Rendering | None = None
+
+        async def following() -> tuple[Rendering, bool]:
+            nonlocal seen
+            before = seen
+            while self._rendering is None or self._rendering is before:
+                await self._ticked.wait()
+            seen = self._rendering
+            return seen, before is None or before.state is not seen.state
+
         try:
-            yield Follower(self._next)
+            yield following
         finally:
             self._followers -= 1
             if not self._followers:
                 self._ticker.cancel()
                 self._ticker = None
-
-    async def _next(self, seen: Rendering | None) -> Rendering:
-        while self._rendering is None or self._rendering is seen:
-            await self._ticked.wait()
-        return self._rendering
 
     async def _tick(self) -> None:
         while True:
@@ -122,17 +128,3 @@ class Streams:
             body = known.state  # followers compare the identity of the object
         self._rendering = Rendering(now, json.dumps(moment).encode(), body)
         return self._rendering
-
-
-class Follower:
-    """A stream that follows the state; from `Streams.follow`."""
-
-    def __init__(self, after: Callable[[Rendering | None], Awaitable[Rendering]]) -> None:
-        self._after = after
-        self._seen: Rendering | None = None
-
-    async def next(self) -> tuple[Rendering, bool]:
-        """Wait for the next rendering; return it and whether the state changed."""
-        before = self._seen
-        self._seen = newest = await self._after(before)
-        return newest, before is None or before.state is not newest.state

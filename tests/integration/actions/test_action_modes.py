@@ -269,11 +269,6 @@ def test_terminate_kills_a_process_that_ignores_sigterm_and_does_not_report(
     assert node.books().used_by(process.pid) == 0
 
 
-def test_terminate_is_not_allowed_by_default(exporter: ExporterProcess, process: TorchProcess) -> None:
-    exporter.act("terminate", target={"pid": process.pid}, expect=403)
-    assert process.call("stats", device=0)
-
-
 RANK = """
 import json, os, sys, threading, time
 import torch, torch.distributed as dist

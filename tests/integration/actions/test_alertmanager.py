@@ -22,6 +22,7 @@ from gpumem_exporter.wire.protocol import MODES
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import MIB, EmulatedNode
+from tests.support.alert_path import running_alertmanager
 from tests.support.builders import UUIDS, report, sample
 from tests.support.exporter_process import QUICK
 from tests.support.paths import REPOSITORY
@@ -202,7 +203,6 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
     process.call("start_client", workload="hoarder", rank=0)
     process.call("free", numbers=[process.call("alloc", nbytes=256 * MIB)])
     exporter.wait_for_processes(process.pid)
-    (address,) = re.findall(r"http://(127\.0\.0\.1:\d+)", exporter.log())
 
     def outcome(name: str) -> float:
         return exporter.metrics().value("gpumem_alerts_total", outcome=name)
@@ -218,7 +218,7 @@ def test_alertmanager_clears_a_process_once_and_resolves_the_alert(
         "endsAt": (now + timedelta(minutes=10)).isoformat(),
     }
     other = {"labels": {"alertname": "Other"}, "annotations": {"gpumem_action": "empty_cache"}}  # not for the exporter
-    with alertmanager(tmp_path, f"http://{address}{ALERTS}", token) as post:
+    with alertmanager(tmp_path, exporter.tcp_url + ALERTS, token) as post:
         post(firing, other)
         wait_for(lambda: node.books().used_by(process.pid) == before - 256 * MIB, "the clear")
         process.call("free", numbers=[process.call("alloc", nbytes=128 * MIB)])  # a second clear would release it
@@ -244,30 +244,8 @@ def alertmanager(folder: Path, receiver: str, token: Path) -> Iterator[Callable[
     (webhook,) = configuration["receivers"][1]["webhook_configs"]
     webhook["url"] = receiver
     webhook["http_config"]["authorization"]["credentials_file"] = str(token)
-    file = folder / "alertmanager.yml"
-    file.write_text(yaml.safe_dump(configuration))
-    program = shutil.which("prometheus-alertmanager")
-    assert program, "prometheus-alertmanager is not on PATH: run the tests by `sh tests/run.sh`, which brings it"
-    log = folder / "alertmanager.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [
-                *(program, f"--config.file={file}", f"--storage.path={folder / 'alertmanager'}"),
-                *("--web.listen-address=127.0.0.1:0", "--cluster.listen-address="),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-        )
-    try:
-
-        def address() -> re.Match[str] | None:
-            assert process.poll() is None, log.read_text()
-            return re.search(r'msg="Listening on" address=(\S+)', log.read_text())
-
-        listening = wait_for(address, "Alertmanager's address")
-        assert listening
-        connection = Connection(f"http://{listening[1]}", timeout_seconds=patient(30.0))
+    with running_alertmanager(folder, configuration) as address:
+        connection = Connection(f"http://{address}", timeout_seconds=patient(30.0))
 
         def post(*alerts: dict[str, Any]) -> None:
             answer = connection.request(
@@ -277,11 +255,6 @@ def alertmanager(folder: Path, receiver: str, token: Path) -> Iterator[Callable[
 
         yield post
         connection.close()
-        assert process.poll() is None, log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-        print(log.read_text())  # pytest shows it where the test failed
 
 
 def test_alertmanager_accepts_the_example_and_routes_only_requests() -> None:

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import json
-import os
 import re
 import signal
 import subprocess
@@ -96,30 +94,6 @@ def test_a_rule_clears_an_idle_process_and_a_dry_run_does_not(
         "policy:acts"
     ]
     assert "requested_by=policy:would" in exporter.log()
-
-
-@pytest.mark.parametrize(
-    ("content", "named"),
-    [
-        ("rules:\n  - nmae: x\n", r"policy\.yml:2: .*'nmae'.*\bname, workloads, when\b"),
-        (None, rf"policy\.yml\b.*{os.strerror(errno.ENOENT)}"),
-    ],
-)
-def test_an_invalid_file_prevents_the_start_with_one_line_and_exit_code_2(
-    tmp_path: Path, content: str | None, named: str
-) -> None:
-    path = tmp_path / "policy.yml"
-    if content is not None:
-        path.write_text(content)
-    ended = subprocess.run(
-        [sys.executable, "-m", "gpumem_exporter", "serve", "--policy.file", str(path)],
-        capture_output=True,
-        text=True,
-        timeout=patient(60),
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    (line,) = ended.stderr.splitlines()
-    assert re.search(named, line)
 
 
 def test_sighup_reloads_the_file_and_an_invalid_one_changes_nothing(

@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -69,38 +68,11 @@ def test_a_running_action_is_answered_202_with_its_location(exporter: RunningExp
     assert exporter.document(where)["state"] == "done"
 
 
-def test_a_dry_run_shows_what_would_be_freed_and_sends_no_command_over_http(exporter: RunningExporter) -> None:
-    answer = exporter.act(action="empty_cache", target={"all": True}, dry_run=True)
-    assert answer.status == 200
-    action = json.loads(answer.body)
-    assert (action["dry_run"], action["freed_bytes"], len(action["results"])) == (True, 14, 2)
-    reply = exporter.report(report(1, devices=(sample(),), sequence=2))
-    assert "commands" not in json.loads(reply.body)
-
-
 def test_a_target_without_a_match_is_404_and_lists_the_processes(exporter: RunningExporter) -> None:
     detail = problem(exporter.act(action="empty_cache", target={"workload": "w9"}), 404)["detail"]
     assert "workload=w9" in detail
     assert "pid=1 workload=w1" in detail
     assert "pid=2 workload=w2" in detail
-
-
-@pytest.mark.parametrize(
-    ("field", "changes"),
-    [
-        ("target", {"target": {}}),
-        ("target", {"target": None}),
-        ("action", {"action": "explode"}),
-        ("target.gpus", {"target": {"gpus": "0"}}),
-        ("wait_seconds", {"wait_seconds": 1000}),
-    ],
-)
-def test_an_invalid_request_is_422_and_is_not_recorded(
-    exporter: RunningExporter, field: str, changes: dict[str, Any]
-) -> None:
-    answer = exporter.act(**{"action": "empty_cache", "target": {"all": True}, **changes})
-    assert [error["field"] for error in problem(answer, 422)["errors"]] == [field]
-    assert exporter.document(ACTIONS) == {"actions": []}
 
 
 def test_an_action_that_is_not_allowed_is_403_and_names_the_setting() -> None:
@@ -109,6 +81,15 @@ def test_an_action_that_is_not_allowed_is_403_and_names_the_setting() -> None:
         detail = problem(exporter.act(action="empty_cache", target={"all": True}), 403)["detail"]
         assert "--action.allow" in detail
         assert "reset_peak" in detail
+
+
+def test_a_request_over_the_limit_is_429_with_a_retry_after() -> None:
+    with running_exporter(action_process_limit=2) as exporter:
+        exporter.report(report(1, devices=(sample(),)))
+        answers = [exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0) for _ in range(3)]
+        assert [answer.status for answer in answers] == [202, 202, 429]
+        assert 1 <= int(answers[2].headers["retry-after"]) <= 30
+        assert "pid 1" in problem(answers[2], 429)["detail"]
 
 
 def test_an_idempotency_key_returns_the_same_action_and_conflicts_with_another_request(

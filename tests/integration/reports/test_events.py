@@ -28,23 +28,11 @@ from tests.emulation.node import EmulatedNode
 from tests.support.builders import UUIDS, identity, report, sample
 from tests.support.exporter_process import ExporterProcess
 from tests.support.paths import REPOSITORY
-from tests.support.running_exporter import RunningExporter, problem, running_exporter
+from tests.support.running_exporter import RunningExporter, running_exporter
 from tests.support.waiting import patient, wait_for
 
 EVENTS = "/api/v1/events"
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2", "--report.expiry", "30")
-
-
-def events(exporter: ExporterProcess, **query: Any) -> list[dict[str, Any]]:
-    """Read all matching events page by page."""
-    after, found = query.pop("after", 0), []
-    conditions = "".join(f"&{name}={value}" for name, value in query.items())
-    while True:
-        page = exporter.get(f"{EVENTS}?limit=200&after={after}{conditions}")
-        found += page["events"]
-        if not page["more"]:
-            return found
-        after = page["next_after"]
 
 
 def health(exporter: ExporterProcess) -> dict[str, Any]:
@@ -76,7 +64,7 @@ def send(exporter: ExporterProcess, *numbers: int, reporter: int = 1) -> None:
 
 
 def stored(exporter: ExporterProcess) -> list[tuple[str, int]]:
-    return [(event["workload"], event["detail"]["number"]) for event in events(exporter, type="oom")]
+    return [(event["workload"], event["detail"]["number"]) for event in exporter.events(type="oom")]
 
 
 # --- acknowledged events
@@ -196,18 +184,6 @@ def test_events_beyond_the_queue_are_counted_as_dropped(start_exporter: StartExp
     assert re.search(rf"\b{dropped:.0f}\b", health(exporter)["checks"]["events"]["detail"])
 
 
-def test_a_damaged_file_is_moved_and_reported(start_exporter: StartExporter, tmp_path: Path) -> None:
-    file = tmp_path / "events" / FILE_NAME
-    file.parent.mkdir()
-    file.write_bytes(os.urandom(50_000))
-    exporter = start_exporter(None, "--storage.path", str(file.parent))
-    send(exporter, 1)
-    assert stored(exporter) == [("w1", 1)]
-    assert FILE_NAME + ".damaged" in health(exporter)["checks"]["events"]["detail"]
-    assert FILE_NAME + ".damaged" in exporter.log()
-    assert file.with_name(FILE_NAME + ".damaged").stat().st_size == 50_000
-
-
 # --- real processes on the emulated node
 
 RUN_OUT = "torch.empty(1 << 40, dtype=torch.uint8, device='cuda:1')"
@@ -224,8 +200,8 @@ def test_an_error_of_a_real_process_has_the_values_of_the_node_and_of_torch(
     for _ in range(2):
         process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError: pass")
     stats, book = process.call("stats", device=1), node.books()[1]
-    wait_for(lambda: len(events(exporter, type="oom")) == 2, "both errors")
-    for number, event in enumerate(events(exporter, type="oom", pid=process.pid), 1):
+    wait_for(lambda: len(exporter.events(type="oom")) == 2, "both errors")
+    for number, event in enumerate(exporter.events(type="oom", pid=process.pid), 1):
         assert (event["gpu"], event["uuid"], event["pid"]) == ("1", book.uuid, process.pid)
         assert (event["workload"], event["rank"]) == ("greedy", "2")
         detail, allocator = event["detail"], event["detail"]["allocator"]
@@ -274,8 +250,8 @@ def test_a_process_that_dies_of_its_error_has_events_of_the_error_and_of_its_end
         process.kill()
         process.communicate()
     assert "OutOfMemoryError" in stderr
-    wait_for(lambda: events(exporter, type="process_ended"), "its end")
-    started, oom, ended = events(exporter, pid=process.pid)
+    wait_for(lambda: exporter.events(type="process_ended"), "its end")
+    started, oom, ended = exporter.events(pid=process.pid)
     assert [started["type"], oom["type"], ended["type"]] == ["process_started", "oom", "process_ended"]
     assert {event["workload"] for event in (started, oom, ended)} == {"doomed"}
     assert oom["detail"]["requested_bytes"] == 1 << 40
@@ -299,19 +275,19 @@ def test_a_process_that_survives_a_killed_exporter_has_started_once(
         process.call("alloc", nbytes=3 << 20, device=0)
     exporter.wait_for_processes(lives.pid, dies.pid)
     dies.kill()
-    wait_for(lambda: events(exporter, type="process_ended"), "its end")
+    wait_for(lambda: exporter.events(type="process_ended"), "its end")
     assert exporter.stop(signal.SIGKILL) == -signal.SIGKILL
     exporter.start()
     exporter.wait_for_processes(lives.pid)
     exporter.act("empty_cache", target={"pid": lives.pid})
-    (ended,) = events(exporter, type="process_ended")
+    (ended,) = exporter.events(type="process_ended")
     assert ended["pid"] == dies.pid
     died = ended["detail"]["reason"]
     assert ended["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
-    assert [event["type"] for event in events(exporter, pid=lives.pid)] == ["process_started", "action_asked", "action"]
+    assert [event["type"] for event in exporter.events(pid=lives.pid)] == ["process_started", "action_asked", "action"]
     lives.call("stop_client")
-    wait_for(lambda: len(events(exporter, type="process_ended")) == 2, "its last report")
-    last = events(exporter, pid=lives.pid)[-1]
+    wait_for(lambda: len(exporter.events(type="process_ended")) == 2, "its last report")
+    last = exporter.events(pid=lives.pid)[-1]
     assert last["type"] == "process_ended"
     assert "" != died != last["detail"]["reason"] != ""
     assert last["detail"]["devices"][0]["allocated_bytes"] == 3 << 20
@@ -323,13 +299,13 @@ def test_a_lost_device_is_recorded_once_and_its_return_also_after_a_restart(
     exporter = start_exporter(node, *QUICK, "--storage.path", str(tmp_path / "events"))
 
     def changes() -> list[tuple[str, str]]:
-        return [(event["type"], event["uuid"]) for event in events(exporter, type="device_lost,device_returned")]
+        return [(event["type"], event["uuid"]) for event in exporter.events(type="device_lost,device_returned")]
 
     assert changes() == []
     lost, uuid = ("device_lost", node.uuid(1)), node.uuid(1)
     node.lose_device(1)
     wait_for(lambda: changes() == [lost], "the loss")
-    (event,) = events(exporter, type="device_lost")
+    (event,) = exporter.events(type="device_lost")
     assert event["gpu"] == "1"
     assert event["detail"]["error"]
     exporter.metrics().assert_ledgers_add_up()
@@ -380,25 +356,3 @@ def test_an_error_can_be_read_when_its_report_is_acknowledged(served: RunningExp
     for number in range(1, 51):
         served.report(report(1, devices=(sample(),), sequence=number, ooms=(OutOfMemory(UUIDS[0], number),)))
         assert numbers(served, "&limit=1") == [number]
-
-
-@pytest.mark.parametrize(
-    ("query", "field"), [("since=x", "since"), ("type=x", "type"), ("pid=x", "pid"), ("limit=0", "limit"), ("x=1", "x")]
-)
-def test_an_invalid_parameter_is_named(query: str, field: str) -> None:
-    with running_exporter() as served:
-        document = problem(served.get(f"{EVENTS}?{query}"), 422)
-    assert [error["field"] for error in document["errors"]] == [field]
-
-
-def test_events_need_the_same_access_as_the_audit_log(tmp_path: Path) -> None:
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("s3cret")
-    with running_exporter(action_token_file=str(token)) as served:
-        assert "--action.token-file" in problem(served.get(EVENTS), 401)["detail"]
-        assert served.get(EVENTS, Authorization="Bearer s3cret").status == 200
-    with running_exporter() as served:
-        problem(served.get(EVENTS, Host="evil.example"), 403)
-        problem(served.get(EVENTS, Origin="http://evil.example"), 403)
-        problem(served.get(EVENTS, X_Forwarded_For="10.0.0.1"), 403)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,14 +25,6 @@ from tests.support.waiting import patient, wait_for
 pytestmark = needs_namespaces
 
 QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
-LOOPBACK = "--web.listen-address"
-
-
-def tcp_url(exporter: ExporterProcess) -> str:
-    """Return the loopback address of the exporter from its log."""
-    found = wait_for(lambda: re.search(r"http://127\.0\.0\.1:\d+|127\.0\.0\.1:[1-9]\d*", exporter.log()), "its address")
-    address = found.group(0)
-    return address if address.startswith("http") else f"http://{address}"
 
 
 def host_pid_of(process: TorchProcess) -> int:
@@ -74,7 +65,7 @@ def test_reporters_in_containers_have_their_host_pids_and_bytes(
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str
 ) -> None:
     exporter = start_exporter(node, *QUICK)
-    url = exporter.url if way == "SO_PEERCRED" else tcp_url(exporter)
+    url = exporter.url if way == "SO_PEERCRED" else exporter.tcp_url
     inside = {
         name: start_in_container(start_torch, url, name, size * MIB) for name, size in (("first", 30), ("second", 70))
     }
@@ -125,7 +116,7 @@ def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_
     node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch, way: str, reporter: str
 ) -> None:
     exporter = start_exporter(node, *QUICK, launcher=CONTAINER)
-    url = exporter.url if way == "unix" else tcp_url(exporter)
+    url = exporter.url if way == "unix" else exporter.tcp_url
     if reporter == "of the host":
         process = start_torch(GPUMEM_EXPORTER_URL=url)
         process.call("start_client", workload="unseen")
@@ -158,7 +149,7 @@ def test_a_reporter_that_the_exporter_cannot_see_has_its_own_pid_and_matches_no_
     assert (ledger["torch_allocated"], ledger["torch_reclaimable"], ledger["non_torch"]) == (0, 0, 0)
     assert metrics.value("gpumem_torch_allocated_bytes", pid=str(name)) == stats["allocated_bytes.all.current"]
     assert metrics.values("gpumem_torch_non_torch_bytes") == []
-    info = {dict(labels)["pid"]: dict(labels) for labels in metrics.samples["gpumem_process_info"]}
+    info = metrics.infos()
     assert (info[str(name)]["workload"], info[str(name)]["reporting"]) == ("unseen", "true")
     assert (info[str(host_pid)]["workload"], info[str(host_pid)]["reporting"]) == ("", "false")
 
@@ -231,12 +222,11 @@ def test_a_process_in_a_pod_has_the_names_of_pod_and_jobs(
         silent = start_torch(SLURM_JOB_ID="77")
         silent.call("alloc", nbytes=MIB, device=0)
 
-        def info() -> dict[str, dict[str, str]]:
-            return {dict(labels)["pid"]: dict(labels) for labels in exporter.metrics().samples["gpumem_process_info"]}
-
-        wait_for(lambda: info().get(str(process.pid), {}).get("k8s_pod") == "llm-0", "the pod's name")
-        wait_for(lambda: str(silent.pid) in info(), "the process without a reporter")
-        labels = info()[str(process.pid)]
+        pid = str(process.pid)
+        wait_for(lambda: exporter.metrics().infos().get(pid, {}).get("k8s_pod") == "llm-0", "the pod's name")
+        wait_for(lambda: str(silent.pid) in exporter.metrics().infos(), "the process without a reporter")
+        infos = exporter.metrics().infos()
+        labels = infos[pid]
         assert (
             labels
             | {
@@ -251,7 +241,7 @@ def test_a_process_in_a_pod_has_the_names_of_pod_and_jobs(
             }
             == labels
         )
-        other = info()[str(silent.pid)]
+        other = infos[str(silent.pid)]
         assert (other["slurm_job_id"], other["k8s_pod"], other["reporting"]) == ("77", "", "false")
         document = exporter.processes()[process.pid]
         assert (document["k8s_pod"], document["k8s_pod_uid"], document["slurm_job_id"], document["ray_job_id"]) == (

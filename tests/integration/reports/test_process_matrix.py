@@ -31,14 +31,12 @@ def client(exporter: ExporterProcess, start_torch: StartTorch, on: EmulatedNode,
 
 def allocated(metrics: Metrics, pid: int) -> dict[str, float]:
     """Return the allocated bytes of a process on the page, by uuid."""
-    found = metrics.samples.get("gpumem_torch_allocated_bytes", {}).items()
-    return {dict(labels)["uuid"]: value for labels, value in found if dict(labels)["pid"] == str(pid)}
+    return metrics.by("uuid", "gpumem_torch_allocated_bytes", pid=str(pid))
 
 
 def used(metrics: Metrics, pid: int) -> dict[str, float]:
     """Return the used bytes of a process on the page, by uuid."""
-    found = metrics.samples.get("gpumem_process_memory_used_bytes", {}).items()
-    return {dict(labels)["uuid"]: value for labels, value in found if dict(labels)["pid"] == str(pid)}
+    return metrics.by("uuid", "gpumem_process_memory_used_bytes", pid=str(pid))
 
 
 def booked(node: EmulatedNode, pid: int) -> dict[str, int]:
@@ -89,23 +87,6 @@ def test_one_process_on_eight_devices(
     )
     process.kill()
     wait_for_no_series(exporter, process.pid)
-
-
-def test_four_processes_on_one_device(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    processes = [client(exporter, start_torch, node) for _ in range(4)]
-    for number, process in enumerate(processes):
-        process.call("alloc", nbytes=(number + 1) * 5 * MIB)
-    wait_for_true_values(exporter, node, *processes)
-    ledger = exporter.metrics().ledgers()[node.uuid(0)]
-    allocated_sum = sum(process.call("stats")["allocated_bytes.all.current"] for process in processes)
-    assert (ledger["torch_allocated"], ledger["other_processes"]) == (allocated_sum, 0)
-    for process in processes[:2]:
-        process.kill()
-    wait_for_no_series(exporter, *(process.pid for process in processes[:2]))
-    wait_for_true_values(exporter, node, *processes[2:])
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from gpumem_exporter.wire.protocol import to_wire
 from tests.support.builders import UUIDS, report, sample
 from tests.support.running_exporter import RunningExporter, ScriptedProvider, problem, running_exporter
 from tests.support.waiting import eventually, patient
@@ -73,10 +72,6 @@ def test_the_path_of_the_page_is_a_setting() -> None:
         assert b'href="/gpu/metrics"' in exporter.get("/").body
 
 
-def test_the_page_may_be_scraped_under_any_host_name(exporter: RunningExporter) -> None:
-    assert exporter.get("/metrics", Host="gpumem.monitoring.svc.cluster.local:9844").status == 200
-
-
 def test_neither_the_page_nor_health_waits_for_a_hung_driver() -> None:
     provider = ScriptedProvider()
     with running_exporter(provider=provider) as exporter:
@@ -123,14 +118,3 @@ def test_without_a_driver_health_is_degraded_with_the_reason() -> None:
         provider.error = ""
         eventually(lambda: exporter.document("/health")["status"], lambda status: status == "ok")
         assert exporter.sample("gpumem_nvml_up") == 1
-
-
-def test_the_documents_agree_with_the_page(exporter: RunningExporter) -> None:
-    exporter.request("POST", "/api/v1/reports", to_wire(report(31, devices=(sample(UUIDS[1], 3, 4),))))
-    processes = exporter.document("/api/v1/processes")["processes"]
-    (process,) = [one for one in processes if one["pid"] == 31]
-    assert process["devices"][0]["reserved_bytes"] == exporter.sample("gpumem_torch_reserved_bytes", pid="31") == 7
-    for device in exporter.document("/api/v1/devices")["devices"]:
-        assert sum(device["ledger"].values()) == device["memory"]["total_bytes"]
-        total = exporter.sample("gpumem_device_memory_total_bytes", uuid=device["uuid"])
-        assert total == device["memory"]["total_bytes"]

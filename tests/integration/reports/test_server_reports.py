@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import socket
@@ -16,7 +15,7 @@ import pytest
 from gpumem_exporter.core.samples import ProcessMemory
 from gpumem_exporter.wire.protocol import REPORTS_PATH, CommandResult, DeviceResult, Report, to_wire
 from tests.support.builders import MIB, UUIDS, report, sample
-from tests.support.running_exporter import RunningExporter, problem, read_answer, running_exporter
+from tests.support.running_exporter import RunningExporter, problem, running_exporter
 from tests.support.waiting import eventually, patient
 
 
@@ -33,14 +32,6 @@ def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
         runtime = request.getfixturevalue("exporter").runtime
         for process in runtime.snapshot().processes:
             runtime.store.forget(process.key)
-
-
-def outcomes(exporter: RunningExporter) -> dict[str, float]:
-    return {
-        dict(labels)["outcome"]: value
-        for (name, labels), value in exporter.samples().items()
-        if name == "gpumem_reports_total"
-    }
 
 
 def send_raw(exporter: RunningExporter, sent: Report) -> socket.socket:
@@ -78,37 +69,6 @@ def test_a_report_that_arrives_late_changes_nothing(exporter: RunningExporter) -
     assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
 
 
-def test_an_older_reporter_of_the_same_process_is_rejected_as_superseded(exporter: RunningExporter) -> None:
-    before = outcomes(exporter).get("superseded", 0)
-    exporter.report(report(1, session="new", session_started_seconds=9.0, devices=(sample(allocated=2),)))
-    answer = exporter.report(report(1, session="old", session_started_seconds=8.0, devices=(sample(allocated=1),)))
-    problem(answer, 409)
-    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 2
-    assert outcomes(exporter)["superseded"] == before + 1
-
-
-@pytest.mark.parametrize(
-    ("outcome", "field", "body"),
-    [
-        ("invalid", "devices.0.allocated_bytes", {"allocated_bytes": -1}),
-        ("invalid", "devices.0.allocated_bytes", {"allocated_bytes": 2**63}),
-        ("unknown_device", "devices.0.uuid", {"uuid": "GPU-of-another-node"}),
-    ],
-)
-def test_an_invalid_report_is_rejected_with_its_field_and_changes_nothing(
-    exporter: RunningExporter, outcome: str, field: str, body: dict[str, object]
-) -> None:
-    exporter.report(report(1, devices=(sample(allocated=5),)))
-    before = outcomes(exporter).get(outcome, 0)
-    document = to_wire(report(1, devices=(sample(allocated=6),), sequence=2))
-    document["devices"][0].update(body)
-    refusal = problem(exporter.request("POST", REPORTS_PATH, document), 422)
-    assert [error["field"] for error in refusal["errors"]] == [field]
-    assert field in refusal["detail"]
-    assert exporter.sample("gpumem_torch_allocated_bytes", pid="1") == 5
-    assert outcomes(exporter)[outcome] == before + 1
-
-
 def test_an_unknown_device_in_a_report_is_logged_once_and_the_known_ones_are_stored(
     exporter: RunningExporter, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -131,29 +91,6 @@ def test_a_process_beyond_the_limit_is_rejected_and_counted() -> None:
         assert exporter.sample("gpumem_processes_dropped_total") == 1
         assert exporter.sample("gpumem_reports_total", outcome="dropped") == 1
         assert exporter.sample("gpumem_reporter_up", pid="3") is None
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_of_ten_megabytes_is_rejected(exporter: RunningExporter, chunked: bool) -> None:
-    before = outcomes(exporter).get("too_large", 0)
-    connection = http.client.HTTPConnection("127.0.0.1", exporter.port, timeout=patient(30))
-    body = b'{"process": "' + b"x" * 10_000_000 + b'"}'
-    pieces = (body[i : i + 65536] for i in range(0, len(body), 65536)) if chunked else body
-    headers = {"Content-Type": "application/json"}
-    connection.request("POST", REPORTS_PATH, pieces, headers, encode_chunked=chunked)
-    assert connection.getresponse().status == 413
-    connection.close()
-    assert outcomes(exporter)["too_large"] == before + 1
-
-
-def test_a_body_without_the_json_content_type_is_rejected(exporter: RunningExporter) -> None:
-    problem(exporter.request("POST", REPORTS_PATH, body=b"{}", Content_Type="text/plain"), 415)
-
-
-def test_a_web_page_of_another_site_cannot_report(exporter: RunningExporter) -> None:
-    problem(exporter.report(report(1), Origin="http://evil.example"), 403)
-    problem(exporter.report(report(1), Host="evil.example:9844"), 403)
-    assert exporter.sample("gpumem_reporter_up", pid="1") is None
 
 
 def test_reports_need_the_token_if_one_is_set(tmp_path: Path) -> None:
@@ -228,15 +165,6 @@ def test_the_hold_ends_with_the_connection_and_no_command_is_lost() -> None:
         assert [command["action"] for command in json.loads(answer.body)["commands"]] == ["empty_cache"]
 
 
-def test_a_command_is_delivered_again_if_its_reply_was_lost() -> None:
-    with running_exporter(report_interval=300, report_expiry=900) as exporter:
-        exporter.report(report(1, devices=(sample(),)))
-        submitted = json.loads(exporter.act(action="empty_cache", target={"pid": 1}, wait_seconds=0).body)
-        for sequence in (2, 3):
-            answer = exporter.report(report(1, devices=(sample(),), sequence=sequence))
-            assert [command["id"] for command in json.loads(answer.body)["commands"]] == [submitted["id"]]
-
-
 @pytest.mark.parametrize("died", [True, False])
 def test_after_a_broken_connection_only_a_process_that_exited_is_removed(died: bool) -> None:
     with running_exporter(report_interval=300, report_expiry=900) as exporter:
@@ -248,22 +176,3 @@ def test_after_a_broken_connection_only_a_process_that_exited_is_removed(died: b
         eventually(exporter.runtime.dispatcher.held, lambda held: held == 0)
         expected = None if died else 1
         eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up == expected)
-
-
-def test_a_process_that_exits_between_two_reports_is_removed() -> None:
-    with running_exporter(report_interval=0.1) as exporter:
-        exporter.report(report(1, devices=(sample(),)))
-        exporter.host.dead.add(1)
-        eventually(lambda: exporter.sample("gpumem_reporter_up", pid="1"), lambda up: up is None)
-
-
-def test_an_action_reaches_a_hundred_held_reports() -> None:
-    with running_exporter(report_interval=300, report_expiry=900) as exporter:
-        socks = [send_raw(exporter, report(pid, devices=(sample(),), hold_seconds=300.0)) for pid in range(1, 101)]
-        eventually(exporter.runtime.dispatcher.held, lambda held: held == 100)
-        submitted = exporter.act(action="empty_cache", target={"all": True}, wait_seconds=0)
-        assert submitted.status == 202
-        for sock in socks:
-            status, _, body = read_answer(sock)
-            assert (status, [command["action"] for command in json.loads(body)["commands"]]) == (200, ["empty_cache"])
-            sock.close()

@@ -219,27 +219,6 @@ def test_a_child_program_does_not_inherit_the_connection() -> None:
         assert not os.get_inheritable(number)
 
 
-@pytest.mark.parametrize("use", ["request", "interrupt", "close"])
-def test_a_connection_whose_descriptor_was_closed_is_opened_again_by_a_later_request(use: str) -> None:
-    accepted = set()
-
-    def talk(connection: socket.socket, number: int) -> None:
-        accepted.add(connection.fileno())
-        answer_each(connection, number)
-
-    with peer(talk) as url, connected(url) as connection:
-        os.close(descriptor_of(lambda: connection.request("GET", "/"), accepted))
-        if use == "interrupt":
-            connection.interrupt()
-            return
-        if use == "request":
-            with pytest.raises(ExporterUnreachableError):
-                connection.request("GET", "/")
-        else:
-            connection.close()
-        assert connection.request("GET", "/").body == b"hi"
-
-
 @pytest.mark.parametrize(
     ("method", "answer"),
     [("HEAD", b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n"), ("GET", b"HTTP/1.1 204 No Content\r\n\r\n")],

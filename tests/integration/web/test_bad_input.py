@@ -111,10 +111,6 @@ def put(*path: str | int, value: Any) -> Change:
     return change
 
 
-def double_device(report: dict[str, Any]) -> None:
-    report["devices"] = report["devices"] * 2
-
-
 def another_session(started_seconds: float, start_time_ticks: int = 0) -> Change:
     """Return a change to another reporter in the same process."""
 
@@ -128,23 +124,14 @@ def another_session(started_seconds: float, start_time_ticks: int = 0) -> Change
     return change
 
 
-LONG = "x" * 10_000
 SAMPLE = ("devices", 0)
 BAD_REPORTS: dict[str, tuple[int, str, str, Change]] = {
     "a number of 2^63": (422, "invalid", "devices.0.reserved_bytes", put(*SAMPLE, "reserved_bytes", value=2**63)),
-    "not a number": (422, "invalid", "sample_age_seconds", put("sample_age_seconds", value=float("nan"))),
     "more allocated than reserved": (
         *(422, "invalid", "devices.0.allocated_bytes"),
         put(*SAMPLE, "allocated_bytes", value=21 * MIB),
     ),
-    "more reclaimable than cached": (
-        *(422, "invalid", "devices.0.reclaimable_bytes"),
-        put(*SAMPLE, "reclaimable_bytes", value=18 * MIB),
-    ),
     "an unknown device": (422, "unknown_device", "devices.0.uuid", put(*SAMPLE, "uuid", value="GPU-elsewhere")),
-    "the same device twice": (422, "invalid", "devices.1.uuid", double_device),
-    "a workload of 10,000 characters": (422, "invalid", "process.workload", put("process", "workload", value=LONG)),
-    "a thousand devices": (422, "invalid", "devices", put("devices", value=[{"uuid": str(i)} for i in range(1000)])),
     "no process": (422, "invalid", "process", put("process", value=None)),
     "a result with an unknown outcome": (
         *(422, "invalid", "results.0.outcome"),
@@ -180,8 +167,6 @@ def test_an_invalid_report_changes_only_the_count_of_refusals(quiet: QuietExport
 BAD_BODIES = {
     "nothing": (422, b""),
     "no JSON": (422, b"<html>"),
-    "no UTF-8": (422, b'{"process": "\xff\xfe"}'),
-    "half a surrogate pair": (422, b'{"process": "\\ud800"}'),
     "a hundred thousand brackets": (422, b"[" * 100_000),
     "10 MB of JSON": (413, b'{"process": "' + b"x" * 10_000_000 + b'"}'),
 }
@@ -204,18 +189,8 @@ def test_a_body_that_is_not_a_report_changes_only_the_count_of_refusals(quiet: Q
 BAD_ACTIONS: dict[str, tuple[int, Any]] = {
     "no target": (422, {"action": "empty_cache"}),
     "a target with an unknown key": (422, {"action": "empty_cache", "target": {"all": True, "host": "x"}}),
-    "a pid below zero": (422, {"action": "empty_cache", "target": {"pid": -1}}),
-    "no action": (422, {"target": {"all": True}}),
     "an unknown action": (422, {"action": "explode", "target": {"all": True}}),
-    "an unknown key": (422, {"action": "empty_cache", "target": {"all": True}, "force": True}),
-    "a deadline before now": (422, {"action": "empty_cache", "target": {"all": True}, "deadline_seconds": -1}),
-    "a deadline that is no number": (
-        422,
-        {"action": "empty_cache", "target": {"all": True}, "deadline_seconds": float("nan")},
-    ),
     "a pid that does not report": (404, {"action": "empty_cache", "target": {"pid": 2**31 - 1}}),
-    "a workload that is not there": (404, {"action": "empty_cache", "target": {"workload": "elsewhere"}}),
-    "a device that is not there": (404, {"action": "empty_cache", "target": {"gpu": "9"}}),
     "keys that match nothing together": (
         404,
         {"action": "empty_cache", "target": {"pid": os.getpid(), "workload": "elsewhere"}},

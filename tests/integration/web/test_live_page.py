@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from gpumem_exporter.server.web.live_document import COLUMNS
 from tests.support.builders import MIB, UUIDS
 from tests.support.exporter_process import ExporterProcess
 from tests.support.live_page import Demo, OpenPage, browser, open_page, send, serving, state_of
@@ -47,10 +49,26 @@ def known_device(**changes: Any) -> dict[str, Any]:
     return {**device, "memory": memory, "utilization_ratio": 0.5, "ledger": ledger, **changes}
 
 
-def made_up(exporter: ExporterProcess, *devices: dict[str, Any]) -> dict[str, Any]:
-    """The exporter's own document with these devices."""
+def made_up(exporter: ExporterProcess, *devices: dict[str, Any], **process: Any) -> dict[str, Any]:
+    """The exporter's own document with these devices, and a process on the first one with these values if any."""
     answer = copy.deepcopy(state_of(exporter))
-    answer["state"].update(devices=list(devices), source="nvml", nvml={"up": True, "error": "", "driver_version": "1"})
+    state = answer["state"]
+    state.update(devices=list(devices), source="nvml", nvml={"up": True, "error": "", "driver_version": "1"})
+    if process:
+        row = {"pid": 77, "state": "reporting", "uuid": UUIDS[0], "gpu": "0", "clears": True, **process}
+        state["processes"] = [[row.get(name) for name in state["columns"]]]
+    return answer
+
+
+def advancing(exporter: ExporterProcess, *devices: dict[str, Any], **process: Any) -> Callable[[], dict[str, Any]]:
+    """Return a function that answers as `made_up`, each time 20 s later: such a warning must last for some time."""
+    answers = itertools.count(1)
+
+    def answer() -> dict[str, Any]:
+        document = made_up(exporter, *devices, **process)
+        document["moment"]["clock_seconds"] += 20 * next(answers)
+        return document
+
     return answer
 
 
@@ -173,16 +191,10 @@ def test_a_name_cannot_reverse_the_text_around_it(driverless: Demo, open_page: O
 def test_a_long_name_leaves_the_other_columns_readable(demo: Demo, open_page: OpenPage) -> None:
     exporter, url = demo
 
-    def answer() -> dict[str, Any]:
-        document = made_up(exporter, known_device())
-        columns = document["state"]["columns"]
-        row = {**dict.fromkeys(columns), "pid": 1234567, "state": "reporting", "workload": "w" * 200, "uuid": UUIDS[0]}
-        row.update(rank="r" * 30, user="u" * 32, k8s_pod="p" * 100, gpu="0", clears=True, last_report_unix_seconds=0)
-        row.update(dict.fromkeys((name for name in columns if name.endswith("_bytes")), 1023 * MIB))
-        document["state"]["processes"] = [[row[name] for name in columns]]
-        return document
-
-    live = open_page(url, answer=answer)
+    names = {"workload": "w" * 200, "rank": "r" * 30, "user": "u" * 32, "k8s_pod": "p" * 100}
+    sizes = {name: 1023 * MIB for name in COLUMNS if name.endswith("_bytes")}
+    times = {"last_report_unix_seconds": 0}
+    live = open_page(url, answer=lambda: made_up(exporter, known_device(), pid=1234567, **names, **sizes, **times))
     for width in (1280, 1000, 320):
         live.page.set_viewport_size({"width": width, "height": 800})
         assert live.page.evaluate("document.documentElement.scrollWidth") <= width
@@ -193,28 +205,6 @@ def test_a_long_name_leaves_the_other_columns_readable(demo: Demo, open_page: Op
                 return new Set([...range.getClientRects()].map((line) => line.top)).size;
             })"""
             assert live.page.evaluate(lines) == [1, 1]
-
-
-def test_a_refresh_reuses_all_elements(driverless: Demo, open_page: OpenPage) -> None:
-    exporter, url = driverless
-    for pid in (601, 602):
-        send(exporter, pid, pid * MIB, workload="kept")
-    live = open_page(url)
-    live.until("document.querySelectorAll('#rows tr').length >= 2 && document.querySelector('#events li')")
-    live.page.evaluate(
-        """() => {
-            window.built = 0;
-            window.kept = [...document.querySelectorAll('#rows tr, #rows td, #rows span, .amount, #events li')];
-            new MutationObserver((changes) => {
-                for (const change of changes) built += change.addedNodes.length + change.removedNodes.length;
-            }).observe(document.querySelector('#rows'), {childList: true, subtree: true});
-        }"""
-    )
-    for turn in range(1, 4):
-        send(exporter, 601, (601 + 10 * turn) * MIB, workload="kept", sequence=turn + 1)
-        live.until("document.querySelector('#rows').textContent.includes(it)", f"{601 + 10 * turn}\u00a0MiB")
-    assert live.page.evaluate("kept.every((element) => element.isConnected)")
-    assert live.page.evaluate("built") == 0
 
 
 def test_rows_are_sorted_again_after_some_seconds(driverless: Demo, open_page: OpenPage) -> None:
@@ -300,11 +290,8 @@ def test_a_full_device_is_the_first_warning_with_the_reclaimable_memory(demo: De
     full["ledger"].update(free=GIB // 4, torch_allocated=5 * GIB + 3 * GIB // 4)
 
     def answer() -> dict[str, Any]:
-        document = made_up(exporter, full)
-        columns = document["state"]["columns"]
-        row = {**dict.fromkeys(columns), "pid": 77, "state": "reporting", "workload": "hoarder", "uuid": UUIDS[0]}
-        row.update(gpu="0", used_bytes=6 * GIB, reclaimable_bytes=held, clears=True, last_report_unix_seconds=0)
-        document["state"]["processes"] = [[row[name] for name in columns]]
+        sizes = {"used_bytes": 6 * GIB, "reclaimable_bytes": held}
+        document = made_up(exporter, full, workload="hoarder", last_report_unix_seconds=0, **sizes)
         now = document["moment"]["clock_seconds"]
         line = {"in_use": [10_000, 100, 10_000, 10_000], "allocated": [100] * 4}
         document["history"].update(seconds=[now - age for age in (8, 6, 4, 2)], devices={UUIDS[0]: line})
@@ -333,20 +320,8 @@ def test_a_cache_with_an_unknown_reclaimable_part_is_not_called_fragmented(demo:
     full = known_device()
     full["ledger"].update(free=GIB // 4, torch_allocated=4 * GIB, torch_fragmented=4 * GIB + 3 * GIB // 4)
     del full["ledger"]["torch_reclaimable"]
-    answers = 0
-
-    def answer() -> dict[str, Any]:
-        nonlocal answers
-        answers += 1
-        document = made_up(exporter, full)
-        document["moment"]["clock_seconds"] += 20 * answers
-        columns = document["state"]["columns"]
-        row = {**dict.fromkeys(columns), "pid": 77, "state": "reporting", "workload": "pool", "uuid": UUIDS[0]}
-        row.update(gpu="0", allocated_bytes=4 * GIB, reserved_bytes=35 * GIB // 4, clears=True)
-        document["state"]["processes"] = [[row[name] for name in columns]]
-        return document
-
-    live = open_page(url, answer=answer)
+    values = {"workload": "pool", "allocated_bytes": 4 * GIB, "reserved_bytes": 35 * GIB // 4}
+    live = open_page(url, answer=advancing(exporter, full, **values))
     live.until("/GPU.0\\b/.test(document.querySelector('#warnings [data-level=critical]').textContent)")
     first = live.text("#moment")
     live.until("document.querySelector('#moment').textContent !== it", first)
@@ -362,16 +337,7 @@ def test_unattributed_memory_is_a_warning_only_if_all_processes_are_known(demo: 
     devices = (known_device(), hidden, host)
     for device in devices:
         device["ledger"]["unattributed"] = 3 * GIB // 2
-    answers = 0
-
-    def answer() -> dict[str, Any]:
-        nonlocal answers
-        answers += 1
-        document = made_up(exporter, *devices)
-        document["moment"]["clock_seconds"] += 20 * answers  # such a warning must last for some time
-        return document
-
-    live = open_page(url, answer=answer)
+    live = open_page(url, answer=advancing(exporter, *devices))
     live.until("/GPU.0: 1\\.5.GiB/.test(document.querySelector('#warnings').textContent)")
     shown = " ".join(live.page.locator("#warnings li").all_inner_texts())
     assert re.findall(r"GPU.(\d): 1\.5.GiB", shown) == ["0"]

@@ -118,15 +118,6 @@ def test_bytes_that_are_not_http_are_answered_with_400(exporter: RunningExporter
     assert b"application/problem+json" in answer
 
 
-def test_pipelined_requests_are_answered_in_order(exporter: RunningExporter) -> None:
-    with connect(exporter) as sock:
-        sock.sendall(GET + GET.replace(b"healthy", b"nothere") + GET)
-        received = b""
-        while received.count(b"HTTP/1.1 ") < 3 or not received.endswith(b"healthy.\n"):
-            received += sock.recv(65536)
-    assert [part[:3] for part in received.split(b"HTTP/1.1 ")[1:]] == [b"200", b"404", b"200"]
-
-
 def test_a_connection_over_the_limit_is_answered_with_503_if_all_are_busy() -> None:
     limits = Limits(max_connections=4)
     with running_exporter(limits=limits, report_interval=20, report_expiry=60) as exporter:

@@ -141,12 +141,7 @@ def test_every_referenced_schema_exists(exporter: RunningExporter) -> None:
     assert "devices" in json.dumps(schemas["Report"])
 
 
-def test_there_are_no_pages_that_load_external_code(exporter: RunningExporter) -> None:
-    for path in ("/docs", "/redoc"):
-        problem(exporter.get(path), 404)
-
-
-@pytest.mark.parametrize("path", ["/nope", "/metrics/", "/api/v1/reports/x", "/api/v2/devices", "//", "/health%2f"])
+@pytest.mark.parametrize("path", ["/nope", "/metrics/", "/api/v1/reports/x", "//", "/health%2f", "/docs", "/redoc"])
 def test_an_unknown_path_is_a_404_problem(exporter: RunningExporter, path: str) -> None:
     problem(exporter.get(path), 404)
 

@@ -10,12 +10,10 @@ import pytest
 
 from gpumem_exporter.actions.caller import Caller
 from gpumem_exporter.actions.model import Action
-from gpumem_exporter.actions.request import Target
 from gpumem_exporter.core.samples import ReportingProcess
 from gpumem_exporter.errors import GroupIncompleteError
 from gpumem_exporter.wire.protocol import CommandResult, ReasonCode
-from tests.support.builders import MIB, UUIDS, sample
-from tests.support.dispatching import Bench, Ranks, run
+from tests.support.dispatching import Ranks, run
 
 
 @pytest.fixture
@@ -112,11 +110,3 @@ def test_a_requested_step_is_refused_if_a_rank_cannot_act_after_it(
     with pytest.raises(GroupIncompleteError, match=message):
         ranks.ask_group(**group)
     assert ranks.dispatcher.recent() == ()
-
-
-def test_a_memory_fraction_applies_only_to_the_target_devices() -> None:
-    bench = Bench()
-    bench.put(1, rank="0", devices=(sample(UUIDS[0], 8 * MIB), sample(UUIDS[1], 2 * MIB)))
-    bench.ask("set_memory_fraction", Target(uuid=UUIDS[1], pid=1), fraction=0.5)
-    (command,) = run(bench.dispatcher.commands(bench.first, 0))
-    assert command.uuids == (UUIDS[1],)

@@ -2,20 +2,95 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry
 
-from gpumem_exporter.actions.policy.file import read_policy
+from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import DEFAULT_ACTIONS
+from gpumem_exporter.collectors.instruments import Instruments
+from gpumem_exporter.core.store import Store
+from gpumem_exporter.demo import DemoNode
+from gpumem_exporter.demo.process import SimulatedProcess
 from gpumem_exporter.demo.workloads import DEMO_WORKLOADS
-from tests.support.policy_demo import START, DemoBench
+from gpumem_exporter.nvml.reader import NodeReader
+from gpumem_exporter.server.background.policy_runner import PolicyRunner
+from gpumem_exporter.wire.protocol import CommandResult, Reply
+from tests.support.dispatching import build_dispatcher
+from tests.support.recorder_bench import RecordedLog
 
+START = 1000.0
 SECONDS = 250.0
 """Long enough for three clears of the fragmented workload, and for the stop where clearing does not help."""
+
+
+@dataclass
+class Reporter:
+    """The reporter of one process."""
+
+    process: SimulatedProcess
+    sequence: int = 0
+    results: tuple[CommandResult, ...] = ()
+
+
+class DemoBench:
+    """The node, its reporters, the store, the dispatcher and the policy in this file."""
+
+    def __init__(self, policy: Path, seed: int) -> None:
+        self.now = START
+        self.node = DemoNode(seed=seed, clock=lambda: self.now)
+        self.store = Store(report_expiry_seconds=15.0, reading_expiry_seconds=5.0, max_processes=100)
+        self.finished: list[Action] = []
+        self.log = RecordedLog()
+        self.dispatcher = build_dispatcher(self.store, lambda: self.now, self.finished)
+        self.reader = NodeReader(
+            self.node.provider, self.node.host, clock=lambda: self.now, wall_clock=lambda: self.now
+        )
+        self.policies = PolicyRunner(
+            policy,
+            allowed=frozenset(DEFAULT_ACTIONS),
+            dispatcher=self.dispatcher,
+            snapshot=lambda: self.store.snapshot(self.now),
+            stale_seconds=5.0,
+            instruments=Instruments(CollectorRegistry()),
+            log=self.log,  # type: ignore[arg-type]
+            wall_clock=lambda: self.now,
+        )
+        self.reporters: dict[int, Reporter] = {}
+
+    async def pass_time(self, seconds: float) -> None:
+        """Advance the node, its reporters and the policy, second by second."""
+        end = self.now + seconds
+        while self.now < end:
+            for _ in range(2):
+                self.now += 0.5
+                self.node.simulation.advance(self.now)
+            self.store.put_reading(self.reader.read())
+            await self._report()
+            self.dispatcher.expire()
+            self.policies.tick()
+
+    async def _report(self) -> None:
+        alive = {process.pid: process for process in self.node.simulation.processes() if process.reports}
+        for pid in self.reporters.keys() - alive.keys():
+            gone = self.reporters.pop(pid).process.identity
+            for known in self.store.snapshot(self.now).processes:
+                if known.report.process.session == gone.session:
+                    self.store.forget(known.key)
+                    self.dispatcher.process_gone(known.key, "it has ended")
+        for pid, process in alive.items():
+            reporter = self.reporters.setdefault(pid, Reporter(process))
+            reporter.sequence += 1
+            sent = process.report(reporter.sequence, reporter.results)
+            known = self.store.put_report(sent, host_pid=pid, now_seconds=self.now, now_unix_seconds=self.now)
+            self.dispatcher.take_results(known)
+            commands = await self.dispatcher.commands(known, 0)
+            reporter.results = process.run_commands(Reply(commands=tuple(commands)))
 
 
 def running(program: str) -> str:
@@ -67,62 +142,54 @@ class Runs:
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Four minutes of a node; the parameter is its seed."""
     path = tmp_path_factory.mktemp("policy") / "policy.yml"
-    path.write_text(POLICY)
-    rules = read_policy(path, allowed=DEFAULT_ACTIONS)
-    path.write_text(POLICY.replace("dry_run: false", "dry_run: true"))
-    dry = read_policy(path, allowed=DEFAULT_ACTIONS)
-    benches = [DemoBench(each, seed=request.param) for each in (rules, dry, ())]
-    for bench in benches:
-        bench.pass_time(SECONDS)
+    benches = []
+    for policy in (POLICY, POLICY.replace("dry_run: false", "dry_run: true"), "rules: []"):
+        path.write_text(policy)
+        benches.append(DemoBench(path, request.param))
+        asyncio.run(benches[-1].pass_time(SECONDS))
     return Runs(*benches)
 
 
-def acted(bench: DemoBench) -> Iterator[tuple[str, str]]:
+def acted(bench: DemoBench) -> list[tuple[str, str]]:
     """Which rule acted on which workload, each time."""
-    for _, decision in bench.decided:
-        yield decision.rule.name, decision.observation.process.report.process.workload
+    return [(action.requested_by.removeprefix("policy:"), action.results[0].workload) for action in bench.finished]
 
 
 def test_the_policy_clears_the_hoarder_and_the_fragmented_workload_only(runs: Runs) -> None:
     assert len({workload.name for workload in DEMO_WORKLOADS}) == 10
     assert set(acted(runs.real)) == {("hoarded", HOARDER), ("fragmented", FRAGMENTED), ("slack", UNHELPED)}
+    assert {action.state for action in runs.real.finished} == {"done"}
     freed: dict[str, int] = {}
     for action in runs.real.finished:
-        assert action.state == "done"
-        assert action.requested_by.startswith("policy:")
         freed[action.requested_by] = freed.get(action.requested_by, 0) + action.freed_bytes
     assert freed["policy:hoarded"] > 10 << 30
     assert freed["policy:fragmented"] > 1 << 30
 
 
 def test_a_rule_stops_where_clearing_does_not_help(runs: Runs) -> None:
-    (stop,) = runs.real.stops
-    assert stop.rule.name == "slack"
-    assert {result.workload for result in stop.action.results} == {UNHELPED}
-    assert re.search(r"\b0 bytes\b.*\b10 s", stop.reason)
-    assert list(acted(runs.real)).count(("slack", UNHELPED)) == 3
-    assert runs.real.engine.stopped("slack") == 1
+    (stop,) = runs.real.log.of("policy_stopped")
+    assert (stop.detail["rule"], stop.workload) == ("slack", UNHELPED)
+    assert re.search(r"\b0 bytes\b.*\b10 s", stop.detail["reason"])
+    assert acted(runs.real).count(("slack", UNHELPED)) == 3
+    assert runs.real.policies.engine.stopped("slack") == 1
 
 
 def test_each_rule_keeps_its_cooldown(runs: Runs) -> None:
-    times: dict[str, list[float]] = {}
-    for seconds, decision in runs.real.decided:
-        times.setdefault(decision.rule.name, []).append(seconds)
-    for rule in runs.real.engine.rules:
-        gaps = [later - sooner for sooner, later in itertools.pairwise(times[rule.name])]
-        assert all(gap >= rule.cooldown_seconds for gap in gaps), (rule.name, times[rule.name])
+    for rule in runs.real.policies.engine.rules:
+        times = requested(runs.real, rule.name)
+        assert all(later - sooner >= rule.cooldown_seconds for sooner, later in itertools.pairwise(times)), rule.name
 
 
 def test_a_dry_run_changes_nothing_and_predicts_the_same_actions(runs: Runs) -> None:
     assert set(acted(runs.dry)) == set(acted(runs.real))
-    assert first_at(runs.dry, "hoarded") == first_at(runs.real, "hoarded") > START
+    assert requested(runs.dry, "hoarded")[0] == requested(runs.real, "hoarded")[0]
     assert all(action.dry_run for action in runs.dry.finished)
     assert books(runs.dry) == books(runs.without) != books(runs.real)
 
 
-def first_at(bench: DemoBench, rule: str) -> float:
-    """When a rule acted first."""
-    return next(seconds for seconds, decision in bench.decided if decision.rule.name == rule)
+def requested(bench: DemoBench, rule: str) -> list[float]:
+    """When a rule requested its actions."""
+    return sorted(action.created_unix_seconds for action in bench.finished if action.requested_by == f"policy:{rule}")
 
 
 def books(bench: DemoBench) -> dict[str, int]:

@@ -109,14 +109,6 @@ def test_each_field_has_its_value_and_strict_bounds(field: str, value: float) ->
     assert not acts(value * 0.99, value)
 
 
-def test_the_previous_test_covers_every_field() -> None:
-    (tried,) = (
-        mark.args[1]
-        for mark in test_each_field_has_its_value_and_strict_bounds.pytestmark  # type: ignore[attr-defined]
-    )
-    assert {field for field, _ in tried} == set(FIELDS)
-
-
 @pytest.mark.parametrize("field", sorted(FIELDS))
 def test_an_unknown_value_meets_no_condition(field: str) -> None:
     bench = Bench(rule("over", Condition(field, over=-1.0)), rule("under", Condition(field, under=1e18)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import re
 import sqlite3
 from collections.abc import Iterator
@@ -236,17 +234,6 @@ def test_a_second_exporter_in_the_folder_gets_an_error_until_the_first_ends(on_d
     other.close()
 
 
-def test_a_full_disk_loses_no_stored_event_and_works_again_when_there_is_room(on_disk: Bench) -> None:
-    on_disk.put(1)
-    connection = on_disk.storage._open()
-    (pages,) = connection.execute("PRAGMA page_count").fetchone()
-    connection.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(StorageError, match="full"):
-        on_disk.put(*range(2, 500), detail={"number": 2, "x": "y" * 1000})
-    on_disk.put(500)
-    assert on_disk.numbers() == [1, 500]
-
-
 @pytest.mark.parametrize("damage", [b"this is no database" * 500, None], ids=["overwritten", "one page overwritten"])
 def test_a_damaged_file_is_moved_and_a_new_one_is_created(on_disk: Bench, tmp_path: Path, damage: bytes | None) -> None:
     bench = on_disk
@@ -272,17 +259,6 @@ def test_a_file_of_another_version_is_not_changed(on_disk: Bench, tmp_path: Path
         on_disk.put(1)
     assert on_disk.storage.damaged_file == ""
     assert sorted(path.name for path in tmp_path.iterdir()) == [FILE_NAME]
-
-
-def test_a_folder_that_cannot_be_created_is_an_error_until_it_can(tmp_path: Path) -> None:
-    (tmp_path / "in the way").write_text("a file")
-    bench = Bench(tmp_path / "in the way" / "events")
-    with pytest.raises(StorageError, match=rf"in the way.*{os.strerror(errno.ENOTDIR)}"):
-        bench.put(1)
-    (tmp_path / "in the way").unlink()
-    bench.put(2)
-    assert bench.numbers() == [2]
-    bench.storage.close()
 
 
 def test_a_removed_file_is_created_again(on_disk: Bench, tmp_path: Path) -> None:

@@ -69,20 +69,13 @@ def test_fields_of_a_later_alertmanager_are_ignored() -> None:
     ("spoil", "field"),
     [
         (lambda m: m.pop("version"), "version"),
-        (lambda m: m.update(version="3"), "version"),
         (lambda m: m.update(version=4), "version"),
         (lambda m: m.pop("alerts"), "alerts"),
-        (lambda m: m.update(alerts={}), "alerts"),
         (lambda m: m.update(alerts=[FIRING] * (MAX_ALERTS + 1)), "alerts"),
         (lambda m: m.update(alerts=[1]), "alerts.0"),
         (lambda m: m["alerts"][0].update(status="pending"), "alerts.0.status"),
-        (lambda m: m["alerts"][0].pop("labels"), "alerts.0.labels"),
         (lambda m: m["alerts"][0].update(labels={"a": 1}), "alerts.0.labels.a"),
-        (lambda m: m["alerts"][0].update(annotations=None), "alerts.0.annotations"),
-        (lambda m: m["alerts"][0].pop("startsAt"), "alerts.0.startsAt"),
         (lambda m: m["alerts"][0].update(startsAt="x" * 65), "alerts.0.startsAt"),
-        (lambda m: m["alerts"][0].pop("fingerprint"), "alerts.0.fingerprint"),
-        (lambda m: m["alerts"][0].update(fingerprint=""), "alerts.0.fingerprint"),
         (lambda m: m["alerts"][0].update(fingerprint="a b"), "alerts.0.fingerprint"),
     ],
 )
@@ -151,11 +144,6 @@ def test_a_label_and_an_annotation_may_have_the_same_value() -> None:
     assert request({"gpumem_action": "snapshot"}, gpumem_action="snapshot", gpumem_target_pid="7").action == "snapshot"
 
 
-def test_a_long_reason_is_shortened() -> None:
-    requested = request(gpumem_action="snapshot", gpumem_target_pid="7", gpumem_reason="x" * 5000)
-    assert len(requested.reason) == 1000
-
-
 def test_the_default_cooldown_is_five_minutes() -> None:
     labels = {"gpumem_action": "snapshot", "gpumem_target_pid": "7"}
     usual, other = requested_action(alert(labels)), requested_action(alert(labels, gpumem_cooldown_seconds="60"))
@@ -170,14 +158,9 @@ def test_the_default_cooldown_is_five_minutes() -> None:
         ({}, ("gpumem_target:",)),
         ({"gpumem_target_workloda": "a"}, ("gpumem_target_workloda", "gpumem_target_workload,")),
         ({"gpumem_target_pid": "many"}, ("gpumem_target_pid:", "integer")),
-        ({"gpumem_target_pid": "0"}, ("gpumem_target_pid",)),
-        ({"gpumem_target_pid": "99999999999"}, ("gpumem_target_pid",)),
         ({"gpumem_target_all": "yes"}, ("gpumem_target_all: 'yes'", "true", "false")),
-        ({"gpumem_target_pid": "7", "gpumem_mode": "later"}, ("gpumem_mode:", "'later'", "now, step, idle")),
         ({"gpumem_target_pid": "7", "gpumem_mode": "now", "gpumem_group": "true"}, ("gpumem_mode:", "group", "step")),
-        ({"gpumem_target_pid": "7", "gpumem_fraction": "0.5"}, ("gpumem_fraction:", "set_memory_fraction")),
         ({"gpumem_target_pid": "7", "gpumem_deadline_seconds": "soon"}, ("gpumem_deadline_seconds: 'soon'",)),
-        ({"gpumem_target_pid": "7", "gpumem_deadline_seconds": "nan"}, ("gpumem_deadline_seconds",)),
         ({"gpumem_target_pid": "7", "gpumem_cooldown_seconds": "-1"}, ("gpumem_cooldown_seconds: '-1'",)),
         ({"gpumem_target_pid": "7", "gpumem_cooldown_seconds": "inf"}, ("gpumem_cooldown_seconds: 'inf'",)),
         ({"gpumem_target_pid": "7", "gpumem_action": "snapshot"}, ("gpumem_action:", "label", "annotation")),
@@ -191,11 +174,6 @@ def test_an_invalid_request_is_refused_with_the_name_of_the_label(
         requested_action(alert({"gpumem_action": "empty_cache"}, **annotations))
     message = str(refused.value)
     assert [part for part in named if part not in message] == [], message
-
-
-def test_an_unknown_action_is_refused() -> None:
-    with pytest.raises(AlertRequestError, match=r"gpumem_action: .*'clear'.*\bempty_cache\b"):
-        requested_action(alert(gpumem_action="clear", gpumem_target_all="true"))
 
 
 def test_the_example_has_every_key() -> None:

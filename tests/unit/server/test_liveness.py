@@ -4,15 +4,14 @@ import asyncio
 from dataclasses import dataclass, field
 
 from gpumem_exporter.actions.caller import Caller
-from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.actions.model import Action
 from gpumem_exporter.actions.request import ActionRequest, Target
-from gpumem_exporter.actions.terminate import Terminator
 from gpumem_exporter.core.samples import ProcessFacts, ReportingProcess
 from gpumem_exporter.core.store import Store
 from gpumem_exporter.server.background.liveness import Presence
 from gpumem_exporter.wire.protocol import ProcessIdentity
-from tests.support.builders import UNLIMITED, NobodyHost, identity, report
+from tests.support.builders import identity, report
+from tests.support.dispatching import build_dispatcher
 
 
 @dataclass
@@ -46,15 +45,7 @@ class Bench:
         self.host = ScriptedHost()
         self.finished: list[Action] = []
         self.store = Store(report_expiry_seconds=15, reading_expiry_seconds=5, max_processes=4)
-        self.dispatcher = Dispatcher(
-            self.store,
-            allowed=frozenset(["empty_cache"]),
-            clock=self.clock,
-            wall_clock=self.clock,
-            on_finished=self.finished.append,
-            terminator=Terminator(NobodyHost()),
-            limits=UNLIMITED,
-        )
+        self.dispatcher = build_dispatcher(self.store, self.clock, self.finished)
         self.presence = Presence(self.store, self.dispatcher, self.host, clock=self.clock, report_interval_seconds=1.0)
 
     def clock(self) -> float:

@@ -39,22 +39,6 @@ def rows(snapshot: Snapshot) -> list[dict[str, Any]]:
     return [dict(zip(COLUMNS, row, strict=True)) for row in document(snapshot)["processes"]]
 
 
-def test_a_process_has_one_row_per_device() -> None:
-    process = reporting(7, devices=(sample(A, 50 * MIB, 9 * MIB, 1 * MIB), sample(B)), rank="3")
-    reading = node(device(A, used=80 * MIB, processes={7: 70 * MIB, 8: 10 * MIB}), device(B, gpu="1", processes={}))
-    first, second, other = rows(Snapshot(0.0, reading, (process,)))
-    assert (first["pid"], first["uuid"], first["gpu"], first["workload"], first["rank"]) == (7, A, "0", "train", "3")
-    assert [first[name] for name in ("used_bytes", "allocated_bytes", "reclaimable_bytes", "fragmented_bytes")] == [
-        70 * MIB,
-        50 * MIB,
-        9 * MIB,
-        1 * MIB,
-    ]
-    assert first["non_torch_bytes"] == 10 * MIB
-    assert (second["uuid"], second["used_bytes"]) == (B, None)
-    assert (other["pid"], other["state"], other["allocated_bytes"], other["clears"]) == (8, "unreported", None, False)
-
-
 def test_a_silent_process_has_one_row_without_values() -> None:
     silent = SilentReporter(ProcessKey(1, 9), None, 1000, "train", "0", 42.0)
     (row,) = rows(Snapshot(0.0, None, (), (silent,)))

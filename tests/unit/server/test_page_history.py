@@ -65,15 +65,6 @@ def test_a_device_that_cannot_be_read_has_a_gap() -> None:
     assert kept.document()["devices"][A]["in_use"] == [10, None, None, 10]
 
 
-def test_there_is_no_point_without_a_reading() -> None:
-    kept = history()
-    kept.take(one_device(0.0))
-    kept.take(seen(None, at=4.0))
-    kept.take(one_device(8.0))
-    assert kept.document()["seconds"] == [0.0, 8.0]
-    assert kept.document()["gap_seconds"] == 6.0
-
-
 def test_the_gap_is_at_least_the_expiry_of_a_reading() -> None:
     assert history(reading_expiry_seconds=90.0).document()["gap_seconds"] == 90.0
 

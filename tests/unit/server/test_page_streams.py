@@ -36,7 +36,7 @@ def test_nothing_is_rendered_without_a_follower() -> None:
         state = State()
         streams = state.streams(interval_seconds=60.0)
         with streams.follow() as follower:
-            await follower.next()
+            await follower()
         assert state.renderings == 1
         await asyncio.sleep(0)  # until the cancelled task ends
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -49,7 +49,7 @@ def test_all_followers_get_the_same_rendering() -> None:
         state = State()
         streams = state.streams(interval_seconds=60.0)
         with streams.follow() as one, streams.follow() as other:
-            first, second = await one.next(), await other.next()
+            first, second = await one(), await other()
         assert first[0] is second[0]
         assert first[1]
         assert state.renderings == 1
@@ -63,10 +63,10 @@ def test_only_a_changed_state_is_marked_as_changed() -> None:
     async def scenario() -> None:
         state = State()
         with state.streams().follow() as follower:
-            assert (await follower.next())[1]
-            assert not (await follower.next())[1]
+            assert (await follower())[1]
+            assert not (await follower())[1]
             state.document = {"value": 1}
-            changes = [await follower.next() for _ in range(2)]
+            changes = [await follower() for _ in range(2)]
         assert [json.loads(rendering.state)["value"] for rendering, changed in changes if changed] == [1]
 
     asyncio.run(scenario())
@@ -77,14 +77,14 @@ def test_a_slow_follower_misses_states_and_gets_the_newest() -> None:
         state = State()
         streams = state.streams()
         with streams.follow() as slow, streams.follow() as quick:
-            await slow.next()
+            await slow()
             for value in (1, 2, 3):
                 state.document = {"value": value}
-                while not (await quick.next())[1]:
+                while not (await quick())[1]:
                     pass
-            while (await quick.next())[1]:
+            while (await quick())[1]:
                 pass
-            rendering, changed = await slow.next()
+            rendering, changed = await slow()
         assert changed
         assert json.loads(rendering.state) == {"value": 3}
 
@@ -96,10 +96,10 @@ def test_the_first_follower_after_a_pause_gets_a_new_state() -> None:
         state = State()
         streams = state.streams(interval_seconds=60.0)
         with streams.follow() as follower:
-            await follower.next()
+            await follower()
         state.document = {"value": 1}
         with streams.follow() as follower:
-            assert json.loads((await follower.next())[0].state) == {"value": 1}
+            assert json.loads((await follower())[0].state) == {"value": 1}
 
     asyncio.run(scenario())
 
@@ -113,7 +113,7 @@ def test_a_single_request_shares_a_recent_rendering() -> None:
         assert streams.latest() is streams.latest()
         assert state.renderings == 2
         with streams.follow() as follower:
-            rendering, _ = await follower.next()
+            rendering, _ = await follower()
             state.now += 0.9
             assert streams.latest() is rendering
         assert state.renderings == 3
@@ -126,7 +126,7 @@ def test_a_failed_rendering_is_logged_and_tried_again(caplog: pytest.LogCaptureF
         state = State()
         state.broken = True
         with state.streams().follow() as follower:
-            waiting = asyncio.ensure_future(follower.next())
+            waiting = asyncio.ensure_future(follower())
             while state.renderings < 3:
                 await asyncio.sleep(0)
             assert not waiting.done()

@@ -18,23 +18,18 @@ PROMETHEUS_3 = (
     ("accept", "openmetrics"),
     [
         ("", False),
-        ("*/*", False),
-        ("text/plain", False),
         ("text/html,application/xhtml+xml,*/*;q=0.8", False),
         (PROMETHEUS_2, True),
         (PROMETHEUS_3, True),
         ("application/openmetrics-text", True),
         ("Application/OpenMetrics-Text; Version=1.0.0; charset=utf-8", True),
-        ('application/openmetrics-text;version="1.0.0"', True),
         ("application/openmetrics-text;version=2.0.0", False),
         ("application/openmetrics-text;version=0.0.1,text/plain;q=0.5", False),
-        ("application/openmetrics-text;q=0,text/plain;q=0", False),
         ("application/openmetrics-text;q=0.4,text/plain;q=0.5", False),
         ("application/openmetrics-text;q=0.5,text/plain;q=0.5", True),
         ("application/openmetrics-text;q=0.5,*/*;q=0.9", False),
         ("application/openmetrics-text;q=0.5,text/plain;q=0.1,*/*;q=0.9", True),
         ("application/openmetrics-text;q=zero,text/plain", False),
-        ("application/openmetrics-text;q=7", False),
         (",;,=;q,", False),
     ],
 )
@@ -46,7 +41,6 @@ def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics
     ("encodings", "gzip"),
     [
         ("", False),
-        ("identity", False),
         ("gzip", True),
         ("deflate, GZIP;q=0.5", True),
         ("gzip;q=0", False),
@@ -54,7 +48,6 @@ def test_the_format_is_the_one_with_the_highest_quality(accept: str, openmetrics
         ("*", True),
         ("br, *;q=0", False),
         ("x-gzip", True),
-        ("gzipped", False),
     ],
 )
 def test_gzip_is_used_only_if_the_client_accepts_it(encodings: str, gzip: bool) -> None:

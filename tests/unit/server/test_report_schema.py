@@ -124,56 +124,33 @@ def test_an_older_reporter_may_omit_fields_with_a_default() -> None:
     assert read.process.workload == ""
 
 
-def test_null_is_unknown() -> None:
-    document = wire()
-    document["devices"][0]["reclaimable_bytes"] = None
-    assert READER.read(json.dumps(document).encode()).devices[0].reclaimable_bytes is None
-
-
 @pytest.mark.parametrize(
     ("field", "change"),
     [
         ("devices.0.allocated_bytes", lambda d: d["devices"][0].update(allocated_bytes=-1)),
         ("devices.0.allocated_bytes", lambda d: d["devices"][0].update(allocated_bytes=2**63)),
-        ("devices.1.reserved_bytes", lambda d: d["devices"][1].update(reserved_bytes=10**40)),
         ("devices.0.active_bytes", lambda d: d["devices"][0].update(active_bytes="5")),
-        ("devices.0.active_bytes", lambda d: d["devices"][0].update(active_bytes=5.0)),
         ("devices.0.active_bytes", lambda d: d["devices"][0].update(active_bytes=True)),
-        ("devices.0.active_bytes", lambda d: d["devices"][0].update(active_bytes=[])),
         ("devices.0.allocated_bytes", lambda d: d["devices"][0].update(allocated_bytes=21)),
         ("devices.0.reclaimable_bytes", lambda d: d["devices"][0].update(reclaimable_bytes=11)),
         ("devices.1.uuid", lambda d: d["devices"][1].update(uuid=UUIDS[0])),
         ("devices.0.uuid", lambda d: d["devices"][0].update(uuid="")),
-        ("devices.0.uuid", lambda d: d["devices"][0].pop("uuid")),
         ("devices.0.phase_peak_bytes.forward", lambda d: d["devices"][0].update(phase_peak_bytes={"forward": -1})),
         ("devices.0.component_bytes", lambda d: d["devices"][0].update(component_bytes={str(i): 1 for i in range(65)})),
         ("devices", lambda d: d.update(devices=[{"uuid": str(i)} for i in range(MAX_DEVICES + 1)])),
-        ("devices", lambda d: d.update(devices={})),
-        *(
-            (
-                "devices.0.planned_reserved_peak_bytes",
-                lambda d, planned=planned: d["devices"][0].update(planned_reserved_peak_bytes=planned),
-            )
-            for planned in (0, -1, 2**63, 1.5, True, "1")
-        ),
+        ("devices.0.planned_reserved_peak_bytes", lambda d: d["devices"][0].update(planned_reserved_peak_bytes=0)),
         ("ooms.0.phase", lambda d: d.update(ooms=[{"uuid": UUIDS[0], "number": 1, "phase": "x" * 257}])),
-        ("ooms.0.phase", lambda d: d.update(ooms=[{"uuid": UUIDS[0], "number": 1, "phase": None}])),
         ("process.workload", lambda d: d["process"].update(workload="x" * 10_000)),
-        ("process.workload", lambda d: d["process"].update(workload=7)),
         ("process.pid", lambda d: d["process"].update(pid=0)),
-        ("process.pid", lambda d: d["process"].update(pid=2**31)),
         ("process.pid", lambda d: d["process"].pop("pid")),
         ("process.session", lambda d: d["process"].update(session="")),
         ("process.session_started_seconds", lambda d: d["process"].update(session_started_seconds=float("nan"))),
-        ("process", lambda d: d.update(process=None)),
         ("sample_age_seconds", lambda d: d.update(sample_age_seconds=-0.1)),
-        ("sample_age_seconds", lambda d: d.update(sample_age_seconds=float("inf"))),
         ("hold_seconds", lambda d: d.update(hold_seconds="1")),
         ("sequence", lambda d: d.pop("sequence")),
         ("step", lambda d: d.update(step=-1)),
         ("results.0.outcome", lambda d: d["results"][0].update(outcome="splendid")),
         ("results.0.devices.0.freed_bytes", lambda d: d["results"][0]["devices"][0].update(freed_bytes=2**63)),
-        ("actions.0", lambda d: d.update(actions=["x" * 257])),
         ("final", lambda d: d.update(final=1)),
     ],
 )

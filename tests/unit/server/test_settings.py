@@ -94,10 +94,6 @@ def test_dotted_and_nested_keys_are_the_same_keys(tmp_path: Path) -> None:
     assert load_settings({"config.file": nested}, {}).web_listen_address == (":1", "[::1]:2")
 
 
-def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
-    assert load_settings({"config.file": written(tmp_path / "c.yaml", "# nothing\n")}, {}) == load_settings({}, {})
-
-
 def test_several_values_are_repeated_or_separated_by_commas() -> None:
     by_flag = load_settings({"web.listen-address": [":1", "127.0.0.1:2"]}, {})
     by_environment = load_settings({}, {"GPUMEM_WEB_LISTEN_ADDRESS": ":1, 127.0.0.1:2"})
