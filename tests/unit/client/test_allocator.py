@@ -119,14 +119,6 @@ def test_with_many_pools_the_statistics_that_list_them_are_read_once() -> None:
     assert torch.snapshots <= 2
 
 
-def test_an_older_torch_has_only_the_statistics_that_list_pools() -> None:
-    torch = Torch(C())
-    torch._C.pools = {(0, number): 0 for number in range(1000)}
-    allocator = Allocator(torch)
-    assert [allocator.samples()[0].reclaimable_bytes for _ in range(10)] == [50 * MIB] * 10
-    assert torch._C.listings == 10
-
-
 def test_the_constant_zeros_of_the_asynchronous_backend_are_not_reported() -> None:
     (sample,) = Allocator(Torch(NewC(), "cudaMallocAsync")).samples()
     assert (sample.allocated_bytes, sample.reserved_bytes, sample.active_bytes) == (40 * MIB, 100 * MIB, 40 * MIB)
@@ -155,11 +147,3 @@ def test_before_torch_reports_settings_the_older_variable_takes_precedence_even_
     assert Allocator(Torch(C())).settings == ""
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
     assert Allocator(Torch(C())).settings == "max_split_size_mb:1"
-
-
-def test_settings_are_read_on_each_access() -> None:
-    torch = Torch(NewC())
-    allocator = Allocator(torch)
-    assert allocator.settings == ""
-    torch._C.settings = "garbage_collection_threshold:0.8"
-    assert allocator.settings == "garbage_collection_threshold:0.8"

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_exporter import client
-from gpumem_exporter.client.allocator.settings import KEYS, environment_with, in_force, merged, parse_settings
+from gpumem_exporter.client.allocator.settings import KEYS, environment_with, merged, parse_settings
 from gpumem_exporter.client.allocator.settings_advice import AllocatorValues, recommend
 from gpumem_exporter.client.cleanup.auto_clean import AutoClean, Cache
 from gpumem_exporter.errors import ConfigurationError
@@ -187,12 +187,6 @@ def test_random_text_raises_configuration_error_only(line: str) -> None:
 )
 def test_settings_are_merged_with_those_in_force(environ: dict[str, str], expected: str) -> None:
     assert environment_with(environ, "expandable_segments:True") == {"PYTORCH_CUDA_ALLOC_CONF": expected}
-
-
-def test_the_variable_in_force() -> None:
-    assert in_force({"PYTORCH_ALLOC_CONF": "a", "PYTORCH_CUDA_ALLOC_CONF": "b"}) == ("PYTORCH_CUDA_ALLOC_CONF", "b")
-    assert in_force({"PYTORCH_ALLOC_CONF": "a"}) == ("PYTORCH_ALLOC_CONF", "a")
-    assert in_force({}) == ("", "")
 
 
 FRAGMENTED = {"reclaimable_bytes": GIB}

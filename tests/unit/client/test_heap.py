@@ -58,10 +58,6 @@ def test_a_pending_block_merges_with_its_free_neighbors() -> None:
     assert _returnable(segment) == 20 * MIB
 
 
-def test_a_free_block_smaller_than_a_page_is_not_released() -> None:
-    assert _returnable(_expandable((3 * MIB, "active_allocated"), (17 * MIB, "inactive"))) == 0
-
-
 def test_pages_of_the_small_pool_are_smaller() -> None:
     blocks = (MIB, "active_allocated"), (5 * MIB, "inactive")
     assert _returnable(_expandable(*blocks, segment_type="small")) == 4 * MIB

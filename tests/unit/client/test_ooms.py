@@ -30,14 +30,6 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_errors_are_numbered_and_their_age_is_that_at_sending(bench: Bench) -> None:
-    bench.note(requested_bytes=5)
-    bench.now += 2.0
-    bench.note()
-    bench.now += 1.0
-    assert [(oom.number, oom.age_seconds) for oom in bench.log.waiting()] == [(1, 3.0), (2, 1.0)]
-
-
 def test_an_error_is_sent_until_a_report_with_it_was_answered(bench: Bench) -> None:
     bench.note()
     sent = bench.log.waiting()

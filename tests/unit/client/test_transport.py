@@ -3,11 +3,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -69,19 +66,6 @@ def test_a_url_contains_host_and_port(url: str, address: tuple[str, int], monkey
     assert resolved == [address]
 
 
-def test_the_path_of_a_unix_socket_may_contain_an_at_sign(tmp_path: Path) -> None:
-    path = tmp_path / "a@b.sock"
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        listener.settimeout(patient(30))
-        connection = Connection(f"unix://{path}", timeout_seconds=0.01)
-        with contextlib.closing(connection), pytest.raises(ExporterUnreachableError):
-            connection.request("GET", "/")
-        accepted, _ = listener.accept()
-        accepted.close()
-
-
 @pytest.mark.parametrize(
     "url",
     [
@@ -130,13 +114,3 @@ def test_a_token_takes_precedence_over_a_password() -> None:
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert shown_url(url) == shown
-
-
-def test_ssl_is_imported_only_for_https() -> None:
-    code = (
-        "import sys, gpumem_exporter.wire.http as t, gpumem_exporter.client.reporter.worker\n"
-        "[t.Connection(url, timeout_seconds=1) for url in ('http://127.0.0.1:1', 'unix:///run/none.sock')]\n"
-        "print(*{'ssl', 'base64'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=True)
-    assert done.stdout == "\n"
