@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.emulation import build
 from tests.emulation.fixtures import MakeNode
 from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode, MigSlice
 from tests.emulation.programs import NVML, Program, hammer, run
@@ -77,13 +75,6 @@ def test_concurrent_threads_and_processes_account_for_every_byte(make_node: Make
         }
 
 
-def test_a_context_that_does_not_fit_is_out_of_memory(node: EmulatedNode) -> None:
-    node.set_process(4711, 0, node.books()[0].free_bytes - CONTEXT + 1)
-    assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [OUT_OF_MEMORY, 0]
-    node.set_process(4711, 0, node.books()[0].total_bytes // 2)
-    assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [0, 1]
-
-
 def test_the_memory_of_a_killed_process_is_released(node: EmulatedNode) -> None:
     code = "say(1); wait(); say(malloc(6 << 30)[0]); wait()"
     with Program(node, "malloc(6 << 30); say(1); wait()") as first, Program(node, code) as second:
@@ -95,20 +86,6 @@ def test_the_memory_of_a_killed_process_is_released(node: EmulatedNode) -> None:
         second.go()
         assert second.heard() == 0
         assert node.books()[0].processes == {second.pid: CONTEXT + 6 * GIB}
-
-
-def test_an_exec_releases_all_memory_of_a_process(node: EmulatedNode) -> None:
-    """The pid and the start time in /proc stay the same."""
-    code = """
-malloc(1 << 30); say(1); wait()
-os.execv(sys.executable, [sys.executable, "-c", "import sys; print(2, flush=True); sys.stdin.readline()"])
-"""
-    with Program(node, code) as program:
-        program.heard()
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-        program.go()
-        assert program.heard() == 2
-        assert node.books()[0].processes == {}
 
 
 def test_a_forked_child_does_not_change_the_accounts(node: EmulatedNode) -> None:
@@ -177,21 +154,6 @@ say(1); wait(); say(memory(1)["used"]); say(memory(0)["used"])
         assert program.heard() == 0
 
 
-def test_single_nvml_calls_can_fail(node: EmulatedNode) -> None:
-    code = """
-handle = nvml.nvmlDeviceGetHandleByIndex(0)
-say([code(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2), code(nvml.nvmlDeviceGetMemoryInfo, handle),
-     code(nvml.nvmlDeviceGetComputeRunningProcesses, handle)])
-"""
-    with (
-        node.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED) as first,
-        node.fail("nvmlDeviceGetCompute*", NO_PERMISSION, 0),
-    ):
-        assert run(node, code, NVML) == [NOT_SUPPORTED, 0, NO_PERMISSION]
-    assert first.hits == 1
-    assert run(node, code, NVML) == [0, 0, 0]
-
-
 def test_a_lost_device_does_not_affect_others_and_stays_lost_in_open_sessions(node: EmulatedNode) -> None:
     code = """
 handle = nvml.nvmlDeviceGetHandleByIndex(0)
@@ -249,14 +211,6 @@ say([processes(0), memory(0)["used"], nvml.nvmlDeviceGetUtilizationRates(handles
      code(nvml.nvmlDeviceGetUtilizationRates, handles[1])])
 """
     assert run(node, code, NVML) == [[[4711, None, 2**32 - 1]], GIB - 10 * MIB, 87, NOT_SUPPORTED]
-
-
-def test_a_process_can_be_shown_under_the_pid_of_another_namespace(node: EmulatedNode) -> None:
-    with Program(node, "malloc(2 << 20); say(1); wait()") as program:
-        program.heard()
-        node.show_pid_as(program.pid, 77001)
-        assert run(node, "say(processes(0))", NVML) == [[77001, CONTEXT + 2 * MIB, 2**32 - 1]]
-        assert node.books()[0].processes == {77001: CONTEXT + 2 * MIB}
 
 
 def test_nvml_lists_a_process_of_another_pid_namespace_with_its_outer_pid(node: EmulatedNode) -> None:
@@ -379,11 +333,6 @@ say(found)
     assert node.nvml_device_file.exists()
 
 
-def test_memory_values_can_be_unavailable(node: EmulatedNode) -> None:
-    node.hide_memory(0)
-    assert run(node, "say([set(memory(0).values()) == {2**64 - 1}, memory(1)['total']])", NVML) == [True, 8 * GIB]
-
-
 @pytest.mark.parametrize(
     ("version", "available"), [("v1", [False, False, True, False, True]), ("v2", [False, True, True, True, True])]
 )
@@ -410,24 +359,3 @@ def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:
         )
     assert f"/{program.pid}(1536M)" in shown.stdout
     assert "1536 /  8192 MB" in shown.stdout
-
-
-def test_concurrent_builds_create_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "CACHE", tmp_path)
-    folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(build.build())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert folders[0] == folders[1]
-    assert [path.name for path in tmp_path.iterdir()] == [folders[0].name]
-    assert {path.name for path in folders[0].iterdir()} == {
-        build.RUNTIME,
-        build.DRIVER,
-        build.NVML,
-        build.CONTROL,
-        build.HAMMER,
-        "v1",
-        "v2",
-    }
