@@ -22,8 +22,9 @@ from collections.abc import Callable, Hashable, Mapping
 
 from gpumem_exporter.client.allocator.heap import Heap
 from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = ["Reclaimable", "known"]
+__all__ = ["Reclaimable", "fragmented_bytes", "known"]
 
 _WALK_SHARE = 500
 """A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core."""
@@ -157,6 +158,14 @@ def known(state: DeviceState | None, name: str, metric: str = "current") -> int 
     """Return one value of the nested statistics, or None without statistics or if the allocator does not keep it."""
     value: int | None = (state or {}).get(name, {}).get("all", {}).get(metric)
     return value
+
+
+def fragmented_bytes(sample: DeviceSample) -> int | None:
+    """Return the bytes that are reserved, and neither allocated nor reclaimable; None if unknown."""
+    reserved, allocated, reclaimable = sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes
+    if reserved is None or allocated is None or reclaimable is None:
+        return None
+    return max(0, reserved - allocated - reclaimable)
 
 
 def _complete(state: DeviceState) -> bool:

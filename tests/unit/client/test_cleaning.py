@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from gpumem_exporter import client
 from gpumem_exporter.client.allocator.settings import KEYS, environment_with, merged, parse_settings
-from gpumem_exporter.client.allocator.settings_advice import AllocatorValues, recommend
-from gpumem_exporter.client.cleanup.auto_clean import AutoClean, Cache
+from gpumem_exporter.client.allocator.settings_advice import recommend
+from gpumem_exporter.client.cleanup.auto_clean import AutoClean
 from gpumem_exporter.errors import ConfigurationError
+from gpumem_exporter.wire.protocol import DeviceSample
 
 MIB, GIB = 1 << 20, 1 << 30
 
@@ -27,8 +28,9 @@ class _Heap:
         self.regained = regained
         self.clears = 0
 
-    def caches(self) -> tuple[Cache, ...]:
-        return (Cache(4 * GIB + self.fragmented + self.reclaimable, self.fragmented, self.reclaimable),)
+    def samples(self) -> tuple[DeviceSample, ...]:
+        reserved = 4 * GIB + self.fragmented + self.reclaimable
+        return (DeviceSample("", allocated_bytes=4 * GIB, reserved_bytes=reserved, reclaimable_bytes=self.reclaimable),)
 
     def clear(self) -> int:
         self.clears += 1
@@ -42,7 +44,7 @@ def _cleaner(heap: _Heap, **bounds: float) -> AutoClean:
         settled["fragmentation"],
         int(settled["min_bytes"]),
         int(settled["cooldown_steps"]),
-        caches=heap.caches,
+        samples=heap.samples,
         clear=heap.clear,
     )
 
@@ -213,7 +215,7 @@ RETRIES = {"alloc_retries": 7, "ooms": 2}
 )
 def test_recommended_settings(values: dict[str, int], current: str, line: str, named: tuple[str, ...]) -> None:
     measured = {"allocated_bytes": 4 * GIB, "reserved_bytes": 7 * GIB, "reclaimable_bytes": 3 * GIB, **values}
-    recommended = recommend([AllocatorValues(0, **measured)], current, "PYTORCH_ALLOC_CONF")
+    recommended = recommend({0: DeviceSample("", **measured)}, current, "PYTORCH_ALLOC_CONF")
     assert recommended.line == line
     assert [word for word in named if word not in recommended.reasons[0]] == []
     text = str(recommended)
