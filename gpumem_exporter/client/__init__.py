@@ -20,7 +20,7 @@ from gpumem_exporter.client.api import start, step, stop
 
 if TYPE_CHECKING:
     from gpumem_exporter.client.allocator.settings_advice import recommend_allocator_settings
-    from gpumem_exporter.client.allocator.snapshot import snapshot
+    from gpumem_exporter.client.allocator.snapshot_file import snapshot
     from gpumem_exporter.client.cleanup.auto_clean import auto_clean
     from gpumem_exporter.client.cleanup.clear import clear_cache, deep_clean, reset_peak, set_memory_fraction
     from gpumem_exporter.client.cleanup.release import release_model, to_cpu
@@ -72,7 +72,7 @@ _LAZY = {
     "release_model": "cleanup.release",
     "reset_peak": "cleanup.clear",
     "set_memory_fraction": "cleanup.clear",
-    "snapshot": "allocator.snapshot",
+    "snapshot": "allocator.snapshot_file",
     "summary": "measure.summary",
     "to_cpu": "cleanup.release",
     "watch": "measure.components",

@@ -5,9 +5,11 @@ A value is None if the allocator does not have it (cudaMallocAsync, a pluggable 
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +25,6 @@ from gpumem_exporter.wire.protocol import DeviceSample, ReasonCode
 
 __all__ = ["Allocator"]
 
-_LARGE_PAGE_SETTING = "large_segment_size_mb"
-
 
 class Allocator:
     """The allocator. Only one thread at a time may use it, except for methods that say otherwise."""
@@ -37,12 +37,10 @@ class Allocator:
         self._captures = Captures(torch_access.current_stream_is_capturing(torch))
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
-        self._large_pages = {_large_page(_environment_settings()) or LARGE_PAGE_BYTES}
-        self._seen_settings = ""
         self._reclaimable = Reclaimable(
             self._walk,
             self._captures.version,
-            expandable_from_the_start="expandable_segments:true" in self._notice_settings().lower(),
+            expandable_from_the_start="expandable_segments:true" in self.settings.lower(),
         )
 
     @classmethod
@@ -105,7 +103,6 @@ class Allocator:
 
     def samples(self) -> tuple[DeviceSample, ...]:
         """Return a sample of each device that this process uses and that has a known UUID."""
-        self._notice_settings()
         states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
         self._reclaimable.look({index: state for index, state in states.items() if state is not None})
         return tuple(self._sample(index, state) for index, state in states.items())
@@ -172,24 +169,18 @@ class Allocator:
                 f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
 
-    def _notice_settings(self) -> str:
-        settings = self.settings
-        if settings != self._seen_settings:
-            self._seen_settings = settings
-            page = _large_page(settings)
-            if page is not None:
-                self._large_pages.add(page)
-        return settings
-
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
             snapshot = self._torch.cuda.memory_snapshot
             # Traces (which 2.11 and later can leave out) may have hundreds of thousands of entries.
-            segments = snapshot(include_traces=False) if "include_traces" in _parameters(snapshot) else snapshot()
+            has_traces = "include_traces" in inspect.signature(snapshot).parameters
+            segments = snapshot(include_traces=False) if has_traces else snapshot()
         except (AttributeError, RuntimeError):
             return None
         # Read after the snapshot: a dead pool stays dead. A pool that died during the snapshot counts as dead.
-        heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
+        heaps = read_heaps(
+            segments, large_page_bytes=_large_page(self.settings), dead_pools=self._captures.dead_pools()
+        )
         self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
         return heaps
 
@@ -222,20 +213,12 @@ class Allocator:
         )
 
 
-def _parameters(function: Callable[..., Any]) -> Iterator[str]:
-    code = getattr(function, "__code__", None)
-    return iter(code.co_varnames[: code.co_argcount] if code is not None else ())
-
-
 def _environment_settings() -> str:
     """Return the settings of the environment. The older name takes precedence, also if it is empty."""
     return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
 
 
-def _large_page(settings: str) -> int | None:
-    """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
-    for setting in settings.replace(" ", "").split(","):
-        name, _, value = setting.partition(":")
-        if name == _LARGE_PAGE_SETTING and value.isdigit():
-            return int(value) << 20
-    return None
+def _large_page(settings: str) -> int:
+    """Return the page size of expandable segments in the large pool, in bytes; since 2.10 a setting changes it."""
+    found = re.search(r"\blarge_segment_size_mb:(\d+)", settings.replace(" ", ""))
+    return int(found[1]) << 20 if found else LARGE_PAGE_BYTES
