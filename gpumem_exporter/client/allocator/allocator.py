@@ -17,6 +17,7 @@ from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.captures import Captures
 from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
 from gpumem_exporter.client.allocator.reclaimable import Reclaimable, known
+from gpumem_exporter.client.allocator.settings import in_force
 from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.measure.observed import Observed, process_observed
@@ -53,7 +54,7 @@ class Allocator:
     def settings(self) -> str:
         """The allocator's settings in force; before torch 2.10 those of the environment."""
         settings = torch_access.allocator_settings(self._torch)
-        return _environment_settings() if settings is None else settings
+        return in_force(os.environ)[1] if settings is None else settings
 
     @property
     def capturing(self) -> bool:
@@ -85,10 +86,7 @@ class Allocator:
         return self._statistics.devices()
 
     def uuid(self, index: int) -> str:
-        """Return the device's UUID as NVML writes it; empty before torch 2.5.
-
-        The UUID is right under any CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
-        """
+        """Return the device's UUID as NVML writes it; empty before torch 2.5."""
         uuid = self._uuids.get(index)
         if uuid is None:
             properties = self._torch.cuda.get_device_properties(index)
@@ -211,11 +209,6 @@ class Allocator:
             phase_peak_bytes={name: peak.at_least_bytes for name, peak in self._observed.phases(index).items()},
             component_bytes=self._observed.components(index),
         )
-
-
-def _environment_settings() -> str:
-    """Return the settings of the environment. The older name takes precedence, also if it is empty."""
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
 
 
 def _large_page(settings: str) -> int:

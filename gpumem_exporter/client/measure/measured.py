@@ -96,8 +96,7 @@ class MemoryUse:
 class Measured:
     """Measures a `with` block, or each call of a decorated function.
 
-    An instance can be used repeatedly, nested, and by several threads at once. Errors of the measurement do not reach
-    the user's code.
+    An instance can be used repeatedly, nested, and by several threads at once.
 
     Args:
         name: the block's name.
@@ -124,8 +123,7 @@ class Measured:
         self._running: RunningBlocks[tuple[Span, MemoryUse]] = RunningBlocks()
 
     def __enter__(self) -> MemoryUse:
-        span = Span(self._name, reset_peaks=self._reset_peaks, kept=self._kept)
-        use = MemoryUse(self._name)
+        span, use = Span(self._name, reset_peaks=self._reset_peaks, kept=self._kept), MemoryUse(self._name)
         self._running.push((span, use))
         try:
             with guest_safety():

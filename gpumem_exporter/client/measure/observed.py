@@ -1,8 +1,8 @@
 """Peaks of phases and bytes of components in this process, for the reporter and for `summary`.
 
 One lock guards each reading of the peaks with its evaluation. Otherwise a reset by a phase in another thread would
-count as a reset by the user's code. A thread that has the lock reads statistics (10 µs) and waits for nothing. Counts
-of watches need no lock: a watch may end inside the garbage collector, which must not wait.
+count as a reset by the user's code. Counts of watches need no lock: a watch may end inside the garbage collector, which
+must not wait.
 """
 
 from __future__ import annotations
@@ -189,9 +189,7 @@ class Observed:
             for span in self._open.values():
                 if span.kept and span.name in self._phases and index in span.bounds:
                     peak = self._peak(index, span.bounds[index])
-                    before = known.get(span.name)
-                    outdated = before is None or (span.name, index) in self._outdated
-                    known[span.name] = peak if outdated or before is None else _larger(before, peak)
+                    known[span.name] = self._merged(span.name, index, known.get(span.name), peak)
             return known
 
     # Components
@@ -274,10 +272,16 @@ class Observed:
         if phases is None:
             return
         for index, peak in span.peaks.items():
-            before = phases.get(index)
-            outdated = (span.name, index) in self._outdated
-            phases[index] = peak if before is None or outdated else _larger(before, peak)
+            phases[index] = self._merged(span.name, index, phases.get(index), peak)
             self._outdated.discard((span.name, index))
+
+    def _merged(self, name: str, index: int, before: PhasePeak | None, peak: PhasePeak) -> PhasePeak:
+        if before is None or (name, index) in self._outdated:
+            return peak
+        most: int | None = None
+        if before.at_most_bytes is not None and peak.at_most_bytes is not None:
+            most = max(before.at_most_bytes, peak.at_most_bytes)
+        return PhasePeak(max(before.at_least_bytes, peak.at_least_bytes), most)
 
     def name_phase(self, name: str) -> str:
         """Register the name of a phase and return it as a valid label value. `MAX_PHASES` names are reported."""
@@ -319,15 +323,6 @@ def _without_shared(counts: Iterable[WatchedBytes]) -> list[WatchedBytes]:
         if all(one.watched_ids.isdisjoint(other.watched_ids) for other in chosen):
             chosen.append(one)
     return sorted(chosen, key=lambda each: each.valid_until_seconds)
-
-
-def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:
-    at_most = (
-        None
-        if one.at_most_bytes is None or other.at_most_bytes is None
-        else max(one.at_most_bytes, other.at_most_bytes)
-    )
-    return PhasePeak(max(one.at_least_bytes, other.at_least_bytes), at_most)
 
 
 def process_observed() -> Observed:
