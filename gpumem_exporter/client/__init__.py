@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from gpumem_exporter.client.leaks.detector import leak_detector
     from gpumem_exporter.client.leaks.live_tensors import lingering_tensors
     from gpumem_exporter.client.measure.components import watch
-    from gpumem_exporter.client.measure.context import memory_context
+    from gpumem_exporter.client.measure.measured import memory_context, phase
     from gpumem_exporter.client.measure.milestones import milestones
-    from gpumem_exporter.client.measure.phases import phase
     from gpumem_exporter.client.measure.summary import log_summary, summary
     from gpumem_exporter.client.oom.guard import oom_guard
 
@@ -64,10 +63,10 @@ _LAZY = {
     "leak_detector": "leaks.detector",
     "lingering_tensors": "leaks.live_tensors",
     "log_summary": "measure.summary",
-    "memory_context": "measure.context",
+    "memory_context": "measure.measured",
     "milestones": "measure.milestones",
     "oom_guard": "oom.guard",
-    "phase": "measure.phases",
+    "phase": "measure.measured",
     "recommend_allocator_settings": "allocator.settings_advice",
     "release_model": "cleanup.release",
     "reset_peak": "cleanup.clear",

@@ -12,7 +12,7 @@ from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.client.commands.scheduler import Scheduler
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
-from gpumem_exporter.client.measure.phases import current_phase
+from gpumem_exporter.client.measure.measured import current_phase
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.delivery import Delivery, Outcome
 from gpumem_exporter.client.reporter.error_log import ErrorLog
