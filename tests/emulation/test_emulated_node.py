@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulation.fixtures import MakeNode
-from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode, MigSlice
+from tests.emulation.node import GIB, MIB, EmulatedNode, MigSlice
 from tests.emulation.programs import NVML, Program, hammer, run
 
 CONTEXT = 512 * MIB
@@ -140,20 +140,6 @@ say([error, totals]); wait()
         assert [i for i in (0, 1) if books[i].processes] == sorted(seen)
 
 
-def test_a_hung_nvml_call_returns_when_it_is_released(node: EmulatedNode) -> None:
-    code = """
-say(1); wait(); say(memory(1)["used"]); say(memory(0)["used"])
-"""
-    with Program(node, code, NVML) as program:
-        program.heard()
-        with node.hang("nvmlDeviceGetMemoryInfo*", device=0) as rule:
-            program.go()
-            assert program.heard() == 0, "the other device answers"
-            rule.wait_for_waiting()
-            assert program.silent(0.1)
-        assert program.heard() == 0
-
-
 def test_a_lost_device_does_not_affect_others_and_stays_lost_in_open_sessions(node: EmulatedNode) -> None:
     code = """
 handle = nvml.nvmlDeviceGetHandleByIndex(0)
@@ -174,43 +160,6 @@ look()
         assert program.heard() == [LOST, LOST, 0, 2]
         program.go()
         assert program.heard() == [0, 0, 0, 2]
-
-
-def test_a_driver_can_be_loaded_later_and_can_restart(node: EmulatedNode) -> None:
-    code = """
-nvml.nvmlShutdown(); say(1); wait()
-say(code(nvml.nvmlInit)); wait()
-say(code(nvml.nvmlInit)); wait()
-say(code(nvml.nvmlDeviceGetCount))
-nvml.nvmlShutdown(); nvml.nvmlInit()
-say(code(nvml.nvmlDeviceGetCount))
-"""
-    with Program(node, code, NVML) as program:
-        program.heard()
-        node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-        program.go()
-        assert program.heard() == NVML_ERROR_DRIVER_NOT_LOADED
-        node.set_init_error(0)
-        program.go()
-        assert program.heard() == 0
-        node.restart_driver()
-        program.go()
-        assert program.heard() == UNINITIALIZED
-        assert program.heard() == 0
-
-
-def test_nvml_reports_utilization_hidden_memory_and_unattributed_bytes(node: EmulatedNode) -> None:
-    node.set_process(4711, 0, GIB)
-    node.hide_process_memory(0)
-    node.set_unattributed(0, -10 * MIB)
-    node.set_utilization(0, 87)
-    node.set_utilization(1, None)
-    code = """
-handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]
-say([processes(0), memory(0)["used"], nvml.nvmlDeviceGetUtilizationRates(handles[0]).gpu,
-     code(nvml.nvmlDeviceGetUtilizationRates, handles[1])])
-"""
-    assert run(node, code, NVML) == [[[4711, None, 2**32 - 1]], GIB - 10 * MIB, 87, NOT_SUPPORTED]
 
 
 def test_nvml_lists_a_process_of_another_pid_namespace_with_its_outer_pid(node: EmulatedNode) -> None:
@@ -263,87 +212,6 @@ say([nvml.nvmlDeviceGetCount(), nvml.nvmlDeviceGetMigMode(whole), [nvml.nvmlDevi
         assert whole == second == [[program.pid, used, 8]]
         assert first == []
         assert node.books().by_uuid(mig).parent_uuid == node.uuid(1)
-
-
-def test_mig_can_be_changed_while_programs_run_but_not_on_devices_in_use(make_node: MakeNode) -> None:
-    node = make_node(mig={1: [MigSlice("1g.10gb", GIB), MigSlice("1g.10gb", GIB)]})
-    code = """
-whole = nvml.nvmlDeviceGetHandleByIndex(1)
-first = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, 0)
-def slots():
-    say([nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, i))
-         if not code(nvml.nvmlDeviceGetMigDeviceHandleByIndex, whole, i) else "" for i in range(3)])
-slots(); wait(); slots(); say(code(nvml.nvmlDeviceGetUUID, first)); wait(); slots(); wait()
-say(nvml.nvmlDeviceGetMigMode(whole))
-"""
-    with (
-        Program(node, code, NVML) as watcher,
-        Program(node, "say(malloc(1 << 20)[0]); wait()", environment={"CUDA_VISIBLE_DEVICES": node.uuid(3)}) as holder,
-    ):
-        assert watcher.heard() == [node.uuid(2), node.uuid(3), ""]
-        assert holder.heard() == 0
-        with pytest.raises(OSError, match="busy"):
-            node.destroy_mig(3)
-        node.destroy_mig(2)
-        assert node.books()[2].gone
-        watcher.go()
-        assert watcher.heard() == ["", node.uuid(3), ""]
-        assert watcher.heard() == INVALID_ARGUMENT
-        made = [node.create_mig(1, MigSlice("2g.20gb", 2 * GIB)) for _ in range(2)]
-        assert made == [4, 5]
-        watcher.go()
-        assert watcher.heard() == [node.uuid(4), node.uuid(3), node.uuid(5)]
-        holder.kill()
-        for number in (3, 4, 5):
-            with pytest.raises(OSError, match="busy"):
-                node.set_mig(1, False)
-            node.destroy_mig(number)
-        node.set_mig(1, False)
-        watcher.go()
-        assert watcher.heard() == [0, 0]
-
-
-def test_a_driver_that_restarts_can_reorder_its_devices(node: EmulatedNode) -> None:
-    code = """
-def uuids():
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]
-    say([[nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetIndex(handle)] for handle in handles])
-uuids(); wait(); say(code(nvml.nvmlDeviceGetCount)); nvml.nvmlShutdown(); nvml.nvmlInit(); uuids()
-"""
-    with Program(node, code, NVML) as program:
-        assert program.heard() == [[node.uuid(0), 0], [node.uuid(1), 1]]
-        node.restart_driver_reordered([1, 0])
-        program.go()
-        assert program.heard() == UNINITIALIZED
-        assert program.heard() == [[node.uuid(1), 0], [node.uuid(0), 1]]
-
-
-def test_a_session_keeps_the_drivers_file_open_until_its_last_shutdown(node: EmulatedNode) -> None:
-    code = """
-def held():
-    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(file).endswith(".nvidiactl") for file in files if os.path.lexists(file))
-found = [held()]
-for change in (nvml.nvmlInit, nvml.nvmlShutdown, nvml.nvmlShutdown, nvml.nvmlInit):
-    change()
-    found.append(held())
-say(found)
-"""
-    assert run(node, code, NVML) == [1, 1, 1, 0, 1]
-    assert node.nvml_device_file.exists()
-
-
-@pytest.mark.parametrize(
-    ("version", "available"), [("v1", [False, False, True, False, True]), ("v2", [False, True, True, True, True])]
-)
-def test_older_drivers_libraries_lack_the_newer_calls(make_node: MakeNode, version: str, available: list[bool]) -> None:
-    code = """
-import ctypes
-library = ctypes.CDLL("libnvidia-ml.so.1")
-say([hasattr(library, "nvmlDeviceGetComputeRunningProcesses" + suffix) for suffix in ("_v3", "_v2", "")]
-    + [hasattr(library, "nvmlDeviceGetMemoryInfo" + suffix) for suffix in ("_v2", "")])
-"""
-    assert run(make_node(nvml=version), code, NVML) == available
 
 
 def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:

@@ -103,26 +103,6 @@ optimizer = None
 """,
         (64 * 4, 0, 0),
     ),
-    "gradients that show one element many times, whose storage was freed, and that are a part of a larger one": (
-        """
-model = torch.nn.ParameterList([torch.empty(64, 64, device="cuda") for _ in range(3)])
-optimizer = None
-model[0].grad = torch.ones((), device="cuda").expand(64, 64)
-model[1].grad = torch.ones_like(model[1])
-model[1].grad.untyped_storage().resize_(0)
-model[2].grad = torch.ones_like(model[2])
-model[2].grad.data = model[2].grad[:2]
-""",
-        (3 * 4096 * 4, 4 + 2 * 64 * 4, 0),
-    ),
-    "a state that is the parameter, one in a list, and one that is no tensor": (
-        """
-model = torch.nn.Linear(64, 64, bias=False).cuda()
-state = {"itself": model.weight, "list": [torch.empty(3, device="cuda")], "none": None}
-optimizer = type("Kept", (), {"state": {model.weight: state}, "param_groups": [{"params": [model.weight]}]})()
-""",
-        (4096 * 4, 0, 12),
-    ),
     "a wrapped optimizer and copies in full precision beside the model": (
         """
 model = torch.nn.Linear(64, 64, bias=False).cuda().half()
