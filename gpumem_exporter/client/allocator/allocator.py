@@ -38,11 +38,7 @@ class Allocator:
         self._captures = Captures(torch_access.current_stream_is_capturing(torch))
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
-        self._reclaimable = Reclaimable(
-            self._walk,
-            self._captures.version,
-            expandable_from_the_start="expandable_segments:true" in self.settings.lower(),
-        )
+        self._reclaimable = Reclaimable(self._walk, self._captures.version)
 
     @classmethod
     def attach(cls) -> Allocator | None:

@@ -35,6 +35,7 @@ class C:
             "inactive_split_bytes": _stat(10 * MIB),
             "requested_bytes": _stat(39 * MIB),
             "segment": _stat(4),
+            "num_device_alloc": 4,
             "num_ooms": 0,
         }
 

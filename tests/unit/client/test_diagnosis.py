@@ -24,10 +24,6 @@ NOW = (
     " (e.g., CUDA Graphs), and 960.00 KiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is"
     " large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
 )
-BEFORE_2_1 = (
-    "CUDA out of memory. Tried to allocate 20.00 MiB (GPU 0; 15.75 GiB total capacity; 14.20 GiB already allocated;"
-    " 11.94 MiB free; 14.75 GiB reserved in total by PyTorch) If reserved memory is >> allocated memory try setting"
-)
 
 
 def test_all_values_of_the_text_are_parsed() -> None:
@@ -38,13 +34,6 @@ def test_all_values_of_the_text_are_parsed() -> None:
     assert read.reserved_bytes == int(4.25 * GIB) + 960 * 1024
     assert read.private_pools_bytes == 12 * MIB
     assert read.other_processes == ((99999, GIB),), "an impossible value is ignored"
-
-
-def test_the_text_of_older_releases_is_parsed() -> None:
-    read = parse_oom_message(BEFORE_2_1)
-    assert (read.device, read.requested_bytes, read.free_bytes) == (0, 20 * MIB, round(11.94 * MIB))
-    assert (read.allocated_bytes, read.reserved_bytes) == (round(14.2 * GIB), round(14.75 * GIB))
-    assert read.other_processes == ()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
-from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
+from gpumem_exporter.wire.protocol import OutOfMemory
 
 
 class Bench:
@@ -20,9 +20,6 @@ class Bench:
 
     def note(self, **changes: Any) -> None:
         self.log.note(OutOfMemory("GPU-0", 0, **changes))
-
-    def counted(self, ooms: int | None) -> None:
-        self.log.compare([DeviceSample("GPU-0", ooms=ooms)], step=7)
 
 
 @pytest.fixture
@@ -48,20 +45,6 @@ def test_many_errors_wake_the_reporter_once_and_the_last_are_kept(bench: Bench) 
     bench.now += 0.5
     bench.note()
     assert bench.wakes == 2
-
-
-def test_without_an_observer_the_growth_of_the_count_is_recorded(bench: Bench) -> None:
-    for ooms in (3, 3, 5):
-        bench.counted(ooms)
-    assert [(oom.number, oom.step, oom.requested_bytes) for oom in bench.log.waiting()] == [(1, 7, None), (2, 7, None)]
-
-
-def test_a_reset_or_unknown_count_records_nothing(bench: Bench) -> None:
-    for ooms in (3, 0, None, 0):
-        bench.counted(ooms)
-    assert bench.log.waiting() == ()
-    bench.counted(1)
-    assert len(bench.log.waiting()) == 1
 
 
 def test_an_observer_raises_nothing() -> None:

@@ -139,14 +139,6 @@ def test_a_heap_too_large_to_walk_is_unknown(bench: Bench) -> None:
     assert bench.look(state(mapped=1, operations=2)) == 33
 
 
-def test_without_a_counter_the_settings_show_expandable_segments() -> None:
-    bench = Bench(expandable_from_the_start=True)
-    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
-    old = state()
-    del old["num_device_alloc"]
-    assert bench.look(old) == 33
-
-
 def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_change(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, returnable_bytes=50)}
     for operations in range(100):
