@@ -88,27 +88,6 @@ def test_the_memory_of_a_killed_process_is_released(node: EmulatedNode) -> None:
         assert node.books()[0].processes == {second.pid: CONTEXT + 6 * GIB}
 
 
-def test_a_forked_child_does_not_change_the_accounts(node: EmulatedNode) -> None:
-    code = """
-malloc(1 << 30)
-reader, writer = os.pipe()
-child = os.fork()
-if not child:
-    os.write(writer, json.dumps([malloc(1 << 20)[0], device_count()[0]]).encode())
-    sys.stdin.readline()
-    sys.exit()
-say(json.loads(os.read(reader, 100)))
-os.waitpid(child, 0)
-say("the child has ended"); time.sleep(60)
-"""
-    with Program(node, code) as program:
-        assert program.heard() == [INITIALIZATION_ERROR, INITIALIZATION_ERROR]
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-        program.go()
-        assert program.heard() == "the child has ended"
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-
-
 @pytest.mark.parametrize(
     ("chosen", "seen"),
     [

@@ -33,5 +33,5 @@ def before_forwards(callback: Callable[[Any], bool]) -> Callable[[], None]:
         nonlocal ended
         ended = True
 
-    handle = None if register is None else register(before)
+    handle: Any = None if register is None else register(before)
     return end

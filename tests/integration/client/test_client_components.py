@@ -211,38 +211,6 @@ watching.close()
     assert sliced[0] == sliced[1] == at_once[0]
 
 
-def test_a_count_runs_in_the_thread_that_ends_a_step_of_the_watched_optimizer_or_marks_a_step(
-    shared_process: TorchProcess,
-) -> None:
-    reply = shared_process.exec(
-        """
-import threading
-from gpumem_exporter.client.measure import component_count
-threads = set()
-count = component_count.ComponentCount.advance
-def noted(self, seconds):
-    threads.add(threading.current_thread().name)
-    return count(self, seconds)
-component_count.ComponentCount.advance = noted
-model, optimizer = make()
-other, its_own = make()
-watching = gpumem.watch(model, optimizer)
-result = [bool(watching.latest)]
-step(other, its_own)
-result.append(bool(watching.latest))
-gpumem.start()
-by_hand = threading.Thread(target=gpumem.step, name="the program's")
-by_hand.start(); by_hand.join()
-result.append(bool(watching.latest))
-gpumem.stop()
-watching.close()
-component_count.ComponentCount.advance = count
-result.append(sorted(threads))
-""",
-    )
-    assert reply == [False, False, True, ["the program's"]]
-
-
 def test_a_model_or_optimizer_of_two_watches_counts_once(shared_process: TorchProcess) -> None:
     """A notebook cell may run again, and a library may watch the same model."""
     reply = shared_process.exec(

@@ -333,24 +333,6 @@ def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
     wait_for_allocated(exporter, {})
 
 
-def test_programs_started_by_a_program_report_too(exporter: ExporterProcess, start_script: StartScript) -> None:
-    program = start_script(
-        "import subprocess\n"
-        "if sys.argv[1:]:\n"
-        "    hold(2)\n"
-        "    say([os.getpid(), threads()])\n"
-        "    wait()\n"
-        "else:\n"
-        "    command = subprocess.list2cmdline([sys.executable, __file__, 'child'])\n"
-        "    say([subprocess.run(['sh', '-c', command + '; exit 9']).returncode, threads(), modules()])"
-    )
-    pid, names = program.heard()
-    assert names == ["gpumem-reporter"]
-    wait_for_allocated(exporter, {(pid, "0"): 2 * MIB})
-    program.go()
-    assert run_to_the_end(program) == ([9, [], []], "")
-
-
 def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
     exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
 ) -> None:
@@ -391,30 +373,6 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
     (tmp_path / "finished").touch()
     assert program.finish() == 0
     wait_for_allocated(exporter, {})
-
-
-def test_a_program_that_execs_another_reports_again_under_the_same_pid(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
-) -> None:
-    program = start_script(
-        "if sys.argv[1:] == ['second']:\n"
-        "    hold(7, device=1)\n"
-        "    say([os.getpid(), threads()])\n"
-        "    wait()\n"
-        "else:\n"
-        "    hold(3)\n"
-        "    say(os.getpid())\n"
-        "    wait()\n"
-        "    os.execv(sys.executable, [sys.executable, __file__, 'second'])"
-    )
-    assert program.heard() == program.pid
-    wait_for_allocated(exporter, {(program.pid, "0"): 3 * MIB})
-    program.go()
-    assert program.heard() == [program.pid, ["gpumem-reporter"]]
-    wait_for_allocated(exporter, {(program.pid, "1"): 7 * MIB})
-    exporter.metrics().assert_ledgers_add_up()
-    action = exporter.act("reset_peak", target={"pid": program.pid})
-    assert [(row["gpu"], row["outcome"]) for row in action["results"]] == [("1", "done")]
 
 
 # Missing packages, exporters and permission
