@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
 from gpumem_exporter.client.measure.blocks import RunningBlocks, run_calls_in
-from gpumem_exporter.client.measure.observed import Observed, Span, process_observed
+from gpumem_exporter.client.measure.observed import Observed, process_observed
+from gpumem_exporter.client.measure.peak_bounds import Span
 from gpumem_exporter.units import human_bytes, human_growth
 
 __all__ = ["DeviceUse", "Measured", "MemoryUse", "current_phase", "memory_context", "phase"]

@@ -18,29 +18,15 @@ from gpumem_exporter.client.allocator.torch_access import Statistics, initialize
 from gpumem_exporter.client.hooks.calling_thread import calling_thread, mark_thread
 from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.peak_bounds import PeakBounds
+from gpumem_exporter.client.measure.peak_bounds import PeakBounds, PhasePeak, Span
 from gpumem_exporter.client.process_state import once
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
-__all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Span", "WatchedBytes", "process_observed"]
+__all__ = ["MAX_PHASES", "Observed", "WatchedBytes", "process_observed"]
 
 MAX_PHASES = 64
 """The number of reported names, which is the exporter's limit per device. Other phases are only measured."""
 _LIFTED = ("allocated_bytes", "reserved_bytes")
-
-
-@dataclass(frozen=True, slots=True)
-class PhasePeak:
-    """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks."""
-
-    at_least_bytes: int
-    at_most_bytes: int | None
-    """None if the user's code reset the allocator's peaks during the phase."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether both bounds are equal."""
-        return self.at_least_bytes == self.at_most_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +39,6 @@ class WatchedBytes:
     """Time on the monotonic clock after which the count is too old for the reports."""
     watched_ids: frozenset[int] = frozenset()
     """Ids of the model and the optimizer that were counted."""
-
-
-class Span:
-    """One run of a phase or a measured block, with the bounds of the peak of each device.
-
-    Args:
-        name: the name of the phase or block.
-        reset_peaks: reset the allocator's peaks at the start.
-        kept: the run counts as a run of a phase.
-    """
-
-    __slots__ = ("bounds", "ended_seconds", "kept", "name", "peaks", "reset_peaks", "started_seconds", "thread")
-
-    def __init__(self, name: str, *, reset_peaks: bool = False, kept: bool = True) -> None:
-        self.name = name
-        self.reset_peaks = reset_peaks
-        self.kept = kept
-        self.thread = threading.get_ident()
-        self.bounds: dict[int, PeakBounds] = {}
-        self.peaks: dict[int, PhasePeak] = {}
-        self.started_seconds = time.monotonic()
-        self.ended_seconds: float | None = None
 
 
 class Observed:

@@ -13,7 +13,8 @@ from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.settings import VARIABLES, in_force
 from gpumem_exporter.client.allocator.torch_access import allocator_settings, initialized_torch
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.observed import PhasePeak, process_observed
+from gpumem_exporter.client.measure.observed import process_observed
+from gpumem_exporter.client.measure.peak_bounds import PhasePeak
 from gpumem_exporter.client.reporter.driver_memory import DriverReading, read_driver
 from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import DeviceSample

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from gpumem_exporter.client import memory_context, milestones, phase, watch
 from gpumem_exporter.client.measure.measured import Measured, MemoryUse
-from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed, Span
+from gpumem_exporter.client.measure.observed import MAX_PHASES, Observed
+from gpumem_exporter.client.measure.peak_bounds import Span
 
 
 class Device:
