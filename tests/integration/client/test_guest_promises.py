@@ -17,10 +17,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
-
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 
 TRAIN = """
 import hashlib

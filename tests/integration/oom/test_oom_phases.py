@@ -7,10 +7,9 @@ from typing import Any
 from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import wait_for
 
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 SCENES = """
 import threading
 from gpumem_exporter.client import phase
