@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
@@ -75,67 +75,53 @@ def recommend(devices: Mapping[int, DeviceSample], current: str, variable: str =
     wanted: dict[str, str] = {}
     reasons: list[str] = []
     for index, sample in devices.items():
-        _fragmentation(index, sample, settings, wanted, reasons)
-        _rounding(index, sample, settings, wanted, reasons)
-        _pressure(index, sample, settings, wanted, reasons)
+        name = f"cuda:{index}"
+        for causes in (_fragmentation, _rounding, _pressure):
+            for setting, value, reason in causes(name, sample, settings):
+                if setting not in wanted:
+                    reasons.append(f"{setting}:{value}: {reason}" if setting else reason)
+                if setting:
+                    wanted.setdefault(setting, value)
     if not reasons:
         reasons.append("the measured values suggest no change")
     return Recommendation(tuple(wanted.items()), tuple(reasons), current, variable)
 
 
-def _fragmentation(
-    index: int, sample: DeviceSample, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
-) -> None:
+def _fragmentation(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     fragmented, reserved = fragmented_bytes(sample), sample.reserved_bytes
     if fragmented is None or not reserved or fragmented < max(_FRAGMENTED_LEAST, _FRAGMENTED_SHARE * reserved):
         return
     share = (
-        f"cuda:{index} has {human_bytes(fragmented)} of {human_bytes(reserved)} reserved memory fragmented"
-        " between tensors"
+        f"{name} has {human_bytes(fragmented)} of {human_bytes(reserved)} reserved memory fragmented between tensors"
     )
     if settings.get("expandable_segments") == "True":
-        reasons.append(
-            f"{share}, although segments are expandable: live tensors separate it; allocate long-lived tensors first"
-        )
-    elif "expandable_segments" not in wanted:
-        wanted["expandable_segments"] = "True"
-        reasons.append(f"expandable_segments:True: {share}; expandable segments are unmapped and reused by the page")
-        if "max_split_size_mb" in settings:
-            reasons.append("max_split_size_mb has no effect then: remove it")
+        yield "", "", f"{share}, although segments are expandable: allocate long-lived tensors first"
+        return
+    remove = "; max_split_size_mb has no effect then: remove it" if "max_split_size_mb" in settings else ""
+    yield "expandable_segments", "True", f"{share}; expandable segments are unmapped and reused by the page{remove}"
 
 
-def _rounding(
-    index: int, sample: DeviceSample, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
-) -> None:
+def _rounding(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     if not sample.requested_bytes or sample.allocated_bytes is None or "roundup_power2_divisions" not in settings:
         return
     rounded = sample.allocated_bytes - sample.requested_bytes
     if rounded >= max(_FRAGMENTED_LEAST, _ROUNDED_SHARE * sample.allocated_bytes):
-        wanted.setdefault("roundup_power2_divisions", "8")
-        reasons.append(
-            f"roundup_power2_divisions:8: on cuda:{index} {human_bytes(rounded)} of"
-            f" {human_bytes(sample.allocated_bytes)} are rounding; finer divisions round less"
-        )
+        share = f"on {name} {human_bytes(rounded)} of {human_bytes(sample.allocated_bytes)} are rounding"
+        yield "roundup_power2_divisions", "8", f"{share}; finer divisions round less"
 
 
-def _pressure(
-    index: int, sample: DeviceSample, settings: dict[str, str], wanted: dict[str, str], reasons: list[str]
-) -> None:
+def _pressure(name: str, sample: DeviceSample, settings: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
     retries = sample.alloc_retries or 0
     if retries < _RETRIES_MANY:
         return
-    pressure = f"cuda:{index} had to empty its cache {retries} times for an allocation"
+    pressure = f"{name} had to empty its cache {retries} times for an allocation"
     if sample.ooms:
         pressure += f", and ran out of memory {sample.ooms} times"
     fraction = settings.get("per_process_memory_fraction")
     if fraction is not None and float(fraction) < 1 and "garbage_collection_threshold" not in settings:
-        wanted.setdefault("garbage_collection_threshold", "0.8")
-        reasons.append(
-            f"garbage_collection_threshold:0.8: {pressure}; the allocator then releases what was unused for long before"
-            f" it reaches the limit of {fraction}, instead of everything at the limit"
-        )
-    elif "expandable_segments" not in wanted and settings.get("expandable_segments") != "True":
-        wanted["expandable_segments"] = "True"
-        reasons.append(f"expandable_segments:True: {pressure}; expandable segments grow by the page instead")
+        effect = f"releases what was unused for long before it reaches the limit of {fraction}"
+        yield "garbage_collection_threshold", "0.8", f"{pressure}; the allocator then {effect}"
     elif settings.get("expandable_segments") == "True":
-        reasons.append(f"{pressure}: no setting helps; use less memory (a smaller batch, checkpointing)")
+        yield "", "", f"{pressure}: no setting helps; use less memory (a smaller batch, checkpointing)"
+    else:
+        yield "expandable_segments", "True", f"{pressure}; expandable segments grow by the page instead"

@@ -195,10 +195,10 @@ _blocks = _Blocks()
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error and its causes."""
-    seen: set[int] = set()
     at: BaseException | None = error
-    while at is not None and id(at) not in seen and len(seen) < _CHAIN_MAX:
-        seen.add(id(at))
+    for _ in range(_CHAIN_MAX):  # a chain may be a circle
+        if at is None:
+            return
         yield at
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
 
