@@ -48,14 +48,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """,
         (64 * 64 * 4, 0, 0),
     ),
-    "parameters that are views into a flat one": (
-        """
-flat = torch.empty(1024, device="cuda")
-model = torch.nn.ParameterList([torch.nn.Parameter(part) for part in flat.split(256)])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-""",
-        (4096, 0, 0),
-    ),
     "states in 8 bits with a table that all share": (
         """
 class Eight(torch.optim.Optimizer):

@@ -62,12 +62,6 @@ def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench)
     assert bench.allocator.cleared == 2
 
 
-def test_a_command_after_its_deadline_does_not_run(bench: Bench) -> None:
-    bench.now += 30.0
-    assert bench.run().outcome == "expired"
-    assert bench.allocator.cleared == 0
-
-
 def test_a_command_is_refused_while_a_graph_is_being_captured(bench: Bench) -> None:
     bench.allocator.capturing = True
     result = bench.run()

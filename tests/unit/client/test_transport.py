@@ -48,7 +48,6 @@ def head(login: str, **headers: str) -> tuple[int, list[str]]:
     [
         ("http://node", ("node", 80)),
         ("https://node", ("node", 443)),
-        ("https://node:9844/", ("node", 9844)),
         ("https://[::1]:9844", ("::1", 9844)),
         ("https://ada:secret@node:9844", ("node", 9844)),
     ],
@@ -70,17 +69,13 @@ def test_a_url_contains_host_and_port(url: str, address: tuple[str, int], monkey
     "url",
     [
         "",
-        "x",
         "127.0.0.1:9844",
         "ftp://host",
         "http://",
         "http://node:port",
-        "https://",
         "https://node/path",
-        "https://node?x",
         "unix://a@/s",
         "unix://relative",
-        "unix:relative",
     ],
 )
 def test_an_invalid_url_is_rejected_with_the_accepted_forms(url: str) -> None:
@@ -107,9 +102,7 @@ def test_a_token_takes_precedence_over_a_password() -> None:
     [
         ("https://ada:secret@node:1", "https://node:1"),
         ("http://ada:sec/ret@node:1/x", "http://node:1/x"),
-        ("http://node:1", "http://node:1"),
         ("unix:///run/a@b.sock", "unix:///run/a@b.sock"),
-        ("ada@node", "ada@node"),
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
