@@ -38,6 +38,8 @@ class Allocator:
         self._captures = Captures(torch_access.current_stream_is_capturing(torch))
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
+        self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
+        self._notice_page_size()
         self._reclaimable = Reclaimable(self._walk, self._captures.version)
 
     @classmethod
@@ -97,6 +99,7 @@ class Allocator:
 
     def samples(self) -> tuple[DeviceSample, ...]:
         """Return a sample of each device that this process uses and that has a known UUID."""
+        self._notice_page_size()
         states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
         self._reclaimable.look({index: state for index, state in states.items() if state is not None})
         return tuple(self._sample(index, state) for index, state in states.items())
@@ -163,6 +166,11 @@ class Allocator:
                 f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
 
+    def _notice_page_size(self) -> None:
+        page = _large_page(self.settings)
+        if page is not None:
+            self._large_pages.add(page)
+
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
             snapshot = self._torch.cuda.memory_snapshot
@@ -172,9 +180,7 @@ class Allocator:
         except (AttributeError, RuntimeError):
             return None
         # Read after the snapshot: a dead pool stays dead. A pool that died during the snapshot counts as dead.
-        heaps = read_heaps(
-            segments, large_page_bytes=_large_page(self.settings), dead_pools=self._captures.dead_pools()
-        )
+        heaps = read_heaps(segments, large_pages=self._large_pages, dead_pools=self._captures.dead_pools())
         self._captures.keep_only({tuple(segment.get("segment_pool_id", ())) for segment in segments})
         return heaps
 
@@ -207,7 +213,7 @@ class Allocator:
         )
 
 
-def _large_page(settings: str) -> int:
-    """Return the page size of expandable segments in the large pool, in bytes; since 2.10 a setting changes it."""
+def _large_page(settings: str) -> int | None:
+    """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
     found = re.search(r"\blarge_segment_size_mb:(\d+)", settings.replace(" ", ""))
-    return int(found[1]) << 20 if found else LARGE_PAGE_BYTES
+    return int(found[1]) << 20 if found else None

@@ -38,7 +38,7 @@ class Heap:
 def read_heaps(
     segments: Iterable[Mapping[str, Any]],
     *,
-    large_page_bytes: int = LARGE_PAGE_BYTES,
+    large_pages: Collection[int] = (LARGE_PAGE_BYTES,),
     dead_pools: Collection[PoolId] = (),
 ) -> dict[int, Heap]:
     """Return the heap of each device index.
@@ -51,7 +51,8 @@ def read_heaps(
 
     Args:
         segments: the result of `torch.cuda.memory_snapshot()`.
-        large_page_bytes: the page size of expandable segments of the large pool.
+        large_pages: the page sizes that expandable segments of the large pool may have: a segment keeps the size that
+            was set when it was made.
         dead_pools: private pools that no graph uses.
     """
     heaps: dict[int, Heap] = {}
@@ -68,7 +69,7 @@ def read_heaps(
             heap.private_bytes += total
             if pool not in dead_pools:
                 continue
-        returnable = _returnable(segment, large_page_bytes)
+        returnable = _returnable(segment, large_pages)
         if returnable is None or heap.returnable_bytes is None:
             heap.returnable_bytes = None
         else:
@@ -76,15 +77,16 @@ def read_heaps(
     return heaps
 
 
-def _returnable(segment: Mapping[str, Any], large_page_bytes: int) -> int | None:
+def _returnable(segment: Mapping[str, Any], large_pages: Collection[int]) -> int | None:
     total: int = segment["total_size"]
     if not segment["allocated_size"]:
         return total
     if not segment.get("is_expandable"):
         return 0
-    page = _SMALL_PAGE_BYTES if segment["segment_type"] == "small" else large_page_bytes
-    # A segment consists of whole pages of the size that was set when it was made.
-    return _whole_pages(segment["blocks"], page) if total % page == 0 else None
+    pages = (_SMALL_PAGE_BYTES,) if segment["segment_type"] == "small" else large_pages
+    # A segment consists of whole pages, so its page size divides its size.
+    answers = {_whole_pages(segment["blocks"], page) for page in pages if total % page == 0}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _whole_pages(blocks: Iterable[Mapping[str, Any]], page: int) -> int:

@@ -36,6 +36,8 @@ __all__ = [
 DeviceState: TypeAlias = "Mapping[str, Any]"
 """The nested statistics of one device, as torch returns them."""
 
+_MANY_POOLS = 32
+"""Torch never drops a dead private pool. With more pools than this, the statistics that list them are not read."""
 _ASYNC_STATISTICS = ("allocated_bytes", "reserved_bytes", "active_bytes")
 """The statistics of the backend cudaMallocAsync; all others are always 0."""
 _THREAD_KEY = "gpumem_thread"
@@ -62,6 +64,7 @@ class Statistics:
     def __init__(self, torch: Any) -> None:
         self._cuda = torch.cuda
         self._c = torch._C
+        self._many_pools: set[int] = set()
         backend = getattr(torch.cuda, "get_allocator_backend", None)
         self._asynchronous = backend is not None and backend() == "cudaMallocAsync"
 
@@ -76,6 +79,8 @@ class Statistics:
         `private_pools_bytes` is added from torch 2.13 on: the bytes that all private pools reserve.
         """
         try:
+            if index in self._many_pools:
+                return dict(self._c._accelerator_getDeviceStats(index))
             state: dict[str, Any] = self._c._cuda_memoryStats(index)
         except (AttributeError, RuntimeError):
             return None
@@ -87,6 +92,8 @@ class Statistics:
         pools = state.get("reserved_bytes_by_private_pools")
         if pools is not None:
             state["private_pools_bytes"] = sum(pool["all"]["current"] for pool in pools.values())
+            if len(pools) > _MANY_POOLS and hasattr(self._c, "_accelerator_getDeviceStats"):
+                self._many_pools.add(index)
         return state
 
     def reset_peaks(self, index: int) -> None:

@@ -63,11 +63,12 @@ def test_pages_of_the_small_pool_are_smaller() -> None:
     assert _returnable(_expandable(*blocks, segment_type="small")) == 4 * MIB
 
 
-def test_the_settings_determine_the_page_size_and_another_one_makes_the_value_unknown() -> None:
-    segment = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
-    assert _returnable(segment, large_page_bytes=64 * MIB) == 256 * MIB
-    assert _returnable(segment, large_page_bytes=20 * MIB) == 280 * MIB
-    assert _returnable(_segment((MIB, "inactive")), segment, large_page_bytes=128 * MIB) is None
+def test_the_page_size_is_the_only_one_that_divides_the_segment_otherwise_unknown() -> None:
+    blocks = (30 * MIB, "active_allocated"), (34 * MIB, "inactive")
+    assert _returnable(_expandable(*blocks), large_pages={20 * MIB, 64 * MIB}) == 0
+    either = _expandable((30 * MIB, "active_allocated"), (290 * MIB, "inactive"))
+    assert _returnable(either, large_pages={64 * MIB}) == 256 * MIB
+    assert _returnable(_segment((MIB, "inactive")), either, large_pages={20 * MIB, 64 * MIB}) is None
 
 
 def test_private_pools_are_released_only_when_dead() -> None:
