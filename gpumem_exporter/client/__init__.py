@@ -20,16 +20,15 @@ from gpumem_exporter.client.api import start, step, stop
 
 if TYPE_CHECKING:
     from gpumem_exporter.client.allocator.settings_advice import recommend_allocator_settings
-    from gpumem_exporter.client.allocator.snapshot import snapshot
+    from gpumem_exporter.client.allocator.snapshot_file import snapshot
     from gpumem_exporter.client.cleanup.auto_clean import auto_clean
     from gpumem_exporter.client.cleanup.clear import clear_cache, deep_clean, reset_peak, set_memory_fraction
     from gpumem_exporter.client.cleanup.release import release_model, to_cpu
     from gpumem_exporter.client.leaks.detector import leak_detector
     from gpumem_exporter.client.leaks.live_tensors import lingering_tensors
     from gpumem_exporter.client.measure.components import watch
-    from gpumem_exporter.client.measure.context import memory_context
+    from gpumem_exporter.client.measure.measured import memory_context, phase
     from gpumem_exporter.client.measure.milestones import milestones
-    from gpumem_exporter.client.measure.phases import phase
     from gpumem_exporter.client.measure.summary import log_summary, summary
     from gpumem_exporter.client.oom.guard import oom_guard
 
@@ -64,15 +63,15 @@ _LAZY = {
     "leak_detector": "leaks.detector",
     "lingering_tensors": "leaks.live_tensors",
     "log_summary": "measure.summary",
-    "memory_context": "measure.context",
+    "memory_context": "measure.measured",
     "milestones": "measure.milestones",
     "oom_guard": "oom.guard",
-    "phase": "measure.phases",
+    "phase": "measure.measured",
     "recommend_allocator_settings": "allocator.settings_advice",
     "release_model": "cleanup.release",
     "reset_peak": "cleanup.clear",
     "set_memory_fraction": "cleanup.clear",
-    "snapshot": "allocator.snapshot",
+    "snapshot": "allocator.snapshot_file",
     "summary": "measure.summary",
     "to_cpu": "cleanup.release",
     "watch": "measure.components",

@@ -63,7 +63,7 @@ def latest_oom() -> tuple[float, OutOfMemory] | None:
 def stop() -> None:
     """End reporting and remove the client's hooks; `start` may be called again.
 
-    The exporter forgets this process at once. The call waits at most 0.3 seconds. `client.hooks` lists the hooks,
+    The exporter forgets this process at once. The call waits at most 0.3 seconds. docs/reporting.md lists the hooks,
     including those that torch and Python cannot remove.
     """
     reporter: Reporter | None = once_made("reporter")

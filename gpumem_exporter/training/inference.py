@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from gpumem_exporter.client.measure.context import memory_context
-from gpumem_exporter.client.measure.measured import MemoryUse
+from gpumem_exporter.client.measure.measured import MemoryUse, memory_context
 from gpumem_exporter.training.calling import autocasting, check_autocast, evaluating
 
 __all__ = ["inference_mode"]

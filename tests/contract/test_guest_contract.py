@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import gpumem_exporter
-from gpumem_exporter.client.hooks import HOOKS
 from tests.support.paths import REPOSITORY
 from tests.support.waiting import patient
 
@@ -58,12 +57,10 @@ def test_only_one_module_registers_for_forks_and_for_the_exit() -> None:
     assert registering == {"hooks/lifecycle.py"}
 
 
-def test_every_hook_is_in_the_registry_and_the_documentation() -> None:
+def test_the_documentation_lists_every_hook() -> None:
     modules = {path.stem for path in (CLIENT / "hooks").glob("*.py")} - NO_HOOKS
-    assert {hook.module for hook in HOOKS} == modules
-    rows = [f"| `{hook.module}` | {hook.target} | {hook.installed_by} | {hook.removed_by} |" for hook in HOOKS]
-    documented = (REPOSITORY / "docs" / "reporting.md").read_text().splitlines()
-    assert [line for line in documented if line in rows] == rows
+    section = (REPOSITORY / "docs" / "reporting.md").read_text().partition("\n## Hooks\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", section, flags=re.MULTILINE)) == modules
 
 
 def test_an_import_of_the_client_loads_little() -> None:

@@ -6,7 +6,6 @@ import ctypes
 import errno
 import itertools
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,6 @@ from . import build
 GIB = 1 << 30
 MIB = 1 << 20
 
-MAX_DEVICES = 64
 ANY_DEVICE = -1
 _ERROR, _DELAY, _HANG = 1, 2, 3
 
@@ -467,14 +465,3 @@ def _load_control(path: Path) -> ctypes.CDLL:
         function.argtypes = arguments
         function.restype = result
     return library
-
-
-def main(folder: str, devices: str = "2", total_gib: str = "8") -> None:
-    """Create a node that outlives this program, and print the environment for a shell."""
-    node = EmulatedNode(Path(folder), int(devices), int(total_gib) * GIB)
-    for name, value in node.environment({}).items():
-        print(f"export {name}={value}")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -16,9 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import IO, Any
+
+from typing_extensions import Self
 
 from tests.support.waiting import patient
+from tests.support.zygote import ForkedProcess
 
 from . import build
 from .node import EmulatedNode
@@ -82,8 +85,80 @@ def processes(device):
 )
 
 
-class Program:
-    """One running program; a context manager, which kills and reaps it at the end.
+class PipedProcess:
+    """A process that writes lines to its stdout and reads its stdin; a context manager, which kills and reaps it.
+
+    Args:
+        popen: the process, with pipes for stdin and stdout, in a session of its own.
+        stderr: the file to which it writes its stderr.
+    """
+
+    def __init__(self, popen: subprocess.Popen[bytes] | ForkedProcess, stderr: IO[bytes]) -> None:
+        assert popen.stdin is not None
+        assert popen.stdout is not None
+        self._popen = popen
+        self._stderr = stderr
+        self._stdin, self._stdout = popen.stdin, popen.stdout
+        self._answers = popen.stdout.fileno()
+        self._buffer = b""
+
+    @property
+    def returncode(self) -> int | None:
+        """None while the process or its launcher runs."""
+        return self._popen.poll()
+
+    def silent(self, for_seconds: float) -> bool:
+        """Return whether the process writes nothing in this time."""
+        return b"\n" not in self._buffer and not select.select([self._answers], [], [], for_seconds)[0]
+
+    def stderr(self) -> str:
+        """Return the stderr of the process so far."""
+        fd = self._stderr.fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+
+    def finish(self, timeout_seconds: float = 30) -> int:
+        """Wait for the end of the process and return its exit status."""
+        return self._popen.wait(timeout=patient(timeout_seconds))
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process group and wait."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait(timeout=patient(30))
+
+    def close(self) -> None:
+        """Kill the process if it runs, and close its files."""
+        self.kill()
+        for stream in (self._stdin, self._stdout, self._stderr):
+            with contextlib.suppress(OSError):
+                stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _line(self, seconds: float) -> bytes:
+        """Return the next line of stdout."""
+        end = time.monotonic() + seconds
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                raise self._error(f"did not answer within {seconds} s")
+            part = os.read(self._answers, 1 << 20)
+            if not part:
+                raise self._error(f"ended with {self._popen.wait(timeout=patient(30))}")
+            self._buffer += part
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        return line
+
+    def _error(self, what: str) -> AssertionError:
+        return AssertionError(f"process {self._popen.pid} {what}; its stderr:\n{self.stderr()[-8000:]}")
+
+
+class Program(PipedProcess):
+    """One running program.
 
     Args:
         launcher: a command prefix, such as `("unshare", "--pid", "--fork")`.
@@ -99,69 +174,26 @@ class Program:
         launcher: Sequence[str] = (),
         command: Sequence[str] = (),
     ) -> None:
-        self._buffer = b""
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the program
-        self._popen = subprocess.Popen(
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the program
+        popen = subprocess.Popen(
             [*launcher, *(command or (sys.executable, "-c", preamble + code))],
             env={**node.environment(), **(environment or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._stderr,
+            stderr=stderr,
             start_new_session=True,
         )
-        assert self._popen.stdout is not None
-        self._answers = self._popen.stdout.fileno()
-        self.pid = self._popen.pid
+        super().__init__(popen, stderr)
+        self.pid = popen.pid
 
     def heard(self, timeout_seconds: float = 30) -> Any:
         """Return the next value of the program."""
-        end = time.monotonic() + patient(timeout_seconds)
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
-            part = os.read(self._answers, 1 << 16) if ready else b""
-            if not part:
-                raise AssertionError(
-                    f"the program {'ended' if ready else 'said nothing'}; its stderr:\n{self.stderr()}"
-                )
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return json.loads(line)
-
-    def silent(self, for_seconds: float) -> bool:
-        """Return whether the program writes nothing in this time."""
-        return not self._buffer and not select.select([self._answers], [], [], for_seconds)[0]
+        return json.loads(self._line(patient(timeout_seconds)))
 
     def go(self) -> None:
         """Make the program's `wait()` return."""
-        assert self._popen.stdin is not None
-        self._popen.stdin.write(b"\n")
-        self._popen.stdin.flush()
-
-    def stderr(self) -> str:
-        """Return the stderr of the program so far."""
-        fd = self._stderr.fileno()
-        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
-
-    def finish(self, timeout_seconds: float = 30) -> int:
-        """Wait for the end of the program and return its exit status."""
-        return self._popen.wait(timeout=patient(timeout_seconds))
-
-    def kill(self) -> None:
-        """Send SIGKILL to the process group and wait."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(timeout=patient(30))
-
-    def __enter__(self) -> Program:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-        for stream in (self._popen.stdin, self._popen.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
-        self._stderr.close()
+        self._stdin.write(b"\n")
+        self._stdin.flush()
 
 
 def hammer(node: EmulatedNode, threads: int, operations: int) -> Program:

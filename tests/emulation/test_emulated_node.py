@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.emulation import build
 from tests.emulation.fixtures import MakeNode
-from tests.emulation.node import GIB, MIB, NVML_ERROR_DRIVER_NOT_LOADED, EmulatedNode, MigSlice
+from tests.emulation.node import GIB, MIB, EmulatedNode, MigSlice
 from tests.emulation.programs import NVML, Program, hammer, run
 
 CONTEXT = 512 * MIB
@@ -77,13 +75,6 @@ def test_concurrent_threads_and_processes_account_for_every_byte(make_node: Make
         }
 
 
-def test_a_context_that_does_not_fit_is_out_of_memory(node: EmulatedNode) -> None:
-    node.set_process(4711, 0, node.books()[0].free_bytes - CONTEXT + 1)
-    assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [OUT_OF_MEMORY, 0]
-    node.set_process(4711, 0, node.books()[0].total_bytes // 2)
-    assert run(node, "say([cuda.cudaFree(None), has_context(0)])") == [0, 1]
-
-
 def test_the_memory_of_a_killed_process_is_released(node: EmulatedNode) -> None:
     code = "say(1); wait(); say(malloc(6 << 30)[0]); wait()"
     with Program(node, "malloc(6 << 30); say(1); wait()") as first, Program(node, code) as second:
@@ -95,41 +86,6 @@ def test_the_memory_of_a_killed_process_is_released(node: EmulatedNode) -> None:
         second.go()
         assert second.heard() == 0
         assert node.books()[0].processes == {second.pid: CONTEXT + 6 * GIB}
-
-
-def test_an_exec_releases_all_memory_of_a_process(node: EmulatedNode) -> None:
-    """The pid and the start time in /proc stay the same."""
-    code = """
-malloc(1 << 30); say(1); wait()
-os.execv(sys.executable, [sys.executable, "-c", "import sys; print(2, flush=True); sys.stdin.readline()"])
-"""
-    with Program(node, code) as program:
-        program.heard()
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-        program.go()
-        assert program.heard() == 2
-        assert node.books()[0].processes == {}
-
-
-def test_a_forked_child_does_not_change_the_accounts(node: EmulatedNode) -> None:
-    code = """
-malloc(1 << 30)
-reader, writer = os.pipe()
-child = os.fork()
-if not child:
-    os.write(writer, json.dumps([malloc(1 << 20)[0], device_count()[0]]).encode())
-    sys.stdin.readline()
-    sys.exit()
-say(json.loads(os.read(reader, 100)))
-os.waitpid(child, 0)
-say("the child has ended"); time.sleep(60)
-"""
-    with Program(node, code) as program:
-        assert program.heard() == [INITIALIZATION_ERROR, INITIALIZATION_ERROR]
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
-        program.go()
-        assert program.heard() == "the child has ended"
-        assert node.books()[0].processes == {program.pid: CONTEXT + GIB}
 
 
 @pytest.mark.parametrize(
@@ -163,35 +119,6 @@ say([error, totals]); wait()
         assert [i for i in (0, 1) if books[i].processes] == sorted(seen)
 
 
-def test_a_hung_nvml_call_returns_when_it_is_released(node: EmulatedNode) -> None:
-    code = """
-say(1); wait(); say(memory(1)["used"]); say(memory(0)["used"])
-"""
-    with Program(node, code, NVML) as program:
-        program.heard()
-        with node.hang("nvmlDeviceGetMemoryInfo*", device=0) as rule:
-            program.go()
-            assert program.heard() == 0, "the other device answers"
-            rule.wait_for_waiting()
-            assert program.silent(0.1)
-        assert program.heard() == 0
-
-
-def test_single_nvml_calls_can_fail(node: EmulatedNode) -> None:
-    code = """
-handle = nvml.nvmlDeviceGetHandleByIndex(0)
-say([code(nvml.nvmlDeviceGetMemoryInfo, handle, version=nvml.nvmlMemory_v2), code(nvml.nvmlDeviceGetMemoryInfo, handle),
-     code(nvml.nvmlDeviceGetComputeRunningProcesses, handle)])
-"""
-    with (
-        node.fail("nvmlDeviceGetMemoryInfo_v2", NOT_SUPPORTED) as first,
-        node.fail("nvmlDeviceGetCompute*", NO_PERMISSION, 0),
-    ):
-        assert run(node, code, NVML) == [NOT_SUPPORTED, 0, NO_PERMISSION]
-    assert first.hits == 1
-    assert run(node, code, NVML) == [0, 0, 0]
-
-
 def test_a_lost_device_does_not_affect_others_and_stays_lost_in_open_sessions(node: EmulatedNode) -> None:
     code = """
 handle = nvml.nvmlDeviceGetHandleByIndex(0)
@@ -212,51 +139,6 @@ look()
         assert program.heard() == [LOST, LOST, 0, 2]
         program.go()
         assert program.heard() == [0, 0, 0, 2]
-
-
-def test_a_driver_can_be_loaded_later_and_can_restart(node: EmulatedNode) -> None:
-    code = """
-nvml.nvmlShutdown(); say(1); wait()
-say(code(nvml.nvmlInit)); wait()
-say(code(nvml.nvmlInit)); wait()
-say(code(nvml.nvmlDeviceGetCount))
-nvml.nvmlShutdown(); nvml.nvmlInit()
-say(code(nvml.nvmlDeviceGetCount))
-"""
-    with Program(node, code, NVML) as program:
-        program.heard()
-        node.set_init_error(NVML_ERROR_DRIVER_NOT_LOADED)
-        program.go()
-        assert program.heard() == NVML_ERROR_DRIVER_NOT_LOADED
-        node.set_init_error(0)
-        program.go()
-        assert program.heard() == 0
-        node.restart_driver()
-        program.go()
-        assert program.heard() == UNINITIALIZED
-        assert program.heard() == 0
-
-
-def test_nvml_reports_utilization_hidden_memory_and_unattributed_bytes(node: EmulatedNode) -> None:
-    node.set_process(4711, 0, GIB)
-    node.hide_process_memory(0)
-    node.set_unattributed(0, -10 * MIB)
-    node.set_utilization(0, 87)
-    node.set_utilization(1, None)
-    code = """
-handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]
-say([processes(0), memory(0)["used"], nvml.nvmlDeviceGetUtilizationRates(handles[0]).gpu,
-     code(nvml.nvmlDeviceGetUtilizationRates, handles[1])])
-"""
-    assert run(node, code, NVML) == [[[4711, None, 2**32 - 1]], GIB - 10 * MIB, 87, NOT_SUPPORTED]
-
-
-def test_a_process_can_be_shown_under_the_pid_of_another_namespace(node: EmulatedNode) -> None:
-    with Program(node, "malloc(2 << 20); say(1); wait()") as program:
-        program.heard()
-        node.show_pid_as(program.pid, 77001)
-        assert run(node, "say(processes(0))", NVML) == [[77001, CONTEXT + 2 * MIB, 2**32 - 1]]
-        assert node.books()[0].processes == {77001: CONTEXT + 2 * MIB}
 
 
 def test_nvml_lists_a_process_of_another_pid_namespace_with_its_outer_pid(node: EmulatedNode) -> None:
@@ -311,92 +193,6 @@ say([nvml.nvmlDeviceGetCount(), nvml.nvmlDeviceGetMigMode(whole), [nvml.nvmlDevi
         assert node.books().by_uuid(mig).parent_uuid == node.uuid(1)
 
 
-def test_mig_can_be_changed_while_programs_run_but_not_on_devices_in_use(make_node: MakeNode) -> None:
-    node = make_node(mig={1: [MigSlice("1g.10gb", GIB), MigSlice("1g.10gb", GIB)]})
-    code = """
-whole = nvml.nvmlDeviceGetHandleByIndex(1)
-first = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, 0)
-def slots():
-    say([nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, i))
-         if not code(nvml.nvmlDeviceGetMigDeviceHandleByIndex, whole, i) else "" for i in range(3)])
-slots(); wait(); slots(); say(code(nvml.nvmlDeviceGetUUID, first)); wait(); slots(); wait()
-say(nvml.nvmlDeviceGetMigMode(whole))
-"""
-    with (
-        Program(node, code, NVML) as watcher,
-        Program(node, "say(malloc(1 << 20)[0]); wait()", environment={"CUDA_VISIBLE_DEVICES": node.uuid(3)}) as holder,
-    ):
-        assert watcher.heard() == [node.uuid(2), node.uuid(3), ""]
-        assert holder.heard() == 0
-        with pytest.raises(OSError, match="busy"):
-            node.destroy_mig(3)
-        node.destroy_mig(2)
-        assert node.books()[2].gone
-        watcher.go()
-        assert watcher.heard() == ["", node.uuid(3), ""]
-        assert watcher.heard() == INVALID_ARGUMENT
-        made = [node.create_mig(1, MigSlice("2g.20gb", 2 * GIB)) for _ in range(2)]
-        assert made == [4, 5]
-        watcher.go()
-        assert watcher.heard() == [node.uuid(4), node.uuid(3), node.uuid(5)]
-        holder.kill()
-        for number in (3, 4, 5):
-            with pytest.raises(OSError, match="busy"):
-                node.set_mig(1, False)
-            node.destroy_mig(number)
-        node.set_mig(1, False)
-        watcher.go()
-        assert watcher.heard() == [0, 0]
-
-
-def test_a_driver_that_restarts_can_reorder_its_devices(node: EmulatedNode) -> None:
-    code = """
-def uuids():
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]
-    say([[nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetIndex(handle)] for handle in handles])
-uuids(); wait(); say(code(nvml.nvmlDeviceGetCount)); nvml.nvmlShutdown(); nvml.nvmlInit(); uuids()
-"""
-    with Program(node, code, NVML) as program:
-        assert program.heard() == [[node.uuid(0), 0], [node.uuid(1), 1]]
-        node.restart_driver_reordered([1, 0])
-        program.go()
-        assert program.heard() == UNINITIALIZED
-        assert program.heard() == [[node.uuid(1), 0], [node.uuid(0), 1]]
-
-
-def test_a_session_keeps_the_drivers_file_open_until_its_last_shutdown(node: EmulatedNode) -> None:
-    code = """
-def held():
-    files = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return sum(os.readlink(file).endswith(".nvidiactl") for file in files if os.path.lexists(file))
-found = [held()]
-for change in (nvml.nvmlInit, nvml.nvmlShutdown, nvml.nvmlShutdown, nvml.nvmlInit):
-    change()
-    found.append(held())
-say(found)
-"""
-    assert run(node, code, NVML) == [1, 1, 1, 0, 1]
-    assert node.nvml_device_file.exists()
-
-
-def test_memory_values_can_be_unavailable(node: EmulatedNode) -> None:
-    node.hide_memory(0)
-    assert run(node, "say([set(memory(0).values()) == {2**64 - 1}, memory(1)['total']])", NVML) == [True, 8 * GIB]
-
-
-@pytest.mark.parametrize(
-    ("version", "available"), [("v1", [False, False, True, False, True]), ("v2", [False, True, True, True, True])]
-)
-def test_older_drivers_libraries_lack_the_newer_calls(make_node: MakeNode, version: str, available: list[bool]) -> None:
-    code = """
-import ctypes
-library = ctypes.CDLL("libnvidia-ml.so.1")
-say([hasattr(library, "nvmlDeviceGetComputeRunningProcesses" + suffix) for suffix in ("_v3", "_v2", "")]
-    + [hasattr(library, "nvmlDeviceGetMemoryInfo" + suffix) for suffix in ("_v2", "")])
-"""
-    assert run(make_node(nvml=version), code, NVML) == available
-
-
 def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:
     with Program(node, "malloc(1 << 30); say(1); wait()") as program:
         program.heard()
@@ -410,24 +206,3 @@ def test_gpustat_shows_the_nodes_processes(node: EmulatedNode) -> None:
         )
     assert f"/{program.pid}(1536M)" in shown.stdout
     assert "1536 /  8192 MB" in shown.stdout
-
-
-def test_concurrent_builds_create_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "CACHE", tmp_path)
-    folders: list[Path] = []
-    threads = [threading.Thread(target=lambda: folders.append(build.build())) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert folders[0] == folders[1]
-    assert [path.name for path in tmp_path.iterdir()] == [folders[0].name]
-    assert {path.name for path in folders[0].iterdir()} == {
-        build.RUNTIME,
-        build.DRIVER,
-        build.NVML,
-        build.CONTROL,
-        build.HAMMER,
-        "v1",
-        "v2",
-    }

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from tests.emulation.fixtures import MakeNode, StartTorch
 from tests.emulation.node import GIB, MIB, EmulatedNode
-from tests.emulation.torch_process import RemoteError, TorchProcess, TorchProcessError
+from tests.emulation.torch_process import RemoteError, TorchProcess
 
 CONTEXT = 512 * MIB
 Lab = tuple[EmulatedNode, TorchProcess]
@@ -86,92 +83,3 @@ def test_an_out_of_memory_error_has_the_text_of_torch(lab: Lab) -> None:
         assert part in caught.value.message
     stats = process.call("stats")
     assert (stats["num_ooms"], stats["num_alloc_retries"] > 0) == (ooms + 1, True)
-
-
-def test_a_failed_command_has_the_remote_error(lab: Lab) -> None:
-    _, process = lab
-    with pytest.raises(RemoteError, match="ZeroDivisionError: division by zero"):
-        process.exec("1 / 0")
-    assert process.exec("result = given + 1", given=41) == 42
-
-
-def test_the_bytes_of_eight_random_processes_add_up(make_node: MakeNode) -> None:
-    node = make_node(devices=2, total_bytes=6 * GIB, context_bytes=256 * MIB)
-    limits = [book.total_bytes - book.reserved_bytes for book in node.books().devices]
-    with ExitStack() as stack:
-        processes = [stack.enter_context(TorchProcess(node)) for _ in range(8)]
-        assert [process.call("contexts") for process in processes] == [[]] * 8
-        assert [book.used_bytes for book in node.books().devices] == [0, 0], "counting devices is no use of them"
-        for process in processes:
-            process.exec(
-                "for device in (0, 1): torch.cuda.mem_get_info(device)"
-            )  # a context that does not fit is fatal
-        requests = [
-            process.send(
-                "churn", devices=[0, 1], seed=seed, operations=1500, largest_bytes=256 * MIB, held=30, clear_every=50
-            )
-            for seed, process in enumerate(processes)
-        ]
-        while True:
-            books = node.books()
-            for book, limit in zip(books.devices, limits, strict=True):
-                assert sum(book.processes.values()) == book.used_bytes <= limit
-            if all(process.answered() for process in processes):
-                break
-        counts = [process.receive(number) for process, number in zip(processes, requests, strict=True)]
-        assert sum(count["ooms"] for count in counts) > 0, "the device was never full"
-        books = node.books()
-        for device in (0, 1):
-            expected = {process.pid: 256 * MIB + reserved(process, device) for process in processes}
-            assert books[device].processes == expected
-        processes[3].kill()
-        assert processes[3].pid not in node.books()[0].processes
-
-
-def test_empty_cache_in_another_thread_invalidates_a_graph_capture(start_torch: StartTorch) -> None:
-    process = start_torch()
-    captured = process.exec("""
-x = torch.randn(1000, device="cuda")
-graph = torch.cuda.CUDAGraph()
-with torch.cuda.graph(graph):
-    capturing = torch.cuda.is_current_stream_capturing()
-    y = (x + 1) * 2
-graph.replay()
-result = [capturing, torch.cuda.is_current_stream_capturing(), y.shape[0]]
-""")
-    assert captured == [True, False, 1000]
-    refused, capture = process.exec("""
-import threading
-cached = torch.empty(100 << 20, dtype=torch.uint8, device="cuda")
-errors = []
-def clear():
-    try:
-        torch.cuda.empty_cache()
-    except Exception as error:
-        errors.append(str(error))
-second = torch.cuda.CUDAGraph()
-try:
-    with torch.cuda.graph(second):
-        del cached
-        thread = threading.Thread(target=clear); thread.start(); thread.join()
-        z = x + 3
-    outcome = "captured"
-except Exception as error:
-    outcome = str(error)
-result = [errors, outcome]
-""")
-    assert len(refused) == 1
-    assert re.search("not permitted when stream is capturing", refused[0])
-    assert re.search("failed due to a previous error during capture|capturing", capture)
-
-
-def test_a_process_that_hangs_or_dies_is_reported_with_its_stderr(start_torch: StartTorch) -> None:
-    process = start_torch()
-    process.exec("print('about to hang')")
-    with pytest.raises(
-        TorchProcessError, match=r"did not answer within [\d.]+ s(.|\n)*about to hang(.|\n)*from the test"
-    ):
-        process.exec("import time\nwhile True: time.sleep(0.01)", timeout_seconds=0.3)
-    process.kill()
-    with pytest.raises(TorchProcessError, match=r"ended with -9|could not be sent"):
-        process.call("hello")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from tests.support.waiting import patient
 from tests.support.zygote import TORCH, fork_program
 
 from .node import EmulatedNode
+from .programs import PipedProcess
 
 WORKER = "tests.emulation.torch_worker"
 START_TIMEOUT_SECONDS = patient(90.0)  # importing torch, on a busy machine
@@ -42,7 +42,7 @@ class RemoteError(Exception):
         self.message = message
 
 
-class TorchProcess:
+class TorchProcess(PipedProcess):
     """One process. It starts immediately and imports torch in the background; the first `call` waits for that.
 
     Args:
@@ -66,24 +66,22 @@ class TorchProcess:
                 variables.pop(name, None)
             else:
                 variables[name] = value
-        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
+        stderr = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
         self._next_id = 1
-        self._buffer = b""
         self._hello: dict[str, Any] = {}
         forked = None
         if not launcher and not fresh:
-            forked = fork_program(TORCH, WORKER, (), variables, stderr=self._stderr.fileno(), new_session=True)
-        self._popen = forked or subprocess.Popen(
+            forked = fork_program(TORCH, WORKER, (), variables, stderr=stderr.fileno(), new_session=True)
+        popen = forked or subprocess.Popen(
             [*launcher, sys.executable, "-m", WORKER],
             env=variables,
             cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self._stderr,
+            stderr=stderr,
             start_new_session=True,
         )
-        assert self._popen.stdout is not None
-        self._answers = self._popen.stdout.fileno()
+        super().__init__(popen, stderr)
 
     @property
     def pid(self) -> int:
@@ -93,20 +91,8 @@ class TorchProcess:
     def wait_until_started(self) -> dict[str, Any]:
         """Wait until the process has imported torch, and return its `pid`, `torch` and `python`."""
         if not self._hello:
-            end = time.monotonic() + START_TIMEOUT_SECONDS
-            self._hello = json.loads(self._line(end, START_TIMEOUT_SECONDS))["value"]
+            self._hello = json.loads(self._line(START_TIMEOUT_SECONDS))["value"]
         return self._hello
-
-    @property
-    def returncode(self) -> int | None:
-        """None while the process or its launcher runs."""
-        return self._popen.poll()
-
-    def stderr(self) -> str:
-        """Return everything that the process has written to stderr and stdout."""
-        with os.fdopen(os.dup(self._stderr.fileno()), "rb", closefd=True) as copy:
-            size = os.fstat(copy.fileno()).st_size
-            return os.pread(copy.fileno(), size, 0).decode(errors="replace")
 
     def call(self, command: str, /, timeout_seconds: float = 60, **arguments: Any) -> Any:
         """Run a command of torch_worker.Worker and return its answer.
@@ -126,10 +112,9 @@ class TorchProcess:
         number = self._next_id
         self._next_id += 1
         line = json.dumps({"id": number, "command": command, "arguments": arguments}) + "\n"
-        assert self._popen.stdin is not None
         try:
-            self._popen.stdin.write(line.encode())
-            self._popen.stdin.flush()
+            self._stdin.write(line.encode())
+            self._stdin.flush()
         except OSError as error:
             raise self._error(f"{command!r} could not be sent ({error})") from error
         return number
@@ -137,10 +122,9 @@ class TorchProcess:
     def receive(self, number: int, timeout_seconds: float = 60) -> Any:
         """Wait for the answer to a command."""
         self.wait_until_started()
-        timeout_seconds = patient(timeout_seconds)
-        end = time.monotonic() + timeout_seconds
+        end = time.monotonic() + patient(timeout_seconds)
         while True:
-            answer = json.loads(self._line(end, timeout_seconds))
+            answer = json.loads(self._line(max(0.0, end - time.monotonic())))
             if answer["id"] == number:
                 break
         if "error" in answer:
@@ -151,56 +135,20 @@ class TorchProcess:
     def answered(self, timeout_seconds: float = 0) -> bool:
         """Return whether an answer is available or arrives within this time, or the process has ended."""
         self.wait_until_started()
-        return b"\n" in self._buffer or bool(select.select([self._answers], [], [], timeout_seconds)[0])
+        return not self.silent(timeout_seconds)
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, not to its launcher."""
         os.kill(self.pid, number)
 
-    def kill(self) -> None:
-        """Send SIGKILL and wait for the end of the process."""
-        if self._popen.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(timeout=patient(30))
-
     def finish(self, timeout_seconds: float = 30) -> int:
         """Close the stdin of the process, so that it ends normally, and return its exit status."""
-        assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._popen.stdin.close()
+            self._stdin.close()
         try:
-            return self._popen.wait(timeout=patient(timeout_seconds))
+            return super().finish(timeout_seconds)
         except subprocess.TimeoutExpired:
             raise self._error(f"did not end within {timeout_seconds} s of the request") from None
-
-    def close(self) -> None:
-        """Kill the process if it runs, and close its files."""
-        self.kill()
-        for stream in (self._popen.stdin, self._popen.stdout):
-            assert stream is not None
-            with contextlib.suppress(OSError):
-                stream.close()
-        self._stderr.close()
-
-    def __enter__(self) -> TorchProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _line(self, end: float, timeout_seconds: float) -> bytes:
-        while b"\n" not in self._buffer:
-            ready, _, _ = select.select([self._answers], [], [], max(0.0, end - time.monotonic()))
-            if not ready:
-                raise self._error(f"did not answer within {timeout_seconds} s")
-            part = os.read(self._answers, 1 << 20)
-            if not part:
-                self._popen.wait(timeout=patient(30))
-                raise self._error(f"ended with {self._popen.returncode}")
-            self._buffer += part
-        line, _, self._buffer = self._buffer.partition(b"\n")
-        return line
 
     def _error(self, what: str) -> TorchProcessError:
         if self._popen.poll() is None and self._hello:

@@ -7,8 +7,8 @@ original stdout; all other output of the program and its libraries goes to stder
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
-import importlib.metadata
 import json
 import os
 import random
@@ -29,7 +29,6 @@ class Worker:
         self.tensors: dict[int, torch.Tensor] = {}
         self.next_number = 1
         self.namespace: dict[str, Any] = {"torch": torch, "worker": self}
-        self.churning: tuple[threading.Thread, threading.Event, dict[str, int]] | None = None
         self.models: dict[str, tuple[Any, Any]] = {}
 
     # The process
@@ -71,72 +70,25 @@ class Worker:
         self.free([number for number in numbers if number not in set(kept)])
         return kept
 
-    def churn(
-        self,
-        devices: list[int],
-        seed: int = 0,
-        operations: int = 1000,
-        largest_bytes: int = 64 << 20,
-        held: int = 40,
-        clear_every: int = 0,
-    ) -> dict[str, int]:
-        """Allocate and free at random; return the number of allocations and the number that ran out of memory."""
-        counts = {"allocations": 0, "ooms": 0}
-        self._churn(
-            random.Random(seed), devices, operations, largest_bytes, held, clear_every, counts, threading.Event()
-        )
-        return counts
-
     def start_churn(self, devices: list[int], seed: int = 0, largest_bytes: int = 64 << 20, held: int = 40) -> None:
-        """Run `churn` in a thread until `stop_churn`."""
-        if self.churning is not None:
-            raise RuntimeError("already churning")
-        stop, counts = threading.Event(), {"allocations": 0, "ooms": 0}
-        arguments = (random.Random(seed), devices, sys.maxsize, largest_bytes, held, 0, counts, stop)
-        thread = threading.Thread(target=self._churn, args=arguments, name="churn", daemon=True)
-        self.churning = thread, stop, counts
-        thread.start()
-
-    def stop_churn(self) -> dict[str, int]:
-        """Stop the thread of `start_churn`, free its tensors, and return its counts."""
-        if self.churning is None:
-            raise RuntimeError("not churning")
-        thread, stop, counts = self.churning
-        stop.set()
-        thread.join(timeout=20)
-        self.churning = None
-        return counts
+        """Allocate and free at random in a thread, until the process ends."""
+        threading.Thread(
+            target=self._churn, args=(random.Random(seed), devices, largest_bytes, held), daemon=True
+        ).start()
 
     @staticmethod
     def _size(rng: random.Random, largest_bytes: int) -> int:
         return int(512 * (largest_bytes / 512) ** rng.random())
 
-    def _churn(
-        self,
-        rng: random.Random,
-        devices: list[int],
-        operations: int,
-        largest_bytes: int,
-        held: int,
-        clear_every: int,
-        counts: dict[str, int],
-        stop: threading.Event,
-    ) -> None:
+    def _churn(self, rng: random.Random, devices: list[int], largest_bytes: int, held: int) -> None:
         mine: list[torch.Tensor] = []
-        for operation in range(operations):
-            if stop.is_set():
-                break
+        while True:
             if mine and rng.random() < len(mine) / (2 * held):
                 mine.pop(rng.randrange(len(mine)))
-            else:
-                try:
-                    device = f"cuda:{rng.choice(devices)}"
-                    mine.append(torch.empty(self._size(rng, largest_bytes), dtype=torch.uint8, device=device))
-                    counts["allocations"] += 1
-                except torch.OutOfMemoryError:
-                    counts["ooms"] += 1
-            if clear_every and operation % clear_every == clear_every - 1:
-                torch.cuda.empty_cache()
+                continue
+            with contextlib.suppress(torch.OutOfMemoryError):
+                device = f"cuda:{rng.choice(devices)}"
+                mine.append(torch.empty(self._size(rng, largest_bytes), dtype=torch.uint8, device=device))
 
     def empty_cache(self) -> None:
         """Call `torch.cuda.empty_cache`."""
@@ -214,10 +166,6 @@ class Worker:
         from gpumem_exporter import client
 
         client.step()
-
-    def installed(self, distribution: str) -> str:
-        """Return the version of an installed distribution."""
-        return importlib.metadata.version(distribution)
 
 
 def answer(worker: Worker, line: str) -> dict[str, Any]:

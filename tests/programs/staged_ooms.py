@@ -148,20 +148,7 @@ def huge_request(advice: Any) -> None:
             torch.mm(points[start : start + rows], points.T).amin()
 
 
-STAGES = {
-    each.__name__: (each, kind)
-    for each, kind in (
-        (forward, "smaller_batch"),
-        (backward, "smaller_batch"),
-        (optimizer, "optimizer_state"),
-        (data_transfer, "pieces"),
-        (fragmentation, "expandable_segments"),
-        (other_process, "other_process"),
-        (leak, "leak"),
-        (huge_request, "split_request"),
-    )
-}
-"""Each script with the right kind of advice."""
+STAGES = (forward, backward, optimizer, data_transfer, fragmentation, other_process, leak, huge_request)
 
 _last: list[Any] = []
 
@@ -171,12 +158,10 @@ def run(name: str, *, follow: bool = False) -> dict[str, Any]:
     advice = _last[-1].advice[0] if follow else None
     outcome: dict[str, Any] = {"error": None}
     try:
-        STAGES[name][0](advice)
+        next(stage for stage in STAGES if stage.__name__ == name)(advice)
     except torch.OutOfMemoryError as error:
         outcome["error"] = type(error).__name__
-        outcome["arguments"] = len(error.args)
         outcome["note"] = error.__notes__[0] if hasattr(error, "__notes__") else ""
-        outcome["allocated_in_handler"] = torch.cuda.memory_allocated()
     gc.collect()
     torch.cuda.empty_cache()
     outcome["left"] = torch.cuda.memory_allocated()

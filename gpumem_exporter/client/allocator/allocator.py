@@ -5,9 +5,11 @@ A value is None if the allocator does not have it (cudaMallocAsync, a pluggable 
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +17,7 @@ from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.captures import Captures
 from gpumem_exporter.client.allocator.heap import LARGE_PAGE_BYTES, Heap, read_heaps
 from gpumem_exporter.client.allocator.reclaimable import Reclaimable, known
+from gpumem_exporter.client.allocator.settings import in_force
 from gpumem_exporter.client.allocator.torch_access import DeviceState
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.measure.observed import Observed, process_observed
@@ -22,8 +25,6 @@ from gpumem_exporter.errors import CommandRefusedError
 from gpumem_exporter.wire.protocol import DeviceSample, ReasonCode
 
 __all__ = ["Allocator"]
-
-_LARGE_PAGE_SETTING = "large_segment_size_mb"
 
 
 class Allocator:
@@ -37,13 +38,9 @@ class Allocator:
         self._captures = Captures(torch_access.current_stream_is_capturing(torch))
         self._stop_watching = self._captures.watch()
         self.torch_version = str(getattr(torch, "__version__", ""))
-        self._large_pages = {_large_page(_environment_settings()) or LARGE_PAGE_BYTES}
-        self._seen_settings = ""
-        self._reclaimable = Reclaimable(
-            self._walk,
-            self._captures.version,
-            expandable_from_the_start="expandable_segments:true" in self._notice_settings().lower(),
-        )
+        self._large_pages = {_large_page(in_force(os.environ)[1]) or LARGE_PAGE_BYTES}
+        self._notice_page_size()
+        self._reclaimable = Reclaimable(self._walk, self._captures.version)
 
     @classmethod
     def attach(cls) -> Allocator | None:
@@ -55,7 +52,7 @@ class Allocator:
     def settings(self) -> str:
         """The allocator's settings in force; before torch 2.10 those of the environment."""
         settings = torch_access.allocator_settings(self._torch)
-        return _environment_settings() if settings is None else settings
+        return in_force(os.environ)[1] if settings is None else settings
 
     @property
     def capturing(self) -> bool:
@@ -87,10 +84,7 @@ class Allocator:
         return self._statistics.devices()
 
     def uuid(self, index: int) -> str:
-        """Return the device's UUID as NVML writes it; empty before torch 2.5.
-
-        The UUID is right under any CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER.
-        """
+        """Return the device's UUID as NVML writes it; empty before torch 2.5."""
         uuid = self._uuids.get(index)
         if uuid is None:
             properties = self._torch.cuda.get_device_properties(index)
@@ -105,7 +99,7 @@ class Allocator:
 
     def samples(self) -> tuple[DeviceSample, ...]:
         """Return a sample of each device that this process uses and that has a known UUID."""
-        self._notice_settings()
+        self._notice_page_size()
         states = {index: self._observed.look(index, self.state) for index in self.devices() if self.uuid(index)}
         self._reclaimable.look({index: state for index, state in states.items() if state is not None})
         return tuple(self._sample(index, state) for index, state in states.items())
@@ -172,20 +166,17 @@ class Allocator:
                 f"this allocator has no snapshot: {error}", ReasonCode.NOT_SUPPORTED_BY_ALLOCATOR
             ) from None
 
-    def _notice_settings(self) -> str:
-        settings = self.settings
-        if settings != self._seen_settings:
-            self._seen_settings = settings
-            page = _large_page(settings)
-            if page is not None:
-                self._large_pages.add(page)
-        return settings
+    def _notice_page_size(self) -> None:
+        page = _large_page(self.settings)
+        if page is not None:
+            self._large_pages.add(page)
 
     def _walk(self) -> Mapping[int, Heap] | None:
         try:
             snapshot = self._torch.cuda.memory_snapshot
             # Traces (which 2.11 and later can leave out) may have hundreds of thousands of entries.
-            segments = snapshot(include_traces=False) if "include_traces" in _parameters(snapshot) else snapshot()
+            has_traces = "include_traces" in inspect.signature(snapshot).parameters
+            segments = snapshot(include_traces=False) if has_traces else snapshot()
         except (AttributeError, RuntimeError):
             return None
         # Read after the snapshot: a dead pool stays dead. A pool that died during the snapshot counts as dead.
@@ -222,20 +213,7 @@ class Allocator:
         )
 
 
-def _parameters(function: Callable[..., Any]) -> Iterator[str]:
-    code = getattr(function, "__code__", None)
-    return iter(code.co_varnames[: code.co_argcount] if code is not None else ())
-
-
-def _environment_settings() -> str:
-    """Return the settings of the environment. The older name takes precedence, also if it is empty."""
-    return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", os.environ.get("PYTORCH_ALLOC_CONF", ""))
-
-
 def _large_page(settings: str) -> int | None:
     """Return the page size of expandable segments in the large pool, in bytes, if the settings have one (2.10+)."""
-    for setting in settings.replace(" ", "").split(","):
-        name, _, value = setting.partition(":")
-        if name == _LARGE_PAGE_SETTING and value.isdigit():
-            return int(value) << 20
-    return None
+    found = re.search(r"\blarge_segment_size_mb:(\d+)", settings.replace(" ", ""))
+    return int(found[1]) << 20 if found else None

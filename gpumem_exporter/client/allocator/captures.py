@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from gpumem_exporter.client.allocator.heap import PoolId
-from gpumem_exporter.client.hooks.graph_captures import listen_to_captures
+from gpumem_exporter.client.hooks.graph_captures import listen_to_captures, running_captures
 
 __all__ = ["Captures"]
 
@@ -26,7 +26,6 @@ class Captures:
 
     def __init__(self, capturing: Callable[[], bool]) -> None:
         self._capturing = capturing
-        self._started: dict[int, weakref.ref[Any]] = {}
         self._incomplete: dict[int, weakref.ref[Any]] = {}
         """Graphs whose capture is running or has failed."""
         self._users: dict[PoolId, list[weakref.ref[Any]]] = {}
@@ -39,11 +38,10 @@ class Captures:
 
     def capture_started(self, graph: Any) -> None:
         """Note the start of a capture. The hook calls this in the capturing thread."""
-        self._started[id(graph)] = self._incomplete[id(graph)] = weakref.ref(graph)
+        self._incomplete[id(graph)] = weakref.ref(graph)
 
     def capture_ended(self, graph: Any, *, complete: bool) -> None:
         """Note the end of a capture, also after a failure. The hook calls this in the capturing thread."""
-        self._started.pop(id(graph), None)
         if not complete:
             return
         pool = _pool(graph)
@@ -58,7 +56,7 @@ class Captures:
         The hook reports the captures that `torch.cuda.CUDAGraph` makes. The current stream of the calling thread is
         also checked: its capture may have started before the hook was installed. No stream is changed.
         """
-        return any(graph() is not None for graph in list(self._started.values())) or self._may_be_capturing()
+        return bool(running_captures()) or self._may_be_capturing()
 
     def dead_pools(self) -> Collection[PoolId]:
         """Return the private pools that no graph uses.
@@ -79,10 +77,9 @@ class Captures:
         self._dead.intersection_update(present)
 
     def _update(self) -> None:
-        for graphs in (self._started, self._incomplete):
-            for key, graph in list(graphs.items()):
-                if graph() is None:
-                    graphs.pop(key, None)
+        for key, graph in list(self._incomplete.items()):
+            if graph() is None:
+                self._incomplete.pop(key, None)
         for pool, users in list(self._users.items()):
             while users and _pool(users[-1]()) != pool:
                 users.pop()

@@ -22,9 +22,13 @@ from collections.abc import Callable, Hashable, Mapping
 
 from gpumem_exporter.client.allocator.heap import Heap
 from gpumem_exporter.client.allocator.torch_access import DeviceState
+from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = ["Reclaimable", "known"]
+__all__ = ["Reclaimable", "fragmented_bytes", "known"]
 
+_NEEDED = {
+    *("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment", "num_device_alloc")
+}
 _WALK_SHARE = 500
 """A walk that used t seconds of CPU is repeated after 500 t at the earliest: 0.2 % of a core."""
 _WALK_BLOCKS_MAX = 20_000
@@ -37,7 +41,6 @@ class Reclaimable:
     Args:
         walk: takes a snapshot and reads it; returns None if the allocator has no snapshot.
         pools_version: returns a value that changes when a private pool dies, which no statistic shows.
-        expandable_from_the_start: whether the settings switch expandable segments on.
         clock: monotonic seconds.
         cpu_clock: CPU seconds of this thread, without waits for the allocator's lock.
     """
@@ -47,7 +50,6 @@ class Reclaimable:
         walk: Callable[[], Mapping[int, Heap] | None],
         pools_version: Callable[[], Hashable],
         *,
-        expandable_from_the_start: bool = False,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
@@ -55,7 +57,6 @@ class Reclaimable:
         self._pools_version = pools_version
         self._clock = clock
         self._cpu_clock = cpu_clock
-        self._all_expandable = expandable_from_the_start
         self._expandable: set[int] = set()
         self._taken: dict[int, int] = {}
         self._next_walk_seconds = 0.0
@@ -130,10 +131,9 @@ class Reclaimable:
         The settings apply to new segments only, and may change at any time. A device with expandable segments stays
         marked for the life of the process, because the counters may be reset.
         """
-        taken = state.get("num_device_alloc")  # 2.3 and later
-        if taken is not None and taken != state["segment"]["all"]["allocated"]:
+        if _taken(state) != state["segment"]["all"]["allocated"]:
             self._expandable.add(index)
-        return self._all_expandable or index in self._expandable
+        return index in self._expandable
 
     def _unproven(self, index: int, state: DeviceState) -> bool:
         """Whether the counters were not observed from 0: before the first look, and after a reset."""
@@ -159,12 +159,17 @@ def known(state: DeviceState | None, name: str, metric: str = "current") -> int 
     return value
 
 
+def fragmented_bytes(sample: DeviceSample) -> int | None:
+    """Return the bytes that are reserved, and neither allocated nor reclaimable; None if unknown."""
+    reserved, allocated, reclaimable = sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes
+    if reserved is None or allocated is None or reclaimable is None:
+        return None
+    return max(0, reserved - allocated - reclaimable)
+
+
 def _complete(state: DeviceState) -> bool:
     """Whether the statistics have all that the computation needs."""
-    return all(
-        name in state
-        for name in ("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment")
-    )
+    return state.keys() >= _NEEDED
 
 
 def _version(state: DeviceState) -> tuple[int, ...]:
@@ -183,7 +188,7 @@ def _layout(state: DeviceState) -> tuple[int, ...]:
 
 def _taken(state: DeviceState) -> int:
     """Return the number of allocations from the driver since the counters were last reset."""
-    taken: int = state.get("num_device_alloc") or state["segment"]["all"]["allocated"]
+    taken: int = state["num_device_alloc"]
     return taken
 
 

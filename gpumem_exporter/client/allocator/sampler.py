@@ -34,10 +34,6 @@ _FLUSH_SECONDS_MAX = 10.0
 """While the cache is being emptied the last sample is reported again, up to this age."""
 
 
-def _nothing(_step: int) -> None:
-    """Do nothing at a step."""
-
-
 @dataclass(frozen=True, slots=True)
 class Sample:
     """The allocator's state at one time."""
@@ -52,12 +48,7 @@ class Sample:
 class Sampler:
     """Takes samples of one process' allocator.
 
-    `on_step` runs in the user's threads, everything else in the reporter's.
-
-    Args:
-        allocator: the allocator to sample.
-        swallow: called with the errors of a sample in the user's thread.
-        clock: monotonic seconds.
+    `on_step` runs in the user's threads, everything else in the reporter's. `swallow` gets the errors of `on_step`.
 
     Attributes:
         at_step: called in the user's thread at the end of each step, with its number; must not raise.
@@ -70,7 +61,7 @@ class Sampler:
         swallow: Callable[[Exception], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.at_step: Callable[[int], None] = _nothing
+        self.at_step: Callable[[int], None] = lambda _: None
         self._allocator = allocator
         self._boundary = guest_safety(swallow)
         self._clock = clock

@@ -8,7 +8,7 @@ releases know fewer.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from gpumem_exporter.errors import ConfigurationError
 
@@ -18,73 +18,40 @@ VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """PyTorch reads the first one that is set, even if it is empty. The second is read for CUDA from 2.10 on."""
 
 
-def _truth(value: str) -> str:
-    return "" if value in ("True", "False") else "True or False, written like this"
+_TRUTH = r"True|False", "True or False, written like this"
+_FRACTION = r"0(\.\d*)?|\.\d+|1(\.0*)?", "a number from 0 to 1"
+_MEGABYTES = r"\d+", "a whole number of MiB, at least 0"
+_SEGMENT = r"[2-9]\d|\d{3,}", "a whole number of MiB, at least 20"
+_POWER = "(" + "|".join(str(1 << bits) for bits in range(21)) + ")"
 
-
-def _megabytes(least: int) -> Callable[[str], str]:
-    return lambda value: "" if value.isdigit() and int(value) >= least else f"a whole number of MiB, at least {least}"
-
-
-def _fraction(*, ends: bool) -> Callable[[str], str]:
-    def check(value: str) -> str:
-        number = _number(value)
-        inside = number is not None and (0 <= number <= 1 if ends else 0 < number < 1)
-        return "" if inside else f"a number {'from 0 to 1' if ends else 'between 0 and 1'}"
-
-    return check
-
-
-def _threads(value: str) -> str:
-    valid = value.isdigit() and int(value) in (1, 2, 4, 8, 16, 32, 64, 128)
-    return "" if valid else "a power of two up to 128"
-
-
-def _divisions(value: str) -> str:
-    expected = "a power of two such as 4, or [256:1,512:2,1024:4,>:8] with powers of two"
-    if not value.startswith("["):
-        return "" if value == "0" or _power_of_two(value) else expected
-    pairs = [pair.partition(":") for pair in value.strip("[]").split(",") if pair]
-    valid = value.endswith("]") and all(
-        (size == ">" or _power_of_two(size)) and (parts == "0" or _power_of_two(parts)) for size, _, parts in pairs
-    )
-    return "" if valid and pairs else expected
-
-
-def _backend(value: str) -> str:
-    return "" if value in ("native", "cudaMallocAsync") else "native or cudaMallocAsync"
-
-
-def _reserve(value: str) -> str:
-    valid = re.fullmatch(r"\d+(\.\d+)?[KMGT]?", value) and (_number(value.rstrip("KMGT")) or 0) > 0
-    return "" if valid else "a fraction such as 0.5, or a size such as 40G"
-
-
-KEYS: Mapping[str, Callable[[str], str]] = {
-    "backend": _backend,
-    "expandable_segments": _truth,
-    "expandable_segments_reserve": _reserve,
-    "expandable_segments_reserve_by_class": lambda _: "",
-    "garbage_collection_threshold": _fraction(ends=False),
-    "graph_capture_record_stream_reuse": _truth,
-    "large_segment_size_mb": _megabytes(20),
-    "max_non_split_rounding_mb": _megabytes(20),
-    "max_split_size_mb": _megabytes(20),
-    "per_process_memory_fraction": _fraction(ends=True),
-    "pinned_free_catch_all": _truth,
-    "pinned_max_cached_size_mb": _megabytes(0),
-    "pinned_max_round_threshold_mb": _megabytes(0),
-    "pinned_num_register_threads": _threads,
-    "pinned_reserve_segment_size_mb": _megabytes(0),
-    "pinned_use_background_threads": _truth,
-    "pinned_use_cuda_host_register": _truth,
-    "pinned_use_hip_host_register": _truth,
-    "release_lock_on_cudamalloc": _truth,
-    "release_lock_on_hipmalloc": _truth,
-    "roundup_power2_divisions": _divisions,
-    "throw_on_cudamalloc_oom": _truth,
+KEYS: Mapping[str, tuple[str, str]] = {
+    "backend": (r"native|cudaMallocAsync", "native or cudaMallocAsync"),
+    "expandable_segments": _TRUTH,
+    "expandable_segments_reserve": (r"(?=.*[1-9])\d+(\.\d+)?[KMGT]?", "a fraction such as 0.5, or a size such as 40G"),
+    "expandable_segments_reserve_by_class": (r".*", ""),
+    "garbage_collection_threshold": (r"0?\.\d*[1-9]\d*", "a number between 0 and 1"),
+    "graph_capture_record_stream_reuse": _TRUTH,
+    "large_segment_size_mb": _SEGMENT,
+    "max_non_split_rounding_mb": _SEGMENT,
+    "max_split_size_mb": _SEGMENT,
+    "per_process_memory_fraction": _FRACTION,
+    "pinned_free_catch_all": _TRUTH,
+    "pinned_max_cached_size_mb": _MEGABYTES,
+    "pinned_max_round_threshold_mb": _MEGABYTES,
+    "pinned_num_register_threads": (r"1|2|4|8|16|32|64|128", "a power of two up to 128"),
+    "pinned_reserve_segment_size_mb": _MEGABYTES,
+    "pinned_use_background_threads": _TRUTH,
+    "pinned_use_cuda_host_register": _TRUTH,
+    "pinned_use_hip_host_register": _TRUTH,
+    "release_lock_on_cudamalloc": _TRUTH,
+    "release_lock_on_hipmalloc": _TRUTH,
+    "roundup_power2_divisions": (
+        rf"0|{_POWER}|\[({_POWER}|>):(0|{_POWER})(,({_POWER}|>):(0|{_POWER}))*,?\]",
+        "a power of two such as 4, or [256:1,512:2,1024:4,>:8] with powers of two",
+    ),
+    "throw_on_cudamalloc_oom": _TRUTH,
 }
-"""For each name, a function that returns what a value must be; empty if the value is valid."""
+"""The valid values of each setting: a regular expression, and its description for error messages."""
 
 
 def parse_settings(line: str) -> dict[str, str]:
@@ -96,17 +63,14 @@ def parse_settings(line: str) -> dict[str, str]:
     settings: dict[str, str] = {}
     for part in _parts(line):
         key, colon, value = part.partition(":")
-        check = KEYS.get(key)
-        if check is None:
+        if key not in KEYS:
             raise ConfigurationError(
                 f"{key!r} is not a setting of PyTorch's allocator; the settings are {', '.join(KEYS)}"
             )
+        valid, expected = KEYS[key]
         if not colon or not value:
-            raise ConfigurationError(
-                f"{key} needs a value, as in {key}:VALUE: {check('') or 'see PyTorch CUDA semantics'}"
-            )
-        expected = check(value)
-        if expected:
+            raise ConfigurationError(f"{key} needs a value, as in {key}:VALUE: {expected or 'any text'}")
+        if not re.fullmatch(valid, value):
             raise ConfigurationError(f"invalid value {value!r} of {key}: it must be {expected}")
         settings[key] = value
     if not settings:
@@ -149,11 +113,3 @@ def _parts(line: str) -> list[str]:
             parts.append(text[start:at])
             start = at + 1
     return [part for part in parts if part]
-
-
-def _number(value: str) -> float | None:
-    return float(value) if re.fullmatch(r"\d+(\.\d*)?|\.\d+", value) else None
-
-
-def _power_of_two(value: str) -> bool:
-    return value.isdigit() and int(value) > 0 and int(value) & (int(value) - 1) == 0

@@ -188,7 +188,7 @@ def without_torch_function(torch: Any) -> AbstractContextManager[None]:
 
 def tensor_base_class(torch: Any) -> Any:
     """Return the base class of all tensors, which reads a tensor without running code of its subclass."""
-    return torch._C.TensorBase if hasattr(torch._C, "TensorBase") else torch._C._TensorBase
+    return torch._C.TensorBase
 
 
 def tensors_of_module(module: Any) -> Iterable[dict[str, Any]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from gpumem_exporter.client.allocator.attached import attached
+from gpumem_exporter.client.allocator.reclaimable import fragmented_bytes
 from gpumem_exporter.client.cleanup.clear import clear_cache
 from gpumem_exporter.client.hooks.steps import OneStep, process_steps
 from gpumem_exporter.client.log import log
 from gpumem_exporter.units import human_bytes
+from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = ["AutoClean", "Cache", "auto_clean"]
+__all__ = ["AutoClean", "auto_clean"]
 
 _WORTH_SHARE = 0.5
 """A clear fails if it frees less than this share of `min_bytes`…"""
@@ -21,25 +22,8 @@ _REGAINED_SHARE = 0.8
 _FAILURES_MAX = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Cache:
-    """The allocator's cache on one device."""
-
-    reserved_bytes: int
-    fragmented_bytes: int
-    reclaimable_bytes: int
-
-
 class AutoClean:
-    """Checks the cache at the end of each step until `stop()`. `auto_clean` creates it.
-
-    Args:
-        fragmentation: see `auto_clean`.
-        min_bytes: see `auto_clean`.
-        cooldown_steps: see `auto_clean`.
-        caches: returns the cache of each device.
-        clear: empties the cache and returns the bytes freed.
-    """
+    """Checks the cache at the end of each step until `stop()`. `auto_clean` creates it, and describes its arguments."""
 
     def __init__(
         self,
@@ -47,7 +31,7 @@ class AutoClean:
         min_bytes: int,
         cooldown_steps: int,
         *,
-        caches: Callable[[], tuple[Cache, ...]],
+        samples: Callable[[], tuple[DeviceSample, ...]],
         clear: Callable[[], int],
     ) -> None:
         if not 0 <= fragmentation <= 1 or min_bytes < 1 or cooldown_steps < 1:
@@ -55,7 +39,7 @@ class AutoClean:
         self._fragmentation = fragmentation
         self._min_bytes = min_bytes
         self._cooldown_steps = self._cooldown = cooldown_steps
-        self._caches = caches
+        self._samples = samples
         self._clear = clear
         self._steps_since = cooldown_steps
         self._reserved_after: int | None = None
@@ -93,16 +77,16 @@ class AutoClean:
         self._steps_since += 1
         if self.stopped or self._steps_since < self._cooldown:
             return 0
-        caches = self._caches()
-        reclaimable = sum(cache.reclaimable_bytes for cache in caches)
+        samples = self._samples()
+        reclaimable = sum(sample.reclaimable_bytes or 0 for sample in samples)
         fragmented = any(
-            cache.reserved_bytes and cache.fragmented_bytes >= self._fragmentation * cache.reserved_bytes
-            for cache in caches
+            sample.reserved_bytes and (fragmented_bytes(sample) or 0) >= self._fragmentation * sample.reserved_bytes
+            for sample in samples
         )
         if not fragmented or reclaimable < self._min_bytes:
             return 0
         if self._reserved_after is not None:
-            regained = sum(cache.reserved_bytes for cache in caches) - self._reserved_after
+            regained = _reserved(samples) - self._reserved_after
             self._judge(succeeded=regained < _REGAINED_SHARE * self._last_freed)
             if self.stopped or self._steps_since < self._cooldown:
                 return 0
@@ -117,7 +101,7 @@ class AutoClean:
             self._judge(succeeded=False)
         else:
             self._last_freed = freed
-            self._reserved_after = sum(cache.reserved_bytes for cache in self._caches())
+            self._reserved_after = _reserved(self._samples())
         return freed
 
     def _judge(self, *, succeeded: bool) -> None:
@@ -154,25 +138,22 @@ def auto_clean(fragmentation: float = 0.3, *, min_bytes: int = 1 << 30, cooldown
     Raises:
         ValueError: an argument is out of range.
     """
-    cleaner = AutoClean(fragmentation, min_bytes, cooldown_steps, caches=_caches, clear=clear_cache)
+    cleaner = AutoClean(fragmentation, min_bytes, cooldown_steps, samples=_samples, clear=clear_cache)
     cleaner.listen()
     return cleaner
 
 
 def _stopped(clears: int, freed_bytes: int) -> AutoClean:
-    cleaner = AutoClean(1.0, 1, 1, caches=_caches, clear=clear_cache)
+    cleaner = AutoClean(1.0, 1, 1, samples=_samples, clear=clear_cache)
     cleaner.stop("this is a copy")
     cleaner.clears, cleaner.freed_bytes = clears, freed_bytes
     return cleaner
 
 
-def _caches() -> tuple[Cache, ...]:
+def _samples() -> tuple[DeviceSample, ...]:
     allocator = attached()
-    if allocator is None or allocator.capturing:
-        return ()
-    found = []
-    for sample in allocator.samples():
-        reserved, allocated, reclaimable = sample.reserved_bytes, sample.allocated_bytes, sample.reclaimable_bytes
-        if reserved is not None and allocated is not None and reclaimable is not None:
-            found.append(Cache(reserved, reserved - allocated - reclaimable, reclaimable))
-    return tuple(found)
+    return () if allocator is None or allocator.capturing else allocator.samples()
+
+
+def _reserved(samples: tuple[DeviceSample, ...]) -> int:
+    return sum(sample.reserved_bytes or 0 for sample in samples)

@@ -12,6 +12,7 @@ from typing import Any
 from gpumem_exporter.client.allocator import torch_access
 from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.attached import attached, no_cuda
+from gpumem_exporter.client.allocator.reclaimable import known
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.log import log
 from gpumem_exporter.units import human_bytes
@@ -191,14 +192,12 @@ def _returned_bytes(allocator: Allocator) -> int:
 
     It is the negative counter of freed reserved bytes, or the reserved bytes if there is no counter (cudaMallocAsync).
     """
-    total = 0
-    for index in allocator.devices():
-        reserved = (allocator.state(index) or {}).get("reserved_bytes", {}).get("all", {})
-        total += -reserved["freed"] if "freed" in reserved else reserved.get("current", 0)
-    return total
+    freed = [known(allocator.state(index), "reserved_bytes", "freed") for index in allocator.devices()]
+    if None not in freed:
+        return -sum(filter(None, freed))
+    return sum(known(allocator.state(index), "reserved_bytes") or 0 for index in allocator.devices())
 
 
 def _allocated_bytes(allocator: Allocator) -> int:
     """Return the bytes in tensors, on all devices."""
-    states = (allocator.state(index) or {} for index in allocator.devices())
-    return sum(state.get("allocated_bytes", {}).get("all", {}).get("current", 0) for state in states)
+    return sum(known(allocator.state(index), "allocated_bytes") or 0 for index in allocator.devices())

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from gpumem_exporter.client.hooks.guest_safety import guest_safety
 
-__all__ = ["CaptureHook", "CaptureListener", "listen_to_captures"]
+__all__ = ["CaptureHook", "CaptureListener", "listen_to_captures", "running_captures"]
 
 _ENDS = ("capture_end_pre", "capture_end")
 """Methods that end a capture. The hook replaces the first that exists: since torch 2.14 the second calls the first."""
@@ -49,10 +49,12 @@ class CaptureHook:
             self._listeners = (*self._listeners, listener)
             if self._graph_class is None:
                 self.install()
-        for started in list(self._started.values()):
-            graph = started()
-            if graph is not None:
-                listener.capture_started(graph)
+        for graph in self.running():
+            listener.capture_started(graph)
+
+    def running(self) -> list[Any]:
+        """Return the graphs that are being captured. Any thread may call this."""
+        return [graph for reference in list(self._started.values()) if (graph := reference()) is not None]
 
     def discard(self, listener: CaptureListener) -> None:
         """Stop calling the listener. The last one removes the hook."""
@@ -122,6 +124,11 @@ class CaptureHook:
 
 
 _hook = CaptureHook()
+
+
+def running_captures() -> list[Any]:
+    """Return the graphs that are being captured in any thread; empty if nothing listens."""
+    return _hook.running()
 
 
 def listen_to_captures(listener: CaptureListener) -> Callable[[], None]:

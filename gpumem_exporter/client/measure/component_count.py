@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -25,27 +25,17 @@ _CHUNK = 64
 
 
 class ComponentCount:
-    """One count. Only one thread may use it at a time.
-
-    Args:
-        torch: the torch module of the user's code.
-        model: a weak reference to a module.
-        optimizer: a weak reference to an object with `state` and `param_groups`.
-        clock: seconds.
-    """
+    """One count of a module, and of an object with `state` and `param_groups`. For one thread at a time."""
 
     def __init__(
         self,
         torch: Any,
         model: weakref.ref[Any] | None,
         optimizer: weakref.ref[Any] | None,
-        *,
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._torch = torch
         self._model = model
         self._optimizer = optimizer
-        self._clock = clock
         self._seen: set[int] = set()
         self._parameters = Storages(torch)
         self._gradients: dict[int, int] = {}
@@ -54,9 +44,9 @@ class ComponentCount:
 
     def advance(self, seconds: float) -> bool:
         """Count for about `seconds`. Returns True when the count is complete."""
-        end = self._clock() + seconds
+        end = time.perf_counter() + seconds
         with without_torch_function(self._torch):  # active modes of the user's code must not see the count
-            return all(self._clock() < end for _ in self._slices)
+            return all(time.perf_counter() < end for _ in self._slices)
 
     def bytes(self) -> Mapping[int, Mapping[str, int]]:
         """Return bytes by device index (`HOST` for host memory) and component."""

@@ -25,8 +25,8 @@ _SLICE_SECONDS = 0.0005
 """Time that a count takes in one step."""
 _WRAPPER_ATTRIBUTES = ("module", "_orig_mod", "_fsdp_wrapped_module")
 _WRAPPERS_MAX = 4
-_VALID_INTERVALS = 6.0
-"""A count is valid for this number of intervals, and for three times the time between the last two counts."""
+_VALID_SECONDS = 60.0
+"""A count is valid for this time, and for three times the time between the last two counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +52,6 @@ class Watch:
 
     Has weak references only. Any thread may call any method. A count runs in the thread that ends a step.
 
-    Args:
-        model: a module, or None.
-        optimizer: an optimizer of `torch.optim`, a wrapper of one, any object with `state` and `param_groups`, or None.
-        interval_seconds: the minimum time between two counts.
-        observed: receives the counts.
-        steps: reports the ends of steps.
-        clock: monotonic seconds.
-
     Raises:
         TypeError: the model is not a module.
     """
@@ -69,7 +61,6 @@ class Watch:
         model: Any,
         optimizer: Any,
         *,
-        interval_seconds: float = _INTERVAL_SECONDS,
         observed: Observed | None = None,
         steps: Steps | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -77,7 +68,6 @@ class Watch:
         if model is not None and not (hasattr(model, "_parameters") and hasattr(model, "_modules")):
             raise TypeError(f"cannot watch a {type(model).__name__}: the model must be a torch.nn.Module or None")
         self._observed = observed or process_observed()
-        self._interval_seconds = interval_seconds
         self._clock = clock
         self._model = None if model is None else weakref.ref(model, self._on_deleted)
         inner = _inner_optimizer(optimizer)
@@ -139,7 +129,7 @@ class Watch:
         if not self._counts_after(optimizer):
             return
         now = self._clock()
-        if self._count is None and now - self._started_seconds < self._interval_seconds:
+        if self._count is None and now - self._started_seconds < _INTERVAL_SECONDS:
             return
         torch = initialized_torch()
         if torch is None or not self._counting.acquire(blocking=False):
@@ -178,7 +168,7 @@ class Watch:
         counted = count.bytes()
         statistics = Statistics(torch)
         allocated = {index: known(statistics.state(index), "allocated_bytes") for index in statistics.devices()}
-        valid_seconds = max(_VALID_INTERVALS * self._interval_seconds, 3 * self._between_starts_seconds)
+        valid_seconds = max(_VALID_SECONDS, 3 * self._between_starts_seconds)
         self._observed.set_components(
             self,
             WatchedBytes(
@@ -203,23 +193,19 @@ class Watch:
 def watch(model: Any, optimizer: Any = None) -> Watch:
     """Count the bytes of a model's parameters, gradients and optimizer state on each device.
 
-    The result is in the reports (`gpumem_torch_component_bytes`), in `summary()` and in the returned object. The count
-    runs in the training thread at the end of a step of that optimizer. Where PyTorch does not report its steps (before
-    torch 2.1, or for another kind of optimizer) it runs at `gpumem.step()`. A count starts every ten seconds at most,
-    and runs in slices of half a millisecond: some forty steps for ten thousand tensors.
+    The result is in the reports (`gpumem_torch_component_bytes`), in `summary()` and in the returned object. A count
+    starts every ten seconds at most, and runs in the training thread at the end of steps, for half a millisecond each:
+    some forty steps for ten thousand tensors. Where PyTorch does not report the steps (before torch 2.1, or for another
+    kind of optimizer) it runs at `gpumem.step()`.
 
-    Each storage counts once: tied weights, views into a flat buffer and parts of buckets do not count twice. A
-    `DTensor` (FSDP2) counts with its local shard, a quantized tensor with its parts, an 8-bit state with its real
-    bytes. Offloaded tensors count as host memory, which is not reported. Tensors that the optimizer updates and the
-    model does not contain (copies in full precision, a second model) count as parameters. `other` is the rest of the
-    allocated bytes at the end of the step: activations that are kept, buffers, batches, gathered parameters, the
-    buckets of `DistributedDataParallel` if gradients are not views into them, and the allocator's rounding.
+    Each storage counts once, also if tensors share it. A `DTensor` (FSDP2) counts with its local shard, a quantized
+    tensor with its parts. Tensors in host memory are not reported. Tensors that the optimizer updates and the model
+    does not contain count as parameters. `other` is the rest of the allocated bytes at the end of the step: activations
+    that are kept, buffers, batches, gathered parameters, communication buckets, and the allocator's rounding.
 
     Several watches add up. If several watches share a model or an optimizer, only one is counted: the one that covers
-    both, otherwise the most recent.
-
-    The watch has weak references only, and puts no hook on the model. It ends with the model, with the optimizer, or
-    with `close()`. It does nothing while CUDA is not initialized.
+    both, otherwise the most recent. The watch puts no hook on the model, and ends with it. It does nothing while CUDA
+    is not initialized.
 
     Args:
         model: a module, wrapped or not; None to count only what the optimizer updates.

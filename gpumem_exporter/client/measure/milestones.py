@@ -16,7 +16,7 @@ from gpumem_exporter.client.hooks.guest_safety import guest_safety
 from gpumem_exporter.client.hooks.model_forward import before_forwards
 from gpumem_exporter.client.hooks.steps import Steps, process_steps
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.observed import Observed, process_observed
+from gpumem_exporter.client.measure.observed import process_observed
 from gpumem_exporter.units import human_bytes, human_growth
 
 __all__ = ["DeviceMilestone", "Milestone", "Milestones", "milestones"]
@@ -63,14 +63,7 @@ class Milestone:
 class Milestones:
     """Records and logs the memory at the milestones of a training script. `milestones` creates it.
 
-    Has only weak references to the model and the optimizer. Any thread may call any method.
-
-    Args:
-        model: a module, or None.
-        optimizer: an optimizer of `torch.optim`, or None for any.
-        level: log level.
-        observed: the peaks of this process.
-        steps: reports the ends of steps.
+    Any thread may call any method.
     """
 
     def __init__(
@@ -79,10 +72,9 @@ class Milestones:
         optimizer: Any = None,
         *,
         level: int = logging.INFO,
-        observed: Observed | None = None,
         steps: Steps | None = None,
     ) -> None:
-        self._observed = observed or process_observed()
+        self._observed = process_observed()
         self._level = level
         self._started_seconds = time.monotonic()
         self._records: deque[Milestone] = deque(maxlen=_KEPT)
@@ -197,11 +189,8 @@ def milestones(model: Any = None, optimizer: Any = None, *, level: int = logging
     first step of the optimizer, which creates its state; each epoch; and each call of `record`. Each shows the growth
     since the previous milestone. `print()` shows the list. The logger `gpumem_exporter.client` logs each.
 
-    The script says where an epoch starts: `for epoch in seen.epochs(range(10))` around its loop, or a call of
-    `seen.epoch()`, for example from a trainer's callback.
-
-    There are only weak references and no hooks on the model or the optimizer, so both can be copied and pickled. They
-    end with the model, or with `close()`.
+    The script marks its epochs: `for epoch in seen.epochs(range(10))`, or a call of `seen.epoch()`. There are no hooks
+    on the model or the optimizer. The milestones end with the model, or with `close()`.
 
     Args:
         model: a module, wrapped or not.

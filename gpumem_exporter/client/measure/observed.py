@@ -1,8 +1,8 @@
 """Peaks of phases and bytes of components in this process, for the reporter and for `summary`.
 
 One lock guards each reading of the peaks with its evaluation. Otherwise a reset by a phase in another thread would
-count as a reset by the user's code. A thread that has the lock reads statistics (10 µs) and waits for nothing. Counts
-of watches need no lock: a watch may end inside the garbage collector, which must not wait.
+count as a reset by the user's code. Counts of watches need no lock: a watch may end inside the garbage collector, which
+must not wait.
 """
 
 from __future__ import annotations
@@ -18,29 +18,15 @@ from gpumem_exporter.client.allocator.torch_access import Statistics, initialize
 from gpumem_exporter.client.hooks.calling_thread import calling_thread, mark_thread
 from gpumem_exporter.client.hooks.lifecycle import after_fork_in_child
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.peak_bounds import PeakBounds
+from gpumem_exporter.client.measure.peak_bounds import PeakBounds, PhasePeak, Span
 from gpumem_exporter.client.process_state import once
 from gpumem_exporter.wire.protocol import MAX_LABEL_LENGTH
 
-__all__ = ["MAX_PHASES", "Observed", "PhasePeak", "Span", "WatchedBytes", "process_observed"]
+__all__ = ["MAX_PHASES", "Observed", "WatchedBytes", "process_observed"]
 
 MAX_PHASES = 64
 """The number of reported names, which is the exporter's limit per device. Other phases are only measured."""
 _LIFTED = ("allocated_bytes", "reserved_bytes")
-
-
-@dataclass(frozen=True, slots=True)
-class PhasePeak:
-    """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks."""
-
-    at_least_bytes: int
-    at_most_bytes: int | None
-    """None if the user's code reset the allocator's peaks during the phase."""
-
-    @property
-    def exact(self) -> bool:
-        """Whether both bounds are equal."""
-        return self.at_least_bytes == self.at_most_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,28 +39,6 @@ class WatchedBytes:
     """Time on the monotonic clock after which the count is too old for the reports."""
     watched_ids: frozenset[int] = frozenset()
     """Ids of the model and the optimizer that were counted."""
-
-
-class Span:
-    """One run of a phase or a measured block, with the bounds of the peak of each device.
-
-    Args:
-        name: the name of the phase or block.
-        reset_peaks: reset the allocator's peaks at the start.
-        kept: the run counts as a run of a phase.
-    """
-
-    __slots__ = ("bounds", "ended_seconds", "kept", "name", "peaks", "reset_peaks", "started_seconds", "thread")
-
-    def __init__(self, name: str, *, reset_peaks: bool = False, kept: bool = True) -> None:
-        self.name = name
-        self.reset_peaks = reset_peaks
-        self.kept = kept
-        self.thread = threading.get_ident()
-        self.bounds: dict[int, PeakBounds] = {}
-        self.peaks: dict[int, PhasePeak] = {}
-        self.started_seconds = time.monotonic()
-        self.ended_seconds: float | None = None
 
 
 class Observed:
@@ -189,9 +153,7 @@ class Observed:
             for span in self._open.values():
                 if span.kept and span.name in self._phases and index in span.bounds:
                     peak = self._peak(index, span.bounds[index])
-                    before = known.get(span.name)
-                    outdated = before is None or (span.name, index) in self._outdated
-                    known[span.name] = peak if outdated or before is None else _larger(before, peak)
+                    known[span.name] = self._merged(span.name, index, known.get(span.name), peak)
             return known
 
     # Components
@@ -274,10 +236,16 @@ class Observed:
         if phases is None:
             return
         for index, peak in span.peaks.items():
-            before = phases.get(index)
-            outdated = (span.name, index) in self._outdated
-            phases[index] = peak if before is None or outdated else _larger(before, peak)
+            phases[index] = self._merged(span.name, index, phases.get(index), peak)
             self._outdated.discard((span.name, index))
+
+    def _merged(self, name: str, index: int, before: PhasePeak | None, peak: PhasePeak) -> PhasePeak:
+        if before is None or (name, index) in self._outdated:
+            return peak
+        most: int | None = None
+        if before.at_most_bytes is not None and peak.at_most_bytes is not None:
+            most = max(before.at_most_bytes, peak.at_most_bytes)
+        return PhasePeak(max(before.at_least_bytes, peak.at_least_bytes), most)
 
     def name_phase(self, name: str) -> str:
         """Register the name of a phase and return it as a valid label value. `MAX_PHASES` names are reported."""
@@ -319,15 +287,6 @@ def _without_shared(counts: Iterable[WatchedBytes]) -> list[WatchedBytes]:
         if all(one.watched_ids.isdisjoint(other.watched_ids) for other in chosen):
             chosen.append(one)
     return sorted(chosen, key=lambda each: each.valid_until_seconds)
-
-
-def _larger(one: PhasePeak, other: PhasePeak) -> PhasePeak:
-    at_most = (
-        None
-        if one.at_most_bytes is None or other.at_most_bytes is None
-        else max(one.at_most_bytes, other.at_most_bytes)
-    )
-    return PhasePeak(max(one.at_least_bytes, other.at_least_bytes), at_most)
 
 
 def process_observed() -> Observed:

@@ -8,7 +8,11 @@ old values between such a reset and the next reading, because then the reset can
 
 from __future__ import annotations
 
-__all__ = ["PeakBounds"]
+import threading
+import time
+from dataclasses import dataclass
+
+__all__ = ["PeakBounds", "PhasePeak", "Span"]
 
 
 class PeakBounds:
@@ -47,3 +51,39 @@ class PeakBounds:
         self.now = allocated_bytes
         self._unseen_reset = True
         self._peak_then = peak_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
+    """The largest peak of allocated bytes in the runs of a phase since the last reset of the allocator's peaks."""
+
+    at_least_bytes: int
+    at_most_bytes: int | None
+    """None if the user's code reset the allocator's peaks during the phase."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether both bounds are equal."""
+        return self.at_least_bytes == self.at_most_bytes
+
+
+class Span:
+    """One run of a phase or a measured block, with the bounds of the peak of each device.
+
+    Args:
+        name: the name of the phase or block.
+        reset_peaks: reset the allocator's peaks at the start.
+        kept: the run counts as a run of a phase.
+    """
+
+    __slots__ = ("bounds", "ended_seconds", "kept", "name", "peaks", "reset_peaks", "started_seconds", "thread")
+
+    def __init__(self, name: str, *, reset_peaks: bool = False, kept: bool = True) -> None:
+        self.name = name
+        self.reset_peaks = reset_peaks
+        self.kept = kept
+        self.thread = threading.get_ident()
+        self.bounds: dict[int, PeakBounds] = {}
+        self.peaks: dict[int, PhasePeak] = {}
+        self.started_seconds = time.monotonic()
+        self.ended_seconds: float | None = None

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpumem_exporter.client.allocator.allocator import Allocator
+from gpumem_exporter.client.allocator.settings import VARIABLES, in_force
 from gpumem_exporter.client.allocator.torch_access import allocator_settings, initialized_torch
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.observed import PhasePeak, process_observed
+from gpumem_exporter.client.measure.observed import process_observed
+from gpumem_exporter.client.measure.peak_bounds import PhasePeak
 from gpumem_exporter.client.reporter.driver_memory import DriverReading, read_driver
 from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import DeviceSample
@@ -26,7 +28,6 @@ _FROM_SAMPLE = (
     *("alloc_retries", "ooms"),
 )
 """Attributes of `DeviceSummary` that are the same in `DeviceSample`."""
-_OLD_VARIABLE, _NEW_VARIABLE = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,10 +128,9 @@ class Summary:
 def summary() -> Summary:
     """Return the GPU memory of this process now: `print(gpumem.summary())` shows it as a table.
 
-    Reads the allocator's statistics, CUDA and the driver, in a few milliseconds. If the statistics do not show the
-    reclaimable memory, it also walks over the allocator's heap (half a microsecond per block, up to 20,000 blocks). It
-    resets nothing, initializes nothing and creates no context. Any thread may call it. While another thread empties the
-    cache, it waits, and holds the GIL.
+    Takes a few milliseconds, and half a microsecond per block of the allocator's heap if the statistics do not show the
+    reclaimable memory. Resets nothing, initializes nothing and creates no context. Any thread may call it. While
+    another thread empties the cache, it waits, and holds the GIL.
     """
     torch, allocator = initialized_torch(), Allocator.attach()
     if torch is None or allocator is None:
@@ -147,7 +147,7 @@ def log_summary(prefix: str = "", *, level: int = logging.INFO) -> Summary:
     The logger is `gpumem_exporter.client`, which shows warnings only until the user's code configures logging.
 
     Args:
-        prefix: prefix of each line.
+        prefix: start of each line.
         level: log level.
     """
     result = summary()
@@ -198,20 +198,18 @@ def _device(torch: Any, index: int, sample: DeviceSample) -> DeviceSummary:
 def settings_in_force(reported: str | None, environ: Mapping[str, str]) -> tuple[str, str, str]:
     """Return the allocator's settings, their source, and an environment variable that is ignored.
 
-    If both variables are set, PYTORCH_CUDA_ALLOC_CONF wins, even if it is empty (CUDAAllocatorConfig.h). PyTorch reads
-    PYTORCH_ALLOC_CONF since 2.10, which is also the first release that reports its settings.
-
     Args:
-        reported: the settings that PyTorch reports; None before 2.10.
+        reported: the settings that PyTorch reports; None before 2.10, which reads only the older variable.
         environ: the environment.
     """
-    old, new = environ.get(_OLD_VARIABLE), environ.get(_NEW_VARIABLE)
+    old, new = VARIABLES
     if reported is None:
-        return old or "", (_OLD_VARIABLE if old else ""), (_NEW_VARIABLE if new is not None else "")
-    winner = _OLD_VARIABLE if old is not None else _NEW_VARIABLE
-    ignored = _NEW_VARIABLE if old is not None and new is not None else ""
-    if reported == environ.get(winner, ""):
-        return reported, (winner if reported else ""), ignored
+        settings = environ.get(old, "")
+        return settings, (old if settings else ""), (new if new in environ else "")
+    variable, settings = in_force(environ)
+    ignored = new if variable == old and new in environ else ""
+    if reported == settings:
+        return reported, (variable if reported else ""), ignored
     return reported, "the program", ignored
 
 

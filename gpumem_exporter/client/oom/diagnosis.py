@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from gpumem_exporter.client.allocator.attached import attached
@@ -18,12 +18,12 @@ from gpumem_exporter.client.leaks.live_tensors import walk
 from gpumem_exporter.client.leaks.referrers import instance_dictionary
 from gpumem_exporter.client.leaks.suspects import descriptions, frequent
 from gpumem_exporter.client.log import log
-from gpumem_exporter.client.measure.phases import current_phase
+from gpumem_exporter.client.measure.measured import current_phase
 from gpumem_exporter.client.measure.tensor_bytes import Storages, tensors_in
 from gpumem_exporter.client.oom.advice import Advice, advise
 from gpumem_exporter.client.oom.growth import BlockHistory
 from gpumem_exporter.client.oom.message import OomMessage, parse_oom_message
-from gpumem_exporter.client.oom.phase import Origin, origin_of
+from gpumem_exporter.client.oom.phase import Origin, batch_of_forward, origin_of, self_in_frame
 from gpumem_exporter.client.oom.values import OomValues
 from gpumem_exporter.units import human_bytes
 from gpumem_exporter.wire.protocol import OutOfMemory
@@ -33,7 +33,6 @@ __all__ = ["NOTE_PREFIX", "OomDiagnosis", "Run", "diagnose"]
 NOTE_PREFIX = "gpumem: "
 _ADVICE_SHOWN = 5
 _SEARCHED_MAX = 16
-_FRAMES_MAX = 400
 _OBSERVED_SECONDS = 5.0
 _SEGMENT_BYTES = 20 << 20
 
@@ -80,7 +79,7 @@ def _values(message: OomMessage, origin: Origin, traceback: TracebackType | None
     allocated: int | None = memory["allocated"]
     batch_size = run.batch_size if run is not None else None
     if batch_size is None:
-        batch_size = _batch_of_forward(traceback)
+        batch_size = batch_of_forward(traceback)
     phase = origin.phase or current_phase() or ""
     return OomValues(
         phase=phase,
@@ -196,9 +195,9 @@ def _model(phase: str, traceback: TracebackType | None, device: int | None) -> d
     if torch is None or phase not in ("optimizer", "model transfer"):
         return {}
     if phase == "model transfer":
-        model = _self_of(traceback, "torch.nn.modules.module", "_apply", outermost=True)
+        model = self_in_frame(traceback, "torch.nn.modules.module", "_apply", outermost=True)
         return {} if model is None else {"parameters": _bytes_of(torch.nn.Module.parameters(model), torch, None)}
-    optimizer = _self_of(traceback, "torch.optim.optimizer", "wrapper", outermost=False)
+    optimizer = self_in_frame(traceback, "torch.optim.optimizer", "wrapper", outermost=False)
     attributes = instance_dictionary(optimizer) or {}
     groups, states = attributes.get("param_groups") or [], attributes.get("state")
     parameters = _bytes_of([parameter for group in groups for parameter in group["params"]], torch, device)
@@ -231,48 +230,6 @@ def _full_state(optimizer: str, groups: list[dict[str, Any]], states: Any) -> in
     if optimizer == "SGD" and not any(group.get("momentum") for group in groups):
         return 0
     return _STATES.get(optimizer, 2) + any(bool(group.get("amsgrad")) for group in groups)
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    for _ in range(_FRAMES_MAX):
-        if traceback is None:
-            return
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
-
-
-def _variables(frame: FrameType, *names: str) -> tuple[Any, ...]:
-    """Return local variables of one of PyTorch's frames; None for a missing one."""
-    variables = frame.f_locals
-    found = tuple(variables.get(name) for name in names)
-    if sys.version_info < (3, 13):
-        variables.clear()  # the frame would keep this copy, and its tensors
-    return found
-
-
-def _self_of(traceback: TracebackType | None, module: str, function: str, *, outermost: bool) -> Any:
-    found = None
-    for frame in _frames(traceback):
-        if frame.f_globals.get("__name__") == module and frame.f_code.co_name == function:
-            found, arguments = _variables(frame, "self", "args")
-            if found is None and arguments:
-                found = arguments[0]
-            if found is not None and outermost:
-                return found
-    return found
-
-
-def _batch_of_forward(traceback: TracebackType | None) -> int | None:
-    """Return the first dimension of the first tensor among the arguments of the outermost module."""
-    torch = sys.modules.get("torch")
-    for frame in _frames(traceback):
-        if frame.f_globals.get("__name__") == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
-            arguments, named = _variables(frame, "args", "kwargs")
-            for argument in (*(arguments or ()), *(named or {}).values()):
-                if torch is not None and type(argument) is torch.Tensor and argument.dim() > 0:
-                    return int(argument.shape[0])
-            return None
-    return None
 
 
 def _ranks() -> int:

@@ -137,9 +137,8 @@ def oom_guard(
     run costs about 30 µs, and nothing without CUDA. Any thread may use it.
 
     After an error, the guard collects garbage and empties the cache. The frames of the error keep their local
-    variables, and with them their tensors, until the error is dropped: post-mortem debuggers and error trackers need
-    them. `free_frames=True` clears the frames that have ended, so that the handler of the error, for example one that
-    tries a smaller batch, starts with all memory that can be released.
+    variables, and with them their tensors, for post-mortem debuggers and error trackers. `free_frames=True` clears the
+    frames that have ended, for a handler that tries again with less memory.
 
     Args:
         batch_size: items in the batch of the block; for a decorator also a function of the arguments of a call.
@@ -196,10 +195,10 @@ _blocks = _Blocks()
 
 def chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the error and its causes."""
-    seen: set[int] = set()
     at: BaseException | None = error
-    while at is not None and id(at) not in seen and len(seen) < _CHAIN_MAX:
-        seen.add(id(at))
+    for _ in range(_CHAIN_MAX):  # a chain may be a circle
+        if at is None:
+            return
         yield at
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
 

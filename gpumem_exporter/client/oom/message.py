@@ -1,8 +1,7 @@
 """Parses the text of PyTorch's out-of-memory errors.
 
-Sizes have two decimals, so they are accurate to half a percent. Each value has its own optional expressions, because
-releases differ, and the text names other processes only if NVML knows them. The forms come from
-CUDACachingAllocator.cpp; releases before 2.1 used another order.
+Sizes have two decimals, so they are accurate to half a percent. Each value is optional: releases differ, and the text
+names other processes only if NVML knows them. The forms come from CUDACachingAllocator.cpp of 2.1 and later.
 """
 
 from __future__ import annotations
@@ -15,17 +14,15 @@ __all__ = ["OomMessage", "is_out_of_memory", "parse_oom_message"]
 _UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _SIZE = r"(\d+(?:\.\d+)? (?:bytes|KiB|MiB|GiB))"
 _FIELDS = {
-    "requested_bytes": (rf"Tried to allocate {_SIZE}",),
-    "total_bytes": (rf"total capacity of {_SIZE}", rf"{_SIZE} total capacity"),
-    "free_bytes": (rf"of which {_SIZE} is free", rf"; {_SIZE} free"),
-    "process_bytes": (rf"this process has {_SIZE} memory in use",),
-    "allowed_bytes": (rf"{_SIZE} allowed",),
-    "allocated_bytes": (rf"{_SIZE} is allocated by PyTorch", rf"{_SIZE} already allocated"),
-    "private_pools_bytes": (rf"with {_SIZE} allocated in private pools",),
-    "unallocated_bytes": (rf"{_SIZE} is reserved by PyTorch but unallocated",),
-    "reserved_bytes": (rf"{_SIZE} reserved in total by PyTorch",),
+    "requested_bytes": rf"Tried to allocate {_SIZE}",
+    "total_bytes": rf"total capacity of {_SIZE}",
+    "free_bytes": rf"of which {_SIZE} is free",
+    "process_bytes": rf"this process has {_SIZE} memory in use",
+    "allowed_bytes": rf"{_SIZE} allowed",
+    "allocated_bytes": rf"{_SIZE} is allocated by PyTorch",
+    "private_pools_bytes": rf"with {_SIZE} allocated in private pools",
+    "unallocated_bytes": rf"{_SIZE} is reserved by PyTorch but unallocated",
 }
-_EXPRESSIONS = {name: tuple(re.compile(form) for form in forms) for name, forms in _FIELDS.items()}
 _DEVICE = re.compile(r"\bGPU (\d+)\b")
 _OTHERS = re.compile(rf"Process (\d+) has {_SIZE} memory in use")
 _OUT_OF_MEMORY = re.compile(
@@ -63,10 +60,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def parse_oom_message(text: str) -> OomMessage:
     """Parse the text of an out-of-memory error. Raises nothing."""
-    values = {name: _first(text, forms) for name, forms in _EXPRESSIONS.items()}
-    unallocated = values.pop("unallocated_bytes")
-    if values["reserved_bytes"] is None and values["allocated_bytes"] is not None and unallocated is not None:
-        values["reserved_bytes"] = values["allocated_bytes"] + unallocated
+    found = {name: re.search(form, text) for name, form in _FIELDS.items()}
+    values = {name: None if each is None else _bytes(each[1]) for name, each in found.items()}
+    allocated, unallocated = values["allocated_bytes"], values.pop("unallocated_bytes")
     device = _DEVICE.search(text)
     total = values["total_bytes"]
     others = ((int(pid), _bytes(size)) for pid, size in _OTHERS.findall(text))
@@ -74,16 +70,9 @@ def parse_oom_message(text: str) -> OomMessage:
         device=int(device[1]) if device else None,
         # Some releases write 17179869184.00 GiB if NVML does not know the memory of a process.
         other_processes=tuple((pid, size) for pid, size in others if total is None or size <= total),
+        reserved_bytes=None if allocated is None or unallocated is None else allocated + unallocated,
         **values,
     )
-
-
-def _first(text: str, forms: tuple[re.Pattern[str], ...]) -> int | None:
-    for form in forms:
-        found = form.search(text)
-        if found:
-            return _bytes(found[1])
-    return None
 
 
 def _bytes(size: str) -> int:

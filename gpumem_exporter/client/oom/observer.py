@@ -2,9 +2,8 @@
 
 PyTorch calls an observer in the allocating thread (for example an autograd thread) right before it raises, with the GIL
 and without the allocator's lock. An error of the observer would replace the user's OutOfMemoryError, and PyTorch
-cannot remove an observer. So one is attached per process; it suppresses its errors and does little work. In releases
-without observers, the growth of PyTorch's own error count shows the errors. With cudaMallocAsync or a pluggable
-allocator PyTorch does neither, so errors are unknown.
+cannot remove an observer. So one is attached per process; it suppresses its errors and does little work. With
+cudaMallocAsync or a pluggable allocator PyTorch calls no observer, so errors are unknown.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
+from gpumem_exporter.wire.protocol import OutOfMemory
 
 __all__ = ["OutOfMemoryLog"]
 
@@ -40,7 +39,6 @@ class OutOfMemoryLog:
         self._lock = threading.RLock()
         self._noted: deque[tuple[float, OutOfMemory]] = deque(maxlen=_KEPT)
         self._number = 0
-        self._counted: dict[str, int] = {}
         self._woken_seconds = float("-inf")
         self.latest: tuple[float, OutOfMemory] | None = None
         """Time and value of the last error, also after it was reported."""
@@ -57,17 +55,6 @@ class OutOfMemoryLog:
                 self._woken_seconds = now
         if wake:
             self._wake()
-
-    def compare(self, devices: Sequence[DeviceSample], step: int | None) -> None:
-        """Record the errors that PyTorch has counted since the last call, for releases without observers."""
-        for sample in devices:
-            if sample.ooms is None:
-                continue
-            # The first sample, and a reset of the counters by the user's code, show no growth.
-            before = self._counted.get(sample.uuid, sample.ooms)
-            self._counted[sample.uuid] = sample.ooms
-            for _ in range(min(sample.ooms - before, _KEPT)):
-                self.note(OutOfMemory(sample.uuid, 0, step=step, sample=sample))
 
     def waiting(self) -> tuple[OutOfMemory, ...]:
         """Return the errors for the report that is sent now."""

@@ -1,4 +1,4 @@
-"""Finds the phase of a training step in which an error happened, from the frames of its traceback.
+"""Finds the phase of a training step in which an error happened, and its objects, from the frames of its traceback.
 
 PyTorch's frames show it: `Optimizer.step` is wrapped in `torch.optim.optimizer`, a backward pass enters the engine
 through `torch.autograd.graph`, a forward pass goes through `Module._call_impl`, a model moves through `Module._apply`.
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import linecache
 import re
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType, TracebackType
+from typing import Any
 
-__all__ = ["Origin", "Place", "origin_of", "phase_of"]
+__all__ = ["Origin", "Place", "batch_of_forward", "origin_of", "phase_of", "self_in_frame"]
 
 _FRAMES_MAX = 400
 _TRANSFER = re.compile(r"\.(?:to|cuda|copy_|pin_memory|to_empty)\(")
@@ -56,11 +58,7 @@ def origin_of(traceback: TracebackType | None) -> Origin:
     if traceback is None:
         return Origin("")
     outer = [_place(frame, frame.f_lineno) for frame in _callers(traceback.tb_frame)]
-    inner: list[Place] = []
-    step: TracebackType | None = traceback
-    while step is not None and len(inner) < _FRAMES_MAX:
-        inner.append(_place(step.tb_frame, step.tb_lineno))
-        step = step.tb_next
+    inner = [_place(step.tb_frame, step.tb_lineno) for step in _steps(traceback)]
     phase, recomputed = phase_of([*reversed(outer), *inner], linecache.getline(inner[-1].filename, inner[-1].line))
     own = next((place for place in reversed(inner) if place.in_user_code), None)
     return Origin(phase, recomputed, str(own) if own else "")
@@ -108,3 +106,46 @@ def _place(frame: FrameType, line: int | None) -> Place:
     module = frame.f_globals.get("__name__")
     code = frame.f_code
     return Place(module if type(module) is str else "", code.co_name, code.co_filename, line or 0)
+
+
+def _steps(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    for _ in range(_FRAMES_MAX):
+        if traceback is None:
+            return
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _variables(frame: FrameType, *names: str) -> tuple[Any, ...]:
+    """Return local variables of one of PyTorch's frames; None for a missing one."""
+    variables = frame.f_locals
+    found = tuple(variables.get(name) for name in names)
+    if sys.version_info < (3, 13):
+        variables.clear()  # the frame would keep this copy, and its tensors
+    return found
+
+
+def self_in_frame(traceback: TracebackType | None, module: str, function: str, *, outermost: bool) -> Any:
+    """Return `self` in the outermost or innermost frame of a function of PyTorch; None if there is no such frame."""
+    found = None
+    for frame in (step.tb_frame for step in _steps(traceback)):
+        if frame.f_globals.get("__name__") == module and frame.f_code.co_name == function:
+            found, arguments = _variables(frame, "self", "args")
+            if found is None and arguments:
+                found = arguments[0]
+            if found is not None and outermost:
+                return found
+    return found
+
+
+def batch_of_forward(traceback: TracebackType | None) -> int | None:
+    """Return the first dimension of the first tensor among the arguments of the outermost module."""
+    torch = sys.modules.get("torch")
+    for frame in (step.tb_frame for step in _steps(traceback)):
+        if frame.f_globals.get("__name__") == "torch.nn.modules.module" and frame.f_code.co_name == "_call_impl":
+            arguments, named = _variables(frame, "args", "kwargs")
+            for argument in (*(arguments or ()), *(named or {}).values()):
+                if torch is not None and type(argument) is torch.Tensor and argument.dim() > 0:
+                    return int(argument.shape[0])
+            return None
+    return None

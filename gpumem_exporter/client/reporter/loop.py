@@ -10,9 +10,8 @@ from gpumem_exporter.client.allocator.allocator import Allocator
 from gpumem_exporter.client.allocator.sampler import Sampler
 from gpumem_exporter.client.commands.executor import Executor
 from gpumem_exporter.client.commands.scheduler import Scheduler
-from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.hooks.steps import Steps
-from gpumem_exporter.client.measure.phases import current_phase
+from gpumem_exporter.client.measure.measured import current_phase
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
 from gpumem_exporter.client.reporter.delivery import Delivery, Outcome
 from gpumem_exporter.client.reporter.error_log import ErrorLog
@@ -77,16 +76,14 @@ class ReportLoop:
         self._sequence = 0
         self._results: list[CommandResult] = []
 
-    def run(self, steps: Steps, observer: OutOfMemoryObserver) -> None:
+    def run(self, steps: Steps) -> None:
         """Report until the reporter stops, then send the final report.
 
-        Args:
-            steps: before each report their hook is installed if that was impossible earlier.
-            observer: if it is not attached, torch's own count shows the errors.
+        Before each report the hook on steps is installed if that was impossible earlier.
         """
         while self._wakeup.starts_round():
             steps.install()
-            self._report_once(count_ooms=not observer.attached)
+            self._report_once()
         self._collect_results()
         results = tuple(self._results[:_MAX_RESULTS])
         self._delivery.farewell(
@@ -110,12 +107,12 @@ class ReportLoop:
                 )
             )
 
-    def _report_once(self, *, count_ooms: bool) -> None:
+    def _report_once(self) -> None:
         """Send a report, follow the reply, and wait until the next report is due."""
         started, hold_seconds = time.monotonic(), self._interval_seconds
         outcome, reply = Outcome.FAILED, None
         with self._errors.swallowed("cannot sample"):
-            report = self._next_report(started, hold_seconds, count_ooms=count_ooms)
+            report = self._next_report(started, hold_seconds)
             outcome, reply = self._delivery.deliver(report)
             if outcome in (Outcome.ACCEPTED, Outcome.REJECTED):
                 self._ooms.reported(report.ooms)
@@ -134,10 +131,8 @@ class ReportLoop:
         if not self._results and not reply.commands:
             self._wakeup.wait(started + self._interval_seconds - time.monotonic())
 
-    def _next_report(self, started_seconds: float, hold_seconds: float, *, count_ooms: bool) -> Report:
+    def _next_report(self, started_seconds: float, hold_seconds: float) -> Report:
         sample = self.sampler.current(started_seconds + hold_seconds)
-        if count_ooms:
-            self._ooms.compare(sample.devices, sample.step)
         self._collect_results()
         self._sequence += 1
         self._identity = replace(self._identity, allocator_settings=self._allocator.settings[:MAX_LABEL_LENGTH])

@@ -123,7 +123,7 @@ class Worker:
             listener = self._observer.listener = loop.note_oom
             try:
                 self._observer.install(allocator.observe_ooms)
-                loop.run(self._steps, self._observer)
+                loop.run(self._steps)
             finally:
                 self._loop = None
                 self._observer.remove(listener)

@@ -48,14 +48,6 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 """,
         (64 * 64 * 4, 0, 0),
     ),
-    "parameters that are views into a flat one": (
-        """
-flat = torch.empty(1024, device="cuda")
-model = torch.nn.ParameterList([torch.nn.Parameter(part) for part in flat.split(256)])
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-""",
-        (4096, 0, 0),
-    ),
     "states in 8 bits with a table that all share": (
         """
 class Eight(torch.optim.Optimizer):
@@ -102,26 +94,6 @@ model[2].weight.untyped_storage().resize_(0)
 optimizer = None
 """,
         (64 * 4, 0, 0),
-    ),
-    "gradients that show one element many times, whose storage was freed, and that are a part of a larger one": (
-        """
-model = torch.nn.ParameterList([torch.empty(64, 64, device="cuda") for _ in range(3)])
-optimizer = None
-model[0].grad = torch.ones((), device="cuda").expand(64, 64)
-model[1].grad = torch.ones_like(model[1])
-model[1].grad.untyped_storage().resize_(0)
-model[2].grad = torch.ones_like(model[2])
-model[2].grad.data = model[2].grad[:2]
-""",
-        (3 * 4096 * 4, 4 + 2 * 64 * 4, 0),
-    ),
-    "a state that is the parameter, one in a list, and one that is no tensor": (
-        """
-model = torch.nn.Linear(64, 64, bias=False).cuda()
-state = {"itself": model.weight, "list": [torch.empty(3, device="cuda")], "none": None}
-optimizer = type("Kept", (), {"state": {model.weight: state}, "param_groups": [{"params": [model.weight]}]})()
-""",
-        (4096 * 4, 0, 12),
     ),
     "a wrapped optimizer and copies in full precision beside the model": (
         """
@@ -229,38 +201,6 @@ watching.close()
     assert steps > 10
     assert not_again
     assert sliced[0] == sliced[1] == at_once[0]
-
-
-def test_a_count_runs_in_the_thread_that_ends_a_step_of_the_watched_optimizer_or_marks_a_step(
-    shared_process: TorchProcess,
-) -> None:
-    reply = shared_process.exec(
-        """
-import threading
-from gpumem_exporter.client.measure import component_count
-threads = set()
-count = component_count.ComponentCount.advance
-def noted(self, seconds):
-    threads.add(threading.current_thread().name)
-    return count(self, seconds)
-component_count.ComponentCount.advance = noted
-model, optimizer = make()
-other, its_own = make()
-watching = gpumem.watch(model, optimizer)
-result = [bool(watching.latest)]
-step(other, its_own)
-result.append(bool(watching.latest))
-gpumem.start()
-by_hand = threading.Thread(target=gpumem.step, name="the program's")
-by_hand.start(); by_hand.join()
-result.append(bool(watching.latest))
-gpumem.stop()
-watching.close()
-component_count.ComponentCount.advance = count
-result.append(sorted(threads))
-""",
-    )
-    assert reply == [False, False, True, ["the program's"]]
 
 
 def test_a_model_or_optimizer_of_two_watches_counts_once(shared_process: TorchProcess) -> None:

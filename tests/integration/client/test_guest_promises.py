@@ -17,10 +17,8 @@ from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
-from tests.support.exporter_process import ExporterProcess
+from tests.support.exporter_process import QUICK, ExporterProcess
 from tests.support.waiting import patient, wait_for
-
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
 
 TRAIN = """
 import hashlib
@@ -172,24 +170,6 @@ def test_training_goes_on_while_the_exporter_is_killed_stopped_and_started_again
     exporter.wait_for_processes(watched.pid)
     assert watched.finish() == 0
     assert "Traceback" not in watched.stderr()
-
-
-def test_reporters_reconnect_and_counters_match_torch(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    watched = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    watched.call("start_client")
-    watched.call("random_heap")
-    watched.call("empty_cache")
-    exporter.wait_for_processes(watched.pid)
-    assert exporter.stop() == 0
-    exporter.start()
-    exporter.wait_for_processes(watched.pid)
-    stats = watched.call("stats")
-    metrics = exporter.metrics()
-    assert metrics.value("gpumem_torch_segments_freed_total") == stats["segment.all.freed"] > 0
-    assert metrics.value("gpumem_torch_cache_flushes_total") == stats["num_sync_all_streams"] == 1
 
 
 def _wait_until_gone(exporter: ExporterProcess, pid: int) -> None:
@@ -378,24 +358,6 @@ def test_a_forked_child_neither_reports_its_parent_s_bytes_nor_disturbs_it(
     status = parent.exec("_, status = os.waitpid(child, 0)\nresult = os.waitstatus_to_exitcode(status)", child=child)
     assert status == 7
     exporter.metrics().assert_ledgers_add_up()
-
-
-def test_a_dataloader_s_workers_are_not_reported(
-    node: EmulatedNode, start_exporter: StartExporter, start_torch: StartTorch
-) -> None:
-    exporter = start_exporter(node, *QUICK)
-    parent = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-    parent.call("start_client")
-    parent.call("alloc", nbytes=64 << 20)
-    exporter.wait_for_processes(parent.pid)
-    parent.exec(
-        "import warnings; warnings.simplefilter('ignore')\n"
-        "from torch.utils.data import DataLoader\n"
-        "loader = DataLoader(list(range(4000)), batch_size=2, num_workers=2, multiprocessing_context='fork')\n"
-        "result = sum(int(batch.sum()) for batch in loader)",
-    )
-    assert set(exporter.processes()) == {parent.pid}
-    assert exporter.metrics().value("gpumem_torch_allocated_bytes") == 64 << 20
 
 
 def test_reporting_may_start_and_stop_inside_an_optimizer_s_step(

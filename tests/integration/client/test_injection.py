@@ -1,141 +1,29 @@
-"""`gpumem-exporter run -- CMD`: unchanged programs report, and nothing else about them changes."""
+"""`gpumem-exporter run -- CMD`: unchanged programs and their children report."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.conftest import StartExporter
 from tests.emulation.fixtures import StartTorch
-from tests.emulation.node import EmulatedNode
-from tests.emulation.programs import Program
 from tests.support.exporter_process import ExporterProcess
+from tests.support.injected_scripts import (
+    MIB,
+    StartScript,
+    exporter,
+    run_to_the_end,
+    start_script,
+    wait_for_allocated,
+)
 from tests.support.paths import REPOSITORY
-from tests.support.running_command import CONSOLE_SCRIPT
-from tests.support.waiting import patient, wait_for, wait_until_equal
+from tests.support.waiting import patient, wait_for
 
-QUICK = ("--report.interval", "0.2", "--collect.interval", "0.2")
+__all__ = ["exporter", "start_script"]
+
 RUN = (sys.executable, "-m", "gpumem_exporter", "run", "--")
-ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
-"""The command as it works from any folder, in a Python that runs no user's sitecustomize."""
-BOOTSTRAP = REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"
-MIB = 1 << 20
-
-PREAMBLE = """
-import json, os, sys, threading
-def say(value):
-    sys.stdout.write(json.dumps(value) + "\\n")
-    sys.stdout.flush()
-def wait():
-    sys.stdin.readline()
-def hold(mebibytes, device=0):
-    import torch
-    global held
-    held = torch.empty(mebibytes << 20, dtype=torch.uint8, device=f"cuda:{device}")
-def threads():
-    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gpumem"))
-def modules():
-    return sorted(name for name in sys.modules if "gpumem" in name)
-"""
-"""The start of every script of these tests."""
-
-StartScript = Callable[..., Program]
-
-
-@pytest.fixture
-def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
-    return start_exporter(node, *QUICK)
-
-
-@pytest.fixture
-def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StartScript]:
-    """Runs a script below `run`, in a folder where this project cannot be found, and kills it after the test.
-
-    `start_script(code, "-E", arguments=("x",), command=(…), GPUMEM_WORKLOAD="…")`: the options are the interpreter's,
-    `command` stands for the interpreter and its arguments before the script, names in capitals are environment.
-    """
-    programs: list[Program] = []
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-
-    def start(
-        code: str,
-        *options: str,
-        arguments: tuple[str, ...] = (),
-        command: tuple[str, ...] = (),
-        injected: bool = True,
-        **environment: str,
-    ) -> Program:
-        script = folder / f"script{len(programs)}.py"
-        script.write_text(PREAMBLE + code)
-        environ = clean_environment()
-        if "exporter" in request.fixturenames:
-            environ["GPUMEM_EXPORTER_URL"] = request.getfixturevalue("exporter").url
-        environ.update(environment)
-        programs.append(
-            Program(
-                node,
-                launcher=("env", "-i", f"--chdir={folder}", *assignments(node.environment(environ))),
-                command=(
-                    *(ISOLATED_RUN if injected else ()),
-                    *(command or (sys.executable, *options)),
-                    *(str(script), *arguments),
-                ),
-            )
-        )
-        return programs[-1]
-
-    yield start
-    for program in programs:
-        program.__exit__()
-
-
-def clean_environment() -> dict[str, str]:
-    """This process' environment without the variables of Python and of the reporter."""
-    steering = ("GPUMEM_", "PYTHON", "COVERAGE")
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
-    return {**kept, "PYTHONWARNINGS": "ignore"}
-
-
-def assignments(environment: Mapping[str, str]) -> list[str]:
-    return [f"{name}={value}" for name, value in environment.items()]
-
-
-def folder_with(path: Path, **files: str) -> Path:
-    """Make a folder with these modules."""
-    path.mkdir()
-    for name, text in files.items():
-        (path / f"{name}.py").write_text(text)
-    return path
-
-
-def run_to_the_end(program: Program) -> tuple[Any, str]:
-    """Return the last output and stderr of a program that exits with 0."""
-    said = program.heard()
-    assert program.finish() == 0, program.stderr()
-    return said, program.stderr()
-
-
-def allocated(exporter: ExporterProcess) -> dict[tuple[int, str], float]:
-    """Return the allocated bytes of the reporting processes, by pid and gpu."""
-    found = exporter.metrics().samples.get("gpumem_torch_allocated_bytes", {}).items()
-    return {(int(dict(labels)["pid"]), dict(labels)["gpu"]): value for labels, value in found}
-
-
-def wait_for_allocated(exporter: ExporterProcess, expected: dict[tuple[int, str], float]) -> None:
-    """Wait until exactly these processes report, with exactly these bytes."""
-    wait_until_equal(lambda: allocated(exporter), expected, "allocated bytes by pid and device")
-
-
-# Processes that report, and processes that do not
 
 
 def test_a_plain_script_reports_without_a_change_in_its_code(
@@ -165,148 +53,6 @@ def test_a_script_without_cuda_has_no_thread_and_does_not_report(
     idle.go()
     assert idle.finish() == 0
     assert idle.stderr() == ""
-
-
-def test_a_process_without_torch_imports_no_further_module(start_script: StartScript) -> None:
-    code = "say(sorted(sys.modules))"
-    injected, _ = run_to_the_end(start_script(code))
-    plain, _ = run_to_the_end(start_script(code, injected=False))
-    assert set(injected) - set(plain) <= {"sitecustomize"}
-    assert set(plain) <= set(injected)
-
-
-def test_a_process_without_cuda_pays_less_than_an_import_of_json() -> None:
-    environ = {**clean_environment(), "PYTHONPATH": str(BOOTSTRAP)}
-
-    def microseconds() -> dict[str, int]:
-        """Return the cumulative time of each import."""
-        command = [sys.executable, "-X", "importtime", "-c", "import json"]
-        ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=patient(60))
-        rows = re.findall(r"\| +(\d+) \| +(sitecustomize|json)$", ended.stderr, flags=re.MULTILINE)
-        return {name: int(time) for time, name in rows}
-
-    # The minimum is the cost of the import; other programs interrupted the other runs.
-    runs = [microseconds() for _ in range(15)]
-    assert min(run["sitecustomize"] for run in runs) < min(run["json"] for run in runs)
-
-
-# The program's own environment
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_the_user_s_sitecustomize_runs_once_and_fails_as_without_the_client(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path, raises: bool
-) -> None:
-    runs = tmp_path / "runs"
-    own = folder_with(
-        tmp_path / "own",
-        helper="import json, csv, decimal\nlines = 2",
-        sitecustomize=(
-            "import os, helper, queue\n"
-            f"with open({str(runs)!r}, 'a') as file: file.write(f'{{os.getpid()}} {{__file__}} {{helper.lines}}\\n')\n"
-            + ("raise RuntimeError('of the user')\n" if raises else "")
-        ),
-    )
-    code = "module = sys.modules.get('sitecustomize')\nsay([sys.path[1:], module and module.__file__])"
-    path = os.pathsep.join((str(own), str(tmp_path / "further")))
-    plain = start_script(code, injected=False, PYTHONPATH=path)
-    expected = run_to_the_end(plain)
-    injected = start_script(f"hold(1)\n{code}\nwait()", PYTHONPATH=path)
-    assert injected.heard() == expected[0]
-    wait_for_allocated(exporter, {(injected.pid, "0"): MIB})
-    injected.go()
-    assert injected.finish() == 0
-    assert injected.stderr() == expected[1]
-    assert ("of the user" in injected.stderr()) is raises
-    assert runs.read_text().splitlines() == [
-        f"{program.pid} {own / 'sitecustomize.py'} 2" for program in (plain, injected)
-    ]
-
-
-@pytest.mark.parametrize("text", ["import no_such_module_anywhere", "import sitecustomize.part", "not python"])
-def test_python_reports_a_broken_sitecustomize_as_without_the_client(
-    start_script: StartScript, tmp_path: Path, text: str
-) -> None:
-    own = folder_with(tmp_path / "own", sitecustomize=text)
-    ends = []
-    for injected in (False, True):
-        program = start_script("say(1)", injected=injected, PYTHONPATH=str(own))
-        ends.append((program.finish(), program.stderr()))
-    assert ends[0] == ends[1]
-    assert ends[0][1]
-
-
-@pytest.mark.parametrize("path", [None, "", "{0}/a:{0}/b", ":{0}/a", "{0}/a:"])
-def test_sys_path_is_the_same_as_without_the_client(
-    start_script: StartScript, tmp_path: Path, path: str | None
-) -> None:
-    environ = {} if path is None else {"PYTHONPATH": path.format(tmp_path)}
-    code = "say([sys.path[1:], os.getcwd()])"
-    plain, _ = run_to_the_end(start_script(code, injected=False, **environ))
-    injected, _ = run_to_the_end(start_script(code, **environ))
-    assert injected == plain
-
-
-@pytest.mark.parametrize("option", ["-I", "-E", "-S", "-s", "-P", "-O", "-B"])
-def test_the_interpreter_s_options_work_as_without_the_client(start_script: StartScript, option: str) -> None:
-    if option == "-P" and sys.version_info < (3, 11):
-        pytest.skip("-P came with Python 3.11")
-    code = "say([sys.path, modules(), threads(), sys.flags.optimize, sys.argv[1:]])"
-    plain = start_script(code, option, injected=False, arguments=("a b", "--x"))
-    injected = start_script(code, option, arguments=("a b", "--x"))
-    plain_said, plain_stderr = run_to_the_end(plain)
-    said, stderr = run_to_the_end(injected)
-    if option == "-S":  # the folder stays on sys.path, but its only file is not imported
-        said[0].remove(str(BOOTSTRAP))
-    assert (said, stderr) == (plain_said, plain_stderr)
-
-
-def test_the_program_keeps_pid_arguments_streams_and_exit_code(
-    exporter: ExporterProcess, start_script: StartScript
-) -> None:
-    program = start_script(
-        "hold(1)\n"
-        "say([os.getpid(), sys.argv[1:]])\n"
-        "line = sys.stdin.readline()\n"
-        "sys.stderr.write('to stderr ' + line)\n"
-        "sys.exit(77)",
-        arguments=("--lr", "3e-4", "ein Wort", ""),
-    )
-    assert program.heard() == [program.pid, ["--lr", "3e-4", "ein Wort", ""]]
-    exporter.wait_for_processes(program.pid)
-    program.go()
-    assert program.finish() == 77
-    assert program.stderr() == "to stderr \n"
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_work_as_without_the_client(
-    exporter: ExporterProcess, start_script: StartScript, number: signal.Signals
-) -> None:
-    code = (
-        "import signal, time\n"
-        "hold(1)\n"
-        "def caught(number, frame):\n"
-        "    say(number)\n"
-        "    sys.exit(5)\n"
-        "signal.signal(signal.SIGINT, caught)\n"
-        "say(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)\n"
-        "while True: time.sleep(60)"
-    )
-    program = start_script(code)
-    assert program.heard() is True
-    exporter.wait_for_processes(program.pid)
-    os.kill(program.pid, number)
-    if number == signal.SIGINT:
-        assert program.heard() == number
-        assert program.finish() == 5
-    else:
-        assert program.finish() == -number
-    wait_for_allocated(exporter, {})
-    assert program.stderr() == ""
-
-
-# Children
 
 
 CHILD = """
@@ -349,24 +95,6 @@ def test_children_of_multiprocessing_report_and_a_parent_without_cuda_does_not(
     wait_for_allocated(exporter, {})
 
 
-def test_programs_started_by_a_program_report_too(exporter: ExporterProcess, start_script: StartScript) -> None:
-    program = start_script(
-        "import subprocess\n"
-        "if sys.argv[1:]:\n"
-        "    hold(2)\n"
-        "    say([os.getpid(), threads()])\n"
-        "    wait()\n"
-        "else:\n"
-        "    command = subprocess.list2cmdline([sys.executable, __file__, 'child'])\n"
-        "    say([subprocess.run(['sh', '-c', command + '; exit 9']).returncode, threads(), modules()])"
-    )
-    pid, names = program.heard()
-    assert names == ["gpumem-reporter"]
-    wait_for_allocated(exporter, {(pid, "0"): 2 * MIB})
-    program.go()
-    assert run_to_the_end(program) == ([9, [], []], "")
-
-
 def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
     exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
 ) -> None:
@@ -407,33 +135,6 @@ def test_below_torchrun_every_rank_reports_and_the_launcher_does_not(
     (tmp_path / "finished").touch()
     assert program.finish() == 0
     wait_for_allocated(exporter, {})
-
-
-def test_a_program_that_execs_another_reports_again_under_the_same_pid(
-    exporter: ExporterProcess, start_script: StartScript, tmp_path: Path
-) -> None:
-    program = start_script(
-        "if sys.argv[1:] == ['second']:\n"
-        "    hold(7, device=1)\n"
-        "    say([os.getpid(), threads()])\n"
-        "    wait()\n"
-        "else:\n"
-        "    hold(3)\n"
-        "    say(os.getpid())\n"
-        "    wait()\n"
-        "    os.execv(sys.executable, [sys.executable, __file__, 'second'])"
-    )
-    assert program.heard() == program.pid
-    wait_for_allocated(exporter, {(program.pid, "0"): 3 * MIB})
-    program.go()
-    assert program.heard() == [program.pid, ["gpumem-reporter"]]
-    wait_for_allocated(exporter, {(program.pid, "1"): 7 * MIB})
-    exporter.metrics().assert_ledgers_add_up()
-    action = exporter.act("reset_peak", target={"pid": program.pid})
-    assert [(row["gpu"], row["outcome"]) for row in action["results"]] == [("1", "done")]
-
-
-# Missing packages, exporters and permission
 
 
 def test_a_python_without_the_package_uses_the_command_s_package(
@@ -490,21 +191,6 @@ def test_a_program_that_starts_the_client_itself_has_one_reporter(
     assert process.finish() == 0
 
 
-def test_gpumem_disabled_leaves_no_trace(exporter: ExporterProcess, start_script: StartScript, tmp_path: Path) -> None:
-    own = folder_with(tmp_path / "own", sitecustomize="import sys\nsys.chained = True")
-    program = start_script(
-        "hold(1)\n"
-        "say([threads(), modules(), sys.chained, [str(each) for each in sys.meta_path if 'gpumem' in str(each)]])\n"
-        "wait()",
-        GPUMEM_DISABLED="1",
-        PYTHONPATH=str(own),
-    )
-    assert program.heard() == [[], [], True, []]
-    other = start_script("hold(1)\nsay(1)\nwait()")
-    other.heard()
-    wait_for_allocated(exporter, {(other.pid, "0"): MIB})
-
-
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:9844", "http://[", "unix:///nonexistent/exporter.sock"])
 def test_an_invalid_or_unreachable_exporter_url_does_not_affect_the_program(
     start_script: StartScript, url: str
@@ -517,10 +203,3 @@ def test_an_invalid_or_unreachable_exporter_url_does_not_affect_the_program(
     assert "Traceback" not in stderr
     # a missing exporter is not logged; an invalid address is
     assert ("this process is not reported" in stderr) == (not url.startswith("unix:///"))
-
-
-def test_a_broken_installation_does_not_affect_the_program(start_script: StartScript, tmp_path: Path) -> None:
-    # Another package of the same name, which cannot be imported.
-    own = folder_with(tmp_path / "own", gpumem_exporter="raise RuntimeError('broken installation')")
-    program = start_script("hold(1)\nsay([held.numel(), threads()])", PYTHONPATH=str(own))
-    assert run_to_the_end(program) == ([MIB, []], "")

@@ -96,33 +96,6 @@ def test_reclaimable_memory_is_unknown_at_an_error_during_a_graph_capture(
         assert "reclaimable_bytes" not in oom["sample"]
 
 
-def test_a_reporter_that_ends_late_takes_no_errors_of_its_successor(
-    node: EmulatedNode, start_torch: StartTorch, tmp_path: Path
-) -> None:
-    with RecordingExporter(tmp_path / "exporter.sock", hold_seconds=30.0) as exporter:
-        process = start_torch(GPUMEM_EXPORTER_URL=exporter.url)
-        process.exec(
-            """
-import threading
-from gpumem_exporter import client as gpumem
-from gpumem_exporter.client.reporter.delivery import Delivery
-ends, farewell = threading.Event(), Delivery.farewell
-Delivery.farewell = lambda delivery, report: ends.wait(60.0) and farewell(delivery, report)
-gpumem.start()
-torch.empty(1 << 20, dtype=torch.uint8, device="cuda:1")
-"""
-        )
-        wait_for(lambda: exporter.reports, "the first report")
-        process.exec(
-            "late = [thread for thread in threading.enumerate() if thread.name == 'gpumem-reporter']\n"
-            "gpumem.stop()\ngpumem.start()"
-        )
-        wait_for(lambda: len(exporter.reports) > 1, "a report of the second")
-        process.exec("ends.set()\n[thread.join() for thread in late]")
-        process.exec(f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    pass")
-        wait_for(lambda: _ooms(exporter), "the error")
-
-
 ENDINGS = {
     "an uncaught error": RUN_OUT,
     "a caught one": f"try:\n    {RUN_OUT}\nexcept torch.OutOfMemoryError:\n    sys.exit(1)",

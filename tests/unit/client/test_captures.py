@@ -115,16 +115,6 @@ def test_a_capture_is_over_when_its_graph_is_deleted(bench: Bench) -> None:
     assert not bench.under_way()
 
 
-def test_two_captures_at_once_are_under_way_until_both_have_ended(bench: Bench) -> None:
-    first, second = bench.graph_class(), bench.graph_class()
-    bench.begin(first)
-    second.capture_begin((2, 0))
-    bench.end(first)
-    assert bench.elsewhere(bench.under_way)
-    getattr(second, bench.end_name)()
-    assert not bench.elsewhere(bench.under_way)
-
-
 def test_a_pool_is_dead_when_its_last_graph_is_deleted(bench: Bench) -> None:
     first, second = bench.capture((1, 0)), bench.capture((1, 0))
     assert not bench.captures.dead_pools()
@@ -159,18 +149,6 @@ def test_no_pool_counts_as_dead_while_a_graph_with_an_incomplete_capture_exists(
     del failed
     assert set(bench.captures.dead_pools()) == {(1, 0)}
     assert bench.captures.version() != version
-
-
-def test_the_version_changes_exactly_when_a_pool_dies(bench: Bench) -> None:
-    graphs = [bench.capture((number, 0)) for number in range(1, 4)]
-    versions = {bench.captures.version() for _ in range(3)}
-    while graphs:
-        graphs.pop()
-        versions |= {bench.captures.version() for _ in range(3)}
-    assert len(versions) == 4
-    bench.captures.keep_only({(1, 0), (9, 0)})
-    assert set(bench.captures.dead_pools()) == {(1, 0)}
-    assert bench.captures.version() in versions
 
 
 def test_a_new_listener_knows_the_captures_under_way(bench: Bench) -> None:

@@ -61,43 +61,6 @@ def test_the_finders_are_removed_when_torch_is_imported(folder: Path) -> None:
     assert run(folder, rest) == [2, 0, 2]
 
 
-def test_a_thread_that_searches_the_list_meanwhile_skips_no_finder(folder: Path) -> None:
-    rest = """
-import threading
-arrived, go_on, asked = threading.Event(), threading.Event(), []
-
-class Asked:
-    def find_spec(self, name, path=None, target=None):
-        asked.append(name)
-
-class Slow(list):
-    # the thread waits between two finders, because a finder's own code runs under the import lock
-    def __iter__(self):
-        for finder in list.__iter__(self):
-            if threading.current_thread() is thread:
-                arrived.set()
-                go_on.wait()
-            yield finder
-
-def search():
-    try:
-        import elsewhere
-    except ImportError:
-        pass
-
-sys.meta_path = Slow([*sys.meta_path[:2], Asked(), *sys.meta_path[2:]])
-thread = threading.Thread(target=search)
-thread.start()
-arrived.wait()
-import torch.cuda
-go_on.set()
-thread.join()
-torch.cuda.init()
-result = ["elsewhere" in asked, finders(), len(began)]
-"""
-    assert run(folder, FINDERS + rest) == [True, 0, 2]
-
-
 def test_ending_the_wait_restores_the_finders(folder: Path) -> None:
     rest = """
 before = list(sys.meta_path)
@@ -132,47 +95,3 @@ with cuda._initialization_lock:  # CUDA is being initialized
 result = [queued, left, began]
 """
     assert run(folder, rest) == [2, [True], ["the program's"]]
-
-
-LOADERS = """
-import importlib.machinery
-
-class Loader:
-    def create_module(self, spec):
-        return None
-    def exec_module(self, module):
-        module.waiting = []
-        module._lazy_call = module.waiting.append
-
-class Unchangeable(Loader):
-    __slots__ = ()
-    def __setattr__(self, name, value):
-        raise AttributeError(name)
-
-class Wrapping:
-    # a proxy like wrapt's: an attribute set on it is set on the wrapped object
-    def __init__(self, wrapped):
-        self.__dict__.update(wrapped=wrapped, exec_module=lambda module: self.wrapped.exec_module(module))
-    def __getattr__(self, name):
-        return getattr(self.wrapped, name)
-    def __setattr__(self, name, value):
-        setattr(self.wrapped, name, value)
-    def __delattr__(self, name):
-        delattr(self.wrapped, name)
-
-class Finder:
-    def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, loader) if name == "torch.cuda" else None
-
-loader = {loader}
-sys.meta_path.insert(0, Finder())
-when_cuda_starts(lambda: began.append("third"))
-import torch.cuda
-[call() for call in torch.cuda.waiting]
-result = sorted(began)
-"""
-
-
-@pytest.mark.parametrize(("loader", "began"), [("Unchangeable()", []), ("Wrapping(Loader())", ["third"])])
-def test_torch_is_imported_by_any_loader_of_another_import_hook(folder: Path, loader: str, began: list[str]) -> None:
-    assert run(folder, LOADERS.format(loader=loader)) == began

@@ -48,37 +48,6 @@ def test_freed_bytes_exclude_what_another_thread_reserves_during_the_clear(bench
     assert (device.reserved_after_bytes, device.freed_bytes) == (510, 90)
 
 
-def test_without_a_counter_of_freed_bytes_the_difference_of_reserved_bytes_counts(bench: Bench) -> None:
-    state_of = bench.allocator.state
-
-    def without_counter(index: int) -> dict[str, Any]:
-        state: dict[str, Any] = state_of(index)
-        del state["reserved_bytes"]["all"]["freed"]
-        return state
-
-    bench.allocator.state = without_counter
-    (device,) = bench.run().devices
-    assert device.freed_bytes == 90
-
-
-def test_after_a_counter_reset_during_the_clear_the_difference_of_reserved_bytes_counts(bench: Bench) -> None:
-    state_of, clear, base = bench.allocator.state, bench.allocator.empty_cache, 1000
-
-    def with_earlier_frees(index: int) -> dict[str, Any]:
-        state: dict[str, Any] = state_of(index)
-        state["reserved_bytes"]["all"]["freed"] += base
-        return state
-
-    def clear_while_another_thread_resets() -> None:
-        nonlocal base
-        clear()
-        base = 0
-
-    bench.allocator.state, bench.allocator.empty_cache = with_earlier_frees, clear_while_another_thread_resets
-    (device,) = bench.run().devices
-    assert device.freed_bytes == 90
-
-
 def test_a_feature_that_the_allocator_lacks_is_unsupported_not_failed(bench: Bench) -> None:
     bench.allocator.error = RuntimeError("CUDAPluggableAllocator does not yet support emptyCache. If you need it, ask.")
     result = bench.run()
@@ -91,12 +60,6 @@ def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench)
     assert bench.allocator.cleared == 1
     bench.run(id="another")
     assert bench.allocator.cleared == 2
-
-
-def test_a_command_after_its_deadline_does_not_run(bench: Bench) -> None:
-    bench.now += 30.0
-    assert bench.run().outcome == "expired"
-    assert bench.allocator.cleared == 0
 
 
 def test_a_command_is_refused_while_a_graph_is_being_captured(bench: Bench) -> None:
@@ -136,12 +99,6 @@ def test_garbage_is_collected_only_on_request(bench: Bench, monkeypatch: pytest.
     bench.run("collect_garbage", id="c")
     assert collected == ["gc", "gc"]
     assert bench.allocator.cleared == 2
-
-
-def test_the_last_64_results_are_kept(bench: Bench) -> None:
-    for number in range(200):
-        bench.run("collect_garbage" if number == 0 else "reset_peak", id=str(number))
-    assert [number for number in range(200) if bench.executor.known(str(number))] == [*range(136, 200)]
 
 
 def test_a_command_does_not_change_the_switch_interval_of_the_interpreter(bench: Bench) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from gpumem_exporter.client.hooks.out_of_memory import OutOfMemoryObserver
 from gpumem_exporter.client.oom.observer import OutOfMemoryLog
-from gpumem_exporter.wire.protocol import DeviceSample, OutOfMemory
+from gpumem_exporter.wire.protocol import OutOfMemory
 
 
 class Bench:
@@ -21,21 +21,10 @@ class Bench:
     def note(self, **changes: Any) -> None:
         self.log.note(OutOfMemory("GPU-0", 0, **changes))
 
-    def counted(self, ooms: int | None) -> None:
-        self.log.compare([DeviceSample("GPU-0", ooms=ooms)], step=7)
-
 
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
-
-
-def test_errors_are_numbered_and_their_age_is_that_at_sending(bench: Bench) -> None:
-    bench.note(requested_bytes=5)
-    bench.now += 2.0
-    bench.note()
-    bench.now += 1.0
-    assert [(oom.number, oom.age_seconds) for oom in bench.log.waiting()] == [(1, 3.0), (2, 1.0)]
 
 
 def test_an_error_is_sent_until_a_report_with_it_was_answered(bench: Bench) -> None:
@@ -56,20 +45,6 @@ def test_many_errors_wake_the_reporter_once_and_the_last_are_kept(bench: Bench) 
     bench.now += 0.5
     bench.note()
     assert bench.wakes == 2
-
-
-def test_without_an_observer_the_growth_of_the_count_is_recorded(bench: Bench) -> None:
-    for ooms in (3, 3, 5):
-        bench.counted(ooms)
-    assert [(oom.number, oom.step, oom.requested_bytes) for oom in bench.log.waiting()] == [(1, 7, None), (2, 7, None)]
-
-
-def test_a_reset_or_unknown_count_records_nothing(bench: Bench) -> None:
-    for ooms in (3, 0, None, 0):
-        bench.counted(ooms)
-    assert bench.log.waiting() == ()
-    bench.counted(1)
-    assert len(bench.log.waiting()) == 1
 
 
 def test_an_observer_raises_nothing() -> None:

@@ -13,36 +13,11 @@ def state(allocated_peak: int, reserved_peak: int = 100, **other: int) -> dict[s
     return {name: {"all": {"peak": peak, "current": 0}} for name, peak in peaks.items()}
 
 
-def test_rising_or_constant_peaks_are_no_reset() -> None:
-    watch = PeakWatch()
-    for peak in (10, 10, 20, 90):
-        watch.look(0, state(peak))
-    assert watch.resets(0) == 0
-
-
-def test_peaks_that_fall_together_are_one_reset() -> None:
-    watch = PeakWatch()
-    watch.look(0, state(50, 100))
-    watch.look(0, state(20, 100))
-    assert watch.resets(0) == 1
-    watch.look(0, state(10, 40))
-    assert watch.resets(0) == 2
-    watch.look(0, state(10, 40))
-    assert watch.resets(0) == 2
-
-
 def test_any_falling_peak_is_a_reset_even_if_others_have_risen_again() -> None:
     watch = PeakWatch()
     watch.look(0, state(50, 100, segment=8))
     watch.look(0, state(60, 100, segment=3))
     assert watch.resets(0) == 1
-
-
-def test_resets_are_counted_per_device() -> None:
-    watch = PeakWatch()
-    for index, peak in ((0, 50), (1, 50), (1, 10), (0, 50)):
-        watch.look(index, state(peak))
-    assert (watch.resets(0), watch.resets(1), watch.resets(2)) == (0, 1, 0)
 
 
 def test_a_reset_by_the_reporter_is_counted_once() -> None:

@@ -139,35 +139,6 @@ def test_a_heap_too_large_to_walk_is_unknown(bench: Bench) -> None:
     assert bench.look(state(mapped=1, operations=2)) == 33
 
 
-def test_without_a_snapshot_the_value_is_unknown_and_walks_are_rare(bench: Bench) -> None:
-    bench.heaps = None
-    for operations in range(10):
-        assert bench.look(state(mapped=1, operations=operations)) is None
-        bench.now += 0.1
-    assert bench.walks == 2
-
-
-def test_unknown_page_sizes_make_the_value_unknown(bench: Bench) -> None:
-    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=None)}
-    assert bench.look(state(mapped=1)) is None
-
-
-def test_expandable_segments_are_remembered_after_a_counter_reset(bench: Bench) -> None:
-    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
-    bench.look(state(mapped=1))
-    bench.now += 10
-    assert bench.look(state(mapped=0, operations=1)) == 33
-    assert bench.walks == 2
-
-
-def test_without_a_counter_the_settings_show_expandable_segments() -> None:
-    bench = Bench(expandable_from_the_start=True)
-    bench.heaps = {0: Heap(100, 40, expandable=True, returnable_bytes=33)}
-    old = state()
-    del old["num_device_alloc"]
-    assert bench.look(old) == 33
-
-
 def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_change(bench: Bench) -> None:
     bench.heaps = {0: Heap(100, 40, returnable_bytes=50)}
     for operations in range(100):
@@ -179,22 +150,6 @@ def test_statistics_without_private_pools_need_a_walk_only_after_a_segment_chang
     assert bench.look(grown) == 50
     assert bench.reclaimable.private_bytes(0, grown) == 20
     assert bench.walks == 2
-
-
-def test_private_bytes_of_a_walk_expire_with_a_segment_change(bench: Bench) -> None:
-    bench.heaps = {0: Heap(100, 40, private_bytes=20, returnable_bytes=50)}
-    walked = state(private=None)
-    bench.look(walked)
-    assert bench.reclaimable.private_bytes(0, state(private=None, operations=7)) == 20
-    assert bench.reclaimable.private_bytes(0, state(reserved=101, private=None)) is None
-
-
-def test_a_missing_statistic_makes_the_value_unknown(bench: Bench) -> None:
-    for name in ("reserved_bytes", "allocated_bytes", "active_bytes", "inactive_split_bytes", "segment"):
-        lacking = state()
-        del lacking[name]
-        assert bench.look(lacking) is None
-    assert bench.walks == 0
 
 
 def test_a_change_by_another_thread_before_the_walk_is_not_fragmentation(bench: Bench) -> None:

@@ -63,16 +63,6 @@ def test_a_command_in_mode_step_runs_after_the_next_step_in_the_training_thread(
     assert bench.allocator.cleared == 1
 
 
-def test_a_command_that_arrives_twice_runs_once_and_has_one_result(bench: Bench) -> None:
-    bench.take()
-    bench.take()
-    bench.steps()
-    first = bench.result()
-    bench.take()
-    assert bench.result() == first
-    assert bench.allocator.cleared == 1
-
-
 def test_a_command_for_a_numbered_step_runs_after_that_step_only(bench: Bench) -> None:
     bench.take(at_step=4)
     bench.steps(3)
@@ -110,16 +100,6 @@ def test_a_command_in_mode_now_waits_for_the_end_of_a_capture(bench: Bench) -> N
     bench.allocator.capturing = False
     bench.scheduler.look()
     assert (bench.result().outcome, bench.allocator.cleared) == ("done", 1)
-
-
-def test_a_command_in_mode_now_runs_after_a_step_if_the_capture_has_ended(bench: Bench) -> None:
-    bench.allocator.capturing = True
-    bench.take("now")
-    bench.steps()
-    assert bench.scheduler.ids == ("a",)
-    bench.allocator.capturing = False
-    bench.steps()
-    assert (bench.result().step, bench.woken) == (2, 1)
 
 
 def test_a_step_does_not_wait_for_a_command_in_another_thread(bench: Bench) -> None:
@@ -183,20 +163,6 @@ def test_while_steps_run_mode_idle_waits_and_does_not_count_allocations(bench: B
         bench.scheduler.look()
     assert (bench.allocator.counted, bench.allocator.cleared) == (0, 0)
     for _ in range(5):
-        bench.now += 1.0
-        bench.scheduler.look()
-    assert bench.result().outcome == "done"
-
-
-def test_a_command_in_mode_idle_waits_for_the_end_of_a_capture(bench: Bench) -> None:
-    bench.take("idle")
-    bench.allocator.capturing = True
-    for _ in range(4):
-        bench.now += 1.0
-        bench.scheduler.look()
-    assert bench.scheduler.ids == ("a",)
-    bench.allocator.capturing = False
-    for _ in range(4):
         bench.now += 1.0
         bench.scheduler.look()
     assert bench.result().outcome == "done"

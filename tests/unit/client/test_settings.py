@@ -45,10 +45,6 @@ def test_the_number_of_ranks_comes_from_the_same_launcher_as_the_rank(
     assert ReporterSettings.resolve(rank=0, environ=environ).world_size is None
 
 
-def test_labels_are_cut_to_the_maximum_length() -> None:
-    assert len(ReporterSettings.resolve(workload="x" * 10_000, environ={}).workload) == 256
-
-
 def test_a_token_file_is_read_on_each_use(tmp_path: Path) -> None:
     secret = tmp_path / "token"
     secret.write_text("first\n")

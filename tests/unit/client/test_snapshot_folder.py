@@ -31,7 +31,8 @@ class Empty:
 
 
 def write() -> SnapshotFile:
-    return snapshot_file.write_snapshot(Empty())
+    empty: Any = Empty()
+    return snapshot_file.write_snapshot(empty)
 
 
 def test_the_folder_is_private(folder: Path) -> None:

@@ -3,11 +3,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -51,7 +48,6 @@ def head(login: str, **headers: str) -> tuple[int, list[str]]:
     [
         ("http://node", ("node", 80)),
         ("https://node", ("node", 443)),
-        ("https://node:9844/", ("node", 9844)),
         ("https://[::1]:9844", ("::1", 9844)),
         ("https://ada:secret@node:9844", ("node", 9844)),
     ],
@@ -69,34 +65,17 @@ def test_a_url_contains_host_and_port(url: str, address: tuple[str, int], monkey
     assert resolved == [address]
 
 
-def test_the_path_of_a_unix_socket_may_contain_an_at_sign(tmp_path: Path) -> None:
-    path = tmp_path / "a@b.sock"
-    with contextlib.closing(socket.socket(socket.AF_UNIX)) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        listener.settimeout(patient(30))
-        connection = Connection(f"unix://{path}", timeout_seconds=0.01)
-        with contextlib.closing(connection), pytest.raises(ExporterUnreachableError):
-            connection.request("GET", "/")
-        accepted, _ = listener.accept()
-        accepted.close()
-
-
 @pytest.mark.parametrize(
     "url",
     [
         "",
-        "x",
         "127.0.0.1:9844",
         "ftp://host",
         "http://",
         "http://node:port",
-        "https://",
         "https://node/path",
-        "https://node?x",
         "unix://a@/s",
         "unix://relative",
-        "unix:relative",
     ],
 )
 def test_an_invalid_url_is_rejected_with_the_accepted_forms(url: str) -> None:
@@ -123,20 +102,8 @@ def test_a_token_takes_precedence_over_a_password() -> None:
     [
         ("https://ada:secret@node:1", "https://node:1"),
         ("http://ada:sec/ret@node:1/x", "http://node:1/x"),
-        ("http://node:1", "http://node:1"),
         ("unix:///run/a@b.sock", "unix:///run/a@b.sock"),
-        ("ada@node", "ada@node"),
     ],
 )
 def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
     assert shown_url(url) == shown
-
-
-def test_ssl_is_imported_only_for_https() -> None:
-    code = (
-        "import sys, gpumem_exporter.wire.http as t, gpumem_exporter.client.reporter.worker\n"
-        "[t.Connection(url, timeout_seconds=1) for url in ('http://127.0.0.1:1', 'unix:///run/none.sock')]\n"
-        "print(*{'ssl', 'base64'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=patient(60), check=True)
-    assert done.stdout == "\n"

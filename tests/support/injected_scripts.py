@@ -1,0 +1,129 @@
+"""Scripts that run below `gpumem-exporter run`, and what the exporter reports of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import StartExporter
+from tests.emulation.node import EmulatedNode
+from tests.emulation.programs import Program
+from tests.support.exporter_process import QUICK, ExporterProcess
+from tests.support.paths import REPOSITORY
+from tests.support.running_command import CONSOLE_SCRIPT
+from tests.support.waiting import wait_until_equal
+
+ISOLATED_RUN = (sys.executable, "-I", "-c", CONSOLE_SCRIPT, "run", "--")
+"""The command as it works from any folder, in a Python that runs no user's sitecustomize."""
+BOOTSTRAP = REPOSITORY / "gpumem_exporter" / "client" / "bootstrap"
+MIB = 1 << 20
+
+PREAMBLE = """
+import json, os, sys, threading
+def say(value):
+    sys.stdout.write(json.dumps(value) + "\\n")
+    sys.stdout.flush()
+def wait():
+    sys.stdin.readline()
+def hold(mebibytes, device=0):
+    import torch
+    global held
+    held = torch.empty(mebibytes << 20, dtype=torch.uint8, device=f"cuda:{device}")
+def threads():
+    return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("gpumem"))
+def modules():
+    return sorted(name for name in sys.modules if "gpumem" in name)
+"""
+"""The start of every script of these tests."""
+
+StartScript = Callable[..., Program]
+
+
+@pytest.fixture
+def exporter(node: EmulatedNode, start_exporter: StartExporter) -> ExporterProcess:
+    return start_exporter(node, *QUICK)
+
+
+@pytest.fixture
+def start_script(node: EmulatedNode, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[StartScript]:
+    """Runs a script below `run`, in a folder where this project cannot be found, and kills it after the test.
+
+    `start_script(code, "-E", arguments=("x",), command=(…), GPUMEM_WORKLOAD="…")`: the options are the interpreter's,
+    `command` stands for the interpreter and its arguments before the script, names in capitals are environment.
+    """
+    programs: list[Program] = []
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+
+    def start(
+        code: str,
+        *options: str,
+        arguments: tuple[str, ...] = (),
+        command: tuple[str, ...] = (),
+        injected: bool = True,
+        **environment: str,
+    ) -> Program:
+        script = folder / f"script{len(programs)}.py"
+        script.write_text(PREAMBLE + code)
+        environ = clean_environment()
+        if "exporter" in request.fixturenames:
+            environ["GPUMEM_EXPORTER_URL"] = request.getfixturevalue("exporter").url
+        environ.update(environment)
+        programs.append(
+            Program(
+                node,
+                launcher=("env", "-i", f"--chdir={folder}", *assignments(node.environment(environ))),
+                command=(
+                    *(ISOLATED_RUN if injected else ()),
+                    *(command or (sys.executable, *options)),
+                    *(str(script), *arguments),
+                ),
+            )
+        )
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.__exit__()
+
+
+def clean_environment() -> dict[str, str]:
+    """This process' environment without the variables of Python and of the reporter."""
+    steering = ("GPUMEM_", "PYTHON", "COVERAGE")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+    return {**kept, "PYTHONWARNINGS": "ignore"}
+
+
+def assignments(environment: Mapping[str, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in environment.items()]
+
+
+def folder_with(path: Path, **files: str) -> Path:
+    """Make a folder with these modules."""
+    path.mkdir()
+    for name, text in files.items():
+        (path / f"{name}.py").write_text(text)
+    return path
+
+
+def run_to_the_end(program: Program) -> tuple[Any, str]:
+    """Return the last output and stderr of a program that exits with 0."""
+    said = program.heard()
+    assert program.finish() == 0, program.stderr()
+    return said, program.stderr()
+
+
+def allocated(exporter: ExporterProcess) -> dict[tuple[int, str], float]:
+    """Return the allocated bytes of the reporting processes, by pid and gpu."""
+    found = exporter.metrics().samples.get("gpumem_torch_allocated_bytes", {}).items()
+    return {(int(dict(labels)["pid"]), dict(labels)["gpu"]): value for labels, value in found}
+
+
+def wait_for_allocated(exporter: ExporterProcess, expected: dict[tuple[int, str], float]) -> None:
+    """Wait until exactly these processes report, with exactly these bytes."""
+    wait_until_equal(lambda: allocated(exporter), expected, "allocated bytes by pid and device")
