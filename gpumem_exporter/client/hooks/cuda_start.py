@@ -51,8 +51,14 @@ class _Wait:
             sys.meta_path.insert(0, self._finder)
 
     def enqueue(self, torch_cuda: "ModuleType") -> None:
-        """Add the callback to torch's queue of calls at the initialization of CUDA."""
-        if self._callback is not None:
+        """Add the callback to torch's queue of calls at the initialization of CUDA.
+
+        A thread that runs this queue runs the callback now. It has the lock of the queue, and older releases (2.9, but
+        not 2.15) would wait for that lock forever.
+        """
+        if hasattr(getattr(torch_cuda, "_tls", None), "is_initializing"):
+            self._call()
+        elif self._callback is not None:
             torch_cuda._lazy_call(self._queued)
 
     def remove(self) -> None:

@@ -95,3 +95,23 @@ with cuda._initialization_lock:  # CUDA is being initialized
 result = [queued, left, began]
 """
     assert run(folder, rest) == [2, [True], ["the program's"]]
+
+
+def test_a_callback_may_wait_for_cuda_again_while_torch_has_the_lock_of_its_queue(folder: Path) -> None:
+    """`run` starts the reporter in a callback. In older releases the lock is not reentrant, also in that thread."""
+    rest = """
+import threading, torch.cuda
+cuda = torch.cuda
+cuda._initialization_lock, cuda._tls = threading.Lock(), threading.local()
+def queue(call):
+    assert cuda._initialization_lock.acquire(timeout=1)
+    cuda.waiting.append(call)
+    cuda._initialization_lock.release()
+cuda._lazy_call = queue
+when_cuda_starts(lambda: when_cuda_starts(lambda: began.append("third")))
+with cuda._initialization_lock:
+    cuda._tls.is_initializing = True
+    cuda.init()
+result = began
+"""
+    assert run(folder, rest) == ["first", "second", "third"]
