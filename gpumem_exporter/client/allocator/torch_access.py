@@ -170,8 +170,15 @@ def find_pinned_cache_clear(torch: Any) -> Callable[[], None] | None:
 def set_calling_thread_mark(mark: int) -> None:
     """Put a number into torch's thread-local state, unless there is one. Does nothing before torch 2.0."""
     c = sys.modules["torch"]._C
-    if not c._is_key_in_tls(_THREAD_KEY):
-        c._stash_obj_in_tls(_THREAD_KEY, mark)
+    if c._is_key_in_tls(_THREAD_KEY):
+        return
+    import ctypes
+
+    references = sys.getrefcount(mark)
+    c._stash_obj_in_tls(_THREAD_KEY, mark)
+    if sys.getrefcount(mark) == references:
+        # Older releases (2.9, but not 2.15) take no reference, and release one when the thread ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(mark))
 
 
 def calling_thread_mark() -> int | None:
