@@ -50,9 +50,9 @@ class Allocator:
 
     @property
     def settings(self) -> str:
-        """The allocator's settings in force; before torch 2.10 those of the environment."""
+        """The allocator's settings in force; before torch 2.10 those of the only variable that it reads."""
         settings = torch_access.allocator_settings(self._torch)
-        return in_force(os.environ)[1] if settings is None else settings
+        return os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") if settings is None else settings
 
     @property
     def capturing(self) -> bool:
