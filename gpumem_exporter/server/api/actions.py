@@ -22,7 +22,7 @@ from gpumem_exporter.server.api.action_schema import ActionBody, ActionDocument,
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.security.request_guard import ACTIONS_PATH
 
 __all__ = ["ActionRoutes", "actions_router"]
@@ -51,9 +51,11 @@ _IdempotencyKey = Annotated[
 def _route(running: str, *problem_statuses: int) -> dict[str, Any]:
     """Describe a route that returns an action: 200 if it has ended, 202 with this description if it is running."""
     return {
-        "response_model": ActionDocument,
-        "response_description": "the action has ended",
-        "responses": {202: {"model": ActionDocument, "description": running}, **problems(*problem_statuses)},
+        "responses": {
+            200: json_reply(ActionDocument, "the action has ended"),
+            202: json_reply(ActionDocument, running),
+            **problems(*problem_statuses),
+        }
     }
 
 
@@ -67,8 +69,8 @@ def actions_router(*, dispatcher: Dispatcher, audit: Audit, holds: Holds) -> API
     path = ACTIONS_PATH + "/{action_id}"
     router = APIRouter(tags=["actions"])
     router.post(ACTIONS_PATH, **_SUBMIT)(routes.submit)
-    router.get(ACTIONS_PATH, response_model=ActionsDocument, responses=problems(401, 403, 422))(routes.recent)
-    router.get(path, response_model=ActionDocument, responses=problems(401, 403, 404))(routes.one)
+    router.get(ACTIONS_PATH, responses={200: json_reply(ActionsDocument), **problems(401, 403, 422)})(routes.recent)
+    router.get(path, responses={200: json_reply(ActionDocument), **problems(401, 403, 404)})(routes.one)
     router.delete(path, **_CANCEL)(routes.cancel)
     return router
 

@@ -20,7 +20,7 @@ from gpumem_exporter.actions.dispatcher import Dispatcher
 from gpumem_exporter.errors import ActionRefusedError, IdempotencyConflictError
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.security.request_guard import ALERTS_PATH
 
 if TYPE_CHECKING:
@@ -73,7 +73,9 @@ def alerts_router(
     receiver = _Receiver(dispatcher, clock, wall_clock, has_action_token)
 
     @router.post(
-        ALERTS_PATH, response_model=AlertsDocument, responses=problems(401, 403, 413, 415, 422), openapi_extra=_BODY
+        ALERTS_PATH,
+        responses={200: json_reply(AlertsDocument), **problems(401, 403, 413, 415, 422)},
+        openapi_extra=_BODY,
     )
     async def receive(request: Request) -> Response:
         """Act once on each firing alert that requests an action; does not wait for the actions."""

@@ -14,7 +14,7 @@ from gpumem_exporter.errors import StorageError
 from gpumem_exporter.events import EVENT_TYPES, Event, EventLog, Page, Query
 from gpumem_exporter.server.api.event_writes import read_events
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import EVENTS_PATH
 
@@ -92,7 +92,7 @@ def events_router(log: EventLog) -> APIRouter:
     """Return the route of events."""
     router = APIRouter(tags=["events"])
 
-    @router.get(EVENTS_PATH, response_model=EventsDocument, responses=problems(401, 403, 422, 503))
+    @router.get(EVENTS_PATH, responses={200: json_reply(EventsDocument), **problems(401, 403, 422, 503)})
     async def events(parameters: Annotated[EventParameters, QueryParameters()]) -> Response:
         """The events in the order in which the exporter recorded them.
 

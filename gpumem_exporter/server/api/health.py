@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.events import EventLog, EventLogStatus
 from gpumem_exporter.nvml.poller import Poller, PollerStatus
-from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.http.replies import json_reply, json_response
 
 __all__ = ["Health", "HealthDocument", "health_document", "health_router"]
 
@@ -69,9 +69,12 @@ def health_router(*, health: Health, snapshot: Callable[[], Snapshot]) -> APIRou
 
     @router.get(
         "/health",
-        response_model=HealthDocument,
-        response_description="`ok`, or `degraded`: no driver, a lost device, or events that cannot be stored",
-        responses={503: {"model": HealthDocument, "description": "`failing`: the exporter cannot do its work"}},
+        responses={
+            200: json_reply(
+                HealthDocument, "`ok`, or `degraded`: no driver, a lost device, or events that cannot be stored"
+            ),
+            503: json_reply(HealthDocument, "`failing`: the exporter cannot do its work"),
+        },
     )
     async def show() -> Response:
         """The health of the exporter and the driver, with one check for each part."""

@@ -21,7 +21,7 @@ from gpumem_exporter.nvml.poller import Poller, PollerStatus
 from gpumem_exporter.server.api.audit import Audit
 from gpumem_exporter.server.http.held_requests import Holds
 from gpumem_exporter.server.http.problems import problems
-from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.logs import iso_time
 from gpumem_exporter.server.security.request_guard import NVML_PATH
 
@@ -58,10 +58,9 @@ class NvmlDocument(TypedDict):
 
 
 _ROUTE: dict[str, Any] = {
-    "response_model": NvmlDocument,
-    "response_description": "the request is complete",
     "responses": {
-        202: {"model": NvmlDocument, "description": "the driver does not answer yet; the request stays in force"},
+        200: json_reply(NvmlDocument, "the request is complete"),
+        202: json_reply(NvmlDocument, "the driver does not answer yet; the request stays in force"),
         **problems(401, 403, 415, 422),
     },
 }

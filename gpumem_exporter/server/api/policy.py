@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.errors import ConfigurationError
 from gpumem_exporter.server.http.problems import ProblemError, problems
-from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.server.security.request_guard import RELOAD_PATH
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def policy_router(policies: PolicyRunner | None) -> APIRouter:
     """Return the route that reloads the policy; `policies` is None without `--policy.file`."""
     router = APIRouter(tags=["policy"])
 
-    @router.post(RELOAD_PATH, response_model=RulesDocument, responses=problems(401, 403, 404, 422))
+    @router.post(RELOAD_PATH, responses={200: json_reply(RulesDocument), **problems(401, 403, 404, 422)})
     async def reload(request: Request) -> Response:
         """Read the policy file again. An invalid file changes nothing."""
         if policies is None:

@@ -10,10 +10,10 @@ from typing_extensions import TypedDict
 
 from gpumem_exporter.core.samples import DeviceMemory, DeviceReading, Snapshot
 from gpumem_exporter.server.api.documents import devices_document, processes_document
-from gpumem_exporter.server.http.replies import json_response
+from gpumem_exporter.server.http.replies import json_reply, json_response
 from gpumem_exporter.wire.protocol import DeviceSample
 
-__all__ = ["state_router"]
+__all__ = ["DevicesDocument", "ProcessesDocument", "state_router"]
 
 
 def _document(name: str, fields: dict[str, Any]) -> Any:
@@ -105,12 +105,12 @@ def state_router(*, snapshot: Callable[[], Snapshot], source: str) -> APIRouter:
     """Return the routes that show devices and processes; `source` is `nvml` or `demo`."""
     router = APIRouter(tags=["state"])
 
-    @router.get("/api/v1/devices", response_model=DevicesDocument)
+    @router.get("/api/v1/devices", responses={200: json_reply(DevicesDocument)})
     async def devices() -> Response:
         """Every device, with its memory as the driver reports it and its ledger. Unknown values are null."""
         return json_response(devices_document(snapshot(), source))
 
-    @router.get("/api/v1/processes", response_model=ProcessesDocument)
+    @router.get("/api/v1/processes", responses={200: json_reply(ProcessesDocument)})
     async def processes() -> Response:
         """Every process that reports or that the driver lists, with its values for each device."""
         return json_response(processes_document(snapshot(), source))

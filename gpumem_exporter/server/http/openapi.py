@@ -10,14 +10,35 @@ from fastapi.responses import PlainTextResponse
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, models_json_schema
 
+from gpumem_exporter.server.api.action_schema import ActionDocument, ActionsDocument
 from gpumem_exporter.server.api.alert_schema import AlertsBody
+from gpumem_exporter.server.api.alerts import AlertsDocument
+from gpumem_exporter.server.api.events import EventsDocument
+from gpumem_exporter.server.api.health import HealthDocument
+from gpumem_exporter.server.api.nvml import NvmlDocument
+from gpumem_exporter.server.api.policy import RulesDocument
 from gpumem_exporter.server.api.report_schema import report_core_schema
+from gpumem_exporter.server.api.state import DevicesDocument, ProcessesDocument
 from gpumem_exporter.server.http.problems import Problem, problems
+from gpumem_exporter.server.web.live import LiveDocument
 from gpumem_exporter.wire.protocol import REPORTS_PATH, Reply
 
 __all__ = ["describe"]
 
 _REF = "#/components/schemas/{model}"
+_REPLIES: tuple[type, ...] = (
+    ActionDocument,
+    ActionsDocument,
+    AlertsDocument,
+    DevicesDocument,
+    EventsDocument,
+    HealthDocument,
+    LiveDocument,
+    NvmlDocument,
+    Problem,
+    ProcessesDocument,
+    RulesDocument,
+)
 
 
 def describe(app: FastAPI, *, telemetry_path: str) -> dict[str, Any]:
@@ -32,10 +53,12 @@ def describe(app: FastAPI, *, telemetry_path: str) -> dict[str, Any]:
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     _, bodies = models_json_schema([(AlertsBody, "validation")], ref_template=_REF)
     report = GenerateJsonSchema(ref_template=_REF).generate(report_core_schema())
-    problem = TypeAdapter(Problem).json_schema(ref_template=_REF)
-    for schema in (bodies, report, problem):
+    _, replies = TypeAdapter.json_schemas(
+        [(model, "validation", TypeAdapter(model)) for model in _REPLIES], ref_template=_REF
+    )
+    for schema in (bodies, report, replies):
         schemas.update(schema.pop("$defs", {}))
-    schemas.update({"Report": report, "Problem": problem})
+    schemas["Report"] = report
     return document
 
 

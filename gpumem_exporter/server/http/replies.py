@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from fastapi import Response
 
-__all__ = ["accepts_gzip", "json_response", "prefers_openmetrics"]
+__all__ = ["accepts_gzip", "json_reply", "json_response", "prefers_openmetrics"]
 
 _OPENMETRICS = "application/openmetrics-text"
 _TEXT_RANGES = ("text/plain", "text/*", "*/*")
@@ -22,6 +23,15 @@ def json_response(document: Mapping[str, object], status: int = 200) -> Response
         headers={"Cache-Control": "no-store"},
         media_type="application/json",
     )
+
+
+def json_reply(model: type, description: str = "Successful Response") -> dict[str, Any]:
+    """Return the OpenAPI description of a JSON reply; `server.http.openapi` adds the schema of the model.
+
+    FastAPI's `response_model` would build a validator of each model when the exporter starts.
+    """
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 def prefers_openmetrics(accept: str) -> bool:

@@ -15,6 +15,7 @@ from gpumem_exporter.core.samples import Snapshot
 from gpumem_exporter.server.api.health import Health
 from gpumem_exporter.server.http.held_requests import RELEASED, Holds
 from gpumem_exporter.server.http.problems import ProblemError, problems
+from gpumem_exporter.server.http.replies import json_reply
 from gpumem_exporter.server.security.access_rules import OwnNames
 from gpumem_exporter.server.web.history import History
 from gpumem_exporter.server.web.live_document import live_document
@@ -28,11 +29,6 @@ LIVE_PATH = "/api/v1/live"
 EVENT_STREAM = "text/event-stream"
 RETRY_AFTER = {"Retry-After": "5"}
 _HEADERS = {"Cache-Control": "no-store", "Vary": "Accept"}
-_OK: dict[str, Any] = {
-    "description": "the document or, with `Accept: text/event-stream`, a stream of events: one `history`, then a "
-    "`state` for each change and a `beat` for each second without a change",
-    "content": {EVENT_STREAM: {"schema": {"type": "string"}}},
-}
 
 
 class LiveDocument(TypedDict):
@@ -41,6 +37,14 @@ class LiveDocument(TypedDict):
     moment: dict[str, float]
     state: dict[str, Any]
     history: dict[str, Any]
+
+
+_OK = json_reply(
+    LiveDocument,
+    "the document or, with `Accept: text/event-stream`, a stream of events: one `history`, then a `state` for each "
+    "change and a `beat` for each second without a change",
+)
+_OK["content"][EVENT_STREAM] = {"schema": {"type": "string"}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +73,7 @@ def live_router(*, streams: Streams, history: History, holds: Holds, own_names: 
     """Return the route of the live page's content."""
     router = APIRouter(tags=["state"])
 
-    @router.get(LIVE_PATH, response_model=LiveDocument, responses={200: _OK, **problems(403, 503)})
+    @router.get(LIVE_PATH, responses={200: _OK, **problems(403, 503)})
     async def live(request: Request) -> Response:
         """The node for the live page: devices with their ledgers, processes, the last ten minutes.
 
