@@ -112,10 +112,12 @@ def allocator_settings(torch: Any) -> str | None:
 def pinned_host_bytes(torch: Any) -> int | None:
     """Return the bytes of pinned host memory that torch's host allocator keeps; None before torch 2.7."""
     try:
-        allocated: int = torch._C._cuda_hostMemoryStats()["allocated_bytes"]["current"]
+        statistics = torch._C._cuda_hostMemoryStats()
+        # Older releases (2.9, but not 2.15) name the kept bytes `reserved_bytes`, those in tensors `allocated_bytes`.
+        kept: int = statistics["reserved_bytes" if "reserved_bytes" in statistics else "allocated_bytes"]["current"]
     except (AttributeError, RuntimeError, KeyError):
         return None
-    return allocated
+    return kept
 
 
 def take_snapshot(torch: Any) -> dict[str, Any]:

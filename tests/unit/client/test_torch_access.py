@@ -14,6 +14,14 @@ from gpumem_exporter.client.allocator import torch_access
 KEPT: list[Any] = []
 
 
+@pytest.mark.parametrize("name", ["allocated_bytes", "reserved_bytes"])
+def test_pinned_host_bytes_are_those_that_the_allocator_keeps(name: str) -> None:
+    """Older releases count the bytes in tensors as `allocated_bytes`."""
+    statistics = {"allocated_bytes": {"current": 3}} | {name: {"current": 8}}
+    torch = SimpleNamespace(_C=SimpleNamespace(_cuda_hostMemoryStats=lambda: statistics))
+    assert torch_access.pinned_host_bytes(torch) == 8
+
+
 @pytest.mark.parametrize(
     "stash", [lambda key, mark: KEPT.append(mark), lambda key, mark: None], ids=["takes a reference", "takes none"]
 )
