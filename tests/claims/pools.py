@@ -122,7 +122,9 @@ def pinned_host_memory(bench: Bench) -> Values:
     ):
         bench.exec(code)
         metrics, _ = bench.settle()
-        by_torch = bench.exec("result = torch.cuda.host_memory_stats()['allocated_bytes.current']")
+        stats = bench.exec("result = torch.cuda.host_memory_stats()")
+        # older releases: `allocated_bytes` are those in tensors
+        by_torch = stats.get("reserved_bytes.current", stats["allocated_bytes.current"])
         by_exporter = metrics.value("gpumem_torch_pinned_host_bytes", pid=str(bench.pid))
         values[f"gpumem_torch_pinned_host_bytes, {what}"] = equal(by_exporter, by_torch)
     rose = bench.book().used_bytes - used

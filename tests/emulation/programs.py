@@ -188,7 +188,9 @@ class Program(PipedProcess):
 
     def heard(self, timeout_seconds: float = 30) -> Any:
         """Return the next value of the program."""
-        return json.loads(self._line(patient(timeout_seconds)))
+        line = self._line(patient(timeout_seconds))
+        # Older releases of torch print how many ranks are connected.
+        return self.heard(timeout_seconds) if line.startswith(b"[Gloo]") else json.loads(line)
 
     def go(self) -> None:
         """Make the program's `wait()` return."""

@@ -29,7 +29,7 @@ def lab(shared: Lab) -> Lab:
     _, process = shared
     process.exec("for device in (0, 1): torch.empty(1, device=f'cuda:{device}')")
     process.call("free")
-    process.exec("import gc; worker.models.clear(); gc.collect()")
+    process.exec("import gc; worker.models.clear(); gc.collect(); torch._C._cuda_clearCublasWorkspaces()")
     process.call("empty_cache")
     return shared
 

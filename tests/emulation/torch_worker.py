@@ -22,6 +22,12 @@ from typing import Any
 import torch
 
 
+def set_allocator_settings(settings: str) -> None:
+    """Change the allocator's settings. The function of torch has this name since 2.10."""
+    change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    (change or torch._C._cuda_cudaCachingAllocator_set_allocator_settings)(settings)
+
+
 class Worker:
     """The commands. Tensors have numbers, so that a test can free them one by one."""
 
@@ -45,6 +51,10 @@ class Worker:
         return self.namespace.get("result")
 
     # The allocator
+
+    def set_allocator_settings(self, settings: str) -> None:
+        """Change the allocator's settings."""
+        set_allocator_settings(settings)
 
     def alloc(self, nbytes: int, device: int = 0) -> int:
         """Allocate a tensor and return its number."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.emulation.fixtures import StartTorch
 from tests.emulation.node import GIB, EmulatedNode
 from tests.support.recording_exporter import RecordingExporter
+from tests.support.torch_release import since_torch
 from tests.support.waiting import wait_for
 
 STAGES = {
@@ -22,6 +23,7 @@ STAGES = {
 }
 
 
+@since_torch((2, 15), "the sizes of the staged scripts fit the workspaces of torch 2.15")
 def test_following_the_first_advice_makes_each_of_eight_staged_scripts_pass(
     node: EmulatedNode, start_torch: StartTorch
 ) -> None:

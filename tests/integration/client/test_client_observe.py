@@ -12,6 +12,7 @@ from tests.emulation.torch_process import TorchProcess
 from tests.support.exporter_process import QUICK
 from tests.support.observed_training import PARAMETERS_BYTES as PARAMETERS
 from tests.support.observed_training import TRAINING, host_process, process_of_the_module, shared_process
+from tests.support.torch_release import TORCH_RELEASE
 from tests.support.waiting import wait_until_equal
 
 __all__ = ["host_process", "process_of_the_module", "shared_process"]
@@ -249,7 +250,7 @@ result = {"contexts": worker.contexts(), "settings": summary.allocator_settings,
     book = node.books()[1]
     later = process.exec(
         """
-torch._C._accelerator_setAllocatorSettings("max_split_size_mb:128")
+worker.set_allocator_settings("max_split_size_mb:128")
 result = {"then": gpumem.summary().allocator_settings_source}
 reserved = torch.cuda.memory_reserved(1)
 torch.cuda.empty_cache()
@@ -281,7 +282,8 @@ result["freed"] = reserved - torch.cuda.memory_reserved(1)
     assert reply["settings"] == "max_split_size_mb:64"
     assert reply["source"] == ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"]
     assert re.search(r"max_split_size_mb:64\b.*\bPYTORCH_CUDA_ALLOC_CONF\b.*\bPYTORCH_ALLOC_CONF\b", reply["table"])
-    assert later["then"] == "the program"
+    if TORCH_RELEASE >= (2, 10):  # older releases do not report their settings
+        assert later["then"] == "the program"
 
 
 def test_milestones_are_recorded_and_the_model_and_loader_are_unchanged(

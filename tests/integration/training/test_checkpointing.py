@@ -12,6 +12,7 @@ import pytest
 
 from tests.emulation.node import EmulatedNode
 from tests.emulation.torch_process import TorchProcess
+from tests.support.torch_release import with_the_planners_kernels
 
 
 @pytest.fixture(scope="module")
@@ -151,6 +152,7 @@ def test_a_peak_below_an_earlier_one_is_bounded(measured: dict[str, Any]) -> Non
     assert "reset_peaks=True" in measured["again"]["text"]
 
 
+@with_the_planners_kernels
 def test_simulated_peaks_are_within_five_percent_of_measured_peaks(measured: dict[str, Any]) -> None:
     for simulated, real in zip(peaks(measured["simulated"]), peaks(measured["reset"]), strict=True):
         assert simulated == pytest.approx(real, rel=0.05)

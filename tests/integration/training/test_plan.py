@@ -12,6 +12,7 @@ import pytest
 from tests.emulation.fixtures import MakeNode
 from tests.emulation.torch_process import TorchProcess
 from tests.support.golden import assert_golden
+from tests.support.torch_release import with_the_planners_kernels
 
 MIB = 1 << 20
 MODEL = """
@@ -197,6 +198,7 @@ def test_pytorchs_own_tracker_counts_the_same_bytes(scenes: dict[str, Any]) -> N
     assert tracked == traced + 32
 
 
+@with_the_planners_kernels
 def test_a_profile_is_measured_on_the_device(tmp_path: Path, make_node: MakeNode, scenes: dict[str, Any]) -> None:
     node = make_node(devices=1, total_bytes=2 << 30)
     (tmp_path / "mine.py").write_text(MODEL)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.paths import REPOSITORY
+from tests.support.torch_release import with_the_planners_kernels
 from tests.support.waiting import patient
 
 
@@ -26,6 +27,7 @@ def compare(*words: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@with_the_planners_kernels
 @pytest.mark.slow
 def test_planned_peaks_equal_measured_peaks(emulation: Path) -> None:
     code, results, output = compare("--peaks", "--only", "cnn-adamw-bf16", "mlp-adamw-fused-bf16")

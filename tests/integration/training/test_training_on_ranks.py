@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.emulation.fixtures import MakeNode, StartTorch
+from tests.support.torch_release import TORCH_RELEASE
 
 GIB = 1 << 30
 
@@ -25,14 +26,15 @@ def test_two_ranks_step_like_one_batch_and_agree_on_the_smaller_batch_size(
     ]
     ranks = [process.receive(number, 200) for process, number in zip(processes, numbers, strict=True)]
 
+    rounding = 1e-12 if TORCH_RELEASE >= (2, 10) else 1e-6  # FSDP2 of torch 2.9 rounds to single precision
     for rank in ranks:
         results = rank["accumulation"]
         assert results["clipped"] == [True, True], "some steps and not others"
         for name, averaged in (("ddp", 6), ("ddp every batch", 10), ("fsdp", 6)):
             assert results[name]["averaged"] == averaged, f"{name}: once for each step, unless configured otherwise"
             assert results[name]["steps"] == 6, name
-            assert results[name]["difference"] < 1e-12, f"{name}: an abandoned window does not affect the first one"
-            assert results[name]["norms"] < 1e-12, name
+            assert results[name]["difference"] < rounding, f"{name}: an abandoned window does not affect the first one"
+            assert results[name]["norms"] < rounding, name
         kind, text, _ = rank["misuse"]["left out"]
         assert kind == "RuntimeError"
         assert re.search(r"forward\(\).*backward\(\)", text)
