@@ -6,8 +6,6 @@ A command's module has `build(name)`, which returns a Typer application with tha
 from __future__ import annotations
 
 import importlib
-import io
-import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -47,9 +45,6 @@ def invoke(words: Sequence[str]) -> int:
         ConfigurationError: wrong usage; the message names the invalid word or option.
         GpumemError: the command failed.
     """
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A character that the terminal lacks is replaced. It does not end the command.
-        sys.stdout.reconfigure(errors="replace")
     try:
         return int(typer.main.get_command(_build()).main(list(words), PROGRAM, standalone_mode=False) or 0)
     except typer.Abort:

@@ -1,13 +1,14 @@
 """The console script: runs one command and turns every expected error into one line and an exit code.
 
 `run` and `--version` use the standard library alone, because a training image has this package without its
-dependencies. Typer parses every other command: see `gpumem_exporter.cli.application`.
+dependencies. Typer parses every other command, except plain options of `serve`: see `gpumem_exporter.cli.application`.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name = words[0] if words and words[0] in COMMANDS else ""
     prefix = f"{PROGRAM} {name}".rstrip()
     _open_closed_output()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the terminal lacks is replaced. It does not end the command.
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _dispatch(words)
         sys.stdout.flush()
@@ -74,6 +78,11 @@ def _dispatch(words: list[str]) -> int:
 
         return run(words[1:])
     try:
+        if first == "serve":
+            serve = importlib.import_module(COMMANDS[first])
+            values = serve.read_plain_words(words[1:])
+            if values is not None:
+                return int(serve.serve(values))
         return int(importlib.import_module("gpumem_exporter.cli.application").invoke(words or ["--help"]))
     except ModuleNotFoundError as error:
         raise _missing_dependency(first or "the help", error) from error

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from inspect import Parameter
 from typing import TYPE_CHECKING, Annotated, Any, get_origin
 
-import typer
-
-from gpumem_exporter.cli.options import command_from_parameters
 from gpumem_exporter.server.settings import ENVIRONMENT_PREFIX, Settings, load_settings, setting_key
 
 if TYPE_CHECKING:
+    import typer
     from pydantic.fields import FieldInfo
 
-__all__ = ["build"]
+__all__ = ["build", "read_plain_words", "serve"]
 
 _DESCRIPTION = f"""\
 Run the exporter.
@@ -41,12 +39,39 @@ _METAVARS_BY_NAME = {"address": "ADDRESS", "file": "PATH", "socket": "PATH", "pa
 
 def build(name: str) -> typer.Typer:
     """Return the command."""
-    return command_from_parameters(name, _serve, _parameters(), description=_DESCRIPTION, epilog=_EXAMPLES)
+    from gpumem_exporter.cli.options import command_from_parameters
+
+    return command_from_parameters(name, serve, _parameters(), description=_DESCRIPTION, epilog=_EXAMPLES)
 
 
-def _serve(values: dict[str, Any]) -> int:
-    """Serve until a signal ends the exporter. A value is None, or an empty list, if its flag is not given."""
-    demo = values.pop("demo")
+def read_plain_words(words: Sequence[str]) -> dict[str, Any] | None:
+    """Return the values of `--name VALUE` and `--name=VALUE`; None if Typer must read the words (help, wrong usage).
+
+    The import of Typer takes 7 % of the exporter's start.
+    """
+    names = {f"--{setting_key(name)}": name for name in ("config_file", *Settings.model_fields)}
+    values: dict[str, Any] = {}
+    rest = iter(words)
+    for word in rest:
+        if word == "--demo":
+            values["demo"] = True
+            continue
+        flag, equals, value = word.partition("=")
+        if not equals:
+            value = next(rest, "-")
+        if flag not in names or value.startswith("-"):
+            return None
+        name = names[flag]
+        if name in Settings.model_fields and _repeatable(Settings.model_fields[name]):
+            values.setdefault(name, []).append(value)
+        else:
+            values[name] = value
+    return values
+
+
+def serve(values: dict[str, Any]) -> int:
+    """Serve until a signal ends the exporter. A value is None, an empty list or absent if its flag is not given."""
+    demo = values.pop("demo", False)
     settings = load_settings({name: None if value == [] else value for name, value in values.items()})
     from gpumem_exporter.server.serve import run
 
@@ -55,6 +80,8 @@ def _serve(values: dict[str, Any]) -> int:
 
 def _parameters() -> list[Parameter]:
     """One option for each setting. The values stay text: `load_settings` checks those of every source."""
+    import typer
+
     demo = typer.Option("--demo", help="simulate devices and processes; needs no GPU, no driver and no torch")
     config = typer.Option("--config.file", metavar="PATH", help="YAML file whose keys are the options below")
     return [
@@ -65,11 +92,17 @@ def _parameters() -> list[Parameter]:
 
 
 def _parameter(name: str, field: FieldInfo) -> Parameter:
-    repeatable = get_origin(field.annotation) is tuple
+    import typer
+
+    repeatable = _repeatable(field)
     text = f"{field.description}{' (repeatable)' if repeatable else ''} [default: {_shown_default(field)}]"
     option = typer.Option(f"--{setting_key(name)}", metavar=_metavar(name, field), help=text, show_default=False)
     kind = list[str] | None if repeatable else str | None
     return Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
+
+
+def _repeatable(field: FieldInfo) -> bool:
+    return get_origin(field.annotation) is tuple
 
 
 def _shown_default(field: FieldInfo) -> str:
